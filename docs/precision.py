@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Draws docs/precision.png: precision.py [PROGRAMS], the folder of the compiled examples (target/release/examples).
+"""Draws docs/precision.png: precision.py [PROGRAMS], the folder of the compiled examples
+(target/release/examples).
 
-The model in the program is fine-tuned on the text of a licence, in f32, bf16 and f16, on the processor: 300 steps of an adapter, of all weights, and of
-all weights at a tenth of the rate. It prints how far the losses are from those in f32, step by step and over 20 steps, and those of validation.
-A run in f32 whose batches are halves tells how far rounding alone takes them.
+The script fine-tunes the model in the program on the text of a licence, in f32, bf16 and f16, on the
+CPU: 300 steps of an adapter, of all weights, and of all weights at a tenth of the rate. It prints the
+differences of the losses from f32, by step and over 20 steps, and of the validation losses. A run in
+f32 with half batches shows the effect of rounding alone.
 Needs matplotlib; compile with: cargo build --release --features training --examples
 """
 import json, os, subprocess, sys, tempfile

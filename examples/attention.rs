@@ -1,4 +1,4 @@
-//! Fused attention on the best device of this machine: runs it, checks it, times it.
+//! Fused attention on the best device of this machine: runs it, checks its results, and measures its time.
 //!
 //! ```text
 //! cargo run --release --example attention
@@ -6,58 +6,58 @@
 //! ```
 
 use attention_cube::{explain, try_fused_attention};
-use attention_workspace::layers::leave_out_device_selection;
+use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     accuracy::{Errors, Oracle},
     device::{Chosen, DeviceName, choose},
-    guarded,
     timing::{Effort, Timer},
     workload::{Inputs, Workload, backward_operations, forward_operations},
 };
 use burn::tensor::Tensor;
+use burn_gemma4::catch_panic;
 use clap::{ArgAction, Parser};
 use std::process::ExitCode;
 
-/// Runs fused attention, checks it against its definition in f64, and times it. Without options: a
-/// global layer of Gemma 4, eight query heads of 512 columns over one key head.
+/// Run fused attention, check it against its definition in f64, and measure its time. The default sizes are those of a global
+/// layer of Gemma 4: eight query heads of 512 columns, which share one key head.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
-    /// Where to run.
+    /// Device to run on.
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Sequences.
+    /// Number of sequences.
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Query heads.
+    /// Number of query heads.
     #[arg(long, default_value_t = 8)]
     heads: usize,
-    /// Key and value heads, a divisor of the query heads.
+    /// Number of key and value heads. It must divide the number of query heads.
     #[arg(long, default_value_t = 1)]
     kv_heads: usize,
-    /// Queries a sequence [default: 1024 on a GPU, 256 on a processor].
+    /// Queries per sequence [default: 1024 on a GPU, 256 on a CPU].
     #[arg(long)]
     q_len: Option<usize>,
-    /// Keys a sequence [default: as many as queries].
+    /// Keys per sequence [default: as many as queries].
     #[arg(long)]
     kv_len: Option<usize>,
-    /// Columns of queries, keys and values, 1 to 1024.
+    /// Number of columns of queries, keys and values, 1 to 1024.
     #[arg(long, default_value_t = 512)]
     head_dim: usize,
-    /// Of the tensors [default: bf16 or f16 on a GPU that has it, else f32].
+    /// Type of the tensors [default: bf16 or f16 on a GPU that supports it, otherwise f32].
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Factor on q·k.
+    /// Scale of the scores q·k.
     #[arg(long, default_value_t = 1.0)]
     scale: f64,
-    /// No query sees a later key.
+    /// Apply a causal mask: no query sees a later key.
     #[arg(long, default_value_t = true, default_missing_value = "true", num_args = 0..=1, action = ArgAction::Set)]
     causal: bool,
-    /// How many keys a query sees, its own included.
+    /// Number of keys that a query sees, including its own key.
     #[arg(long)]
     window: Option<usize>,
-    /// Gradients too.
+    /// Also compute the gradients.
     #[arg(long, default_value_t = true, default_missing_value = "true", num_args = 0..=1, action = ArgAction::Set)]
     backward: bool,
 }
@@ -66,13 +66,13 @@ fn main() -> ExitCode {
     leave_out_device_selection();
     let cli = Cli::parse();
     let outcome = choose(cli.device).and_then(|chosen| {
-        guarded(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))
+        catch_panic(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))
     });
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {
             eprintln!(
-                "error: the results are further from the definition than their dtype explains"
+                "error: the errors of the results are larger than the rounding of their dtype"
             );
             ExitCode::FAILURE
         }
@@ -83,7 +83,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every result is right.
+/// Returns true if every result is within its tolerance.
 fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     let q_len = cli
         .q_len
@@ -181,7 +181,7 @@ fn attention(workload: &Workload, inputs: &Inputs) -> Result<Tensor<4>, Error> {
     )?)
 }
 
-/// Prints a pass's line; whether its errors are as small as they should be.
+/// Prints the result line of a pass (forward or backward). Returns true if its errors are within their tolerance.
 fn report(pass: &str, seconds: f64, operations: f64, errors: Option<Errors>) -> bool {
     let rate = operations / seconds / 1e9;
     print!("{pass:8} {:10.3} ms {rate:10.1} GFLOP/s   ", seconds * 1e3);
@@ -189,22 +189,23 @@ fn report(pass: &str, seconds: f64, operations: f64, errors: Option<Errors>) -> 
         Some(errors) => {
             let verdict = if errors.is_good() { "right" } else { "WRONG" };
             println!(
-                "{verdict}: error {:.1e} against f64, of the definition in this dtype {:.1e}",
+                "{verdict}: error {:.1e} against f64, and {:.1e} for the definition in this dtype",
                 errors.error, errors.same_dtype
             );
             errors.is_good()
         }
         None => {
-            println!("not checked: that takes the feature `flex`");
+            println!("not checked: the check needs the feature `flex`");
             true
         }
     }
 }
 
-/// A step of training that has come as far as the loss.
+/// The results of a training step's forward pass.
 struct Loss {
     inputs: [Tensor<4>; 3],
-    /// Burn differentiates a tensor's sum, so the loss need not be summed up.
+    /// The loss, `[batch, heads, queries, columns]`. Its elements are not summed here, because Burn's backward differentiates
+    /// the sum of a tensor.
     loss: Tensor<4>,
 }
 

@@ -1,16 +1,15 @@
-//! The gradients of fused attention, checked against its definition in f64, over head sizes, options and dtypes.
+//! Checks the gradients of fused attention against its definition in f64, for several head sizes, options and dtypes.
 //!
 //! ```text
 //! cargo run --release --example gradcheck
 //! cargo run --release --example gradcheck -- --device wgpu --head-sizes 256,512 --options causal,segments
 //! ```
 
-use attention_cube::{CausalAlignment, explain, select::Selection};
-use attention_workspace::layers::leave_out_device_selection;
+use attention_cube::{CausalAlignment, Selection, explain};
+use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
-    guarded,
     testing::{
         case::{Case, FULL},
         compare::Comparison,
@@ -19,29 +18,30 @@ use attention_workspace::{
     },
 };
 use burn::tensor::{DType, Device};
+use burn_gemma4::catch_panic;
 use clap::{Parser, ValueEnum};
 use std::{collections::BTreeMap, process::ExitCode};
 
-/// Checks output, logsumexp and gradients of fused attention. Each number of the table is the error against the definition
-/// in f64, relative and in root mean square; after the slash is that of the same mathematics done unfused, in the same dtype
-/// on the same device. Ends with 1 where an error is more than twice that and rounding does not explain it: such a number
-/// has an exclamation mark.
+/// Check output, logsumexp and gradients of fused attention. Each number in the table is an error against the definition in f64,
+/// as a relative root mean square. The number after the slash is the error of unfused attention in the same dtype on the same
+/// device. An exclamation mark marks an error that is more than twice the error of unfused attention and that rounding does not
+/// explain. Such an error makes the exit code 1.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
-    /// Where to run.
+    /// Device to run on.
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Of the tensors [default: all that the device computes in; f32 on a software driver].
+    /// Types of the tensors [default: all types that the device supports; f32 on a software driver].
     #[arg(long, value_enum, value_delimiter = ',', value_name = "LIST")]
     dtypes: Vec<Dtype>,
-    /// Columns of queries and keys, 1 to 1024 [default: 64,256,512; 64,512 on a software driver].
+    /// Numbers of columns of queries and keys, 1 to 1024 [default: 64,256,512; 64,512 on a software driver].
     #[arg(long, value_delimiter = ',', value_name = "LIST", value_parser = head_size)]
     head_sizes: Vec<usize>,
-    /// What is asked of attention [default: each of them].
+    /// Attention options to check [default: all of them].
     #[arg(long, value_enum, value_delimiter = ',', value_name = "LIST")]
     options: Vec<Feature>,
-    /// Draws other data.
+    /// Seed of the input data.
     #[arg(long, default_value_t = 0)]
     seed: u64,
 }
@@ -50,44 +50,45 @@ fn head_size(text: &str) -> Result<usize, String> {
     let largest = attention_cube::MAX_HEAD_DIM;
     match text.parse() {
         Ok(size) if (1..=largest).contains(&size) => Ok(size),
-        _ => Err(format!("it has to be a whole number from 1 to {largest}")),
+        _ => Err(format!("expected a whole number from 1 to {largest}")),
     }
 }
 
-/// What a row asks of attention.
+/// The attention options that a row of the table checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Feature {
-    /// Nothing.
+    /// Use no options.
     Full,
-    /// No query sees a later key.
+    /// Apply a causal mask: no query sees a later key.
     Causal,
-    /// A causal window of 20 keys.
+    /// Apply a causal window of 20 keys.
     Window,
-    /// Bounded scores.
+    /// Bound the scores by a softcap.
     Softcap,
-    /// A random mask for every head.
+    /// Apply a random mask for every head.
     Mask,
-    /// A bias for every score, with its gradient.
+    /// Add a bias to every score, and check the bias's gradient.
     Bias,
-    /// Sequences of different lengths.
+    /// Use sequences of different lengths.
     KvLengths,
-    /// Packed documents.
+    /// Pack documents into a sequence.
     Segments,
-    /// A sink for every head, with its gradient.
+    Intervals,
+    /// Add a sink for every head, and check the sinks' gradient.
     Sinks,
-    /// Four query heads over each key head.
+    /// Use four query heads per key head.
     Gqa,
-    /// Values of another size than queries and keys.
+    /// Use values with another number of columns than queries and keys.
     ValueDim,
-    /// Gemma 4's scale of 1, over queries and keys as its norms leave them.
+    /// Use Gemma 4's scale of 1, with queries and keys normalized as in Gemma 4.
     Scale,
-    /// A loss of output and logsumexp.
+    /// Compute a loss that depends on output and logsumexp.
     Lse,
-    /// All of it at once.
+    /// Use all options at once.
     All,
 }
 
-/// Queries and keys of a row's sequences: more than a tile, and no multiple of one.
+/// The number of queries and the number of keys per sequence. Both exceed a tile and are not multiples of a tile.
 const LENGTHS: [usize; 2] = [66, 70];
 
 impl Feature {
@@ -102,13 +103,20 @@ impl Feature {
             1..=8 => head_dim + 8,
             _ => head_dim / 2,
         };
-        // What a causal window of 20 sees of these lies in one document or in two.
+        // The ends of the documents are chosen so that a causal window of 20 keys may lie in one document or span two.
         let documents = |length: usize| {
             let of_one = |ends: [usize; 2]| {
                 (0..length)
                     .map(move |token| ends.iter().filter(|end| token >= **end).count() as i64)
             };
             of_one([10, 45]).chain(of_one([64, 65])).collect()
+        };
+        // Each query of the two sequences sees a range of keys that starts at `first` or after it.
+        let intervals = |q_len: usize, first: usize| {
+            let queries = (0..2 * q_len).map(|query| query % q_len);
+            queries
+                .map(|query| ((first + query / 4) as i64, (first + query + 20) as i64))
+                .unzip()
         };
         let causal = Some(CausalAlignment::BottomRight);
         let plain = Case {
@@ -144,6 +152,10 @@ impl Feature {
                 segments: Some((documents(q_len), documents(kv_len))),
                 ..plain
             },
+            Self::Intervals => Case {
+                intervals: vec![intervals(q_len, 0), intervals(q_len, kv_len / 2)],
+                ..plain
+            },
             Self::Sinks => Case {
                 sinks: true,
                 ..plain
@@ -176,6 +188,7 @@ impl Feature {
                 bias: Some([false, true, true, true]),
                 kv_lengths: Some(vec![kv_len as i64, 51]),
                 segments: Some((documents(q_len), documents(kv_len))),
+                intervals: vec![intervals(q_len, 0)],
                 sinks: true,
                 lse_gradient: true,
                 ..plain
@@ -184,7 +197,7 @@ impl Feature {
     }
 }
 
-/// The results of a run and the table's names for them.
+/// The names of the results of a run, each with its name in the table.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),
@@ -199,7 +212,7 @@ fn main() -> ExitCode {
     leave_out_device_selection();
     let cli = Cli::parse();
     let outcome = choose(cli.device).and_then(|chosen| {
-        guarded(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))
+        catch_panic(|| run(&cli, &chosen)).unwrap_or_else(|panic| Err(panic.into()))
     });
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
@@ -211,13 +224,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every row is right.
+/// Checks all rows. Returns true if every row is within its tolerance.
 fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     let features = match cli.options.is_empty() {
         true => Feature::value_variants(),
         false => &cli.options,
     };
-    // There, compiling a kernel takes seconds, and every row has others.
+    // Fewer cases are checked on a software driver, because compiling a kernel there takes seconds, and every row needs other
+    // kernels.
     let compiles_slowly = chosen.software && chosen.name != DeviceName::Flex;
     let asked = match cli.dtypes.is_empty() && compiles_slowly {
         true => &[Dtype::F32],
@@ -247,7 +261,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
                 let case = feature.case(*head_dim, dtype.burn());
                 let name = feature.name();
                 print!("{head_dim:4} {name:10} {dtype:5} ");
-                let checked = guarded(|| check(&case, cli.seed, &chosen.device, &mut refusals))
+                let checked = catch_panic(|| check(&case, cli.seed, &chosen.device, &mut refusals))
                     .unwrap_or_else(|panic| Err(panic.into()));
                 let faults = match checked {
                     Ok(comparisons) => print_row(&comparisons),
@@ -264,7 +278,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     }
     print!("{refusals}");
     if wrong.is_empty() {
-        println!("{rows} rows, all right");
+        println!("{rows} rows, all within tolerance");
     }
     for fault in &wrong {
         eprintln!("error: {fault}");
@@ -272,7 +286,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     Ok(wrong.is_empty())
 }
 
-/// The dtypes asked for, or all that the device computes in.
+/// Returns the requested dtypes, or all that the device supports.
 fn dtypes(asked: &[Dtype], device: &Device) -> Result<Vec<Dtype>, Error> {
     let computes =
         |dtype: &Dtype| device.supports_dtype(dtype.burn()) && serves(device, dtype.burn());
@@ -289,7 +303,7 @@ fn dtypes(asked: &[Dtype], device: &Device) -> Result<Vec<Dtype>, Error> {
     })
 }
 
-/// Runs a case fused and unfused on `device`, and compares both with the definition in f64.
+/// Runs a case with fused and with unfused attention on `device`, and compares both results with the definition in f64.
 fn check(
     case: &Case,
     seed: u64,
@@ -319,7 +333,7 @@ fn check(
         .collect())
 }
 
-/// Prints the rest of a row; what is wrong in it.
+/// Prints the errors in a row of the table, and returns the comparisons that are out of tolerance.
 fn print_row(comparisons: &[Comparison]) -> Vec<String> {
     for (name, _) in RESULTS {
         match comparisons.iter().find(|found| found.name == name) {
@@ -337,7 +351,7 @@ fn print_row(comparisons: &[Comparison]) -> Vec<String> {
     wrong.map(ToString::to_string).collect()
 }
 
-/// Why faster kernels did not serve, and how often.
+/// The reasons why a faster kernel was not used, each with the number of rows for which it applies.
 #[derive(Default)]
 struct Refusals(BTreeMap<String, usize>);
 

@@ -1,9 +1,9 @@
-//! Errors against the definition of attention in f64.
+//! Measures errors against the reference of attention in f64.
 //!
-//! The definition takes memory and time with the square of the length, so a sample is compared: of one
-//! sequence, the query heads of one or two key heads, some of their queries, and all of their keys.
-//! Gradients are compared under an output gradient that is zero outside the sample: what reaches the
-//! sample's queries, keys and values then comes from the sample alone.
+//! The memory and time of the reference grow with the square of the length, so only a sample is compared. The sample consists
+//! of one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend to these key
+//! heads, the sample has only some. For the comparison of gradients, the output gradient is zero outside the sample. The
+//! gradients of the sample's queries, keys and values then depend on the sample alone.
 
 use crate::{
     Error,
@@ -13,43 +13,43 @@ use attention_cube::{AttentionOptions, AttentionProblem};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use std::ops::Range;
 
-/// Query rows of a sample, over its heads.
+/// The number of query rows of a sample, over all of its heads.
 const ROWS: usize = 128;
 
-/// The relative L2 error of a result, and of the definition in the result's dtype.
+/// The relative L2 error of a result, and the error of the reference when it is computed in the result's dtype.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Errors {
-    /// Of what was measured.
+    /// The error of the result.
     pub error: f64,
-    /// Of the definition, given and returning the same dtype.
+    /// The error that the reference has if its inputs and results have the same dtype as the result.
     pub same_dtype: f64,
 }
 
 impl Errors {
-    /// Whether the result is at most twice as far off as the definition in its dtype. In f32 that is a
-    /// matter of the order of additions, so a few units in the last place are always allowed.
+    /// True if the error is at most twice the error of the reference in the same dtype. In f32, the error depends on the order
+    /// of additions, so an error of a few units in the last place is always allowed.
     pub fn is_good(&self) -> bool {
         self.error <= (2.0 * self.same_dtype).max(2e-6)
     }
 }
 
-/// Query, key and value, or their gradients.
+/// The query, the key and the value tensor, or their gradients.
 pub type Triple = [Tensor<4>; 3];
 
-/// What to compare, and with what.
+/// The sample of a problem, with its exact results.
 pub struct Oracle {
     sample: Sample,
     output: Known,
     gradients: [Known; 3],
 }
 
-/// Exact values and what the dtype makes of them.
+/// The exact values of a result, and the error of the reference in the result's dtype.
 struct Known {
     exact: Vec<f64>,
     same_dtype: f64,
 }
 
-/// A part of the problem that is small enough.
+/// A part of the problem that is small enough for the reference.
 struct Sample {
     batch: usize,
     q_heads: Range<usize>,
@@ -58,10 +58,10 @@ struct Sample {
 }
 
 impl Oracle {
-    /// Computes the sample's values; `None` without the feature `flex`, which they are computed on.
+    /// Computes the sample's exact results on the CPU device of the feature `flex`. Returns `None` if that feature is disabled.
     ///
     /// # Errors
-    /// Where the inputs cannot be read, or make no valid problem.
+    /// Returns an error if the inputs cannot be read, or if they are not a valid problem.
     pub fn new(workload: &Workload, inputs: &Inputs) -> Result<Option<Self>, Error> {
         let Some(device) = processor() else {
             return Ok(None);
@@ -105,7 +105,7 @@ impl Oracle {
                 same_dtype: relative_error(&exact, &rounded),
                 exact,
             });
-        let mut next = || known.next().ok_or("the definition has four results");
+        let mut next = || known.next().ok_or("the reference has four results");
         let output = next()?;
         Ok(Some(Self {
             sample,
@@ -114,16 +114,17 @@ impl Oracle {
         }))
     }
 
-    /// The errors of an output. An output with a NaN or an infinity anywhere has an infinite error.
+    /// Returns the errors of an output. The error is infinite if any element of the output is NaN or infinite, even outside the
+    /// sample.
     ///
     /// # Errors
-    /// Where it cannot be read: this is where a failed launch shows.
+    /// Returns an error if the output cannot be read. A launch that failed earlier is also reported here.
     pub fn output(&self, output: &Tensor<4>) -> Result<Errors, Error> {
         let sampled = values(self.sample.queries(output))?;
         self.output.errors(&sampled, output)
     }
 
-    /// What the output gradient is multiplied with: one for the sample, zero elsewhere.
+    /// Returns a mask for the output gradient: 1 for elements of the sample, and 0 for all other elements.
     pub fn gradient_mask(&self, like: &Tensor<4>) -> Tensor<4> {
         let [batch, heads, length, _] = like.dims();
         let mut ones = vec![0.0f32; batch * heads * length];
@@ -136,10 +137,12 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// The worst errors among the gradients under the masked output gradient.
+    /// Returns the errors of the worst of the three gradients, that is, the gradient with the largest error in relation to the
+    /// reference's error. The gradients must have been computed with an output gradient that is masked by
+    /// [`gradient_mask`](Self::gradient_mask).
     ///
     /// # Errors
-    /// Where they cannot be read.
+    /// Returns an error if the gradients cannot be read.
     pub fn gradients(&self, gradients: &Triple) -> Result<Errors, Error> {
         let [query, key, value] = gradients;
         let sampled = [
@@ -193,7 +196,7 @@ impl Sample {
         let last = problem.q_len.saturating_sub(1);
         let rows = match rows {
             0 | 1 => (0..rows).map(|_| last).collect(),
-            // From the first to the last, evenly.
+            // The sampled queries are evenly spaced from the first query to the last.
             _ => (0..rows).map(|row| row * last / (rows - 1)).collect(),
         };
         Self {
@@ -209,7 +212,7 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// The sampled queries' part of something like scores, with one batch.
+    /// Returns the sampled queries' rows of a tensor with one sequence, `[1, heads, q_len, columns]`.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();
@@ -223,7 +226,8 @@ impl Sample {
             .slice([self.batch..self.batch + 1, self.kv_heads.clone()])
     }
 
-    /// What the sampled queries see, by their positions in the whole problem.
+    /// Returns the visibility mask of the sampled queries. Window and causal mask use each query's position in the whole
+    /// problem, not its index in the sample.
     fn visibility(
         &self,
         problem: &AttentionProblem,
@@ -252,7 +256,7 @@ impl Sample {
     }
 }
 
-/// The output and the gradients of query, keys and values by the definition, computed in `dtype`.
+/// Computes the output and the gradients of query, key and value with the reference in `dtype`.
 fn definition(
     [query, key, value, gradient]: &[TensorData; 4],
     bias: Option<&TensorData>,
@@ -272,7 +276,7 @@ fn definition(
     let mut gradients = (output.clone() * tensor(gradient)).backward();
     let mut take = |tensor: &Tensor<4>| match tensor.grad_remove(&mut gradients) {
         Some(gradient) => values(gradient),
-        None => Err("the definition gave no gradient".into()),
+        None => Err("the reference has no gradient of an input".into()),
     };
     let gradients = [take(&query)?, take(&key)?, take(&value)?];
     let [query, key, value] = gradients;
@@ -285,15 +289,17 @@ fn values(tensor: Tensor<4>) -> Result<Vec<f64>, Error> {
         .map_err(|error| format!("{error:?}").into())
 }
 
-/// Whether no element is a NaN or an infinity.
+/// True if no element is NaN or infinite.
 fn is_finite(tensor: &Tensor<4>) -> Result<bool, Error> {
-    // Small ones are read: a reduction costs a software driver seconds to compile and tune.
+    // The elements of a small tensor are read to the host and checked there. For a reduction on the device, a software driver
+    // would take seconds to compile and tune the kernel.
     if tensor.shape().num_elements() <= 1 << 22 {
         return Ok(values(tensor.clone())?
             .iter()
             .all(|value| value.is_finite()));
     }
-    // NaN and infinities stay what they are in a sum; f32 holds the sum of any finite tensor.
+    // A large tensor is summed on the device. The sum is finite only if all elements are. NaN and infinite elements make the
+    // sum NaN or infinite, and f32 can hold the sum of any finite tensor here.
     let sum: f32 = tensor
         .clone()
         .cast(DType::F32)

@@ -1,21 +1,23 @@
-//! Models of random weights, for benchmarks.
+//! Creates models with random weights for benchmarks.
 
 use crate::{
     Error,
-    model::{Quantize, Table},
+    model::{Table, WeightForm},
 };
 use burn::tensor::Device;
 use burn_gemma4::{Gemma4Config, Gemma4Model, LoadOptions, Quantization};
 use std::path::Path;
 
-/// A model of this shape on `device`, in its default dtype, through files in `folder` if its table is to stay there. Weights that are
-/// quantized are drawn one after the other, so that they are never all whole.
+/// Creates a model with random weights on `device`, in its default dtype.
+///
+/// If the per-layer embedding table stays on the host, the model is saved to files in `folder` and loaded from there. Quantized
+/// weights are created one at a time, so that the unquantized weights are never all in memory at once.
 ///
 /// # Errors
-/// Where the files cannot be written or read.
+/// Returns an error if the files cannot be written or read.
 pub fn random_model(
     config: &Gemma4Config,
-    quantize: Option<Quantize>,
+    quantize: Option<WeightForm>,
     table: Table,
     folder: &Path,
     device: &Device,

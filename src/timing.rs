@@ -1,47 +1,51 @@
-//! Times of work on a device.
+//! Times work on a device.
 
 use crate::{Dtype, Error};
 use burn::backend::read_sync;
 use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
 
-/// Before single launches a GPU rests so long, since one that comes from a warm-up or from other cases at its power cap is 3 to
-/// 5 % slower: the median is a short burst's, and the sustained mean beside it is the cap's.
+/// The pause before the single launches on a GPU. A warm-up or other cases may have brought the GPU to its power cap, at which
+/// the GPU is 3 to 5 % slower. With the pause, the median is that of a short burst below the cap. The mean of back-to-back
+/// launches shows the effect of the cap.
 const REST: Duration = Duration::from_secs(1);
 
-/// Launches of ballast before each single launch. A backward's way through autodiff takes the host milliseconds, and a card
-/// milliseconds to come to its clock: with 4 of them the backward at D256 measured 437 TFLOP/s, with 16 446, with 48 462.
+/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. It is needed because the
+/// host takes milliseconds to launch a backward through autodiff, and a card takes milliseconds to raise its clock. The
+/// backward at D256 measured 437 TFLOP/s with 4 ballast launches, 446 with 16 and 462 with 48.
 const BALLAST: usize = 48;
 
-/// How much to measure.
+/// The number of launches to measure, and a time limit.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Effort {
-    /// Single launches; the median counts.
+    /// The number of single launches, whose median is reported.
     pub launches: usize,
-    /// Launches back to back.
+    /// The number of launches in the back-to-back measurement.
     pub sustained: usize,
-    /// Both stop early after so many seconds each.
+    /// The time in seconds after which each of the two measurements stops early.
     pub seconds: f64,
 }
 
-/// The median of single launches.
+/// The median time of single launches, and their number.
 #[derive(Clone, Copy, Debug)]
 pub struct Singles {
+    /// The median time in seconds.
     pub median: f64,
+    /// The number of launches.
     pub launches: usize,
 }
 
-/// Measures work on one device.
+/// A timer for work on one device.
 pub struct Timer {
     device: Device,
-    /// Whether the device stamps its own times.
+    /// True if the device's own profiler measures the times.
     on_device: bool,
-    /// Keeps a GPU busy while the host prepares the launch to be timed.
+    /// The tensor of the ballast. Ballast is work that keeps a GPU busy while the host prepares the timed launch.
     ballast: Option<Tensor<1>>,
 }
 
 impl Timer {
-    /// A timer for `device`; `software` where a processor does its work.
+    /// Creates a timer for `device`. `software` is true if a CPU does the device's work.
     pub fn new(device: &Device, software: bool) -> Self {
         let floats = 64 << 20;
         let ballast =
@@ -56,7 +60,7 @@ impl Timer {
         }
     }
 
-    /// Which clock counts.
+    /// Returns the name of the clock that measures the times.
     pub fn clock(&self) -> &'static str {
         match self.on_device {
             true => "the device's clock",
@@ -64,10 +68,11 @@ impl Timer {
         }
     }
 
-    /// The median time of `run` alone. What `prepare` puts on the device runs before the window opens.
+    /// Measures the median time of single launches of `run`. Work that `prepare` enqueues on the device is finished before each
+    /// measurement begins.
     ///
     /// # Errors
-    /// Where the device reports a fault.
+    /// Returns an error if the device reports a fault.
     pub fn singles<T, O>(
         &self,
         effort: Effort,
@@ -98,10 +103,10 @@ impl Timer {
         })
     }
 
-    /// The mean time of `run` over launches back to back, by the wall clock.
+    /// Measures the mean time of `run` over back-to-back launches, by the wall clock.
     ///
     /// # Errors
-    /// Where the device reports a fault.
+    /// Returns an error if the device reports a fault.
     pub fn sustained<O>(
         &self,
         effort: Effort,
@@ -119,10 +124,11 @@ impl Timer {
         Ok(start.elapsed().as_secs_f64() / launches as f64)
     }
 
-    /// Bytes a second of an elementwise operation over a large tensor, reads and writes.
+    /// Measures the memory bandwidth of an elementwise operation over a large tensor, in bytes per second. Reads and writes both
+    /// count.
     ///
     /// # Errors
-    /// Where the device reports a fault.
+    /// Returns an error if the device reports a fault.
     pub fn memory_rate(&self, dtype: Dtype, effort: Effort) -> Result<f64, Error> {
         let elements: usize = match self.ballast {
             Some(_) => 512 << 20,
@@ -133,8 +139,8 @@ impl Timer {
         Ok((2 * elements * dtype.burn().size()) as f64 / copy.median)
     }
 
-    /// Compiles, fills memory pools, brings clocks up, and goes on while launches still get faster, since
-    /// Burn tunes its operators and explores fusions over several of them.
+    /// Runs `run` until kernels are compiled, memory pools are filled and clocks are raised. The warm-up continues as long as
+    /// launches get faster, because Burn tunes its operators and tries fusions over several launches.
     fn warm_up<O>(&self, mut run: impl FnMut() -> O) -> Result<(), Error> {
         const ENOUGH: Duration = Duration::from_millis(500);
         const MOST: usize = 50;
@@ -157,8 +163,8 @@ impl Timer {
         Ok(())
     }
 
-    /// Puts work on the device. Lazy backends would otherwise collect it until the next sync, and leave
-    /// out what nobody holds by then.
+    /// Enqueues work on the device and flushes the queue. Without the flush, a lazy backend would collect the work until the
+    /// next sync, and would skip results that are dropped before that sync.
     fn flushed<O>(&self, run: impl FnOnce() -> O) -> Result<(), Error> {
         let output = run();
         self.device.flush()?;
@@ -176,8 +182,8 @@ impl Timer {
             drop(output);
             return Ok(time.as_secs_f64());
         }
-        // A window opens as soon as the device is idle; without work before it, it would also hold the
-        // host's time to launch.
+        // A measurement begins as soon as the device is idle. Without ballast it would begin before the host has launched the
+        // timed work, and would include the host's launch time. So the ballast is launched first.
         if let Some(ballast) = &self.ballast {
             for _ in 0..BALLAST {
                 self.flushed(|| ballast.clone().add_scalar(1.0))?;
@@ -187,7 +193,7 @@ impl Timer {
     }
 }
 
-/// The time that the device's own window gives.
+/// Returns the time of `run` in seconds, as Burn's profiler for the device measures it, and the method of the measurement.
 fn window<O: Send + 'static>(
     device: &Device,
     run: impl FnOnce() -> O + Send,
@@ -195,7 +201,7 @@ fn window<O: Send + 'static>(
     device.flush()?;
     let (output, duration) = device.profile_with(ProfileOptions::default().flush(), run)?;
     let method = duration.timing_method();
-    let ticks = read_sync(duration.resolve()).ok_or("the device measured nothing")?;
+    let ticks = read_sync(duration.resolve()).ok_or("the device returned no measurement")?;
     drop(output);
     Ok((ticks.duration().as_secs_f64(), method))
 }

@@ -1,4 +1,4 @@
-//! One attention to run: its sizes, its options and its data.
+//! An attention problem to run: its sizes, its options and its data.
 
 use crate::Dtype;
 use attention_cube::{
@@ -6,52 +6,64 @@ use attention_cube::{
 };
 use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
 
-/// The sizes and options.
+/// The sizes and options of an attention problem.
 #[derive(Clone, Debug, serde::Serialize)]
 pub struct Workload {
+    /// The number of sequences.
     pub batch: usize,
+    /// The number of query heads.
     pub q_heads: usize,
+    /// The number of key and value heads.
     pub kv_heads: usize,
+    /// The number of queries per sequence.
     pub q_len: usize,
+    /// The number of keys per sequence.
     pub kv_len: usize,
+    /// The number of columns of queries, keys and values.
     pub head_dim: usize,
+    /// The dtype of the inputs.
     pub dtype: Dtype,
+    /// True for causal attention, in which no query sees a later key.
     pub causal: bool,
-    /// How many keys a query sees, its own included.
+    /// The size of a causal window: the number of keys that a query sees, including the key at its own position.
     pub window: Option<usize>,
-    /// `None` for 1/√head_dim.
+    /// The scale of the scores, or `None` for 1/√head_dim.
     pub scale: Option<f64>,
+    /// The softcap of the scores, or `None` without a softcap.
     pub softcap: Option<f64>,
-    /// A mask that hides a tenth of all keys at random, the same for all heads and sequences.
+    /// True for a random mask that hides a tenth of all keys. All heads and sequences share the mask.
     pub mask: bool,
-    /// A random bias for every head, the same for all sequences.
+    /// True for a random bias per head. All sequences share the bias.
     pub bias: bool,
-    /// Keys and values in int8.
+    /// True for int8 keys and values.
     pub int8: bool,
-    /// Keys that each sequence has, of those that there is room for.
+    /// The number of valid keys per sequence, or `None` if all `kv_len` keys are valid.
     pub kv_length: Option<usize>,
 }
 
-/// The data, without autodiff.
+/// The input tensors of an attention problem, without autodiff.
 #[derive(Clone)]
 pub struct Inputs {
+    /// The query, `[batch, q_heads, q_len, head_dim]`.
     pub query: Tensor<4>,
+    /// The keys, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: Tensor<4>,
+    /// The values, `[batch, kv_heads, kv_len, head_dim]`.
     pub value: Tensor<4>,
-    /// Keys and values in int8, which the others are then what they stand for.
+    /// The int8 keys and values. If they are present, `key` and `value` hold their dequantized elements.
     pub quantized: Option<[QuantizedRows; 2]>,
-    /// `[batch]`, where sequences are shorter than keys and values.
+    /// The number of valid keys per sequence, `[batch]`, if it is less than `kv_len`.
     pub kv_lengths: Option<Tensor<1, Int>>,
-    /// `[1, 1, q_len, kv_len]`.
+    /// The mask, `[1, 1, q_len, kv_len]`.
     pub mask: Option<Tensor<4, Bool>>,
-    /// `[1, q_heads, q_len, kv_len]`.
+    /// The bias, `[1, q_heads, q_len, kv_len]`.
     pub bias: Option<Tensor<4>>,
-    /// What reaches the output in the backward.
+    /// The output gradient for the backward.
     pub gradient: Tensor<4>,
 }
 
 impl Workload {
-    /// As the operator takes them.
+    /// Returns the operator's options.
     pub fn options(&self, inputs: &Inputs) -> AttentionOptions {
         let mut options = AttentionOptions::new();
         if let Some(scale) = self.scale {
@@ -78,10 +90,10 @@ impl Workload {
         options
     }
 
-    /// Normal random data that gives scores of variance one.
+    /// Creates normally distributed inputs, scaled so that the scores have a variance of one.
     ///
     /// # Errors
-    /// Where keys and values cannot be quantized.
+    /// Returns an error if keys and values cannot be quantized.
     pub fn inputs(&self, device: &Device) -> Result<Inputs, AttentionError> {
         device.seed(42);
         let random = |heads, length, deviation| {
@@ -126,10 +138,10 @@ impl Workload {
         })
     }
 
-    /// As [`explain`](attention_cube::explain) takes it.
+    /// Returns the problem for [`explain`](attention_cube::explain).
     ///
     /// # Errors
-    /// Where the sizes do not fit each other.
+    /// Returns an error if the sizes do not fit each other.
     pub fn problem(&self, inputs: &Inputs) -> Result<AttentionProblem, AttentionError> {
         let options = self.options(inputs);
         match &inputs.quantized {
@@ -138,12 +150,12 @@ impl Workload {
         }
     }
 
-    /// Whether it reads more than it computes: a few queries against a cache of keys.
+    /// True if the attention is memory-bound, that is, if a few queries attend to many cached keys.
     pub fn is_decode(&self) -> bool {
         self.q_len * self.q_heads <= 64 * self.kv_heads && self.q_len < self.kv_len
     }
 
-    /// Bytes of keys and values.
+    /// Returns the number of bytes of keys and values.
     pub fn key_value_bytes(&self) -> f64 {
         let of_row = match self.int8 {
             true => self.head_dim + size_of::<f32>(),
@@ -153,7 +165,7 @@ impl Workload {
         (2 * self.batch * self.kv_heads * length * of_row) as f64
     }
 
-    /// Bytes of all scores in f32.
+    /// Returns the number of bytes of all scores in f32.
     pub fn score_bytes(&self) -> f64 {
         4.0 * (self.batch * self.q_heads) as f64 * self.q_len as f64 * self.kv_len as f64
     }
@@ -180,12 +192,12 @@ impl std::fmt::Display for Workload {
     }
 }
 
-/// Operations of the forward: two products over the visible pairs.
+/// Returns the number of floating-point operations of the forward: two GEMMs over the visible query-key pairs.
 pub fn forward_operations(problem: &AttentionProblem) -> f64 {
     2.0 * problem.visible_pairs() as f64 * (problem.head_dim + problem.value_dim) as f64
 }
 
-/// Operations of the backward: five products, whatever a kernel computes twice.
+/// Returns the number of floating-point operations of the backward: five GEMMs. A GEMM that a kernel computes twice counts once.
 pub fn backward_operations(problem: &AttentionProblem) -> f64 {
     2.5 * forward_operations(problem)
 }

@@ -1,4 +1,5 @@
-//! A run of the benchmark: case after case, each of ours beside its peers, and what is reported of them.
+//! Runs the benchmark's cases, each with this project's attention and with its peers, and collects the report. A peer is
+//! another implementation of attention.
 
 use crate::cases::{Case, Scale};
 use crate::ceilings::ceilings;
@@ -7,17 +8,17 @@ use crate::measure::Entry;
 use crate::peers::{Peer, Prepared};
 use crate::report::{Ceilings, CliffRow, Outcome, Pass, Report, Row, Unit};
 use crate::{Cli, restriction};
-use attention_cube::{Explanation, engine::Engine, explain};
+use attention_cube::{Engine, Explanation, explain};
 use attention_workspace::{
     Error,
     accuracy::Oracle,
     device::{Chosen, DeviceName},
-    guarded,
     report::{now, save},
     timing::{Effort, Timer},
 };
+use burn_gemma4::catch_panic;
 
-/// A run, and what it has found so far.
+/// A run of the benchmark, with the results that it has collected so far.
 pub struct Bench<'a> {
     cli: &'a Cli,
     chosen: Chosen,
@@ -25,7 +26,7 @@ pub struct Bench<'a> {
     pub report: Report,
     only_ours: bool,
     peer_bytes: f64,
-    /// Whether every row of ours is measured and right.
+    /// True if each result of this project's attention was measured and is accurate.
     pub good: bool,
 }
 
@@ -51,7 +52,7 @@ impl<'a> Bench<'a> {
 
         let ceilings = match cli.quick || !runs_burns_products(&chosen) {
             true => Ceilings::default(),
-            false => guarded(|| ceilings(&chosen, dtype, &timer, effort))??,
+            false => catch_panic(|| ceilings(&chosen, dtype, &timer, effort))??,
         };
         let show =
             |unit: Unit, rate: Option<f64>| rate.map_or("–".into(), |rate| unit.show(rate));
@@ -90,7 +91,7 @@ impl<'a> Bench<'a> {
     pub fn case(&mut self, case: &'static Case) -> Result<(), Error> {
         let workload = case.workload(self.report.scale, self.report.dtype);
         let device = self.chosen.device.clone();
-        let made = guarded(|| -> Result<_, Error> {
+        let made = catch_panic(|| -> Result<_, Error> {
             let inputs = workload.inputs(&device)?;
             let problem = workload.problem(&inputs)?;
             let explanation = explain(&problem, &device);
@@ -110,13 +111,14 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // Burn's attention and the definition have no keys in int8, and Burn's no lengths.
+            // Burn's attention and the reference support no int8 keys, and Burn's attention supports no lengths. Such cases run
+            // without peers.
             let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
             if only_ours && peer != Peer::Ours {
                 continue;
             }
             for pass in [Pass::Forward, Pass::Backward] {
-                // Nobody trains on one query.
+                // The backward of a decode case is skipped, because training with a single query does not occur.
                 let pointless = pass == Pass::Backward && workload.is_decode();
                 if pointless || !self.cli.passes.contains(&pass) {
                     continue;
@@ -138,7 +140,7 @@ impl<'a> Bench<'a> {
                 if let Some(path) = &self.cli.json {
                     save(&self.report, path)?;
                 }
-                // The next peer should find the memory that this one took.
+                // The cleanup frees this peer's memory for the next peer.
                 device.memory_cleanup();
             }
         }
@@ -148,7 +150,8 @@ impl<'a> Bench<'a> {
     pub fn cliff(&mut self, cliff: &'static Cliff) -> Result<(), Error> {
         let report = &self.report;
         let device = &self.chosen.device;
-        let measured = guarded(|| cliff.measure(device, report.dtype, &self.timer, report.effort));
+        let measured =
+            catch_panic(|| cliff.measure(device, report.dtype, &self.timer, report.effort));
         let row = CliffRow::new(
             cliff,
             match measured {
@@ -185,7 +188,7 @@ impl<'a> Bench<'a> {
         } else if !ours && !runs_burns_products(&self.chosen) {
             Outcome::Skipped("Burn's matrix product crashes this software driver".into())
         } else {
-            match guarded(|| self.measure(entry)) {
+            match catch_panic(|| self.measure(entry)) {
                 Ok(Ok((measured, about))) => {
                     note = about;
                     Outcome::Measured(measured)
@@ -225,8 +228,7 @@ impl Row {
     }
 }
 
-/// Whether Burn's matrix product can be run. Mesa's lavapipe crashes the whole process where it compiles
-/// it from SPIR-V.
+/// Returns true if Burn's GEMM runs. Mesa's lavapipe crashes the process when it compiles that GEMM from SPIR-V.
 fn runs_burns_products(chosen: &Chosen) -> bool {
     !(chosen.software && chosen.name == DeviceName::Vulkan)
 }

@@ -1,14 +1,14 @@
-//! What is measured: head sizes 64 to 512, full, causal and windowed, and decoding.
+//! The benchmark's cases: full, causal and windowed attention at head sizes 64 to 512, and decoding.
 
 use attention_workspace::{Dtype, workload::Workload};
 
-/// How large the cases are.
+/// The scale of the cases' sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scale {
-    /// For GPUs with 80 GB and more.
+    /// Sizes for GPUs with 80 GB and more.
     Full,
-    /// One sequence, one or two key heads, up to 512 tokens: for processors.
+    /// Sizes for CPUs: one sequence, one or two key heads, up to 512 tokens.
     Small,
 }
 
@@ -29,7 +29,7 @@ pub struct Case {
     kv_length: Option<usize>,
 }
 
-/// A case with as many keys as queries.
+/// Creates a case in which the number of keys equals the number of queries.
 const fn case(
     name: &'static str,
     [batch, q_heads, kv_heads, length, head_dim]: [usize; 5],
@@ -54,7 +54,7 @@ const fn case(
     }
 }
 
-/// A case with queries and keys of different lengths, full.
+/// Creates a case of full attention in which the number of keys may differ from the number of queries.
 const fn uneven(name: &'static str, [batch, heads, q_len, kv_len, head_dim]: [usize; 5]) -> Case {
     Case {
         q_len,
@@ -86,7 +86,7 @@ const fn biased(name: &'static str, like: Case) -> Case {
     }
 }
 
-/// One query a sequence against a cache.
+/// Creates a decode case, in which each sequence has one query and a KV cache.
 const fn decode(
     name: &'static str,
     [batch, q_heads, kv_heads, kv_len, head_dim]: [usize; 5],
@@ -102,7 +102,7 @@ const fn decode(
     }
 }
 
-/// Over keys and values in int8.
+/// Creates a case that equals `like`, but has int8 keys and values.
 const fn int8(name: &'static str, like: Case) -> Case {
     Case {
         name,
@@ -111,7 +111,7 @@ const fn int8(name: &'static str, like: Case) -> Case {
     }
 }
 
-/// A case with `q_len` queries over 32,768 keys, where 8 query heads share a key head.
+/// Creates a case with `q_len` queries over 32,768 keys, in which 8 query heads share a key head.
 const fn rows_d128(name: &'static str, q_len: usize) -> Case {
     Case {
         q_len,
@@ -156,7 +156,8 @@ pub const CASES: [Case; 55] = [
         "decode-d256-32k-int8",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    // The few-rows kernels read int8 directly for up to 32 rows; 40 rows read a copy.
+    // For up to 32 rows (queries times heads that share a key head), the few-rows kernels read int8 directly. This case has 40
+    // rows, so the operator first dequantizes keys and values to a copy.
     rows_d128("rows-d128-40", 5),
     int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
     int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),
@@ -179,7 +180,7 @@ pub const CASES: [Case; 55] = [
             ..decode("rows-d512-32", [8, 32, 4, 32768, 512])
         },
     ),
-    // The verification of a speculated text.
+    // These cases verify several draft tokens at once, as in speculative decoding.
     Case {
         q_len: 8,
         ..decode("decode-d512-gqa8-32k-queries8", [1, 8, 1, 32768, 512])
@@ -192,7 +193,7 @@ pub const CASES: [Case; 55] = [
         q_len: 4,
         ..decode("decode-d512-32k-queries4", [8, 32, 4, 32768, 512])
     },
-    // What options cost.
+    // These cases measure the cost of an option, such as the softcap.
     softcapped("option-d128-softcap", D128_FULL),
     masked("option-d128-mask", D128_FULL),
     biased("option-d128-bias", D128_FULL),
@@ -202,14 +203,14 @@ pub const CASES: [Case; 55] = [
     softcapped("option-d512-softcap", D512_FULL),
     masked("option-d512-mask", D512_FULL),
     biased("option-d512-bias", D512_FULL),
-    // What tails cost.
+    // These cases measure the cost of partial tiles, whose last rows or columns are unused.
     uneven("tail-d128-even", [4, 32, 1024, 4096, 128]),
     uneven("tail-d128-odd", [4, 32, 1023, 4097, 128]),
     uneven("tail-d256-even", [4, 16, 1024, 4096, 256]),
     uneven("tail-d256-odd", [4, 16, 1023, 4097, 256]),
     uneven("tail-d512-even", [4, 8, 1024, 4096, 512]),
     uneven("tail-d512-odd", [4, 8, 1023, 4097, 512]),
-    // By length, as many tokens as are needed to fill the chip.
+    // These cases vary the sequence length. Each has enough tokens to fill the GPU.
     case("length-512", [64, 8, 1, 512, 512], true, None),
     case("length-1024", [32, 8, 1, 1024, 512], true, None),
     case("length-2048", [16, 8, 1, 2048, 512], true, None),
@@ -222,7 +223,7 @@ pub const CASES: [Case; 55] = [
 ];
 
 impl Case {
-    /// The case at a scale.
+    /// Returns the sizes and options of the case at the given scale.
     pub fn workload(&self, scale: Scale, dtype: Dtype) -> Workload {
         let full = Workload {
             batch: self.batch,

@@ -1,4 +1,4 @@
-//! What the device does at best, measured in the same run.
+//! Measures the device's peak FLOP/s and memory bandwidth in the same run as the cases.
 
 use crate::report::Ceilings;
 use attention_workspace::{
@@ -12,7 +12,7 @@ use burn::{
 };
 use burn_gemma4::layer::{Linear, Weight};
 
-/// Of a large matrix product, and of a large tensor that is read and written.
+/// Measures the FLOP/s of a large GEMM, and the bandwidth of an elementwise operation over a large tensor.
 pub fn ceilings(
     chosen: &Chosen,
     dtype: Dtype,
@@ -28,8 +28,9 @@ pub fn ceilings(
     let layer = Linear {
         weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
-    // The model's product of halves is Burn's but on Hopper, where Burn's is a tenth as fast until it is tuned. In f32 on NVIDIA
-    // GPUs the model's is several, since it does not round to tf32.
+    // In half precision the benchmark times the model's own GEMM. This is Burn's GEMM except on Hopper, where Burn's GEMM has a
+    // tenth of the speed until it is tuned. In f32 the benchmark times Burn's GEMM, because on NVIDIA GPUs the model splits an
+    // f32 GEMM into several GEMMs to avoid rounding to tf32.
     let product = timer.singles(
         effort,
         || left.clone(),

@@ -1,4 +1,5 @@
-//! Layouts, shapes and wishes that once cost many times what their neighbours do, each beside its counterpart.
+//! Performance cliffs: layouts, shapes and options that once were many times slower than a similar case. The benchmark times
+//! each of them together with that similar case, its counterpart.
 
 use crate::report::Pass::{self, Backward, Forward};
 use attention_cube::{AttentionOptions, try_fused_attention};
@@ -8,46 +9,51 @@ use attention_workspace::{
 };
 use burn::tensor::{Bool, DType, Device, Distribution, Int, Tensor, TensorData};
 
-/// An attention, and what is asked of it.
+/// The sizes and options of an attention.
 #[derive(Clone, Copy)]
 pub struct Attention {
     batch: usize,
     heads: usize,
+    kv_heads: usize,
+    /// The number of queries per head.
     length: usize,
+    /// The number of keys per head.
+    kv_len: usize,
     width: usize,
     causal: bool,
-    /// Tokens of each of the documents that a sequence is packed of.
+    /// The number of tokens per document, or `None` if a sequence is not packed from documents.
     document: Option<usize>,
-    /// A bias of this shape.
+    /// The shape of the bias, or `None` without a bias.
     bias: Option<[usize; 4]>,
-    /// Whether the bias is trained.
+    /// True if the bias needs a gradient.
     trained_bias: bool,
     mask: Option<Mask>,
-    /// All columns of a query are one number, with stride 0.
+    /// True if all elements of a query are equal, stored once with stride 0.
     flat_queries: bool,
-    /// Whether query, keys and values are trained.
+    /// True for each of query, keys and values that needs a gradient, in this order.
     trained: [bool; 3],
 }
 
-/// A mask that hides some keys, the same for all sequences and heads.
+/// A mask that hides the same keys from every sequence and head.
 #[derive(Clone, Copy)]
 enum Mask {
-    /// `[1, 1, length, length]`.
+    /// A tensor `[1, 1, length, length]`.
     Own,
-    /// The same with a stride of 0 along sequences and heads.
+    /// A tensor `[1, 1, length, length]` that is expanded to all sequences and heads, with stride 0.
     Expanded,
 }
 
-/// An attention beside the one that it may cost so many times as much as.
+/// A case with its counterpart. The benchmark fails the case if it takes more than `limit` times as long as the counterpart.
 pub struct Cliff {
     pub name: &'static str,
     pub pass: Pass,
     case: Attention,
     counterpart: Attention,
+    counterpart_pass: Pass,
     pub limit: f64,
 }
 
-/// Milliseconds of either.
+/// The times of a case and of its counterpart in milliseconds.
 #[derive(serde::Serialize)]
 pub struct Compared {
     pub case: f64,
@@ -64,7 +70,9 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
     Attention {
         batch,
         heads,
+        kv_heads: heads,
         length,
+        kv_len: length,
         width,
         causal,
         document: None,
@@ -88,11 +96,42 @@ const fn cliff(
         pass,
         case,
         counterpart,
+        counterpart_pass: pass,
         limit,
     }
 }
 
-/// So many documents of 1,024 tokens, packed into one sequence, and as a batch.
+/// Creates a case that times the backward of 65,536 queries over 64 keys. In the counterpart, queries and keys are equally
+/// many, and the number of scores is the same.
+const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
+    let square = Attention {
+        kv_heads,
+        ..attention([1, 8, 2048, width], false)
+    };
+    let case = Attention {
+        length: 65_536,
+        kv_len: 64,
+        ..square
+    };
+    cliff(name, Backward, case, square, 3.0)
+}
+
+/// Creates a case that times the backward of few queries over 131,072 keys. The counterpart is the forward of the same
+/// attention.
+const fn few_queries(name: &'static str, kv_heads: usize, length: usize, width: usize) -> Cliff {
+    let case = Attention {
+        kv_heads,
+        kv_len: 131_072,
+        ..attention([1, 8, length, width], false)
+    };
+    Cliff {
+        counterpart_pass: Forward,
+        ..cliff(name, Backward, case, case, 3.0)
+    }
+}
+
+/// Creates a case in which documents of 1,024 tokens are packed into one sequence. In the counterpart, the documents are the
+/// sequences of a batch.
 const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) -> Cliff {
     let heads = 1024 / width;
     cliff(
@@ -116,7 +155,7 @@ const fn biased(name: &'static str, pass: Pass, bias: [usize; 4]) -> Cliff {
     cliff(name, pass, case, plain, 1.5)
 }
 
-/// The backward with a bias that is trained, beside the one with a bias that is not.
+/// Creates a case that times the backward with a bias that needs a gradient. In the counterpart, the bias needs no gradient.
 const fn trained_bias(name: &'static str, sizes: [usize; 4], bias: [usize; 4]) -> Cliff {
     let case = Attention {
         bias: Some(bias),
@@ -129,7 +168,7 @@ const fn trained_bias(name: &'static str, sizes: [usize; 4], bias: [usize; 4]) -
     cliff(name, Pass::Backward, case, counterpart, 1.5)
 }
 
-/// The backward with a bias that is trained, beside the one without a bias.
+/// Creates a case that times the backward with a bias that needs a gradient. The counterpart has no bias.
 const fn whole_bias(name: &'static str, bias: [usize; 4]) -> Cliff {
     let plain = attention([4, 8, 2048, 64], false);
     let case = Attention {
@@ -184,7 +223,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub const CLIFFS: [Cliff; 34] = [
+pub const CLIFFS: [Cliff; 43] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -239,10 +278,19 @@ pub const CLIFFS: [Cliff; 34] = [
     masked("cliffs-mask", Backward),
     frozen("cliffs-only-query", [true, false, false], 0.6),
     frozen("cliffs-only-keys-values", [false, true, true], 0.8),
+    few_keys("cliffs-few-keys-gqa8", 1, 64),
+    few_keys("cliffs-few-keys", 8, 64),
+    few_keys("cliffs-few-keys-d256", 8, 256),
+    few_queries("cliffs-1-query-gqa8", 1, 1, 64),
+    few_queries("cliffs-1-query", 8, 1, 64),
+    few_queries("cliffs-1-query-d256", 8, 1, 256),
+    few_queries("cliffs-1-query-d512", 2, 1, 512),
+    few_queries("cliffs-64-queries-gqa8", 1, 64, 64),
+    few_queries("cliffs-64-queries", 8, 64, 64),
 ];
 
 impl Cliff {
-    /// Times both.
+    /// Measures the times of the case and of its counterpart.
     pub fn measure(
         &self,
         device: &Device,
@@ -250,25 +298,25 @@ impl Cliff {
         timer: &Timer,
         effort: Effort,
     ) -> Result<Compared, Error> {
-        let time = |attention: &Attention| {
+        let time = |attention: &Attention, pass: Pass| {
             let prepared = Prepared::new(attention, device, dtype.burn());
-            let seconds = match self.pass {
+            let seconds = match pass {
                 Pass::Forward => prepared.forward(timer, effort)?,
                 Pass::Backward => prepared.backward(timer, effort)?,
             };
-            // The next should find the memory that this took.
+            // Dropping the tensors frees their memory for the next measurement.
             drop(prepared);
             device.memory_cleanup();
             Ok::<_, Error>(1e3 * seconds)
         };
         Ok(Compared {
-            case: time(&self.case)?,
-            counterpart: time(&self.counterpart)?,
+            case: time(&self.case, self.pass)?,
+            counterpart: time(&self.counterpart, self.counterpart_pass)?,
         })
     }
 }
 
-/// The data, without autodiff.
+/// The tensors and options of an attention, without autodiff.
 struct Prepared {
     operands: [Tensor<4>; 3],
     gradient: Tensor<4>,
@@ -283,7 +331,9 @@ impl Prepared {
         let Attention {
             batch,
             heads,
+            kv_heads,
             length,
+            kv_len,
             width,
             ..
         } = *attention;
@@ -292,6 +342,7 @@ impl Prepared {
             Tensor::<4>::random(shape, normal, (device, DType::F32)).cast(dtype)
         };
         let shape = [batch, heads, length, width];
+        let kv_shape = [batch, kv_heads, kv_len, width];
         let query = match attention.flat_queries {
             true => random([batch, heads, length, 1]).expand(shape),
             false => random(shape),
@@ -314,7 +365,7 @@ impl Prepared {
             options = options.mask(mask);
         }
         Self {
-            operands: [query, random(shape), random(shape)],
+            operands: [query, random(kv_shape), random(kv_shape)],
             gradient: random(shape),
             options,
             bias: attention.bias.map(random),
@@ -336,14 +387,15 @@ impl Prepared {
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
-        // First, because a launch that fails shows where its output is read, and nowhere else.
+        // The output is read once before the timing, because an error of a launch only appears when its output is read.
         let attend = || self.attend(self.operands.clone(), self.bias.clone());
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Alone, under the loss `Σ output · g`, less the time of that loss on a leaf.
+    /// Returns the time of the backward alone. The loss is `Σ output · g`. The backward of the same loss is also timed with a
+    /// leaf tensor in place of the output, and that time is subtracted.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();
@@ -369,7 +421,7 @@ impl Prepared {
             let gradient = |leaf: &Tensor<4>| leaf.grad(&gradients).ok_or(());
             leaves.iter().map(gradient).collect::<Result<Vec<_>, ()>>()
         };
-        let gradients = backward(loss()).map_err(|()| "an input got no gradient")?;
+        let gradients = backward(loss()).map_err(|()| "an input has no gradient")?;
         for gradient in gradients {
             gradient.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         }

@@ -1,11 +1,14 @@
-//! Times of attention, beside Burn's own and beside plain operators: `cargo bench --bench attention`.
+//! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
-//! Forward: `2 · visible pairs · (head_dim + value_dim)` operations; backward 2.5 times as many;
-//! decoding: bytes of keys and values. The backward is timed alone, under the loss `Σ output · g`,
-//! less the time of that loss on a leaf. The sustained backward is what a step of forward and backward
-//! takes back to back, less the forward and that loss.
+//! The rate of the forward counts `2 · visible pairs · (head_dim + value_dim)` operations, and the rate of the backward 2.5
+//! times as many. A visible pair is a query with a key that it sees. The rate of decoding counts the bytes of keys and values.
 //!
-//! `cliffs`: what once cost many times its counterpart, beside it.
+//! The backward is timed alone. The loss is `Σ output · g`. The backward of the same loss is also timed with a leaf tensor in
+//! place of the output, and that time is subtracted. The sustained backward is timed over training steps, forward and backward,
+//! that are launched back to back. The times of the forward and of that loss are subtracted.
+//!
+//! The cases `cliffs` are attentions that once were many times slower than a similar case, their counterpart. The benchmark
+//! times each of them together with its counterpart.
 
 mod bench;
 mod cases;
@@ -15,7 +18,7 @@ mod measure;
 mod peers;
 mod report;
 
-use attention_workspace::layers::leave_out_device_selection;
+use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{DeviceName, choose},
@@ -27,59 +30,60 @@ use cliffs::{CLIFFS, Cliff};
 use report::{Pass, print_cliff_header, print_header};
 use std::{env, path::PathBuf, process::ExitCode};
 
-/// Read by the operator: see `--engine` and `--shared-memory`.
+/// The environment variables that restrict the operator, as the options `--engine` and `--shared-memory` do.
 const ENGINES: &str = "ATTENTION_ENGINES";
 const SHARED_MEMORY: &str = "ATTENTION_SHARED_MEMORY";
 
-/// Times attention, and checks it on the way.
+/// Times attention, and checks its results against the reference
 #[derive(Parser)]
 struct Cli {
-    /// Cases whose name contains one of these; all without.
+    /// Run only the cases whose name contains one of these texts [default: all]
     filters: Vec<String>,
-    /// Where to run.
+    /// The device to run on
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Engines that may serve, such as `unit` or `wgmma,unit`; the reference comes last in any case [default: all].
+    /// Engines that the operator may use, such as `unit` or `wgmma,unit`; the reference always remains as the last choice
+    /// [default: all]
     #[arg(long)]
     engine: Option<String>,
-    /// Bytes of shared memory that a cube may take at most, such as 101376, a consumer card's [default: the device's].
+    /// The maximum shared memory of a cube in bytes, such as 101376 for a consumer card [default: the device's maximum]
     #[arg(long)]
     shared_memory: Option<usize>,
-    /// Of the tensors [default: bf16 or f16 on a GPU that has it, else f32].
+    /// The dtype of the tensors [default: bf16 or f16 on a GPU that supports it, otherwise f32]
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// What to time.
+    /// The passes to time, forward or backward
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["forward", "backward"])]
     passes: Vec<Pass>,
-    /// How large the cases are [default: full on a GPU, small on a processor].
+    /// The size of the cases [default: full on a GPU, small on a CPU]
     #[arg(long, value_enum)]
     scale: Option<Scale>,
-    /// Fewer launches, and no ceilings.
+    /// Run fewer launches, and do not measure the device's peak rates
     #[arg(long)]
     quick: bool,
-    /// Single launches to take the median of [default: 20, quick: 5].
+    /// The number of launches that are timed one by one; their median is reported [default: 20, quick: 5]
     #[arg(long)]
     launches: Option<usize>,
-    /// Launches back to back to take the mean of [default: 150, quick: 10].
+    /// The number of launches that are timed back to back; their mean is reported [default: 150, quick: 10]
     #[arg(long)]
     sustained: Option<usize>,
-    /// Leave out Burn's own attention and plain operators [default: on a software driver, where Burn
-    /// takes minutes to tune them].
+    /// Leave out the peers: Burn's own attention and plain operators [default: true on a software driver, where Burn takes
+    /// minutes to tune them]
     #[arg(long, default_missing_value = "true", num_args = 0..=1)]
     only_ours: Option<bool>,
-    /// GB that the scores of one of those may take [default: 40 on a GPU, 4 on a processor].
+    /// The maximum memory in GB for the scores of a peer; larger cases run without that peer [default: 40 on a GPU, 4 on a CPU]
     #[arg(long)]
     peer_memory: Option<f64>,
-    /// Print which kernel serves each case, and why faster ones refuse.
+    /// Print the kernel of each case, and the reason why each faster kernel refused the case
     #[arg(long)]
     explain: bool,
-    /// List the cases.
+    /// List the cases instead of running them
     #[arg(long)]
     list: bool,
-    /// Write all rows to this file.
+    /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -98,7 +102,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Tells the operator what the device is restricted to, by the environment, which it reads when a device is first asked.
+/// Sets the operator's environment variables from the options. The operator reads these variables when a device is first used.
 fn restrict(cli: &Cli) {
     let shared_memory = cli.shared_memory.map(|bytes| bytes.to_string());
     for (name, value) in [(ENGINES, &cli.engine), (SHARED_MEMORY, &shared_memory)] {
@@ -109,7 +113,7 @@ fn restrict(cli: &Cli) {
     }
 }
 
-/// What the device is restricted to, by options or by the environment, as the first line says it.
+/// Returns the restrictions of the device, from the options or the environment. The first line of the output shows them.
 fn restriction() -> String {
     let said = |name| env::var(name).ok();
     let engines = said(ENGINES).map(|engines| format!(", engines {engines}"));
@@ -117,7 +121,7 @@ fn restriction() -> String {
     engines.unwrap_or_default() + &bytes.unwrap_or_default()
 }
 
-/// Whether every row of ours is measured and right.
+/// Runs the benchmark. Returns true if each result of this project's attention was measured and is accurate.
 fn run(cli: &Cli) -> Result<bool, Error> {
     let is_chosen = |name: &str| {
         cli.filters.is_empty() || cli.filters.iter().any(|filter| name.contains(filter))
@@ -128,7 +132,7 @@ fn run(cli: &Cli) -> Result<bool, Error> {
         .filter(|cliff| is_chosen(cliff.name) && cli.passes.contains(&cliff.pass))
         .collect();
     if chosen.is_empty() && cliffs.is_empty() {
-        return Err("no case has such a name: --list names them all".into());
+        return Err("no case has such a name; --list prints all names".into());
     }
     if cli.list {
         let cliffs = cliffs.iter().map(|cliff| cliff.name);
@@ -144,7 +148,7 @@ fn run(cli: &Cli) -> Result<bool, Error> {
     for case in chosen {
         bench.case(case)?;
     }
-    // They are sized for a GPU.
+    // The cliffs run at full scale only, because their sizes are chosen for a GPU.
     if !cliffs.is_empty() && bench.report.scale == Scale::Full {
         print_cliff_header();
         for cliff in cliffs {

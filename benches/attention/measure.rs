@@ -1,4 +1,5 @@
-//! The time of one pass of one case by one peer, and what is wrong with its results.
+//! Measures the time and the errors of one pass (forward or backward) of one case. A peer is the implementation of attention
+//! that runs it.
 
 use crate::bench::Bench;
 use crate::peers::{Peer, Prepared};
@@ -11,7 +12,7 @@ use attention_workspace::{
 };
 use burn::tensor::Tensor;
 
-/// What one row measures.
+/// The case, the peer and the pass of one result.
 pub struct Entry<'a> {
     pub workload: &'a Workload,
     pub inputs: &'a Inputs,
@@ -24,15 +25,17 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// `None` where noise is larger than what it is the difference of.
+    /// The time per launch when launches follow back to back. `None` if the noise exceeds the difference of times that gives
+    /// the result.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
 
-/// A step of training that has come as far as the loss.
+/// A training step after its forward and its loss. Only the backward remains.
 struct Step {
     inputs: Triple,
-    /// Burn differentiates a tensor's sum, so the loss need not be summed up.
+    /// The elementwise product of the output and its gradient. It is not summed, because Burn's backward differentiates the sum
+    /// of the tensor.
     loss: Tensor<4>,
 }
 
@@ -49,7 +52,7 @@ impl Step {
     fn gradients(self) -> Result<Triple, Error> {
         let mut gradients = self.loss.backward();
         let [query, key, value] = self.inputs.map(|input| input.grad_remove(&mut gradients));
-        let missing = "an input got no gradient";
+        let missing = "an input has no gradient";
         Ok([
             query.ok_or(missing)?,
             key.ok_or(missing)?,
@@ -97,7 +100,7 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // First, because a launch that fails shows where its output is read, and nowhere else.
+        // The output is read once before the timing, because an error of a launch only appears when its output is read.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle
@@ -137,7 +140,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // The loss and its gradient, on a leaf in the output's place.
+        // This closure computes the loss from a leaf tensor in place of the output, so that the loss and its backward are timed
+        // alone.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

@@ -1,4 +1,4 @@
-//! The ways to compute attention that are compared.
+//! The implementations of attention that the benchmark compares, here called peers.
 
 use attention_cube::{
     AttentionProblem, quantized::try_quantized_attention, reference, try_fused_attention,
@@ -17,7 +17,7 @@ pub enum Peer {
     Ours,
     /// `burn::tensor::module::attention`.
     Burn,
-    /// `attention_cube::reference::attention`: products and softmax as separate operators.
+    /// `attention_cube::reference::attention`: matrix products and softmax as separate operators.
     Composed,
 }
 
@@ -25,14 +25,14 @@ impl Peer {
     pub const ALL: [Self; 3] = [Self::Ours, Self::Burn, Self::Composed];
 }
 
-/// A peer with the inputs as it takes them.
+/// An implementation of attention, with its inputs in the form that it accepts.
 pub struct Prepared<'a> {
     peer: Peer,
     workload: &'a Workload,
     pub inputs: Inputs,
-    /// `true` hides.
+    /// The explicit mask, `true` for hidden keys, or `None` if the implementation needs none.
     hidden: Option<Tensor<4, Bool>>,
-    /// What was done to the inputs, outside the timing.
+    /// A note that describes how the inputs were changed for this implementation. The timing excludes these changes.
     pub note: Option<String>,
 }
 
@@ -74,9 +74,10 @@ impl<'a> Prepared<'a> {
         prepared
     }
 
-    /// Bytes that a pass is likely to take beyond inputs and outputs, where all scores are kept.
+    /// Estimates the bytes that a pass allocates beyond its inputs and outputs, for an implementation that stores all scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
-        // Scores, what softmax makes of them, and one copy between; autodiff keeps every step.
+        // The forward stores three tensors of this size: the scores, the probabilities and a copy. Autodiff also keeps the
+        // result of every operation.
         workload.score_bytes() * if backward { 6.0 } else { 3.0 }
     }
 
@@ -106,17 +107,17 @@ impl<'a> Prepared<'a> {
         }
     }
 
-    /// Query, keys and values, without autodiff.
+    /// Returns query, keys and values as tensors without autodiff.
     pub fn plain(&self) -> Triple {
         [&self.inputs.query, &self.inputs.key, &self.inputs.value].map(Tensor::clone)
     }
 
-    /// Query, keys and values as new leaves.
+    /// Returns query, keys and values as new leaf tensors of an autodiff graph.
     pub fn tracked(&self) -> Triple {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Gradients of repeated keys and values, summed to those of the keys and values they came from.
+    /// Sums the gradients of repeated key heads and value heads to the gradients of the original heads.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {
@@ -133,7 +134,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// Every head `group` times, one after the other.
+/// Repeats every head `group` times. The repetitions of a head are next to each other.
 fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
     let [batch, heads, length, width] = tensor.dims();
     tensor
@@ -143,7 +144,7 @@ fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads * group, length, width])
 }
 
-/// Which keys are outside the window. Burn's causal option does the rest.
+/// Returns the mask that hides the keys before the window. Burn's causal option hides the keys after the query.
 fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
     let (rows, columns) = (problem.q_len, problem.kv_len);
     let left = problem.window_left.unwrap_or(columns);

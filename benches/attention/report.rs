@@ -1,4 +1,4 @@
-//! The table, and the same as JSON.
+//! The report of the benchmark, as a table and as JSON.
 
 use crate::{
     cases::Scale,
@@ -10,27 +10,27 @@ use serde::Serialize;
 
 #[derive(Serialize)]
 pub struct Report {
-    /// UTC.
+    /// The date and time in UTC.
     pub date: String,
     pub device: String,
-    /// The CubeCL runtime, with its compiler.
+    /// The name of the CubeCL runtime with its compiler, or `None` if the device has no CubeCL runtime.
     pub runtime: Option<String>,
     pub dtype: Dtype,
     pub scale: Scale,
     pub effort: Effort,
-    /// What singles are timed by.
+    /// The clock that times single launches.
     pub clock: String,
     pub ceilings: Ceilings,
     pub rows: Vec<Row>,
     pub cliffs: Vec<CliffRow>,
 }
 
-/// What the device does at best, measured in the same run.
+/// The device's peak rates, measured in the same run.
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Ceilings {
-    /// Of a large matrix product in the benchmark's dtype, through Burn.
+    /// The FLOP/s of a large GEMM in the benchmark's dtype.
     pub flops: Option<f64>,
-    /// Of an elementwise operation over a large tensor, reads and writes.
+    /// The bytes that an elementwise operation over a large tensor reads and writes per second.
     pub bytes: Option<f64>,
 }
 
@@ -56,11 +56,11 @@ pub struct Row {
     pub workload: Workload,
     pub pass: Pass,
     pub peer: Peer,
-    /// The engine for ours.
+    /// The engine that serves the case, for this project's attention.
     pub kernel: String,
-    /// The tiles for ours.
+    /// The engine's plan with its tile sizes, for this project's attention.
     pub plan: Option<String>,
-    /// Engines that were asked before, and why they refused.
+    /// The engines with a higher priority, each with the reason why it refused the case.
     pub refusals: Vec<String>,
     pub note: Option<String>,
     pub outcome: Outcome,
@@ -78,9 +78,9 @@ pub enum Outcome {
 pub struct Measured {
     pub milliseconds: f64,
     pub launches: usize,
-    /// Back to back; absent where noise hides it.
+    /// The time per launch when launches follow back to back, or `None` if noise makes it unmeasurable.
     pub sustained_milliseconds: Option<f64>,
-    /// FLOP/s, or bytes a second for decoding.
+    /// The rate: for decoding, bytes per second, otherwise FLOP/s.
     pub rate: f64,
     pub sustained_rate: Option<f64>,
     pub unit: Unit,
@@ -97,7 +97,7 @@ pub enum Unit {
 }
 
 impl Unit {
-    /// A rate with three digits or so.
+    /// Formats a rate with about three significant digits.
     pub fn show(self, rate: f64) -> String {
         let (scaled, unit) = match self {
             Self::Flops if rate >= 1e12 => (rate / 1e12, "TFLOP/s"),
@@ -164,14 +164,14 @@ impl Row {
     }
 }
 
-/// A case beside its counterpart.
+/// The times of a cliff (see `cliffs`) and of its counterpart.
 #[derive(Serialize)]
 pub struct CliffRow {
     pub case: &'static str,
     pub pass: Pass,
-    /// What the ratio may be.
+    /// The maximum ratio of the cliff's time to the counterpart's time.
     pub limit: f64,
-    /// Or why there are no times.
+    /// The two times, or the reason why they were not measured.
     pub compared: Result<Compared, String>,
 }
 

@@ -1,11 +1,11 @@
-//! How a benchmark's tokens are chosen.
+//! Chooses the tokens that the benchmark generates, greedily or by sampling.
 
 use attention_workspace::Error;
 use burn_gemma4::{Decoder, Next, Sampler, Sampling};
 
-/// How tokens are chosen.
+/// The method that chooses the next token of each sequence: greedy or sampled.
 pub(crate) struct Choice {
-    /// One a sequence; none where the likeliest are taken.
+    /// The sampler of each sequence. The list is empty for greedy decoding.
     pub(crate) samplers: Vec<Sampler>,
 }
 
@@ -26,7 +26,8 @@ impl Choice {
         }
     }
 
-    /// The next tokens after those that are read, on the host.
+    /// Runs a decode step on `tokens`, and returns the next token of each sequence on the host. `goes_on` is true if another
+    /// step follows, which the decoder may then start early.
     pub(crate) fn after(
         &mut self,
         decoder: &mut Decoder<'_>,
@@ -37,14 +38,14 @@ impl Choice {
             return self.of(decoder.step(tokens)?);
         };
         let next: Option<Vec<u32>> = next.into_iter().collect();
-        let next = next.ok_or("no logit is a number")?;
+        let next = next.ok_or("a sequence has no valid logit")?;
         for (sampler, token) in self.samplers.iter_mut().zip(&next) {
             sampler.read(&[*token]);
         }
         Ok(next)
     }
 
-    /// The next tokens, on the host.
+    /// Chooses the next token of each sequence from the logits in `next`, and returns these tokens on the host.
     pub(crate) fn of(&mut self, next: Next<'_>) -> Result<Vec<u32>, Error> {
         Ok(match self.samplers.is_empty() {
             true => next.argmax()?,

@@ -1,51 +1,53 @@
-//! Decoding with guesses of which a given share is right, whatever the model says: what a pass with them costs, and what it gives.
+//! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over a token and its
+//! draft tokens. The results are the time of a pass and the number of tokens that a pass generates.
 
 use crate::launches::{Launches, observe};
 use attention_workspace::Error;
-use burn_gemma4::{Cache, Drafter, Gemma4Model, GuessedTokens};
+use burn_gemma4::{Cache, DraftTokens, Drafter, Gemma4Model};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::Serialize;
 use std::time::Instant;
 
-/// Which guesses there are.
+/// The number of draft tokens, and the acceptance rate that the benchmark forces on them.
 #[derive(Clone, Copy, Debug)]
 pub struct Forced {
-    /// Tokens guessed for a pass.
+    /// The number of draft tokens per pass.
     pub tokens: usize,
-    /// The probability that one is right where those before it are.
+    /// The probability that a draft token is accepted if all draft tokens before it are accepted.
     pub acceptance: f64,
 }
 
-/// How it is measured.
+/// The settings of the measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Measuring {
-    /// Passes that count.
+    /// The number of timed passes.
     pub passes: usize,
     pub launch_each: bool,
-    /// Whether to tell what a pass launches.
+    /// True if the report includes the launches of a pass.
     pub launches: bool,
 }
 
-/// What was measured.
+/// The results of speculative decoding.
 #[derive(Serialize)]
 pub struct Drafted {
-    /// Tokens guessed for a pass.
+    /// The number of draft tokens per pass.
     pub tokens: usize,
-    /// Of the guesses, with a drafter whose head and layers are computed; else they cost nothing.
+    /// True if a drafter computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
-    /// The share of guesses that counted as right, of those that came after no wrong one.
+    /// The measured acceptance rate: the number of accepted draft tokens per verified draft token.
     pub acceptance: f64,
-    /// Tokens that a pass gave.
+    /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
-    /// From one pass to the next, guesses included.
+    /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The guesses by themselves, where the host waits for them as it does not in a pass.
+    /// The time to compute the draft tokens of a pass alone. The host waits for them here, but does not wait for them in a
+    /// pass.
     pub guess_milliseconds: f64,
-    /// Generated tokens a second.
+    /// Generated tokens per second.
     pub decode_rate: f64,
-    /// How the decoder computed.
+    /// The execution mode of the decoder.
     pub mode: String,
-    /// What a pass launches one by one, guesses included.
+    /// The launches of a pass, including its draft tokens. They are recorded without graph capture.
     pub launches: Option<Launches>,
 }
 
@@ -53,7 +55,7 @@ impl std::fmt::Display for Drafted {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{} guessed {}, {:.0} % right: {:.1} t/s, {:.2} tokens a pass of {:.3} ms, guesses alone {:.3} ms, {}",
+            "{} drafted {}, {:.0} % accepted: {:.1} t/s, {:.2} tokens a pass of {:.3} ms, drafts alone {:.3} ms, {}",
             self.tokens,
             if self.by_drafter {
                 "by a drafter"
@@ -74,7 +76,8 @@ impl std::fmt::Display for Drafted {
     }
 }
 
-/// Goes on after `token`, which comes after what `cache` holds, for passes that count and a few that do not.
+/// Continues the sequence in `cache` with `token`, and measures speculative decoding. Some warm-up passes run before the timed
+/// passes.
 pub fn measure(
     model: &Gemma4Model,
     drafter: Option<&Drafter>,
@@ -92,9 +95,9 @@ pub fn measure(
         decoder = decoder.with_drafter(drafter)?;
     }
     let next = decoder.step(&[token])?;
-    let (mut streams, mut row) = (next.hidden().ok_or("a step leaves a stream")?, 0);
+    let (mut streams, mut row) = (next.hidden().ok_or("a step returns hidden states")?, 0);
     let mut token = next.argmax()?[0];
-    // Which are right is the same in every run.
+    // The fixed seed makes every run accept the same draft tokens.
     let mut random = StdRng::seed_from_u64(1);
     let warm_up = passes.div_ceil(8).max(6);
     let mut seconds = 0.0;
@@ -108,9 +111,9 @@ pub fn measure(
             }
             None => (None, decoder.read(&vec![token; 1 + forced.tokens])?),
         };
-        streams = next.hidden().ok_or("a pass leaves a stream")?;
+        streams = next.hidden().ok_or("a pass returns hidden states")?;
         let chosen = next.argmax()?;
-        guesses.map(GuessedTokens::tokens).transpose()?;
+        guesses.map(DraftTokens::tokens).transpose()?;
         let is_right = |_: &usize| random.random::<f64>() < forced.acceptance;
         let right = (0..forced.tokens).take_while(is_right).count();
         decoder.forget(forced.tokens - right)?;

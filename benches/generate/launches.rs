@@ -1,15 +1,16 @@
-//! The kernels that a piece of work launches, and the device's time for each, without waiting in between.
+//! Records the kernels that a piece of work launches, and the device time of each kernel. The recording does not wait between
+//! launches.
 
 use serde::Serialize;
 
-/// What was launched.
+/// The recorded launches.
 #[derive(Default, Serialize)]
 pub struct Launches {
-    /// How many.
+    /// The number of launches.
     pub count: usize,
-    /// On the device, of those that it timed.
+    /// The sum of the device times of all launches that were timed.
     pub milliseconds: f64,
-    /// The longest first.
+    /// The kernels, sorted by decreasing device time.
     pub kernels: Vec<Kernel>,
 }
 
@@ -35,7 +36,7 @@ impl std::fmt::Display for Launches {
     }
 }
 
-/// Runs `work`; what it launched, if this build has kernels.
+/// Runs `work` without recording, because this build has no kernels. Returns `None` in place of the launches.
 #[cfg(not(feature = "cube"))]
 pub fn observe<O>(work: impl FnOnce() -> O) -> (O, Option<Launches>) {
     (work(), None)
@@ -94,7 +95,7 @@ mod observed {
         }
     }
 
-    /// Runs `work`; what it launched, if this build has kernels.
+    /// Runs `work` and returns its result with its launches, or with `None` if it launched no kernel.
     pub fn observe<O>(work: impl FnOnce() -> O) -> (O, Option<Launches>) {
         let watcher = Arc::new(Watcher::default());
         let observation = LaunchObservation::new(watcher.clone());

@@ -1,11 +1,12 @@
-//! Times of generation with random weights: `cargo bench --bench generate`.
+//! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
-//! Prefill: from a prompt on the host to the first token on the host. Decode: greedy or drawn, each token on the host before the
-//! next is asked for, though what reads it may be under way by then, as in `generate`. The floor is what weights, keys and values take to come through memory once, at the rate of an
-//! elementwise operation over a large tensor.
+//! Prefill is the time from a prompt on the host to the first token on the host. In decoding, each token reaches the host
+//! before the benchmark requests the next token. The device may already run the next token's forward by then, as in the program
+//! `generate`. The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. It
+//! assumes the bandwidth of an elementwise operation over a large tensor.
 //!
-//! The parts of a token are timed in a second pass that waits for the device after each of them, which takes time itself:
-//! they say where a token's time goes, not how much of it there is.
+//! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The waits
+//! take time themselves. The parts therefore show the shares of a token's time, but not its total.
 
 mod choice;
 mod drafted;
@@ -14,12 +15,11 @@ mod models;
 mod parts;
 mod report;
 
-use attention_workspace::layers::leave_out_device_selection;
+use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
-    guarded,
-    model::{Kv, Quantize, Table},
+    model::{Kv, Table, WeightForm},
     random::random_model,
     report::{now, save},
     timing::{Effort, Timer},
@@ -28,7 +28,7 @@ use burn::{
     module::Module,
     tensor::{Device, DeviceConfig, FloatDType, Int, Tensor, TensorData},
 };
-use burn_gemma4::{Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Sampler};
+use burn_gemma4::{Cache, CacheKind, Drafter, Gemma4Model, Logits, Next, Sampler, catch_panic};
 use choice::Choice;
 use clap::Parser;
 use drafted::{Drafted, Forced, Measuring};
@@ -38,67 +38,67 @@ use parts::Parts;
 use report::{Measured, Outcome, Report, Row, print_header};
 use std::{path::PathBuf, process::ExitCode, time::Instant};
 
-/// Times generation with random weights.
+/// Times generation with random weights
 #[derive(Parser)]
 struct Cli {
-    /// The shapes of models [default: e2b on a GPU, small ones on a processor].
+    /// The shapes of the models [default: e2b on a GPU, small shapes on a CPU]
     models: Vec<Shape>,
-    /// Where to run.
+    /// The device to run on
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Of weights and activations [default: bf16 or f16 on a GPU that has it, else f32].
+    /// The dtype of weights and activations [default: bf16 or f16 on a GPU that supports it, otherwise f32]
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Quantizes the weights, as `generate` does.
+    /// Quantize the weights to this form, as `generate` does
     #[arg(long, value_enum, value_name = "FORM")]
-    quantize: Option<Quantize>,
-    /// Where the table of per-layer embeddings is, by `host` in files that are written for it and as large as the model.
+    quantize: Option<WeightForm>,
+    /// The place of the table of per-layer embeddings; `host` writes it to files as large as the model
     #[arg(long, value_enum, default_value = "device")]
     per_layer_table: Table,
-    /// Tokens of the prompt [default: 128,2048,8192; 24,96 on a processor].
+    /// The number of tokens per prompt [default: 128,2048,8192; 24,96 on a CPU]
     #[arg(long, value_delimiter = ',')]
     contexts: Vec<usize>,
-    /// Sequences at once [default: 1,8; 1,2 on a processor].
+    /// The number of sequences per batch [default: 1,8; 1,2 on a CPU]
     #[arg(long, value_delimiter = ',')]
     batches: Vec<usize>,
-    /// Tokens to generate [default: 128; 8 on a processor].
+    /// The number of tokens to generate [default: 128; 8 on a CPU]
     #[arg(long)]
     tokens: Option<usize>,
-    /// Tokens of the prompt that are read at a time.
+    /// The number of prompt tokens that are prefilled at once
     #[arg(long, default_value_t = 8192)]
     prefill_chunk: usize,
-    /// Prompts to take the fastest of.
+    /// The number of prefills; the time of the fastest is reported
     #[arg(long, default_value_t = 3)]
     prefills: usize,
-    /// Put every token's launches on the device one by one.
+    /// Launch every kernel of a token separately, without graph capture
     #[arg(long)]
     launch_each: bool,
-    /// Keep of keys that values are made of only the rotated channels.
+    /// Store only the rotated channels of keys, in layers that compute their values from the key projection
     #[arg(long)]
     compact_keys: bool,
-    /// Keep keys and values in the model's dtype, or in int8.
+    /// Store keys and values in the model's dtype, or in int8
     #[arg(long, value_enum, default_value_t)]
     kv: Kv,
-    /// Also with so many guesses a pass, up to 8, for one sequence at a time: once for nothing, as they are looked up, and once by
-    /// a drafter.
+    /// Also measure speculative decoding of one sequence, with up to 8 draft tokens per pass; once with draft tokens that cost
+    /// nothing, and once with a drafter
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u8).range(1..=8))]
     draft_tokens: Option<u8>,
-    /// The probability that a guess is right where those before it are.
+    /// The probability that a draft token is accepted if all draft tokens before it are accepted
     #[arg(long, value_name = "PROBABILITY", default_value_t = 0.7)]
     acceptance: f64,
-    /// Draw tokens by temperature 1, top-k 64 and top-p 0.95 instead of taking the likeliest.
+    /// Sample tokens with temperature 1, top-k 64 and top-p 0.95 instead of greedy decoding
     #[arg(long)]
     sample: bool,
-    /// Give the sequences of a batch different lengths, from half the context up.
+    /// Give the sequences of a batch different lengths, from half the prompt's length up to its full length
     #[arg(long)]
     ragged: bool,
-    /// Leave out the times of a token's parts, and what is launched for it and for the prompt.
+    /// Do not measure the parts of a token, nor the launches of a token and of a prompt
     #[arg(long)]
     no_parts: bool,
-    /// Write all rows to this file.
+    /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -115,7 +115,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether every row is measured.
+/// Runs the benchmark. Returns true if every result was measured.
 fn run(cli: Cli) -> Result<bool, Error> {
     let chosen = choose(cli.device)?;
     let software = chosen.software;
@@ -129,7 +129,7 @@ fn run(cli: Cli) -> Result<bool, Error> {
         sustained: 1,
         seconds: 1.0,
     };
-    let memory_rate = guarded(|| timer.memory_rate(dtype, effort))??;
+    let memory_rate = catch_panic(|| timer.memory_rate(dtype, effort))??;
     drop(timer);
     println!("{chosen}, {dtype}, memory {:.0} GB/s\n", memory_rate / 1e9);
 
@@ -175,7 +175,7 @@ struct Bench {
     device: Device,
     chosen: Chosen,
     dtype: Dtype,
-    quantize: Option<Quantize>,
+    quantize: Option<WeightForm>,
     table: Table,
     memory_rate: f64,
     contexts: Vec<usize>,
@@ -217,19 +217,20 @@ impl Bench {
                 files.path(),
                 &self.device,
             )?;
-            // What weights were before they were quantized.
+            // The cleanup frees the memory of the unquantized weights.
             self.device.memory_cleanup();
             let drafter = self
                 .forced
                 .map(|_| Drafter::new(&shape.drafter(), &self.device));
             for &batch in &self.batches {
                 for &context in &self.contexts {
-                    let outcome =
-                        match guarded(|| self.measure(&model, drafter.as_ref(), batch, context)) {
-                            Ok(Ok(measured)) => Outcome::Measured(Box::new(measured)),
-                            Ok(Err(error)) => Outcome::Failed(error.to_string()),
-                            Err(panic) => Outcome::Failed(panic),
-                        };
+                    let outcome = match catch_panic(|| {
+                        self.measure(&model, drafter.as_ref(), batch, context)
+                    }) {
+                        Ok(Ok(measured)) => Outcome::Measured(Box::new(measured)),
+                        Ok(Err(error)) => Outcome::Failed(error.to_string()),
+                        Err(panic) => Outcome::Failed(panic),
+                    };
                     let row = Row {
                         model: shape,
                         batch,
@@ -259,7 +260,7 @@ impl Bench {
         let prompt = prompt(model, batch, context);
         let mut fastest = f64::INFINITY;
         let mut last = None;
-        // The first also compiles and tunes.
+        // One extra prefill runs first, because it also compiles and tunes kernels.
         for _ in 0..=self.prefills {
             drop(last.take());
             self.device.sync()?;
@@ -268,7 +269,7 @@ impl Bench {
             fastest = fastest.min(start.elapsed().as_secs_f64());
             last = Some((cache, tokens));
         }
-        let (mut cache, mut tokens) = last.ok_or("no prompt was read")?;
+        let (mut cache, mut tokens) = last.ok_or("no prefill was run")?;
         let prefill_launches = match self.parts {
             true => {
                 let (read, launches) = observe(|| self.prefill(model, &prompt, batch, 0));
@@ -287,7 +288,7 @@ impl Bench {
         if self.launch_each {
             decoder = decoder.without_graph_capture();
         }
-        // Some go to compiling, tuning and capturing.
+        // The warm-up tokens are not timed, because they compile and tune kernels and capture the CUDA graph.
         let warm_up = self.tokens.div_ceil(8).max(6);
         let mut times = Vec::with_capacity(warm_up + self.tokens);
         for index in 1..=warm_up + self.tokens {
@@ -322,9 +323,9 @@ impl Bench {
         let config = model.config();
         let bits = 8.0 * self.dtype.burn().size() as f64;
         let bits_of_weight = match self.quantize {
-            Some(Quantize::Q8) => 8.5,
-            Some(Quantize::Q4) => 4.5,
-            Some(Quantize::None) | None => bits,
+            Some(WeightForm::Q8) => 8.5,
+            Some(WeightForm::Q4) => 4.5,
+            Some(WeightForm::None) | None => bits,
         };
         let weights = weights_read(config, Gemma4Model::new(config, &self.device).num_params());
         let keys: usize = padding(batch, context, self.ragged)
@@ -333,7 +334,7 @@ impl Bench {
             .sum();
         let bits_of_key = match self.kv {
             Kv::Model => bits,
-            // With a scale of 32 bits for 256 of them.
+            // A block of 256 int8 elements shares a 32-bit scale, which adds 0.125 bits per element.
             Kv::Q8 => 8.125,
         };
         let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;
@@ -357,7 +358,7 @@ impl Bench {
         })
     }
 
-    /// With guesses for nothing, and by the drafter.
+    /// Measures speculative decoding twice: with draft tokens that cost nothing, and with those of the drafter.
     fn drafted(
         &self,
         model: &Gemma4Model,
@@ -406,14 +407,14 @@ impl Bench {
             let asked = if last { Logits::Last(1) } else { Logits::None };
             let logits = model.step(tokens, &mut cache, asked)?;
             if last {
-                let logits = logits.ok_or("logits were asked for")?;
+                let logits = logits.ok_or("the logits of the last position were requested")?;
                 return Ok((cache, Next::of(logits).argmax()?));
             }
         }
     }
 }
 
-/// The padding of each sequence: none, or up to half the context.
+/// Returns the number of padding tokens of each sequence: 0, or up to half the context if `ragged` is true.
 fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
     let of_row = |row| {
         if ragged {
@@ -425,7 +426,7 @@ fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
     (0..batch).map(of_row).collect()
 }
 
-/// Tokens in no order, `[batch · context]`.
+/// Returns pseudo-random prompt tokens, `[batch · context]`.
 fn prompt(model: &Gemma4Model, batch: usize, context: usize) -> Vec<i32> {
     let vocabulary = model.config().vocab_size;
     (0..batch * context)

@@ -1,8 +1,8 @@
-//! The shapes that are measured, and what a token must read of them.
+//! The shapes of the models, and the number of weights and of keys and values that a decode step reads from memory.
 
 use burn_gemma4::{DrafterConfig, Gemma4Config, LayerType, OrderedEmbeddings};
 
-/// A model's shape by its name.
+/// The shape of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shape {
@@ -14,9 +14,9 @@ pub enum Shape {
     Moe26b,
     #[value(name = "31b")]
     Dense31b,
-    /// E2B's kinds of layers at a size for a processor.
+    /// A small model for a CPU with the same kinds of layers as E2B.
     Small,
-    /// The larger dense models' kinds of layers at a size for a processor.
+    /// A small model for a CPU with the same kinds of layers as the larger dense models.
     SmallDense,
 }
 
@@ -48,7 +48,7 @@ impl Shape {
 }
 
 impl Shape {
-    /// The shape of the published drafter, or of one for a processor.
+    /// Returns the configuration of this model's published drafter, or of a small drafter for a CPU.
     pub fn drafter(self) -> DrafterConfig {
         let target = self.config();
         let (hidden_size, intermediate_size, heads, has_groups) = match self {
@@ -99,8 +99,8 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Weights that a token goes through, of `all` parameters: not the tables that it takes a row of, nor the experts that its
-/// router leaves out.
+/// Returns the number of weights that a decode step multiplies, out of `all` parameters. Embedding tables are excluded, because
+/// a step reads one of their rows per token. Experts that the router does not select are excluded too.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {
@@ -118,7 +118,7 @@ pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     all - per_layer_embeddings - untied - idle_experts
 }
 
-/// Elements of keys and values that one more token of a sequence reads after `context` others, in all layers.
+/// Returns the number of key and value elements that a decode step reads in all layers, after `context` earlier tokens.
 pub fn keys_read(config: &Gemma4Config, context: usize, compact_keys: bool) -> usize {
     let of_layer = |layer: usize| {
         let columns = match config.layer_types[layer] {

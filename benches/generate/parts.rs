@@ -1,4 +1,4 @@
-//! Where a token's time goes: the parts that a decoder names, each with a wait for the device behind it.
+//! Times the parts of a token, such as attention, that the decoder reports. The benchmark waits for the device after each part.
 
 use crate::choice::Choice;
 use attention_workspace::Error;
@@ -7,22 +7,23 @@ use burn_gemma4::{Decoder, Part};
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// Of one token.
+/// The time of each part of a token, by the name of the part.
 #[derive(Default, Serialize)]
 pub struct Parts(BTreeMap<String, Time>);
 
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Time {
-    /// Of all places together, less as many waits for an idle device.
+    /// The total time of all occurrences of the part in a token. The time that a wait takes on an idle device is subtracted per
+    /// occurrence.
     pub milliseconds: f64,
-    /// How often the part comes.
+    /// The number of times that the part occurs in a token.
     pub places: usize,
 }
 
-/// Tokens to take the mean of, after a first one.
+/// The number of timed tokens, whose mean times are reported. One warm-up token precedes them.
 const TOKENS: usize = 5;
 
-/// Goes on by a few tokens.
+/// Decodes a few tokens and returns the times of their parts.
 pub fn measure(
     decoder: &mut Decoder<'_>,
     choice: &mut Choice,
@@ -61,7 +62,7 @@ pub fn measure(
     Ok(parts)
 }
 
-/// How long waiting for an idle device takes.
+/// Returns the time in seconds that a wait for an idle device takes.
 fn idle_wait(device: &Device) -> Result<f64, Error> {
     const WAITS: usize = 100;
     device.sync()?;
@@ -84,7 +85,7 @@ impl std::fmt::Display for Parts {
 }
 
 impl Parts {
-    /// Whether nothing was measured.
+    /// True if no part was measured.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,28 +1,28 @@
-//! The table, and the same as JSON.
+//! The report of the benchmark, as a table and as JSON.
 
 use crate::{drafted::Drafted, launches::Launches, models::Shape, parts::Parts};
 use attention_workspace::{
     Dtype,
-    model::{Kv, Quantize},
+    model::{Kv, WeightForm},
 };
 use serde::Serialize;
 
 #[derive(Serialize)]
 pub struct Report {
-    /// UTC.
+    /// The date and time in UTC.
     pub date: String,
     pub device: String,
     pub dtype: Dtype,
-    pub quantize: Option<Quantize>,
-    /// Whether keys that values are made of were kept in part.
+    pub quantize: Option<WeightForm>,
+    /// True if layers that compute their values from the key projection stored only the rotated channels of their keys.
     pub compact_keys: bool,
-    /// In what keys and values were kept.
+    /// The storage format of keys and values.
     pub kv: Kv,
-    /// Whether tokens were drawn.
+    /// True if tokens were sampled.
     pub sample: bool,
-    /// Whether the sequences of a batch had different lengths.
+    /// True if the sequences of a batch had different lengths.
     pub ragged: bool,
-    /// Bytes a second that an elementwise operation over a large tensor moves.
+    /// The bandwidth of an elementwise operation over a large tensor, in bytes per second.
     pub memory_rate: f64,
     pub rows: Vec<Row>,
 }
@@ -44,35 +44,35 @@ pub enum Outcome {
 
 #[derive(Serialize)]
 pub struct Measured {
-    /// Prompt tokens a second, of all sequences.
+    /// Prompt tokens per second, over all sequences.
     pub prefill_rate: f64,
-    /// From the prompt to the first token, on the host.
+    /// The time from the prompt on the host to the first token on the host.
     pub first_token_milliseconds: f64,
-    /// Generated tokens a second, of all sequences.
+    /// Generated tokens per second, over all sequences.
     pub decode_rate: f64,
-    /// From one token to the next.
+    /// The mean time between two consecutive tokens of a sequence.
     pub token_milliseconds: f64,
-    /// Of the fastest: what remains where nothing else disturbs.
+    /// The time of the fastest token, which is the least affected by disturbances.
     pub fastest_token_milliseconds: f64,
-    /// Weights, keys and values once through memory, at its rate.
+    /// The lower bound of a token's time: the time to read weights, keys and values from memory once.
     pub floor_milliseconds: f64,
-    /// How the decoder computed.
+    /// The execution mode of the decoder.
     pub mode: String,
-    /// Of the tokens before those that count: compiling, tuning, capturing.
+    /// The time of each warm-up token. These tokens compile and tune kernels and capture the CUDA graph.
     pub first_tokens_milliseconds: Vec<f64>,
-    /// Where a token's time goes.
+    /// The time of each part of a token.
     pub parts: Parts,
-    /// Of one token, and the device's time for them.
+    /// The launches of one token.
     pub token_launches: Option<Launches>,
-    /// Of the whole prompt.
+    /// The launches of the whole prompt.
     pub prefill_launches: Option<Launches>,
-    /// Of the model's parameters.
+    /// The size of the model's parameters in bytes.
     pub weight_bytes: usize,
-    /// Of the device's allocations at the end, if it tells.
+    /// The bytes in use on the device at the end, or `None` if the device does not report them.
     pub memory_bytes: Option<u64>,
-    /// Of the cache at the end.
+    /// The size of the KV cache in bytes at the end.
     pub cache_bytes: usize,
-    /// With guesses, if that was asked for.
+    /// The results of speculative decoding. The list is empty if they were not requested.
     pub drafted: Vec<Drafted>,
 }
 

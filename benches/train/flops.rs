@@ -1,18 +1,22 @@
-//! The floating-point operations that a training step has to do, to compare rows that do different work.
+//! Counts the floating-point operations of a training step, so that results with different amounts of work can be compared.
 
 use crate::parts::{attention_kinds, matrix_kinds};
 use burn_gemma4::Gemma4Model;
 
-/// Operations of a multiplication and an addition.
+/// The number of operations in a multiplication with an addition.
 const MULTIPLY_ADD: f64 = 2.0;
 
-/// Attention's backward multiplies 2.5 times as much as its forward.
+/// The operations of attention's forward and backward in units of the forward. The backward alone has 2.5 times as many as the
+/// forward.
 const ATTENTION_PASSES: f64 = 3.5;
 
-/// Counts the products and attention of a step over `[batch, length]` tokens with the loss on the `last` positions.
+/// Returns the number of operations in the GEMMs and in the attention of one training step. The step has `[batch, length]`
+/// tokens, and its loss covers the `last` positions of each sequence.
 ///
-/// Recomputation, norms and activations are not counted. A frozen weight has no gradient: two products for three.
-/// `None` for a mixture of experts, whose products depend on the router's choices.
+/// Recomputation, norms and activations are not counted. A trained weight has three GEMMs: one in the forward and two in the
+/// backward. A frozen weight has two GEMMs, because its own gradient is not computed.
+///
+/// Returns `None` for a mixture of experts, because its number of GEMMs depends on the experts that the router selects.
 pub fn flops(
     model: &Gemma4Model,
     [batch, length, last]: [usize; 3],

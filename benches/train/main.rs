@@ -1,28 +1,32 @@
-//! A step of training, of models of random weights: `cargo bench --features training --bench train`.
+//! Benchmarks training steps of models with random weights: `cargo bench --features training --bench train`.
 //!
-//! Tokens a second are those of whole steps, forward, backward and optimizer, by the wall clock; the loss is on the last
-//! positions only, as in long documents that are read in full. The peak of memory is the most that was in use in the steps before those that
-//! count and in one more, looked at every few milliseconds; while kernels are tuned that is more than a step takes, so run it twice. The parts are timed apart, each with the shapes and as often as a step has it, and
-//! beside a step without graph capture, which pays for its launches as they do. The rest of such a step is norms, activations, embeddings and recomputation. A step's gradients are clipped and its optimizer is that of `train` and
-//! `finetune`, which is theirs by default, as is `--checkpointing`.
+//! The rate in tokens per second is measured over whole steps by the wall clock: forward, backward and optimizer. The loss
+//! covers the last positions of each sequence only, as in training on long documents that the model reads in full. Gradient
+//! clipping, the optimizer and `--checkpointing` have the same defaults as in the programs `train` and `finetune`.
+//!
+//! The peak memory is polled every few milliseconds, during the warm-up steps and one more step. Tuning kernels takes more
+//! memory than a step, so run the benchmark twice and take the peak of the second run.
+//!
+//! The parts of a step, such as attention, are timed separately with the step's shapes and number of layers. They are compared
+//! with a step without graph capture, because that step has the same launch overhead as the parts. The rest of that step is
+//! norms, activations, embeddings and recomputation.
 
 mod flops;
 mod memory;
 mod parts;
 mod training;
 
-use attention_workspace::layers::leave_out_device_selection;
+use attention_workspace::mesa_layer::leave_out_device_selection;
 use attention_workspace::{
     Dtype, Error,
     device::{Chosen, DeviceName, choose},
-    guarded,
-    model::{Quantize, Table},
+    model::{Table, WeightForm},
     random::random_model,
-    training::{arguments::StepArguments, presets::Preset},
 };
 use burn::tensor::{Device, DeviceConfig};
-use burn_gemma4::Adapter;
+use burn_gemma4::{Adapter, catch_panic};
 use clap::{Parser, ValueEnum};
+use gemma4_train::{args::StepArguments, presets::Preset};
 use memory::Watch;
 use parts::Parts;
 use serde::Serialize;
@@ -34,55 +38,55 @@ use std::{
 };
 use training::{Text, Training, median};
 
-/// Times steps of training.
+/// Times training steps
 #[derive(Parser)]
 struct Cli {
-    /// The models' shapes [default: e2b on a GPU, 1m on a processor].
+    /// The shapes of the models [default: e2b on a GPU, 1m on a CPU]
     #[arg(long, value_enum, value_delimiter = ',')]
     config: Vec<Preset>,
-    /// Tokens of a sequence [default: 4096 to 131072 on a GPU, 256 on a processor].
+    /// The number of tokens per sequence [default: 4096 to 131072 on a GPU, 256 on a CPU]
     #[arg(long, value_delimiter = ',')]
     lengths: Vec<usize>,
-    /// Sequences of a step.
+    /// The number of sequences per step
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Positions at the end of each sequence that the loss is on.
+    /// The number of positions at the end of each sequence that the loss covers
     #[arg(long, default_value_t = 1024)]
     last: usize,
-    /// Where to run.
+    /// The device to run on
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Of weights and activations [default: bf16 or f16 on a GPU that has it, else f32].
+    /// The dtype of weights and activations [default: bf16 or f16 on a GPU that supports it, otherwise f32]
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// Trains a low-rank adapter of this rank, as `finetune` does, rather than all weights.
+    /// Train a LoRA adapter of this rank, as `finetune` does, instead of all weights
     #[arg(long)]
     rank: Option<usize>,
-    /// The adapter counts alpha / rank times.
+    /// The alpha of the adapter, whose scale is alpha / rank
     #[arg(long, default_value_t = 32.0, requires = "rank")]
     alpha: f64,
-    /// Quantizes the frozen weights beneath an adapter, as `finetune` does.
+    /// Quantize the frozen weights under an adapter to this form, as `finetune` does
     #[arg(long, value_enum, value_name = "FORM", requires = "rank")]
-    quantize: Option<Quantize>,
-    /// Where the table of per-layer embeddings is, by `host` in files that are written for it and as large as the model. There it is
-    /// not trained.
+    quantize: Option<WeightForm>,
+    /// The place of the table of per-layer embeddings; `host` writes it to files as large as the model, and does not train
+    /// it
     #[arg(long, value_enum, value_name = "PLACE", default_value = "device")]
     per_layer_table: Table,
     #[command(flatten)]
     step: StepArguments,
-    /// Steps before those that count, in which Burn compiles, tunes and explores fusions.
+    /// The number of warm-up steps, in which Burn compiles and tunes kernels and explores fusions
     #[arg(long, value_name = "STEPS", default_value_t = 3)]
     warmup: usize,
-    /// Steps to take the median of.
+    /// The number of timed steps; the median of their times is reported
     #[arg(long, default_value_t = 5)]
     steps: usize,
-    /// Leaves out the times of the parts.
+    /// Do not measure the parts of a step
     #[arg(long)]
     no_parts: bool,
-    /// Write all rows to this file.
+    /// Write all results to this file, as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Given by `cargo bench`.
+    /// Set by `cargo bench`
     #[arg(long, hide = true)]
     bench: bool,
 }
@@ -98,7 +102,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What was measured of a shape and a length.
+/// The results for one model and one sequence length.
 #[derive(Serialize)]
 struct Row {
     config: String,
@@ -113,12 +117,12 @@ enum Outcome {
     Measured {
         seconds: f64,
         tokens_per_second: f64,
-        /// Bytes that were in use at most, where the device says.
+        /// The peak of the bytes in use on the device, or `None` if the device does not report them.
         peak_bytes: Option<u64>,
-        /// Bytes that Burn has taken from the device.
+        /// The bytes that Burn has reserved on the device, or `None` if the device does not report them.
         reserved_bytes: Option<u64>,
         loss: f32,
-        /// Floating-point operations of a step, without recomputation.
+        /// The number of floating-point operations per step, without recomputation.
         flops: Option<f64>,
         parts: Option<Parts>,
     },
@@ -152,7 +156,7 @@ fn run(cli: &Cli) -> Result<(), Error> {
                 training = Some(after);
                 Ok(outcome)
             };
-            let outcome = guarded(&mut measured)
+            let outcome = catch_panic(&mut measured)
                 .unwrap_or_else(|panic| Err(panic.into()))
                 .unwrap_or_else(|error| Outcome::Failed(error.to_string()));
             let row = Row {
@@ -245,7 +249,7 @@ fn print(row: &Row) {
     }
 }
 
-/// A model of random weights before its first step.
+/// Creates a model with random weights, and the optimizer that trains it.
 fn begin(cli: &Cli, preset: Preset, folder: &Path, device: &Device) -> Result<Training, Error> {
     device.clone().inner().seed(1);
     let start = Instant::now();
@@ -257,10 +261,10 @@ fn begin(cli: &Cli, preset: Preset, folder: &Path, device: &Device) -> Result<Tr
     }
     let training = Training::new(model, &cli.step);
     device.sync()?;
-    // What weights were before they were quantized.
+    // The cleanup frees the memory of the unquantized weights.
     device.memory_cleanup();
     println!(
-        "{:10} made in {:.1} s: {}",
+        "{:10} created in {:.1} s: {}",
         name(preset),
         start.elapsed().as_secs_f64(),
         training.memory(&cli.step)
@@ -268,12 +272,13 @@ fn begin(cli: &Cli, preset: Preset, folder: &Path, device: &Device) -> Result<Tr
     Ok(training)
 }
 
-/// What steps over texts of that length take, and what they lead to.
+/// Measures training steps over sequences of `length` tokens. Returns the results with the trained model.
 fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome, Training), Error> {
     let last = cli.last.min(length);
     let plain = training.model().device().inner();
     let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
-    // Looking takes time, too. What a graph keeps is in use while its launches are captured, which is in the first step.
+    // The memory is polled in the warm-up steps and not in the timed steps, because polling takes time. The peak is still
+    // complete: the first step captures the CUDA graph, and the graph's memory stays in use from then on.
     let watch = Watch::start(&plain);
     for _ in 0..cli.warmup {
         (training, _) = training.step(&text)?;

@@ -1,4 +1,4 @@
-//! The memory in use on a device while something else runs.
+//! Polls the memory use of a device while other work runs.
 
 use burn::tensor::Device;
 use std::{
@@ -10,10 +10,10 @@ use std::{
     time::Duration,
 };
 
-/// Between two looks.
+/// The time between two polls.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// Looks at a device's memory until it is stopped.
+/// A thread that polls the memory use of a device until it is stopped.
 pub struct Watch {
     peak: Arc<AtomicU64>,
     is_over: Arc<AtomicBool>,
@@ -43,7 +43,7 @@ impl Watch {
         }
     }
 
-    /// The most that was seen in use; none where the device does not say.
+    /// Stops the thread, and returns the peak of the bytes in use, or `None` if the device does not report its memory.
     pub fn stop(self) -> Option<u64> {
         self.is_over.store(true, Ordering::Relaxed);
         self.thread.join().ok()?;

@@ -1,11 +1,11 @@
-//! Times each part of a training step alone, beside a step that is launched the same way.
+//! Times each part of a training step separately, and a whole step that is launched in the same way as the parts.
 //!
-//! A part runs launch by launch, so the parts are shares of a step without graph capture. A captured step
-//! hides launch overhead that the parts still pay, and their sum could exceed it.
+//! The kernels of a part are launched one by one, so the parts are compared with a step without graph capture. Graph capture
+//! removes launch overhead that the parts still contain, so the parts could take longer in sum than a captured step.
 
 use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
-use attention_workspace::{Error, training::arguments::StepArguments};
+use attention_workspace::Error;
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
@@ -15,39 +15,42 @@ use burn_gemma4::{
     Gemma4Config, Gemma4Model, LayerType,
     layer::{DecoderLayer, Linear},
 };
+use gemma4_train::args::StepArguments;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// Runs of a part before those that count: Burn compiles, tunes and explores fusions in more than the first.
+/// The number of warm-up runs per part. Burn compiles and tunes kernels and explores fusions in more than the first run.
 const WARMUP: usize = 3;
 
-/// Batches of runs to take the median of.
+/// The number of batches of runs. The median of the batches' times is reported.
 const BATCHES: usize = 3;
 
-/// Runs of a batch, launched back to back so that the host works ahead of the device as in a step.
+/// The number of runs per batch. A batch's runs are launched back to back, so that the host runs ahead of the device as in a
+/// step.
 const RUNS: usize = 4;
 
-/// Steps without graph capture to take the median of.
+/// The number of timed steps without graph capture. The median of their times is reported.
 const STEPS: usize = 3;
 
-/// Seconds that a step without graph capture takes, and that it spends in each part.
+/// The times of a step without graph capture, and of each part of the step, in seconds.
 #[derive(Clone, Copy, Serialize)]
 pub struct Parts {
-    /// The whole step, launched like the parts: without graph capture.
+    /// The time of the whole step. Like the parts, it is launched without graph capture.
     step: f64,
-    /// Attention of all layers, forward and backward.
+    /// The forward and backward of the attention in all layers.
     attention: f64,
-    /// Products with the weights of all layers, the forward's one and the backward's two, or with frozen weights one.
+    /// The GEMMs with the weights of all layers: one in the forward, and two in the backward. A frozen weight has only one in
+    /// the backward.
     products: f64,
-    /// The head and its loss, forward and backward.
+    /// The forward and backward of the language model head and the loss.
     loss: f64,
-    /// Clipping and the optimizer.
+    /// Gradient clipping and the optimizer.
     optimizer: f64,
 }
 
 impl Parts {
-    /// Times a step over `text`, `[batch, length]` tokens with the loss on the `last` positions, and its parts.
-    /// Returns the model after more steps of the optimizer.
+    /// Times a step and its parts. The step has `[batch, length]` tokens of `text`, and its loss covers the `last` positions of
+    /// each sequence. Returns the times, and the model after the optimizer has updated it several times.
     pub fn measure(
         training: Training,
         text: &Text,
@@ -71,8 +74,8 @@ impl Parts {
         Ok((parts, training))
     }
 
-    /// The parts with their shares. The rest is norms, activations, embeddings and recomputation; it is
-    /// negative where the parts take longer alone than within the step.
+    /// Formats the time of each part with its share of the step. The rest of the step is norms, activations, embeddings and
+    /// recomputation. The rest is negative if the parts, timed alone, take longer than the step.
     pub fn line(&self) -> String {
         let step = self.step;
         let rest = step - self.attention - self.products - self.loss - self.optimizer;
@@ -89,7 +92,7 @@ impl Parts {
     }
 }
 
-/// The median time of a step without graph capture, and the model after the steps.
+/// Returns the median time of a step without graph capture, and the model after these steps.
 fn step(
     training: Training,
     text: &Text,
@@ -109,7 +112,7 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// The median time of `work` over batches of runs, after the warm-up.
+/// Returns the median time of a run of `work`, over batches of runs, after the warm-up.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -132,16 +135,16 @@ fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
-/// Layers whose attention takes the same time.
+/// A kind of attention layer. All attention layers of a kind take the same time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AttentionKind {
     is_full: bool,
-    /// The last positions only, in layers that read an earlier layer's keys and values.
+    /// The number of queries. A layer that uses an earlier layer's KV cache computes the queries of the last positions only.
     pub queries: usize,
 }
 
 impl AttentionKind {
-    /// The keys that a query sees at most.
+    /// Returns the maximum number of keys that a query of this kind sees.
     pub fn window(self, config: &Gemma4Config) -> usize {
         match self.is_full {
             true => usize::MAX,
@@ -150,7 +153,8 @@ impl AttentionKind {
     }
 }
 
-/// The kinds of attention over sequences of `length` tokens: a layer of each kind, and the number of such layers.
+/// Returns the kinds of attention layers over sequences of `length` tokens. Each kind comes with an example layer and with the
+/// number of its layers.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -200,7 +204,7 @@ fn attention(
     Ok(sum)
 }
 
-/// A layer's matrices but for experts, each with the columns that it reads.
+/// Returns the weight matrices of a layer, each with the number of its input columns. The matrices of experts are excluded.
 fn matrices<'a>(
     layer: &'a DecoderLayer,
     config: &Gemma4Config,
@@ -226,7 +230,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Those of a model by the rows that they see, and the columns that they read and write: one of each kind, and how many there are.
+/// Returns the kinds of weight matrices in a model, by the numbers of rows, input columns and output columns. Each kind comes
+/// with an example matrix and with the number of its matrices.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],
@@ -243,7 +248,7 @@ pub fn matrix_kinds(
         add(linear, all, config.hidden_size);
     }
     for (index, layer) in model.layers.iter().enumerate() {
-        // Layers that read an earlier layer's keys and values are computed for the last positions only.
+        // A layer that uses an earlier layer's KV cache is computed for the last positions only.
         let rows = if config.is_shared(index) { last } else { all };
         for (linear, columns) in matrices(layer, config, index) {
             add(linear, rows, columns);
@@ -278,7 +283,7 @@ fn loss(model: &Gemma4Model, [batch, last]: [usize; 2]) -> Result<f64, Error> {
     })
 }
 
-/// A gradient of ones for every parameter that has one.
+/// A visitor that sets the gradient of every trained parameter to ones.
 struct Ones(GradientsParams);
 
 impl ModuleVisitor for Ones {
@@ -290,7 +295,7 @@ impl ModuleVisitor for Ones {
     }
 }
 
-/// Clipping and the optimizer.
+/// Returns the time of gradient clipping with the optimizer's update, and the updated model.
 fn optimise(mut training: Training) -> Result<(f64, Training), Error> {
     let device = training.model().device().inner();
     let mut times = Vec::new();

@@ -1,36 +1,38 @@
-//! What is timed: steps as `train` and `finetune` make them.
+//! The training steps that the benchmark times. They are the same as in the programs `train` and `finetune`.
 
-use attention_workspace::{
-    Error,
-    training::{arguments::StepArguments, masters::Memory, optimizer::optimizer, trainee::Trainee},
-};
+use attention_workspace::Error;
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::{GradientsParams, ModuleOptimizer},
     tensor::{DType, Device, Distribution, Int, Tensor},
     train::TrainStep,
 };
-use burn_gemma4::{Gemma4Config, Gemma4Model, GradientRecorder, Lesson};
+use burn_gemma4::{Gemma4Config, Gemma4Model, GradientRecorder, TrainBatch};
+use gemma4_train::{
+    args::StepArguments,
+    optim::{master_weights::Memory, optimizer::optimizer},
+    train_step::TrainableModel,
+};
 use std::time::Instant;
 
-/// Small, so that the weights stay what they are.
+/// The learning rate. It is small, so that the weights hardly change.
 const LEARNING_RATE: f64 = 1e-5;
 
-/// A model and its optimizer.
+/// A model with the optimizer that trains it.
 pub struct Training {
-    trainee: Trainee,
+    model: TrainableModel,
     optimizer: ModuleOptimizer,
     recorder: GradientRecorder,
 }
 
-/// What a model reads.
+/// The input tokens and the target tokens of a training step.
 pub struct Text {
     input: Tensor<2, Int>,
-    /// Of the last positions.
+    /// The target tokens of the last positions, which the loss covers.
     targets: Tensor<2, Int>,
 }
 
-/// What a step came to.
+/// The loss and the time of a training step.
 #[derive(Default)]
 pub struct Step {
     pub loss: f32,
@@ -38,7 +40,7 @@ pub struct Step {
 }
 
 impl Text {
-    /// `[batch, length, last]`: random tokens, of which the last ones are predicted.
+    /// Creates random tokens for the sizes `[batch, length, last]`. The targets are the next tokens of the last positions.
     pub fn random(
         config: &Gemma4Config,
         [batch, length, last]: [usize; 3],
@@ -55,13 +57,13 @@ impl Text {
     }
 }
 
-/// The median of some times.
+/// Returns the median of the given times.
 pub fn median(mut seconds: Vec<f64>) -> f64 {
     seconds.sort_by(f64::total_cmp);
     seconds[seconds.len() / 2]
 }
 
-/// Draws weights, which Burn does when they are first read.
+/// A visitor that initializes the weights. Without it, Burn would initialize each weight when the weight is first read.
 struct Draw;
 
 impl ModuleVisitor for Draw {
@@ -79,17 +81,17 @@ fn recorder(arguments: &StepArguments) -> GradientRecorder {
 }
 
 impl Training {
-    /// Of `model`, whose weights are drawn here if they are not yet.
+    /// Creates the training of `model`. Weights that are not yet initialized are initialized first.
     pub fn new(model: Gemma4Model, arguments: &StepArguments) -> Self {
         model.visit(&mut Draw);
         Self {
-            trainee: Trainee::alone(model, arguments),
+            model: TrainableModel::alone(model, arguments),
             optimizer: optimizer(arguments),
             recorder: recorder(arguments),
         }
     }
 
-    /// For steps of another shape.
+    /// Discards the captured graph, so that steps with another shape can follow.
     pub fn begin_anew(self, arguments: &StepArguments) -> Self {
         Self {
             recorder: recorder(arguments),
@@ -98,23 +100,24 @@ impl Training {
     }
 
     pub fn model(&self) -> &Gemma4Model {
-        &self.trainee.model
+        &self.model.model
     }
 
-    /// What weights and their training take.
+    /// Returns the memory use of the weights and of the training.
     pub fn memory(&self, arguments: &StepArguments) -> Memory {
         let is_f16 = self.model().dtype() == DType::F16;
         Memory::of(self.model(), arguments.optimizer, is_f16)
     }
 
-    /// One step. It takes the model, since a copy would keep the old weights.
+    /// Runs one training step. The step consumes `self`, because a second copy of the model would keep the old weights in
+    /// memory.
     pub fn step(mut self, text: &Text) -> Result<(Self, Step), Error> {
         let Text { input, targets } = text;
-        let model = &self.trainee.model;
+        let model = &self.model.model;
         let device = model.device().inner();
         device.sync()?;
         let start = Instant::now();
-        let lesson = Lesson {
+        let lesson = TrainBatch {
             tokens: input.clone(),
             packing: None,
             targets: targets.clone(),
@@ -127,10 +130,10 @@ impl Training {
         Ok((training, Step { loss, seconds }))
     }
 
-    /// The end of a step.
+    /// Clips the gradients, and lets the optimizer update the weights.
     pub fn optimize(mut self, gradients: GradientsParams) -> Self {
         let rate = LEARNING_RATE.into();
-        let trainee = self.trainee.optimize(&mut self.optimizer, rate, gradients);
-        Self { trainee, ..self }
+        let model = self.model.optimize(&mut self.optimizer, rate, gradients);
+        Self { model, ..self }
     }
 }

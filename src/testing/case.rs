@@ -1,4 +1,4 @@
-//! One attention to test: sizes and options, its random inputs, and the comparison with the oracle.
+//! A test case of attention: sizes and options, random inputs, and the comparison of results with the reference.
 
 use super::compare::Precision;
 use super::definition::Definition;
@@ -11,66 +11,69 @@ use burn::tensor::DType;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Which dimensions of `[batch, q_heads, q_len, kv_len]` a mask or a bias has; the others are 1.
+/// The dimensions of `[batch, q_heads, q_len, kv_len]` in which a mask or a bias has its full size. A dimension with `false`
+/// has the size 1.
 pub type Extent = [bool; 4];
-/// All dimensions.
+/// An extent with the full size in all four dimensions.
 pub const FULL: Extent = [true; 4];
 
-/// Sizes and options of one attention.
+/// The sizes and options of an attention call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case {
-    /// Sequences.
+    /// The number of sequences.
     pub batch: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub q_heads: usize,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub kv_heads: usize,
-    /// Queries a sequence.
+    /// The number of queries per sequence.
     pub q_len: usize,
-    /// Keys a sequence.
+    /// The number of keys per sequence.
     pub kv_len: usize,
-    /// Columns of queries and keys.
+    /// The number of columns of queries and keys.
     pub head_dim: usize,
-    /// Columns of values.
+    /// The number of columns of values.
     pub value_dim: usize,
-    /// Of query, keys, values and output.
+    /// The dtype of query, keys, values and output.
     pub dtype: DType,
-    /// Factor on `q·k`; `None` for the default.
+    /// The scale of the scores `q·k`, or `None` for the default scale.
     pub scale: Option<f64>,
-    /// Bound of the scores.
+    /// The softcap of the scores, or `None` without a softcap.
     pub softcap: Option<f64>,
-    /// Whether no query sees a later key.
+    /// The alignment of the causal mask, or `None` without a causal mask.
     pub causal: Option<CausalAlignment>,
-    /// How far a query sees to the left and to the right.
+    /// The attention window: the number of keys that a query sees to the left of its own position, and the number to the right.
+    /// `None` means no limit.
     pub window: (Option<usize>, Option<usize>),
-    /// The dimensions of a random mask, seven of ten elements of which are visible.
+    /// The extent of a random mask, or `None` without a mask. About seven of ten elements of the mask are visible.
     pub mask: Option<Extent>,
-    /// The dimensions of a random bias.
+    /// The extent of a random bias, or `None` without a bias.
     pub bias: Option<Extent>,
-    /// How many keys of each sequence exist.
+    /// The number of valid keys per sequence, or `None` if all keys are valid.
     pub kv_lengths: Option<Vec<i64>>,
-    /// Ids of the queries and of the keys, sequence after sequence.
+    /// The segment ids of all queries and of all keys, one sequence after the other.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// Whether each query head has a random sink.
+    /// The intervals: first keys and ends of all queries, one sequence after the other.
+    pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
+    /// True if each query head has a sink with a random value.
     pub sinks: bool,
-    /// Bias and sinks in f32, whatever the query is.
+    /// True if bias and sinks are in f32 even if the query has another dtype.
     pub f32_extras: bool,
-    /// Whether the loss depends on the logsumexp too.
+    /// True if the loss also depends on the logsumexp.
     pub lse_gradient: bool,
-    /// Of the query, the keys, the values and the output's gradient.
+    /// The memory layouts of the query, the keys, the values and the output gradient.
     pub layouts: [Layout; 4],
-    /// Everything optional is expanded, with stride 0, before the call: mask and bias from the
-    /// dimensions that they have, sinks from one, lengths and segments from one sequence.
+    /// True if every optional tensor is expanded with stride 0 before the call. Before the expansion, mask and bias have the
+    /// sizes of their extents, sinks have one head, and lengths and segments have one sequence.
     pub expanded: bool,
-    /// Whether gradients have to be equal bit by bit.
-    pub deterministic: bool,
-    /// Factor on the queries and keys.
+    /// The scalar by which the random queries and keys are multiplied.
     pub amplitude: f64,
 }
 
 impl Case {
-    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]` in f32, or what
-    /// `ATTENTION_TEST_DTYPE` says, without options, with a loss over output and logsumexp.
+    /// Creates a case without options. Its loss depends on output and logsumexp. The sizes are
+    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`. The dtype is f32, or the value of
+    /// `ATTENTION_TEST_DTYPE`.
     pub fn new(sizes: [usize; 7]) -> Self {
         let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = sizes;
         Self {
@@ -90,17 +93,17 @@ impl Case {
             bias: None,
             kv_lengths: None,
             segments: None,
+            intervals: Vec::new(),
             sinks: false,
             f32_extras: false,
             lse_gradient: true,
             layouts: [Layout::Contiguous; 4],
             expanded: false,
-            deterministic: false,
             amplitude: 1.0,
         }
     }
 
-    /// The shape of the scores.
+    /// Returns the shape of the scores.
     pub fn scores(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.kv_len]
     }
@@ -110,7 +113,7 @@ impl Case {
         [0, 1, 2, 3].map(|dim| if extent[dim] { scores[dim] } else { 1 })
     }
 
-    /// Of bias and sinks.
+    /// Returns the dtype of bias and sinks.
     pub fn extras_dtype(&self) -> DType {
         if self.f32_extras {
             DType::F32
@@ -119,12 +122,12 @@ impl Case {
         }
     }
 
-    /// Random inputs: a function of the case and of `ATTENTION_TEST_SEED`.
+    /// Returns random inputs, which depend only on the case and on `ATTENTION_TEST_SEED`.
     pub fn inputs(&self) -> Inputs {
         self.seeded(seed())
     }
 
-    /// Random inputs: a function of the case and of `seed`.
+    /// Returns random inputs, which depend only on the case and on `seed`.
     pub fn seeded(&self, seed: u64) -> Inputs {
         let mut hasher = DefaultHasher::new();
         format!("{self:?}").hash(&mut hasher);
@@ -166,10 +169,11 @@ impl Case {
             }),
             kv_lengths: self.kv_lengths.clone(),
             segments: self.segments.clone(),
+            intervals: self.intervals.clone(),
         }
     }
 
-    /// How many roundings its results go through.
+    /// Returns the dtype, and the number of terms of the longest sum. Together they determine the rounding errors.
     pub fn precision(&self) -> Precision {
         let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
         let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
@@ -179,28 +183,28 @@ impl Case {
         }
     }
 
-    /// Checks output, logsumexp and every gradient on every device that has the dtype.
+    /// Checks output, logsumexp and every gradient on every device that supports the dtype.
     ///
     /// # Panics
-    /// Where one is further from the oracle than the dtype explains.
+    /// Panics if the error of a result is larger than the dtype's rounding errors explain.
     pub fn check(&self) {
         let inputs = self.inputs();
         self.check_inputs(&inputs, &inputs);
     }
 
-    /// The same with `given` on the devices and `equivalent` in the oracle: what differs between the
-    /// two must not matter.
+    /// Checks like [`check`](Self::check), but with different inputs: the devices get `given`, and the reference gets
+    /// `equivalent`. Correct results must not depend on the differences between the two.
     ///
     /// # Panics
-    /// As [`check`](Self::check).
+    /// Panics like [`check`](Self::check).
     pub fn check_inputs(&self, given: &Inputs, equivalent: &Inputs) {
         self.check_on(&devices(), given, equivalent);
     }
 
-    /// The same on some of the devices.
+    /// Checks like [`check_inputs`](Self::check_inputs), but only on the given devices.
     ///
     /// # Panics
-    /// As [`check`](Self::check).
+    /// Panics like [`check`](Self::check).
     pub fn check_on(&self, devices: &[TestDevice], given: &Inputs, equivalent: &Inputs) {
         let definition = Definition::new(self, equivalent);
         for device in devices.iter().filter(|device| device.supports(self.dtype)) {
@@ -217,25 +221,25 @@ impl Case {
     }
 }
 
-/// Of the cases that name none.
+/// Returns the default dtype of cases.
 fn dtype() -> DType {
     match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
         Err(_) | Ok("f32") => DType::F32,
         Ok("f16") => DType::F16,
         Ok("bf16") => DType::BF16,
-        Ok(other) => panic!("ATTENTION_TEST_DTYPE={other}: f32, f16 or bf16"),
+        Ok(other) => panic!("ATTENTION_TEST_DTYPE={other}: expected f32, f16 or bf16"),
     }
 }
 
-/// What the environment adds to every seed.
+/// Returns the number in `ATTENTION_TEST_SEED`, which is added to every seed.
 ///
 /// # Panics
-/// Where `ATTENTION_TEST_SEED` is no number.
+/// Panics if `ATTENTION_TEST_SEED` is not a number.
 pub fn seed() -> u64 {
     match std::env::var("ATTENTION_TEST_SEED") {
         Ok(seed) => seed
             .parse()
-            .unwrap_or_else(|_| panic!("ATTENTION_TEST_SEED={seed}: no number")),
+            .unwrap_or_else(|_| panic!("ATTENTION_TEST_SEED={seed}: expected a number")),
         Err(_) => 0,
     }
 }

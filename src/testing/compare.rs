@@ -1,26 +1,28 @@
-//! Closeness to the oracle, in units of what the dtype can do.
+//! Compares results with the reference. The dtype determines the allowed error.
 //!
-//! A result may err twice as much as the same mathematics in the same dtype does (the reference), in root mean square and at the worst element, plus a floor that only rounding explains:
+//! The baseline is the reference in the same dtype. A result may have twice the error of the baseline, both in root mean square
+//! and at the worst element. The following rounding errors are allowed in addition, where ε is the precision of a dtype:
 //!
-//! - Adding `n` terms one after the other in a dtype of precision ε errs by about `ε·√(n/2)` of the sum
-//!   (n roundings, each relative to a partial sum that grows as a random walk does). Floor: `4·ε·√n`.
-//! - Softmax gradients cancel: `dp − Δ` errs by ε of `dp`, however small the difference is. Floor: `4·ε`
-//!   of the size that the terms have, which the caller knows.
-//! - The result is rounded once to the storage dtype: a quarter of its ε in root mean square, half at worst.
-//! - The backward has the output as it is stored, so that Δ errs as much: half of the storage's ε of the
-//!   terms that Δ takes part in. The definition's own gradient never rounds the output.
+//! - The sum of `n` terms in sequence has an error of about `ε·√(n/2)` of the sum (n roundings, each relative to a partial sum
+//!   that grows like a random walk). Allowed: `4·ε·√n`.
+//! - Terms cancel in softmax gradients: `dp − Δ` has an error of `ε·dp`, even if the difference is small. Allowed: `4·ε` times
+//!   the size of the terms, which the caller provides.
+//! - The result is rounded once to the storage dtype. Allowed: a quarter of the storage dtype's ε in root mean square, and
+//!   half of this ε at the worst element.
+//! - The backward reads the stored output, so Δ has the output's rounding error. Allowed: half of the storage dtype's ε, times
+//!   the size of the terms that contain Δ. The reference's gradient never rounds the output.
 //!
-//! For f32 and a few hundred terms that is 10⁻⁵; wrong mathematics shows at 10⁻³ and above.
+//! For f32 and a few hundred terms, the allowed error is 10⁻⁵. Wrong mathematics causes errors of 10⁻³ and above.
 
 use super::dense::rms;
 use burn::tensor::DType;
 
-/// How many roundings stand between the inputs and a result.
+/// The dtype of a result and the length of its sums. Both determine its rounding errors.
 #[derive(Clone, Copy, Debug)]
 pub struct Precision {
-    /// Of the inputs and results.
+    /// The dtype of the inputs and results.
     pub dtype: DType,
-    /// The longest sum.
+    /// The number of terms of the longest sum.
     pub terms: usize,
 }
 
@@ -39,58 +41,58 @@ impl Precision {
             DType::F32 => f64::from(f32::EPSILON),
             DType::F16 => 2f64.powi(-10),
             DType::BF16 => 2f64.powi(-7),
-            other => panic!("no test is written for {other:?}"),
+            other => panic!("tests do not support {other:?}"),
         }
     }
 }
 
-/// One result of a run.
+/// A result of a run, with its name.
 #[derive(Clone, Debug)]
 pub struct Named {
-    /// What it is.
+    /// The name of the result.
     pub name: &'static str,
-    /// Its elements.
+    /// The elements of the result.
     pub values: Vec<f64>,
-    /// The size of the terms that cancel in it; 0 where none do.
+    /// The size of the terms that cancel in the result, or 0 if no terms cancel.
     pub magnitude: f64,
-    /// The size of those among them that the stored output enters.
+    /// The size of those cancelling terms that contain the stored output.
     pub stored: f64,
 }
 
-/// How far a result is from the oracle, and how far it may be; see the module.
+/// The error of a result and its allowed error, as the module's documentation defines them.
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    /// The result's name.
+    /// The name of the result.
     pub name: &'static str,
-    /// Of the oracle's finite elements, in root mean square.
+    /// The root mean square of the finite elements of the reference.
     pub size: f64,
-    /// Of the result.
+    /// The error of the result.
     pub error: Deviation,
-    /// Of the same mathematics in the same dtype.
+    /// The error of the baseline, which is the reference in the same dtype.
     pub baseline: Deviation,
-    /// What the result's may be.
+    /// The allowed error of the result.
     pub allowed: Deviation,
-    /// Where the largest error is, with the values found and expected there.
+    /// The index of the element with the largest error, its value, and the expected value.
     pub worst: (usize, f64, f64),
-    /// The first element that is infinite or NaN and should not be, or the other way round, with the values found and
-    /// expected there.
+    /// The first element that is wrong beyond rounding, as its index, its value and the expected value. Either it is infinite
+    /// or NaN and the reference is finite, or the reference is infinite and the element is not equal to it.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
-/// A size of an error.
+/// The size of an error over all elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Deviation {
-    /// The root mean square.
+    /// The root mean square of the errors.
     pub mean: f64,
-    /// Of the worst element.
+    /// The error of the worst element.
     pub worst: f64,
 }
 
 impl Comparison {
-    /// Compares `got` with `exact`; `baseline` and the dtype say how close it should be.
+    /// Compares `got` with `exact`. `baseline` and the dtype determine the allowed error.
     ///
     /// # Panics
-    /// Where the results differ in size.
+    /// Panics if the results differ in their number of elements.
     #[track_caller]
     pub fn new(got: &Named, exact: &Named, baseline: &Named, precision: Precision) -> Self {
         let name = exact.name;
@@ -119,14 +121,15 @@ impl Comparison {
             .fold(0.0f64, |largest, x| largest.max(x.abs()));
         let (error, at) = deviation(&got.values, &exact.values);
         let (baseline, _) = deviation(&baseline.values, &exact.values);
-        // A baseline that is not finite explains nothing.
+        // If the baseline's error is infinite or NaN, the baseline does not raise the allowed error at all.
         let explained = |error: f64| if error.is_finite() { 2.0 * error } else { 0.0 };
 
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // The worst of many normally distributed errors is a few times their size, and more where few rows
-        // have all there is.
+        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The reason is that
+        // the largest of many normally distributed errors is a few times their root mean square. The largest error is even
+        // larger if a few rows have nearly all of the magnitude.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);
         let allowed = Deviation {
             mean: explained(baseline.mean) + (sums + precision.storage() / 4.0) * size + cancelled,
@@ -146,7 +149,7 @@ impl Comparison {
         }
     }
 
-    /// Whether the result is as close as it should be.
+    /// True if the error is within the allowed error.
     pub fn is_close(&self) -> bool {
         self.misplaced.is_none()
             && self.error.mean <= self.allowed.mean
@@ -165,22 +168,23 @@ impl std::fmt::Display for Comparison {
             ..
         } = self;
         if let Some((index, got, exact)) = self.misplaced {
-            return write!(f, "{name}[{index}] is {got}, and it should be {exact}");
+            return write!(f, "{name}[{index}] is {got}, but should be {exact}");
         }
         let (index, got, exact) = self.worst;
         write!(
             f,
-            "{name} errs by {:.2e} (allowed {:.2e}, the same mathematics {:.2e}) of {size:.2e} in root mean square, \
-             and at most by {:.2e} (allowed {:.2e}, the same mathematics {:.2e}) at [{index}]: {got} instead of {exact}",
+            "{name} has an error of {:.2e} (allowed {:.2e}, baseline {:.2e}) of {size:.2e} in root mean square, \
+             and at most {:.2e} (allowed {:.2e}, baseline {:.2e}) at [{index}]: {got} instead of {exact}",
             error.mean, allowed.mean, baseline.mean, error.worst, allowed.worst, baseline.worst,
         )
     }
 }
 
-/// Asserts that `got` is as close to `exact` as `baseline` and the dtype allow; see the module.
+/// Asserts that the error of `got` is at most the error that `baseline` and the dtype allow. The module's documentation defines
+/// the allowed error.
 ///
 /// # Panics
-/// Where it is not, with `context` and what differs.
+/// Panics with `context` and the error if the error is larger than allowed.
 #[track_caller]
 pub fn assert_close(
     context: &str,
@@ -193,7 +197,7 @@ pub fn assert_close(
     assert!(comparison.is_close(), "{context}: {comparison}");
 }
 
-/// The error over the finite elements, and where it is largest.
+/// Returns the error over all finite elements, and the index of the element with the largest error.
 fn deviation(got: &[f64], exact: &[f64]) -> (Deviation, usize) {
     let differences: Vec<f64> = got
         .iter()
@@ -237,28 +241,28 @@ mod tests {
     }
 
     #[test]
-    fn twice_the_baseline_is_close_and_more_is_not() {
+    fn is_close_up_to_twice_the_baseline_only() {
         let (exact, baseline) = ([1.0, -1.0], [1.01, -1.01]);
         assert!(is_close(&[1.02, -1.02], &exact, &baseline));
         assert!(!is_close(&[1.021, -1.021], &exact, &baseline));
-        // On average, it would be.
+        // The worst element exceeds its limit, although the mean error is within its own limit.
         assert!(!is_close(&[1.025, -1.0], &exact, &baseline));
     }
 
     #[test]
-    fn rounding_is_allowed_where_the_baseline_is_exact() {
+    fn is_close_with_exact_baseline_allows_rounding() {
         let exact = [1.0, -1.0];
         assert!(is_close(&[1.0 + 2e-7, -1.0], &exact, &exact));
         assert!(!is_close(&[1.0 + 2e-6, -1.0], &exact, &exact));
     }
 
     #[test]
-    fn what_is_not_finite_has_to_be_equal() {
+    fn is_close_of_nonfinite_values_needs_equality() {
         let (lowest, nan) = (f64::NEG_INFINITY, f64::NAN);
         assert!(is_close(&[1.0, lowest], &[1.0, lowest], &[1.0, lowest]));
         for got in [lowest, nan] {
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, 2.0]));
-            // A baseline that fails as well is no excuse.
+            // The fault must be detected even if the baseline has the same fault.
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, got]));
         }
         assert!(!is_close(&[1.0, 2.0], &[1.0, lowest], &[1.0, lowest]));

@@ -1,4 +1,4 @@
-//! What a case should give: the definition in f64 on the processor, and how close a device comes to it.
+//! The expected results of a case: computes the reference in f64 on the CPU, and compares a device's results with it.
 
 use super::case::Case;
 use super::compare::{Comparison, Deviation, Named};
@@ -8,22 +8,24 @@ use super::run::Operator;
 use burn::tensor::{DType, Device};
 use std::cell::OnceCell;
 
-/// How much further off than allowed a result may be that the explicit backward explains.
+/// The largest accepted ratio of an error to the allowed error, for random data. An error above the allowed error is accepted
+/// only if the unfused backward has a similar error.
 const STORED: f64 = 4.0;
 
-/// What the definition makes of a case.
+/// The results of the reference for a case.
 pub struct Definition<'a> {
     case: &'a Case,
     inputs: &'a Inputs,
     exact: Vec<Named>,
-    /// The same mathematics in the case's dtype, once a comparison needs it.
+    /// The baseline: the reference in the case's dtype. It is computed when a comparison first needs it.
     baseline: OnceCell<Vec<Named>>,
-    /// The same with the output and the logsumexp stored between forward and backward.
+    /// The results of the unfused operator, computed in the case's dtype. Unlike the reference, this operator stores output and
+    /// logsumexp between forward and backward.
     stored: OnceCell<Vec<Named>>,
 }
 
 impl<'a> Definition<'a> {
-    /// Computes it.
+    /// Computes the reference's results in f64.
     pub fn new(case: &'a Case, inputs: &'a Inputs) -> Self {
         Self {
             case,
@@ -34,15 +36,16 @@ impl<'a> Definition<'a> {
         }
     }
 
-    /// The results in f64.
+    /// Returns the reference's results in f64.
     pub fn exact(&self) -> &[Named] {
         &self.exact
     }
 
-    /// What is wrong with `got`: results further off than the dtype explains, and what should be exactly zero and is not.
+    /// Returns the faults of `got`: results whose errors exceed the allowed errors, and elements that should be exactly zero
+    /// but are not.
     ///
     /// # Panics
-    /// Where `got` has other results.
+    /// Panics if `got` has other results than the reference.
     pub fn faults(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, self.exact.len()).into_iter();
         far.map(|far| far.to_string())
@@ -50,13 +53,16 @@ impl<'a> Definition<'a> {
             .collect()
     }
 
-    /// [`faults`](Self::faults) of random data, among which are few rows that have nearly all of the output, and scores
-    /// so large that a logsumexp in f32 tells them apart by little. There the sizes of [`compare`](super::compare) say too
-    /// little of what rounding the stored results does: the unfused backward in the same dtype, which has them stored as
-    /// well, shows it. What it explains by twice its error may be four times as far off.
+    /// Returns the faults like [`faults`](Self::faults), for results on random data. Larger rounding errors are accepted here.
+    ///
+    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that an f32
+    /// logsumexp barely distinguishes them. In such cases, the allowed errors of [`compare`](super::compare) underestimate the
+    /// effect of rounding the stored results. The unfused backward in the same dtype also rounds the stored results, so its
+    /// error shows this effect. An error of up to four times the allowed error is therefore accepted if it is at most twice the
+    /// error of the unfused backward, plus the allowed rounding errors.
     ///
     /// # Panics
-    /// As [`faults`](Self::faults).
+    /// Panics like [`faults`](Self::faults).
     pub fn random_faults(&self, got: &[Named]) -> Vec<String> {
         let is_explained = |far: &Comparison| {
             let within = |error: Deviation, allowed: Deviation| {
@@ -77,17 +83,19 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    /// What is further off than the dtype explains of the first results, as many as there are in `got`.
+    /// Compares the results in `got` with as many of the reference's results, in the same order. Returns the errors that exceed
+    /// the allowed errors.
     ///
     /// # Panics
-    /// As [`faults`](Self::faults).
+    /// Panics like [`faults`](Self::faults).
     pub fn far_among(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, got.len()).into_iter();
         far.map(|far| far.to_string()).collect()
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The baseline allows more, and takes as long as all else: most results do without.
+        // The first comparison allows only the rounding errors, without the baseline's error, and most results pass it. Only
+        // the others are compared with the baseline, because its computation takes as long as everything else together.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)
@@ -109,8 +117,9 @@ impl<'a> Definition<'a> {
         case.run(inputs, &Device::flex(), case.dtype, operator)
     }
 
-    /// A query that saw nothing and a key that nobody saw have zeros in their rows of both results
-    /// (but for an output's gradient of zeros); these are exact.
+    /// Checks the rows that must be exactly zero. If a query sees no key, its output and its gradient are zero. If no query
+    /// sees a key, the gradients of the key and its value are zero. The check also covers rows that are zero only because the
+    /// output gradient is zero.
     fn not_zero(&self, got: &[Named]) -> Option<String> {
         if self.case.layouts != [Layout::Contiguous; 4] {
             return None;

@@ -1,4 +1,4 @@
-//! Small arrays of four dimensions on the host, and the ways in which one can lie in a tensor.
+//! Small four-dimensional arrays on the host, and the memory layouts of tensors.
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::{Rng, rngs::StdRng};
@@ -6,14 +6,14 @@ use rand::{Rng, rngs::StdRng};
 /// A row-major array in f64.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dense {
-    /// Its sizes.
+    /// The sizes of the dimensions.
     pub shape: [usize; 4],
-    /// Its elements.
+    /// The elements, row by row.
     pub values: Vec<f64>,
 }
 
 impl Dense {
-    /// The array that has `value` of each place.
+    /// Creates an array whose element at each index is `value(index)`.
     pub fn from_fn(shape: [usize; 4], mut value: impl FnMut([usize; 4]) -> f64) -> Self {
         let [a, b, c, d] = shape;
         let mut values = Vec::with_capacity(a * b * c * d);
@@ -27,17 +27,17 @@ impl Dense {
         Self { shape, values }
     }
 
-    /// Normally distributed, then rounded to `dtype`.
+    /// Creates an array of normally distributed random elements, rounded to `dtype`.
     pub fn normal(shape: [usize; 4], dtype: DType, rng: &mut StdRng) -> Self {
         let drawn = Self::from_fn(shape, |_| {
-            // Box and Muller.
+            // These two lines are the Box-Muller transform.
             let radius = (-2.0 * (1.0 - rng.random::<f64>()).ln()).sqrt();
             radius * (std::f64::consts::TAU * rng.random::<f64>()).cos()
         });
         drawn.rounded(dtype)
     }
 
-    /// What `dtype` can hold of it.
+    /// Returns the array with each element rounded to `dtype`.
     pub fn rounded(&self, dtype: DType) -> Self {
         Self {
             shape: self.shape,
@@ -45,7 +45,7 @@ impl Dense {
         }
     }
 
-    /// Every element times `factor`.
+    /// Returns the array with every element multiplied by `factor`.
     pub fn scaled(&self, factor: f64) -> Self {
         let values = self.values.iter().map(|value| value * factor).collect();
         Self {
@@ -60,13 +60,14 @@ impl Dense {
             .fold(0, |index, (at, size)| index * size + at)
     }
 
-    /// The value at `at`; a dimension of size 1 is broadcast.
+    /// Returns the element at `at`. The index is ignored in dimensions of size 1, which are broadcast.
     pub fn at(&self, at: [usize; 4]) -> f64 {
         let at = [0, 1, 2, 3].map(|dim| if self.shape[dim] == 1 { 0 } else { at[dim] });
         self.values[self.index(at)]
     }
 
-    /// Overwrites every row (the last dimension) that `matches` accepts by `[a, b, c]`.
+    /// Overwrites all elements of the rows for which `matches` returns true. A row lies along the last dimension. `matches`
+    /// gets the row's index `[a, b, c]` in the other three dimensions.
     pub fn fill_rows(&mut self, value: f64, matches: impl Fn([usize; 3]) -> bool) {
         let columns = self.shape[3];
         let [_, b, c, _] = self.shape;
@@ -77,80 +78,82 @@ impl Dense {
         }
     }
 
-    /// The part from `start` on of size `shape`.
+    /// Returns the subarray of the shape `shape` whose first element is at `start`.
     pub fn part(&self, start: [usize; 4], shape: [usize; 4]) -> Self {
         Self::from_fn(shape, |at| {
             self.at([0, 1, 2, 3].map(|dim| start[dim] + at[dim]))
         })
     }
 
-    /// Its elements in `dtype`.
+    /// Returns the elements in `dtype`.
     pub fn data(&self, dtype: DType) -> TensorData {
         TensorData::new(self.values.clone(), self.shape).convert_dtype(dtype)
     }
 
-    /// A tensor of its elements in `dtype`.
+    /// Creates a tensor of the elements in `dtype`.
     pub fn tensor(&self, device: &Device, dtype: DType) -> Tensor<4> {
         Tensor::from_data(self.data(dtype), (device, dtype))
     }
 }
 
-/// Root mean square; 0 of nothing.
+/// Returns the root mean square, or 0 for an empty slice.
 pub fn rms(values: &[f64]) -> f64 {
     let squares: f64 = values.iter().map(|value| value * value).sum();
     (squares / values.len().max(1) as f64).sqrt()
 }
 
-/// The elements in f64.
+/// Returns the elements in f64.
 ///
 /// # Panics
-/// Where they are no numbers.
+/// Panics if the data cannot be converted to f64.
 pub fn host(data: TensorData) -> Vec<f64> {
     data.convert::<f64>()
         .try_to_vec::<f64>()
-        .expect("data that were converted to f64")
+        .expect("the data were converted to f64")
 }
 
-/// A tensor's elements in f64.
+/// Reads a tensor's elements in f64.
 ///
 /// # Panics
-/// Where the device cannot give them.
+/// Panics if the device cannot return them.
 pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     host(tensor.into_data())
 }
 
-/// How `[batch, heads, length, columns]` lies in memory.
+/// The memory layout of a tensor `[batch, heads, length, columns]`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// As they come.
+    /// Stored in the order of the dimensions.
     #[default]
     Contiguous,
-    /// Stored as `[batch, length, heads, columns]`, as projections leave it.
+    /// Stored as `[batch, length, heads, columns]`, the layout of projections.
     HeadsLast,
-    /// Stored as `[batch, heads, columns, length]`: the last dimension is not contiguous.
+    /// Stored as `[batch, heads, columns, length]`, so the last dimension is not contiguous.
     Transposed,
-    /// One row before, two after, and so many columns before and after each row; all of them NaN.
+    /// A slice of a larger tensor. The larger tensor has one more row before the slice, two more rows after it, and columns
+    /// before and after each row. All elements outside the slice are NaN.
     Sliced {
-        /// Columns before.
+        /// The number of columns before the slice.
         before: usize,
-        /// Columns after.
+        /// The number of columns after the slice.
         after: usize,
     },
-    /// The two above at once: a slice of the columns of a joint projection.
+    /// A slice of the columns of a joint projection, which is stored as `[batch, length, heads, columns]`. All elements outside
+    /// the slice are NaN.
     Projection {
-        /// Columns before.
+        /// The number of columns before the slice.
         before: usize,
-        /// Columns after.
+        /// The number of columns after the slice.
         after: usize,
     },
-    /// One sequence for the whole batch, with stride 0.
+    /// The whole batch shares one sequence, with stride 0.
     SharedBatch,
-    /// One head for all heads, with stride 0.
+    /// All heads share one head, with stride 0.
     SharedHeads,
 }
 
 impl Layout {
-    /// Every layout, some slices twice.
+    /// All layouts. The two kinds of slices occur with several sizes.
     pub const ALL: [Self; 10] = [
         Self::Contiguous,
         Self::HeadsLast,
@@ -179,7 +182,7 @@ impl Layout {
         Self::SharedHeads,
     ];
 
-    /// What is stored so that [`view`](Self::view) sees `dense`.
+    /// Returns the array to store so that its [`view`](Self::view) equals `dense`.
     pub fn store(self, dense: &Dense) -> Dense {
         let [b, h, s, d] = dense.shape;
         match self {
@@ -211,7 +214,7 @@ impl Layout {
         }
     }
 
-    /// The tensor of `shape` that the stored one stands for.
+    /// Returns a view of the stored tensor. The view has the shape `shape`.
     pub fn view(self, stored: Tensor<4>, shape: [usize; 4]) -> Tensor<4> {
         let [b, h, s, d] = shape;
         match self {
@@ -226,10 +229,10 @@ impl Layout {
         }
     }
 
-    /// `Σ output ∘ weights`, such that the output's gradient reaches the operator in this layout.
+    /// Computes `Σ output ∘ weights`. The operations are chosen so that the operator gets the output gradient in this layout.
     ///
     /// # Panics
-    /// For slices, which no gradient is.
+    /// Panics for slices, because a gradient is never a slice.
     pub fn weigh(self, output: Tensor<4>, weights: &Dense, device: &Device) -> Tensor<1> {
         let dtype = output.dtype();
         let stored = self.store(weights).tensor(device, dtype);
@@ -240,7 +243,7 @@ impl Layout {
             Self::SharedBatch => output.sum_dim(0),
             Self::SharedHeads => output.sum_dim(1),
             Self::Sliced { .. } | Self::Projection { .. } => {
-                unreachable!("a gradient is no slice of a bigger one")
+                unreachable!("a gradient is not a slice of a larger tensor")
             }
         };
         (output * stored).sum()

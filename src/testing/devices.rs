@@ -1,30 +1,30 @@
-//! The devices under test, by name.
+//! The devices under test.
 
 use attention_cube::{AttentionOptions, AttentionProblem, explain};
 use burn::tensor::{DType, Device, Tensor};
 use std::env;
 
-/// A device under test and the name of the feature it comes with.
+/// A device under test, with the name of its Cargo feature.
 #[derive(Clone)]
 pub struct TestDevice {
-    /// The feature.
+    /// The name of the feature.
     pub name: &'static str,
-    /// The device.
+    /// The device of the feature.
     pub device: Device,
 }
 
 impl TestDevice {
-    /// Whether it runs CubeCL kernels.
+    /// True if the device runs CubeCL kernels.
     pub fn is_cube(&self) -> bool {
         self.name != "flex"
     }
 
-    /// Whether attention is served there in `dtype`.
+    /// True if the device supports attention in `dtype`.
     pub fn supports(&self, dtype: DType) -> bool {
         serves(&self.device, dtype)
     }
 
-    /// Whether models are computed there in `dtype`; prints where not.
+    /// True if the device supports models in `dtype`. Otherwise prints a line that says so.
     pub fn computes_in(&self, dtype: DType) -> bool {
         let computes = self.device.supports_dtype(dtype) && self.supports(dtype);
         if !computes {
@@ -34,11 +34,11 @@ impl TestDevice {
     }
 }
 
-/// Whether `device` serves attention in `dtype`.
+/// True if `device` supports attention in `dtype`.
 pub fn serves(device: &Device, dtype: DType) -> bool {
     let tensor = Tensor::<4>::zeros([1; 4], (device, DType::F32));
     let problem = AttentionProblem::new(&tensor, &tensor, &tensor, &AttentionOptions::new())
-        .expect("a problem of size 1");
+        .expect("a problem of size 1 is valid");
     match explain(&problem, device).device {
         Some(profile) => profile.dtypes.contains(&dtype),
         None => true,
@@ -47,7 +47,7 @@ pub fn serves(device: &Device, dtype: DType) -> bool {
 
 type Constructor = fn() -> Device;
 
-/// Every device of this build.
+/// The constructors of this build's devices.
 const COMPILED: &[(&str, Constructor)] = &[
     ("flex", Device::flex),
     #[cfg(feature = "cuda")]
@@ -68,10 +68,11 @@ const COMPILED: &[(&str, Constructor)] = &[
     }),
 ];
 
-/// The devices of this build that `ATTENTION_TEST_DEVICES` names, or all of them.
+/// Returns the devices of this build that `ATTENTION_TEST_DEVICES` names, or all devices of this build if the variable is not
+/// set.
 ///
 /// # Panics
-/// Where it names one that this build does not have.
+/// Panics if the variable names a device that this build does not have.
 pub fn devices() -> Vec<TestDevice> {
     let wanted = env::var("ATTENTION_TEST_DEVICES").ok();
     let wanted: Option<Vec<&str>> = wanted
@@ -80,7 +81,7 @@ pub fn devices() -> Vec<TestDevice> {
     for name in wanted.iter().flatten() {
         assert!(
             COMPILED.iter().any(|(compiled, _)| compiled == name),
-            "ATTENTION_TEST_DEVICES names {name:?}, and this build has {:?}",
+            "ATTENTION_TEST_DEVICES names {name:?}, but this build has {:?}",
             COMPILED
                 .iter()
                 .map(|(compiled, _)| *compiled)
@@ -97,7 +98,7 @@ pub fn devices() -> Vec<TestDevice> {
         .collect()
 }
 
-/// Those that run CubeCL kernels.
+/// Returns the devices that run CubeCL kernels.
 pub fn cube_devices() -> Vec<TestDevice> {
     devices().into_iter().filter(TestDevice::is_cube).collect()
 }

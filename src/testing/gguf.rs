@@ -1,35 +1,43 @@
-//! GGUF files taken apart and put together again, to spoil.
+//! Parses GGUF files and writes them again, so that tests can modify their contents.
 
 use std::collections::BTreeMap;
 
-/// A file's parts. Values are as they are in the file, by the number of their type and their bytes.
+/// The contents of a file: metadata and tensors. A metadata value is stored as the id of its type and its bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Gguf {
+    /// The metadata by key. Each value is the id of its type and its bytes as in the file.
     pub values: BTreeMap<String, (u32, Vec<u8>)>,
+    /// The tensors by name.
     pub tensors: BTreeMap<String, GgufTensor>,
 }
 
-/// A tensor.
+/// A tensor of a file.
 #[derive(Clone, Debug)]
 pub struct GgufTensor {
-    /// The fastest first.
+    /// The size of each dimension, fastest dimension first.
     pub dimensions: Vec<u64>,
+    /// The id of the tensor's element type in GGML.
     pub kind: u32,
+    /// The elements' bytes as in the file.
     pub bytes: Vec<u8>,
 }
 
-/// Numbers of types.
+/// The ids of the value types.
 pub mod kind {
+    /// An unsigned integer in 32 bits.
     pub const U32: u32 = 4;
+    /// A float in 32 bits.
     pub const F32: u32 = 6;
+    /// A text. In the file, the text's length precedes it.
     pub const TEXT: u32 = 8;
+    /// A list. In the file, the type and the number of the elements precede the elements.
     pub const LIST: u32 = 9;
 }
 
 const ALIGNMENT: usize = 32;
 
 impl Gguf {
-    /// Takes a file apart; nothing where it is not as it should be.
+    /// Parses a file. Returns `None` if the file is malformed.
     pub fn read(file: &[u8]) -> Option<Self> {
         let mut rest = file;
         take(&mut rest, 8)?;
@@ -70,7 +78,7 @@ impl Gguf {
         Some(gguf)
     }
 
-    /// The file of these parts.
+    /// Returns the bytes of a file with these contents.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());
@@ -97,20 +105,20 @@ impl Gguf {
         file
     }
 
-    /// Sets a text.
+    /// Sets the value of a key to a text.
     pub fn set_text(&mut self, key: &str, text: &str) {
         self.values
             .insert(key.into(), (kind::TEXT, text_bytes(text)));
     }
 
-    /// Sets a number of 32 bits.
+    /// Sets the value of a key to a 32-bit unsigned integer.
     pub fn set_number(&mut self, key: &str, number: u32) {
         let bytes = number.to_le_bytes().to_vec();
         self.values.insert(key.into(), (kind::U32, bytes));
     }
 }
 
-/// A text's bytes after its length.
+/// Returns the bytes of a text value: the text's length, followed by the text.
 pub fn text_bytes(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
@@ -134,7 +142,7 @@ fn text(rest: &mut &[u8]) -> Option<String> {
     String::from_utf8(take(rest, length)?.to_vec()).ok()
 }
 
-/// Goes past a value.
+/// Skips one value of the type `kind`.
 fn skip(rest: &mut &[u8], kind: u32) -> Option<()> {
     let bytes = match kind {
         0 | 1 | 7 => 1,

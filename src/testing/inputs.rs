@@ -3,48 +3,54 @@
 use super::dense::Dense;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// The data of a case on the host, in f64 but of values that its dtype holds.
+/// The data of a case on the host, in f64, with values that the case's dtype can represent.
 #[derive(Clone, Debug)]
 pub struct Inputs {
-    /// `[batch, q_heads, q_len, head_dim]`.
+    /// The query, `[batch, q_heads, q_len, head_dim]`.
     pub query: Dense,
-    /// `[batch, kv_heads, kv_len, head_dim]`.
+    /// The keys, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: Dense,
-    /// `[batch, kv_heads, kv_len, value_dim]`.
+    /// The values, `[batch, kv_heads, kv_len, value_dim]`.
     pub value: Dense,
-    /// What the loss multiplies the output with.
+    /// The weights of the output in the loss, `[batch, q_heads, q_len, value_dim]`. They are the output's gradient.
     pub output_gradient: Dense,
-    /// What the loss multiplies the logsumexp with, `[batch, q_heads, q_len, 1]`.
+    /// The weights of the logsumexp in the loss, `[batch, q_heads, q_len, 1]`. They are the logsumexp's gradient.
     pub lse_gradient: Option<Dense>,
-    /// Broadcastable to the scores.
+    /// The bias, with a shape that broadcasts to the scores.
     pub bias: Option<Dense>,
-    /// `[1, q_heads, 1, 1]`, or of one head if expanded.
+    /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this is only the sink of one head,
+    /// `[1, 1, 1, 1]`.
     pub sinks: Option<Dense>,
-    /// 1 is visible.
+    /// The mask, with 1 for visible keys and 0 for hidden keys.
     pub mask: Option<Dense>,
-    /// How many keys of each sequence exist.
+    /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,
-    /// Ids of the queries and of the keys, sequence after sequence.
+    /// The segment ids of all queries and of all keys, one sequence after the other.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
+    /// The intervals: first keys and ends of all queries, one sequence after the other.
+    pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
-/// The optional tensors of a call on a device.
+/// The optional tensors of an attention call, on a device.
 #[derive(Clone)]
 pub struct Extras {
     /// See [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
     pub mask: Option<Tensor<4, Bool>>,
-    /// A leaf.
+    /// The bias, which is a leaf of the autodiff graph.
     pub bias: Option<Tensor<4>>,
-    /// `[batch]`.
+    /// The number of valid keys per sequence, `[batch]`.
     pub kv_lengths: Option<Tensor<1, Int>>,
-    /// Of queries and keys, `[batch, length]`.
+    /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// `[q_heads]`, or of one head if expanded; a leaf.
+    /// The intervals: first keys and ends, `[batch, q_len]`.
+    pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
+    /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf is
+    /// the sink of one head, `[1]`.
     pub sinks: Option<Tensor<1>>,
 }
 
 impl Inputs {
-    /// On a device with autodiff: bias and sinks are leaves.
+    /// Creates the optional tensors on a device with autodiff. Bias and sinks are leaves of the autodiff graph.
     pub fn extras(&self, device: &Device, dtype: DType) -> Extras {
         let ids = |ids: &Vec<i64>, length: usize| {
             let shape = [ids.len() / length, length];
@@ -69,6 +75,12 @@ impl Inputs {
                     ids(keys, self.key.shape[2]),
                 )
             }),
+            intervals: (self.intervals.iter())
+                .map(|(start, end)| {
+                    let q_len = self.query.shape[2];
+                    (ids(start, q_len), ids(end, q_len))
+                })
+                .collect(),
             sinks: self.sinks.as_ref().map(|sinks| {
                 sinks
                     .tensor(device, dtype)
@@ -80,7 +92,8 @@ impl Inputs {
     }
 }
 
-/// In the device's own integers where these hold the lengths, else in 64 bits where it has those.
+/// Creates a tensor of lengths in the device's default integer dtype if all lengths fit in 32 bits. Otherwise the tensor has 64
+/// bits if the device supports 64-bit integers. If it does not, the lengths are clamped to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

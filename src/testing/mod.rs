@@ -1,4 +1,5 @@
-//! What tests share: the devices under test, attention against its definition in f64, the programs.
+//! Shared code of tests: the devices under test, the comparison of attention with its reference in f64, and helpers to run the
+//! programs.
 
 pub mod case;
 pub mod compare;

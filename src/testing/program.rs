@@ -1,22 +1,22 @@
-//! The programs of `examples/`, for tests that run them.
+//! The program `gemma4` and the examples, for tests that run them.
 
 use std::env::{self, consts::EXE_SUFFIX};
 use std::process::{Command, Output, Stdio};
 
-/// How a program ended.
+/// The result of a program.
 #[derive(Debug)]
 pub struct Ended {
-    /// Its exit code; `None` if a signal ended it.
+    /// The exit code; `None` if a signal ended the program.
     pub code: Option<i32>,
-    /// What it printed.
+    /// The standard output.
     pub stdout: String,
-    /// What it reported.
+    /// The standard error.
     pub stderr: String,
 }
 
 impl From<Output> for Ended {
     fn from(output: Output) -> Self {
-        // What a test has read a part of may begin within a character.
+        // A test may have read a part of the output already, so the rest may begin in the middle of a UTF-8 character.
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Self {
             code: output.status.code(),
@@ -26,19 +26,36 @@ impl From<Output> for Ended {
     }
 }
 
-/// The example called `name`, without input, its output captured.
+/// Returns the command of the example called `name`. The command has no input, and its output is captured.
 ///
-/// `cargo test` builds the examples along with a test. `cargo test --test …` does not: it runs those that are there.
+/// `cargo test` builds the examples before a test. `cargo test --test …` does not build them and runs existing ones.
 ///
 /// # Panics
-/// Where it is not built, in the profile of the test that calls this.
-pub fn program(name: &str) -> Command {
+/// Panics if the example is not built in the profile of the calling test.
+pub fn example(name: &str) -> Command {
+    built("examples", name, "cargo build --examples")
+}
+
+/// Returns a command of the program `gemma4`, such as `run`. The command has no input, and its output is captured.
+///
+/// `cargo test --workspace` builds the program, because its package has an integration test. Other commands run an existing
+/// program.
+///
+/// # Panics
+/// Panics if the program is not built in the profile of the calling test.
+pub fn gemma4(name: &str) -> Command {
+    let mut command = built("", "gemma4", "cargo build -p gemma4-cli");
+    command.arg(name);
+    command
+}
+
+fn built(folder: &str, name: &str, build: &str) -> Command {
     let test = env::current_exe().expect("the path of this test");
     let profile = test.ancestors().nth(2).expect("a target folder");
-    let path = profile.join("examples").join(format!("{name}{EXE_SUFFIX}"));
+    let path = profile.join(folder).join(format!("{name}{EXE_SUFFIX}"));
     assert!(
         path.exists(),
-        "{} is not there: `cargo build --examples` builds it, in the profile of this test",
+        "{} is not there: `{build}` builds it, in the profile of this test",
         path.display()
     );
     let mut command = Command::new(path);
@@ -49,10 +66,11 @@ pub fn program(name: &str) -> Command {
     command
 }
 
-/// Runs one of the calling program's tests anew, alone in a process with these variables, which the caller knows itself by.
+/// Runs the test called `test` of the calling test program, in a new process with these environment variables. The test can
+/// tell from the variables that it runs in the new process.
 ///
 /// # Panics
-/// Where it fails, naming `what`.
+/// Panics if the test fails, with `what` in the message.
 #[track_caller]
 pub fn run_test_anew(test: &str, variables: &[(&str, &str)], what: &str) {
     let ended = Command::new(env::current_exe().expect("the path of this test"))
@@ -68,18 +86,18 @@ pub fn run_test_anew(test: &str, variables: &[(&str, &str)], what: &str) {
     );
 }
 
-/// Runs a program to its end.
+/// Runs a program until it ends.
 ///
 /// # Panics
-/// Where it does not start.
+/// Panics if the program does not start.
 pub fn run(command: &mut Command) -> Ended {
     command.output().expect("a process").into()
 }
 
-/// Runs a program that has to succeed.
+/// Runs a program that must succeed.
 ///
 /// # Panics
-/// Where it does not.
+/// Panics if the program fails.
 #[track_caller]
 pub fn succeed(command: &mut Command) -> Ended {
     let ended = run(command);

@@ -1,4 +1,4 @@
-//! One run of a case on a device: forward, and the gradients of everything differentiable.
+//! Runs a case on a device: the forward, and the gradients of all differentiable inputs.
 
 use super::case::Case;
 use super::compare::Named;
@@ -9,7 +9,7 @@ use attention_cube::{
 };
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 
-/// The operator under test, or its definition.
+/// The operator under test, or the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operator {
     /// [`attention_with_lse`].
@@ -19,10 +19,17 @@ pub enum Operator {
 }
 
 impl Operator {
-    /// Output and logsumexp.
+    /// Computes output and logsumexp.
+    ///
+    /// # Shapes
+    /// - `query`: `[batch, q_heads, q_len, head_dim]`
+    /// - `key`: `[batch, kv_heads, kv_len, head_dim]`
+    /// - `value`: `[batch, kv_heads, kv_len, value_dim]`
+    /// - output: `[batch, q_heads, q_len, value_dim]`
+    /// - logsumexp: `[batch, q_heads, q_len]`, natural logarithm
     ///
     /// # Errors
-    /// The operator's.
+    /// Returns the errors of the operator.
     pub fn call(
         self,
         query: Tensor<4>,
@@ -38,11 +45,9 @@ impl Operator {
 }
 
 impl Case {
-    /// The operator's options, with the tensors in `extras`.
+    /// Returns the operator's options, with the tensors in `extras`.
     pub fn options(&self, extras: Extras) -> AttentionOptions {
-        let mut options = AttentionOptions::new()
-            .window(self.window.0, self.window.1)
-            .deterministic(self.deterministic);
+        let mut options = AttentionOptions::new().window(self.window.0, self.window.1);
         if let Some(alignment) = self.causal {
             options = options.causal_aligned(alignment);
         }
@@ -68,16 +73,20 @@ impl Case {
             let queries = queries.expand([self.batch, self.q_len]);
             options = options.segments(queries, keys.expand([self.batch, self.kv_len]));
         }
+        for (start, end) in extras.intervals {
+            let shape = [self.batch, self.q_len];
+            options = options.visible_between(start.expand(shape), end.expand(shape));
+        }
         if let Some(sinks) = extras.sinks {
             options = options.sinks(sinks.expand([self.q_heads]));
         }
         options
     }
 
-    /// What [`explain`](attention_cube::explain) takes.
+    /// Returns the problem for [`explain`](attention_cube::explain).
     ///
     /// # Errors
-    /// Where the case's sizes do not fit each other.
+    /// Returns an error if the case's sizes do not fit each other.
     pub fn problem(
         &self,
         inputs: &Inputs,
@@ -93,10 +102,11 @@ impl Case {
         )
     }
 
-    /// Output and logsumexp where the call says that its lengths are there ahead of its launches.
+    /// Computes output and logsumexp with the option `kv_lengths_ahead`. The option promises that no kernel launch in the same
+    /// CUDA graph writes the lengths.
     ///
     /// # Panics
-    /// An error if the operator refuses the case.
+    /// Panics if the operator refuses the case.
     pub fn run_ahead(&self, inputs: &Inputs, device: &Device) -> Vec<Named> {
         let Prepared { leaves, extras, .. } = self.prepare(inputs, device, self.dtype);
         let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];
@@ -118,7 +128,7 @@ impl Case {
         ]
     }
 
-    /// The case's tensors on a device, for as many runs as one likes.
+    /// Creates the case's tensors on a device. The tensors can be used for any number of runs.
     pub fn prepare<'a>(
         &'a self,
         inputs: &'a Inputs,
@@ -148,11 +158,11 @@ impl Case {
         }
     }
 
-    /// Output, logsumexp and the gradients of everything differentiable, for the loss
+    /// Computes output, logsumexp and the gradients of all differentiable inputs, for the loss
     /// `Σ output ∘ output_gradient + Σ logsumexp ∘ lse_gradient`.
     ///
     /// # Panics
-    /// Where the operator refuses the case, or leaves a gradient out.
+    /// Panics if the operator refuses the case, or if a gradient is missing.
     pub fn run(
         &self,
         inputs: &Inputs,
@@ -203,10 +213,10 @@ pub struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    /// See [`Case::run`]: names and numbers as the device has them.
+    /// Runs the case like [`Case::run`]. Returns each result as its name and its data in the device's dtype.
     ///
     /// # Panics
-    /// Where the operator refuses the case, or leaves a gradient out.
+    /// Panics if the operator refuses the case, or if a gradient is missing.
     pub fn run(&self, operator: Operator) -> Vec<(&'static str, TensorData)> {
         let (case, inputs, dtype, leaves) = (self.case, self.inputs, self.dtype, &self.leaves);
         let shapes = [inputs.query.shape, inputs.key.shape, inputs.value.shape];
@@ -259,7 +269,7 @@ impl Prepared<'_> {
     }
 }
 
-/// The gradient of a leaf, which has its shape and dtype.
+/// Returns the gradient of a leaf tensor. The gradient must have the leaf's shape and dtype.
 fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<TensorData> {
     let gradient = leaf.grad(gradients)?;
     assert_eq!(
@@ -269,9 +279,9 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The sizes of the terms that cancel. `ds = p (do·v − Δ)` is a difference of terms of size
-/// `√value_dim · |do| · |v|`, to which the logsumexp's gradient adds its own; every gradient but the
-/// value's is made of it, times a factor.
+/// The sizes of the terms that cancel in gradients. The score gradient `ds = p (do·v − Δ)` is a difference of terms of size
+/// `√value_dim · |do| · |v|`, plus the size of the logsumexp's gradient. The gradient of the values does not contain `ds`.
+/// Every other gradient is `ds` multiplied by another tensor.
 struct Magnitudes {
     score: f64,
     difference: f64,
@@ -301,7 +311,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // The gradient of what heads or sequences share is the sum of theirs.
+        // If heads or sequences share a tensor, its gradient is the sum of their gradients. The size of such a sum is the size
+        // of one gradient times the square root of their number.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

@@ -1,23 +1,23 @@
-//! Who sees whom, pair by pair, as the contract says it.
+//! The visibility of each key for each query, as the operator's contract defines it.
 
 use super::case::Case;
 use super::dense::Dense;
 use super::inputs::Inputs;
 use attention_cube::CausalAlignment::BottomRight;
 
-/// What takes part in nothing, and so may hold anything.
+/// The queries that see no key, and the keys that no query sees. Their data does not affect any result.
 pub struct Unused {
-    /// Whether a query sees no key, by `[batch, q_heads, q_len]`.
+    /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.
     pub queries: Vec<bool>,
-    /// Whether no query sees a key, by `[batch, kv_heads, kv_len]`.
+    /// True for each key that no query sees, indexed as `[batch, kv_heads, kv_len]`.
     pub keys: Vec<bool>,
 }
 
 impl Case {
-    /// Whether query `i` of head `h` in sequence `b` sees key `j`.
+    /// True if query `i` of head `h` in sequence `b` sees key `j`.
     pub fn sees(&self, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
         let keys = self.kv_len as i64;
-        // What is expanded has one sequence.
+        // If the lengths are expanded, the list has one entry, which all sequences share. The remainder selects this entry.
         let length = inputs
             .kv_lengths
             .as_ref()
@@ -40,9 +40,14 @@ impl Case {
                 let query = (b * self.q_len + i) % queries.len();
                 queries[query] == keys[(b * self.kv_len + j) % keys.len()]
             })
+            && (inputs.intervals.is_empty()
+                || inputs.intervals.iter().any(|(start, end)| {
+                    let query = (b * self.q_len + i) % start.len();
+                    (start[query]..end[query]).contains(&key)
+                }))
     }
 
-    /// The queries that see nothing and the keys that nobody sees.
+    /// Returns the queries that see no key, and the keys that no query sees.
     pub fn unused(&self, inputs: &Inputs) -> Unused {
         let group = self.q_heads / self.kv_heads;
         let mut unused = Unused {

@@ -1,9 +1,10 @@
-//! Files from elsewhere, broken at random: whatever they hold, reading them ends with a result or an error, never in a panic, an
-//! abort, more than 1 GB or more than half a minute.
+//! Fuzzing of all file formats that this project reads. Reading a randomly broken file must end with a result or an
+//! error. It must not panic, abort, allocate more than 1 GB, or take more than half a minute.
 //!
-//! A format is a target with a corpus in `tests/fuzz/corpus`. Each runs in a process of its own, first over the corpus, which is
-//! all that `cargo test` does, then for `--seconds` over what a seed makes of it; `cargo xtask fuzz` sets the time. The process
-//! writes down each input before it reads it, so that the one it dies of is known: it is kept in the target folder, to be added to the corpus with the mend.
+//! A format is a target with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first
+//! reads the corpus; `cargo test` does no more. It then reads mutated files for `--seconds`, drawn from a seed. `cargo
+//! xtask fuzz` sets the time. The process records each input before it reads the input, so the input of a crash is
+//! known. That input is kept in the target folder, to be added to the corpus with the fix.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");
@@ -21,28 +22,28 @@ use targets::{TARGETS, Target};
 #[global_allocator]
 static ALLOCATOR: memory::Bounded = memory::Bounded;
 
-/// Reads broken files of every format, to see that nothing but errors comes of them.
+/// Read broken files of every format, and report crashes, hangs and excessive memory
 #[derive(Parser)]
 struct Arguments {
-    /// Only formats whose names have one of these in them.
+    /// Read only formats whose names contain one of these texts
     formats: Vec<String>,
-    /// How long to break files of each format, after its corpus.
+    /// Seconds of fuzzing for each format, after its corpus
     #[arg(long, default_value_t = 0)]
     seconds: u64,
-    /// What the broken files are drawn by.
+    /// Seed of the broken files
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// Reads broken files of this format, in this process.
+    /// Read broken files of this format in this process
     #[arg(long, hide = true, requires = "state")]
     worker: Option<String>,
-    /// Where the worker writes its input down.
+    /// File in which the worker records its input
     #[arg(long, hide = true)]
     state: Option<PathBuf>,
     #[command(flatten)]
     harness: Harness,
 }
 
-/// What `cargo test` may hand to every test program. It makes no difference here.
+/// Arguments that `cargo test` may pass to every test program. They have no effect here.
 #[derive(clap::Args)]
 struct Harness {
     #[arg(long, hide = true)]
@@ -90,11 +91,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the targets, as many at once as there are cores. Whether all of them held.
+/// Runs the targets in as many threads as there are cores. Returns true if no target failed.
 fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let waiting = Mutex::new(targets.iter());
     let next = || {
-        let mut waiting = waiting.lock().expect("no thread panics with it");
+        let mut waiting = waiting.lock().expect("no thread panics with the lock");
         waiting.next().copied()
     };
     let one_by_one = || {
@@ -107,10 +108,10 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        // Every thread is waited for.
+        // The list joins every thread, also after a failure.
         let held: Vec<bool> = threads
             .into_iter()
-            .map(|thread| thread.join().expect("a supervisor that does not panic"))
+            .map(|thread| thread.join().expect("the supervisor does not panic"))
             .collect();
         held.into_iter().all(|held| held)
     })

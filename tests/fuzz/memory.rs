@@ -1,19 +1,19 @@
-//! An allocator of a machine with 1 GB.
+//! An allocator with a limit of 1 GB.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Bytes that may be allocated at a time.
+/// Limit of the bytes that are allocated at the same time.
 const LIMIT: usize = 1 << 30;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator, which has nothing left beyond [`LIMIT`]: who does not expect that aborts.
+/// The system's allocator with the limit [`LIMIT`]. Code that does not handle a failed allocation aborts.
 pub struct Bounded;
 
-/// Counts `size` more bytes, if there is room for them.
+/// Counts `size` more bytes if they stay within the limit, and returns true on success.
 fn take(size: usize) -> bool {
     let before = ALLOCATED.fetch_add(size, Ordering::Relaxed);
     let has_room = before.saturating_add(size) <= LIMIT;
@@ -27,13 +27,13 @@ fn give_back(size: usize) {
     ALLOCATED.fetch_sub(size, Ordering::Relaxed);
 }
 
-// SAFETY: every block is the system allocator's; the counting touches none of them.
+// SAFETY: every block comes from the system allocator; counting does not touch the blocks.
 unsafe impl GlobalAlloc for Bounded {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !take(layout.size()) {
             return std::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `alloc`.
         let block = unsafe { System.alloc(layout) };
         if block.is_null() {
             give_back(layout.size());
@@ -45,7 +45,7 @@ unsafe impl GlobalAlloc for Bounded {
         if !take(layout.size()) {
             return std::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
         let block = unsafe { System.alloc_zeroed(layout) };
         if block.is_null() {
             give_back(layout.size());
@@ -55,7 +55,7 @@ unsafe impl GlobalAlloc for Bounded {
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         give_back(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(block, layout) }
     }
 
@@ -63,7 +63,7 @@ unsafe impl GlobalAlloc for Bounded {
         if !take(size) {
             return std::ptr::null_mut();
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the contract of `realloc`.
         let moved = unsafe { System.realloc(block, layout, size) };
         give_back(if moved.is_null() { size } else { layout.size() });
         moved

@@ -1,4 +1,4 @@
-//! Watches a format's process, and says which input it died of.
+//! Watches a format's worker process, and reports the input that crashed it.
 
 use crate::targets::Target;
 use std::{
@@ -12,13 +12,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The longest that reading one input may take.
+/// Longest time for reading one input.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// Lines of a worker's standard error that say what it died of, at most.
+/// Largest number of lines of a worker's standard error that the report includes.
 const LINES: usize = 12;
 
-/// The file that a worker writes its input to before it reads it: how many there were, the input's length, the input.
+/// The file in which a worker records its input before reading it. It holds the number of inputs so far, the input's
+/// length, and the input.
 pub struct Note {
     file: File,
     count: u64,
@@ -27,7 +28,7 @@ pub struct Note {
 impl Note {
     pub fn create(path: &Path) -> Self {
         Self {
-            file: File::create(path).expect("a file to write"),
+            file: File::create(path).expect("the file is writable"),
             count: 0,
         }
     }
@@ -37,19 +38,21 @@ impl Note {
         let mut note = self.count.to_le_bytes().to_vec();
         note.extend((input.len() as u64).to_le_bytes());
         note.extend(input);
-        self.file.seek(SeekFrom::Start(0)).expect("a file to write");
-        self.file.write_all(&note).expect("a file to write");
+        self.file
+            .seek(SeekFrom::Start(0))
+            .expect("the file is writable");
+        self.file.write_all(&note).expect("the file is writable");
     }
 
-    /// The number of the last input.
+    /// Returns the number of the last input.
     fn count(path: &Path) -> u64 {
         let mut count = [0; 8];
         let read = File::open(path).and_then(|mut file| file.read_exact(&mut count));
-        // The worker has not come to its first input.
+        // Before its first input a worker has not written the file.
         read.map_or(0, |()| u64::from_le_bytes(count))
     }
 
-    /// The last input.
+    /// Returns the last input.
     fn input(path: &Path) -> Option<Vec<u8>> {
         let note = fs::read(path).ok()?;
         let length = u64::from_le_bytes(note.get(8..16)?.try_into().ok()?);
@@ -57,7 +60,7 @@ impl Note {
     }
 }
 
-/// Runs a format's worker to its end. Whether nothing was found; else the input is kept, and where it is, is printed.
+/// Runs a format's worker to its end. Returns true if nothing failed; otherwise keeps the input and prints its path.
 pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
     fs::create_dir_all(&folder).expect("a folder to write to");
@@ -66,45 +69,45 @@ pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
         folder.join(name)
     };
     let (state, errors) = (file("state"), file("errors"));
-    let mut worker = Command::new(env::current_exe().expect("this program"))
+    let mut worker = Command::new(env::current_exe().expect("the path of this program"))
         .args(["--worker", target.name, "--state"])
         .arg(&state)
         .args(["--seconds", &seconds.to_string()])
         .args(["--seed", &seed.to_string()])
         .env("RUST_BACKTRACE", "0")
         .stdin(Stdio::null())
-        .stderr(File::create(&errors).expect("a file to write"))
+        .stderr(File::create(&errors).expect("the file is writable"))
         .spawn()
-        .expect("this program to start");
+        .expect("this program starts");
     let fault = match wait(&mut worker, &state) {
         Some(status) if status.success() => None,
-        Some(status) => Some(format!("it ended with {status}")),
-        None => Some(format!("it took more than {} s", PATIENCE.as_secs())),
+        Some(status) => Some(format!("the worker ended with {status}")),
+        None => Some(format!("an input took more than {} s", PATIENCE.as_secs())),
     };
     if let Some(fault) = &fault {
         let said = fs::read_to_string(&errors).unwrap_or_default();
         report(target, fault, &said, Note::input(&state), &folder);
     }
     for path in [state, errors] {
-        // Nothing else is to be told about them.
+        // A failure to remove the files does not matter.
         let _ = fs::remove_file(path);
     }
     fault.is_none()
 }
 
-/// The worker's end; none where one input took too long, and it was killed.
+/// Returns the worker's exit status, or `None` if an input took too long and the worker was killed.
 fn wait(worker: &mut Child, state: &Path) -> Option<ExitStatus> {
     let mut last = (0, Instant::now());
     loop {
-        if let Some(status) = worker.try_wait().expect("a process of this one") {
+        if let Some(status) = worker.try_wait().expect("the worker can be polled") {
             return Some(status);
         }
         let count = Note::count(state);
         if count != last.0 {
             last = (count, Instant::now());
         } else if last.1.elapsed() > PATIENCE {
-            worker.kill().expect("a process to end");
-            worker.wait().expect("its end");
+            worker.kill().expect("the worker can be killed");
+            worker.wait().expect("the worker ends");
             return None;
         }
         thread::sleep(BETWEEN_LOOKS);
@@ -117,14 +120,14 @@ fn report(target: &Target, fault: &str, said: &str, input: Option<Vec<u8>>, fold
             let mut hasher = DefaultHasher::new();
             input.hash(&mut hasher);
             let path = folder.join(format!("{}-{:016x}", target.name, hasher.finish()));
-            fs::write(&path, input).expect("a file to write");
+            fs::write(&path, input).expect("the file is writable");
             format!(
-                "the input is {}; with the mend it belongs into {}",
+                "the input is {}; add it to {} with the fix",
                 path.display(),
                 crate::worker::corpus(target.name).display()
             )
         }
-        None => "it came to no input".into(),
+        None => "no input was read".into(),
     };
     let said: Vec<&str> = said.lines().take(LINES).collect();
     println!("{}: {fault}\n{}\n{kept}", target.name, said.join("\n"));

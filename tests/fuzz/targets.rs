@@ -1,25 +1,25 @@
-//! The formats: how each is read, and what is done with what was read.
+//! The formats: how each is read, and which checks run on the result.
 
 use crate::mutation::{BETWEEN, Format};
-use attention_workspace::training::{documents, rows};
 use burn::tensor::{Device, Int, Tensor};
 use burn_gemma4::{
     ChatOptions, ChatTemplate, Drafter, DrafterConfig, Gemma4, Gemma4Config, Gemma4Model,
     GenerationDefaults, LayerType, LoadOptions, Logits, Message, Prompt, SavedSession, Tokenizer,
 };
+use gemma4_train::data::{documents::read_documents, packing::pack};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// Reads an input: what it says, or why it is refused.
+/// Reads an input, and returns a short description of the result or of the error.
 pub type Read = Box<dyn FnMut(&[u8]) -> Result<String, String>>;
 
-/// A format that files come in.
+/// A file format.
 pub struct Target {
-    /// Also its folder in the corpus.
+    /// Name of the format and of its folder in the corpus.
     pub name: &'static str,
-    /// What its files are made of.
+    /// Structure of the format's files.
     pub format: Format,
-    /// Makes ready what is the same for all inputs.
+    /// Prepares everything that is the same for all inputs.
     pub prepare: fn() -> Read,
 }
 
@@ -89,7 +89,7 @@ fn said<T>(outcome: Result<T, impl ToString>) -> Result<T, String> {
     outcome.map_err(|error| error.to_string())
 }
 
-/// A shape with a layer of every kind, of few numbers.
+/// Returns a tiny configuration with a layer of every kind.
 fn smallest() -> Gemma4Config {
     Gemma4Config {
         vocab_size: 8,
@@ -110,7 +110,7 @@ fn smallest() -> Gemma4Config {
     }
 }
 
-/// The logits of three tokens, the last of the vocabulary among them.
+/// Returns the logits of three tokens, including the last token of the vocabulary.
 fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     let last = model.config().vocab_size as i32 - 1;
     let tokens = Tensor::<2, Int>::from_data([[0, last, 0]], &model.device());
@@ -118,14 +118,15 @@ fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     Ok(logits.into_data().iter::<f32>().collect())
 }
 
-/// Writes a file anew: file systems that bring what is written over to the disk at once take a hundred times as long for it.
+/// Removes a file and writes it again. Some file systems flush overwritten files to disk at once, which takes a hundred
+/// times as long.
 fn write(path: &Path, contents: &[u8]) {
-    // It is not there the first time.
+    // The first time the file does not exist.
     let _ = fs::remove_file(path);
-    fs::write(path, contents).expect("a file to write");
+    fs::write(path, contents).expect("the file is writable");
 }
 
-/// Loads a folder to which `input` is written as `file`.
+/// Writes `input` as `file` into a folder, and loads the folder.
 fn load(folder: &TempDir, file: &str, input: &[u8]) -> Result<String, String> {
     write(&folder.path().join(file), input);
     let model = said(Gemma4Model::load(
@@ -137,11 +138,13 @@ fn load(folder: &TempDir, file: &str, input: &[u8]) -> Result<String, String> {
     Ok("a model".into())
 }
 
-/// A folder with the configuration of [`smallest`].
+/// Returns a folder with the configuration of [`smallest`].
 fn with_config() -> TempDir {
-    let folder = TempDir::new().expect("a folder");
-    let json = smallest().to_json().expect("a configuration");
-    fs::write(folder.path().join("config.json"), json).expect("a file to write");
+    let folder = TempDir::new().expect("a temporary folder");
+    let json = smallest()
+        .to_json()
+        .expect("the configuration is written as JSON");
+    fs::write(folder.path().join("config.json"), json).expect("the file is writable");
     folder
 }
 
@@ -150,9 +153,9 @@ fn safetensors() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors", input))
 }
 
-/// A whole checkpoint. Its template and its tokens are used, too.
+/// Reads a whole checkpoint, and uses its template and tokenizer too.
 fn gguf() -> Read {
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("model.gguf");
     Box::new(move |input| {
         write(&path, input);
@@ -166,9 +169,9 @@ fn gguf() -> Read {
     })
 }
 
-/// `config.json` and `model.safetensors` of a folder that compressed-tensors has packed.
+/// Reads `config.json` and `model.safetensors` of a folder packed by compressed-tensors.
 fn packed() -> Read {
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     Box::new(move |input| {
         let (json, tensors) = apart(input);
         let config = said(Gemma4Config::from_json(&text(json)))?;
@@ -180,49 +183,52 @@ fn packed() -> Read {
     })
 }
 
-/// A JSON text and the tensors after it.
+/// Splits an input into the JSON text and the tensors after it.
 fn apart(input: &[u8]) -> (&[u8], &[u8]) {
     let end = input.iter().position(|byte| *byte == BETWEEN);
     let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
     (json, tensors.get(1..).unwrap_or_default())
 }
 
-/// Indices of the files `first.safetensors` and `second.safetensors`, which are a model together.
+/// Reads index files for `first.safetensors` and `second.safetensors`, which form one model.
 fn index() -> Read {
     let folder = with_config();
     let corpus = crate::worker::corpus("safetensors");
-    let whole = fs::read(corpus.join("smallest.safetensors")).expect("a file of the corpus");
-    let whole = safetensors::SafeTensors::deserialize(&whole).expect("tensors");
+    let whole = fs::read(corpus.join("smallest.safetensors")).expect("the corpus is readable");
+    let whole = safetensors::SafeTensors::deserialize(&whole).expect("the tensors parse");
     let mut tensors: Vec<_> = whole.iter().collect();
     tensors.sort_by_key(|(name, _)| *name);
     let (first, second) = tensors.split_at(tensors.len() / 2);
     for (name, tensors) in [("first", first), ("second", second)] {
         let path = folder.path().join(format!("{name}.safetensors"));
         let tensors = tensors.iter().map(|(name, view)| (*name, view));
-        safetensors::serialize_to_file(tensors, None, &path).expect("a file to write");
+        safetensors::serialize_to_file(tensors, None, &path).expect("the file is writable");
     }
     Box::new(move |input| load(&folder, "model.safetensors.index.json", input))
 }
 
-/// Both files of numbers, `config.json` and `generation_config.json`. What is a model gives logits that are numbers, and is
-/// written as it was read.
+/// Reads `config.json` and `generation_config.json`. A valid model configuration gives finite logits, and is equal
+/// after writing and reading it.
 fn config() -> Read {
     Box::new(|input| {
         let json = text(input);
         let defaults = said(GenerationDefaults::from_json(&json));
         let config = match said(Gemma4Config::from_json(&json)) {
             Ok(config) => config,
-            // What is no model's may be a generation's.
+            // An input that is no model configuration may be valid generation defaults.
             Err(error) => return defaults.map(|_| error),
         };
         if let Ok(json) = config.to_json() {
-            let again = Gemma4Config::from_json(&json).expect("what was written");
-            assert_eq!(again, config, "another configuration was written");
+            let again = Gemma4Config::from_json(&json).expect("the written configuration is valid");
+            assert_eq!(
+                again, config,
+                "the configuration changed by writing and reading"
+            );
         }
         if !is_small(&config) {
             return Ok("a large model".into());
         }
-        // A checkpoint's weights are of any size; those that are drawn are to be of an ordinary one.
+        // A checkpoint may set any range of random weights; the test needs an ordinary range.
         let config = Gemma4Config {
             initializer_range: 0.02,
             ..config
@@ -230,13 +236,13 @@ fn config() -> Read {
         let logits = logits(&Gemma4Model::new(&config, &Device::flex()))?;
         assert!(
             logits.iter().all(|logit| logit.is_finite()),
-            "logits that are no numbers"
+            "logits are not finite"
         );
         Ok("a small model".into())
     })
 }
 
-/// Whether its weights are drawn in no time.
+/// Returns true if drawing the model's weights takes little time.
 fn is_small(config: &Gemma4Config) -> bool {
     let experts = config.experts.as_ref().map_or(0, |experts| {
         experts
@@ -255,11 +261,11 @@ fn is_small(config: &Gemma4Config) -> bool {
     config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
 }
 
-/// The `config.json` of a drafter. What is one guesses for a model whose keys and values it could read.
+/// Reads the `config.json` of a drafter. A valid drafter drafts tokens for a model whose keys and values it can read.
 fn drafter() -> Read {
     Box::new(|input| {
         let config = said(DrafterConfig::from_json(&text(input)))?;
-        // The target's cache has a window's keys and values from its first token on.
+        // The target's cache allocates a window's keys and values at its first token.
         let is_short = config.text.sliding_window <= 8192;
         if !is_small(&config.text) || config.backbone_hidden_size > 512 || !is_short {
             return Ok("a large drafter".into());
@@ -346,22 +352,22 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // Up to a length, each is a way to end of its own.
+        // Each length up to a limit counts as a different result.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }
 
-/// The model of the corpus, in a folder.
+/// Returns the model of the corpus and its folder.
 fn of_corpus() -> (TempDir, Gemma4Model) {
     let base = with_config();
     let corpus = crate::worker::corpus("safetensors");
     let weights = base.path().join("model.safetensors");
-    fs::copy(corpus.join("smallest.safetensors"), weights).expect("a file to write");
+    fs::copy(corpus.join("smallest.safetensors"), weights).expect("the file is writable");
     let model = Gemma4Model::load(base.path(), &Device::flex(), LoadOptions::new());
-    (base, model.expect("a model"))
+    (base, model.expect("the model is valid"))
 }
 
-/// Sessions of the model of the corpus, which read one more token.
+/// Reads sessions of the corpus's model, and lets each read one more token.
 fn session() -> Read {
     let (folder, model) = of_corpus();
     let path = folder.path().join("session.safetensors");
@@ -377,7 +383,7 @@ fn session() -> Read {
     })
 }
 
-/// `adapter_config.json` and `adapter_model.safetensors`, into the model of the corpus.
+/// Reads `adapter_config.json` and `adapter_model.safetensors`, and merges the adapter into the corpus's model.
 fn adapter() -> Read {
     let (base, model) = of_corpus();
     Box::new(move |input| {
@@ -394,16 +400,16 @@ fn adapter() -> Read {
     })
 }
 
-/// Examples to fine-tune on.
+/// Reads examples for fine-tuning.
 fn jsonl() -> Read {
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("data.jsonl");
-    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("a model");
+    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the model is valid");
     Box::new(move |input| {
         write(&path, input);
-        let documents = said(documents::documents(&path, &gemma))?.into_iter();
+        let documents = said(read_documents(&path, &gemma))?.into_iter();
         let examples = documents.flat_map(|document| document.examples);
-        let (rows, _) = rows::whole(examples.collect(), 64);
+        let (rows, _) = pack(examples.collect(), 64);
         let _holds = &folder;
         Ok("a".repeat(rows.len()))
     })

@@ -1,4 +1,4 @@
-//! One format's process: reads inputs, one after the other, until its time is up or one kills it.
+//! The process of one format. It reads inputs one after the other until its time is up or an input kills it.
 
 use crate::{mutation, supervision::Note, targets::Target};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -10,21 +10,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Inputs that are kept beside the corpus, at most: those that came to an end that none had come to.
+/// Largest number of inputs that are kept beside the corpus. An input is kept if its result was new.
 const KEPT: usize = 2048;
-/// Words of a message that tell it from others.
+/// Number of words of a message that distinguish it from others.
 const WORDS: usize = 8;
-/// The longest input that is read, in bytes.
+/// Longest input that is read, in bytes.
 const LONGEST: usize = 256 << 10;
 
-/// The corpus of a format.
+/// Returns the path of a format's corpus.
 pub fn corpus(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fuzz/corpus")
         .join(name)
 }
 
-/// Reads the corpus, and then broken inputs for `seconds`. A panic ends the process even where something would catch it.
+/// Reads the corpus, and then broken inputs for `seconds`. A panic ends the process, even if the code would catch it.
 pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let to_stderr = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -34,7 +34,7 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let mut note = Note::create(state);
     let mut read = (target.prepare)();
     let mut inputs: Vec<Vec<u8>> = files(&corpus(target.name))
-        .map(|path| fs::read(path).expect("a file of the corpus"))
+        .map(|path| fs::read(path).expect("the corpus is readable"))
         .collect();
     assert!(!inputs.is_empty(), "{} has no corpus", target.name);
 
@@ -55,7 +55,7 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let mut random = StdRng::seed_from_u64(seed ^ fingerprint(target.name));
     let end = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < end {
-        // What is kept is broken in some way already, so that half of the inputs are of the corpus.
+        // Kept inputs are already broken, so half of the inputs start from the corpus.
         let known = match random.random_bool(0.5) {
             true => &inputs[..of_corpus],
             false => &inputs[..],
@@ -70,7 +70,7 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
         .map(|(kind, count)| format!("{count} {kind}"))
         .collect();
     println!(
-        "{}: {of_corpus} files of the corpus; inputs {}; {} ways to end",
+        "{}: {of_corpus} files of the corpus; inputs {}; {} different results",
         target.name,
         kinds.join(", "),
         ends.len()
@@ -80,14 +80,14 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
 fn files(folder: &Path) -> impl Iterator<Item = PathBuf> {
     let entries = fs::read_dir(folder)
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
-        .map(|entry| entry.expect("an entry").path());
+        .map(|entry| entry.expect("the folder is readable").path());
     let mut paths: Vec<PathBuf> = entries.collect();
-    // The same seed is to make the same inputs everywhere.
+    // With sorted paths, a seed gives the same inputs on every machine.
     paths.sort();
     paths.into_iter()
 }
 
-/// The same for messages that differ in what they quote and count only: of their first words.
+/// Returns a hash of a message's first words. Messages that differ only in quoted texts and numbers have equal hashes.
 fn fingerprint(text: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     text.split(['"', '`', '\''])

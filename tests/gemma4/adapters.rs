@@ -1,4 +1,5 @@
-//! Adapters by kernels: what the backward keeps of dense networks, or multiplies anew, changes no gradient.
+//! LoRA adapters on kernels. For the backward, the MLP either stores its activations or recomputes them. Neither choice
+//! changes a gradient.
 
 use crate::{
     devices::devices,
@@ -9,17 +10,19 @@ use crate::{
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
-/// How far f32 may be on another device: of the smallest gradients, those of queries, softmax leaves a few digits.
+/// Largest relative difference between devices in f32. Softmax leaves few exact digits in the smallest gradients, which
+/// are those of the queries.
 const TOLERANCE: f64 = 3e-4;
 
-/// Those of Burn's own operators on the processor, one by one, but for a rounding; what is made anew is what was kept.
+/// The gradients equal those of Burn's own operators on the processor, except for rounding. Recomputed activations give
+/// the same gradients as stored activations.
 #[test]
-fn gradients_are_the_same_whatever_is_kept() {
+fn adapter_gradients_with_mlp_recompute_equal_those_with_kept_activations() {
     for form in [Quantization::Stored, Quantization::Q4] {
         let load = |device: &Device| {
             let options = LoadOptions::new().dtype(DType::F32).quantization(form);
             let model = Gemma4Model::load(fixture::folder("dense-ple"), device, options);
-            adapted(model.expect("a model"))
+            adapted(model.expect("the model is valid"))
         };
         let flex = Device::flex().autodiff();
         let (expected_loss, expected) = learned(&load(&flex), &flex, false);
@@ -38,11 +41,14 @@ fn gradients_are_the_same_whatever_is_kept() {
                     let error = relative(kept, &expected[path]);
                     assert!(error <= TOLERANCE, "{what}: {path} is off by {error:e}");
                 }
-                let (_, anew) = learned(&model.with_mlp_anew(true), &tracked, false);
+                let (_, anew) = learned(&model.with_mlp_recompute(true), &tracked, false);
                 assert!(anew.keys().eq(kept.keys()), "{what}");
                 for (path, anew) in anew {
                     let error = relative(&anew, &kept[&path]);
-                    assert!(error <= 1e-6, "{what}, anew: {path} is off by {error:e}");
+                    assert!(
+                        error <= 1e-6,
+                        "{what}, recomputed: {path} is off by {error:e}"
+                    );
                 }
             }
         }

@@ -1,21 +1,22 @@
-//! Reading tokens in any portions gives what reading them at once gives: one by one, by chunks, padded in a batch,
-//! past the window, past a block of the growing buffers; also from a cache whose keys are compact, which keeps less.
+//! A cached text gives the same logits whether it is prefilled at once or in portions. The portions are single tokens,
+//! chunks, and padded batches. The texts exceed the sliding window and a block by which the buffers grow. The tests
+//! also cover a cache with compact keys, which stores less.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
-/// An empty cache of a model, for sequences with this padding.
+/// Creates an empty cache of a model, for sequences with this padding.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
-/// Every kind of cache.
+/// Both kinds of cache.
 const CACHES: [(&str, NewCache); 2] = [
     ("cache", Gemma4Model::cache),
     ("compact cache", Gemma4Model::compact_cache),
 ];
 
-/// The kinds of cache in which the model keeps different things.
+/// Returns the kinds of cache that behave differently for this model.
 fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
     match gemma.config().attention_k_eq_v {
         true => &CACHES,
@@ -23,17 +24,17 @@ fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
     }
 }
 
-/// The logits of all of `sequence`, `[positions · vocabulary]`.
+/// Returns the logits of all positions of `sequence`, `[positions · vocabulary]`, from one forward pass.
 fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
     values(
         gemma
             .model()
             .forward(tokens(&[sequence], device))
-            .expect("tokens within"),
+            .expect("the tokens are in the vocabulary"),
     )
 }
 
-/// The logits of `sequence` read into `cache` by portions, whose lengths come round and round.
+/// Returns the logits of `sequence` after prefilling `cache` in portions. The given lengths of the portions repeat.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -49,8 +50,8 @@ fn by_portions(
         let step = gemma
             .model()
             .step(now, &mut cache, Logits::All)
-            .expect("a step");
-        logits.extend(values(step.expect("logits")));
+            .expect("the step succeeds");
+        logits.extend(values(step.expect("logits were requested")));
         rest = later;
         if rest.is_empty() {
             break;
@@ -61,7 +62,7 @@ fn by_portions(
 }
 
 #[test]
-fn one_by_one_and_by_chunks() {
+fn cache_read_by_portions_gives_the_logits_of_one_pass() {
     on_every_device(|fixture, gemma, device| {
         let sequence = [&fixture.prompt[..], &fixture.generated].concat();
         let expected = at_once(gemma, &sequence, &device.device);
@@ -76,9 +77,10 @@ fn one_by_one_and_by_chunks() {
     });
 }
 
-/// The last position's logits alone are those of the whole: layers without keys of their own skip the others.
+/// A forward pass that computes only the last positions gives the same logits there as a pass over all positions.
+/// Layers that use an earlier layer's keys and values skip the other positions.
 #[test]
-fn only_the_last_positions() {
+fn cache_logits_of_last_positions_equal_the_whole() {
     on_every_device(|fixture, gemma, device| {
         let expected = at_once(gemma, &fixture.prompt, &device.device);
         let vocabulary = gemma.config().vocab_size;
@@ -92,17 +94,17 @@ fn only_the_last_positions() {
                 let none = gemma
                     .model()
                     .step(first, &mut cache, Logits::None)
-                    .expect("a step");
+                    .expect("the step succeeds");
                 assert!(none.is_none());
             }
             let last = tokens(&[last], &device.device);
             let logits = gemma
                 .model()
                 .step(last, &mut cache, Logits::Last(count))
-                .expect("a step");
+                .expect("the step succeeds");
             let what = format!("{} {} last {count}", fixture.name, device.name);
             assert_close(
-                &values(logits.expect("logits")),
+                &values(logits.expect("logits were requested")),
                 &expected[expected.len() - count * vocabulary..],
                 &what,
             );
@@ -110,9 +112,10 @@ fn only_the_last_positions() {
     });
 }
 
-/// Sequences of different lengths, padded at their beginning, are each as if alone; also once the padding has left the ring.
+/// Sequences of different lengths, left-padded to a batch, give the same logits as each sequence alone. The logits also
+/// agree after the ring buffer has overwritten the padding.
 #[test]
-fn padded_batches() {
+fn cache_padded_batch_equals_single_sequences() {
     on_every_device(|fixture, gemma, device| {
         for (kind, cache) in caches(gemma) {
             let what = format!("{} {} {kind}", fixture.name, device.name);
@@ -134,7 +137,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     let vocabulary = gemma.config().vocab_size;
     let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
     let mut start = 0;
-    // A first portion that is padding alone for some sequences, then a short one, then single tokens.
+    // The first portion is only padding for some sequences. A short portion and single tokens follow.
     for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
         let end = start + portion;
         let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
@@ -142,8 +145,8 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
         let step = gemma
             .model()
             .step(columns, &mut cache, Logits::All)
-            .expect("a step");
-        let logits = values(step.expect("logits"));
+            .expect("the step succeeds");
+        let logits = values(step.expect("logits were requested"));
         for (row, logits) in found.iter_mut().zip(logits.chunks(portion * vocabulary)) {
             row.extend(logits);
         }
@@ -156,9 +159,9 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     }
 }
 
-/// More columns than a block of the growing buffers, so that they are moved, twice.
+/// The sequence has more columns than a block of the growing buffers, so the buffers are moved twice.
 #[test]
-fn past_the_blocks() {
+fn cache_growing_past_its_blocks_keeps_the_logits() {
     for device in devices() {
         for name in ["dense-ple", "dense-keqv"] {
             let fixture = Fixture::open(name);
@@ -178,23 +181,25 @@ fn past_the_blocks() {
     }
 }
 
-/// Sliding layers keep one window, and layers that read an earlier layer's keys and values keep nothing.
+/// Sliding layers store the keys and values of one window. Shared KV layers store none, because they use an earlier
+/// layer's keys and values.
 #[test]
-fn memory() {
+fn cache_bytes_equal_window_and_block_sizes() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
-    // Keys and values of f32: two sliding layers of 8 slots by 32 columns, one full layer of a block of 256 by 64.
+    // The keys and values are f32. Each of two sliding layers has 8 slots of 32 columns. One full layer has a block of
+    // 256 slots of 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
-        // Its values are not its keys: there is nothing to share.
+        // This model computes its values separately from its keys, so even the compact cache stores both.
         assert_eq!(bytes_after(cache, &fixture, &gemma, &device), expected);
     }
 
     let fixture = Fixture::open("dense-keqv");
     let gemma = fixture.load(&device, DType::F32);
-    // Three sliding layers of two heads of 8 slots by 32 columns. Two full layers of a block of 256: by 64 columns, or of the
-    // keys by those 16 that are rotated.
+    // Each of three sliding layers has two heads with 8 slots of 32 columns. Each of two full layers has a block of 256
+    // slots of 64 columns. A compact key stores only the 16 rotated columns.
     let sliding = 2 * 4 * 3 * 2 * 8 * 32;
     for ((_, cache), columns) in CACHES.into_iter().zip([64 + 64, 64 + 16]) {
         let full = 4 * 2 * 256 * columns;
@@ -203,7 +208,7 @@ fn memory() {
     }
 }
 
-/// What a cache takes that holds a fixture's prompt.
+/// Returns the bytes of a cache that holds a fixture's prompt.
 fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Device) -> usize {
     let mut cache = cache(gemma.model(), vec![0]);
     assert!(cache.is_empty());
@@ -212,13 +217,13 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
     gemma
         .model()
         .step(row, &mut cache, Logits::None)
-        .expect("a step");
+        .expect("the step succeeds");
     cache.bytes()
 }
 
-/// A ring has a slot for each key that a query can see, and there are no more of these than positions.
+/// A ring buffer has one slot per key that a query can see, and at most one slot per position.
 #[test]
-fn window_beyond_the_positions_allocates_the_positions() {
+fn cache_window_beyond_the_positions_allocates_the_positions() {
     let device = Device::flex();
     let cache = |window: usize| {
         let mut config = Fixture::open("dense-ple")
@@ -231,7 +236,7 @@ fn window_beyond_the_positions_allocates_the_positions() {
         let prompt = tokens(&[&[2, 40, 41]], &device);
         model
             .step(prompt, &mut cache, Logits::Last(1))
-            .expect("tokens within");
+            .expect("the tokens are in the vocabulary");
         (cache.bytes(), config.max_position_embeddings)
     };
     let (expected, positions) = cache(512);

@@ -1,10 +1,10 @@
-//! Every intermediate tensor of a whole forward pass is transformers'.
+//! Every intermediate tensor of a whole forward pass equals that of transformers.
 
 use crate::fixture::{Fixture, on_every_device, tokens};
 use burn::tensor::Tensor;
 use burn_gemma4::observe::{LayerSite, Observer, Site};
 
-/// Compares what passes with the fixture.
+/// Compares the observed tensors with the fixture.
 struct Comparison<'a> {
     fixture: &'a Fixture,
     device: &'a str,
@@ -38,14 +38,15 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // transformers gives the last layer's output only after the final norm.
+            // transformers returns the last layer's output only after the final norm. The output before the norm
+            // therefore has no reference and is not compared.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }
 }
 
 #[test]
-fn every_intermediate_tensor() {
+fn forward_every_intermediate_tensor_equals_transformers() {
     on_every_device(|fixture, gemma, device| {
         let mut comparison = Comparison {
             fixture,
@@ -56,17 +57,18 @@ fn every_intermediate_tensor() {
         let logits = gemma
             .model()
             .forward_observed(input, &mut comparison)
-            .expect("tokens within");
+            .expect("the tokens are in the vocabulary");
         let what = format!("{} {} logits", fixture.name, device.name);
         fixture.reference("logits").assert_close(logits, &what);
-        // Embedding, final norm, and of each layer at least queries, what they read, and the dense network.
+        // The comparison covers the embedding and the final norm. It also covers at least queries, attention output and
+        // MLP output of each layer.
         let layers = gemma.config().num_layers();
         assert!(comparison.compared >= 2 + 3 * layers, "{what}");
     });
 }
 
 #[test]
-fn a_batch_of_two() {
+fn forward_batch_of_two_equals_transformers() {
     on_every_device(|fixture, gemma, device| {
         let rows: Vec<u32> = fixture
             .reference("batch2.input_ids")
@@ -77,8 +79,12 @@ fn a_batch_of_two() {
         let (first, second) = rows.split_at(rows.len() / 2);
         let input = tokens(&[first, second], &device.device);
         let what = format!("{} {} batch", fixture.name, device.name);
-        fixture
-            .reference("batch2.logits")
-            .assert_close(gemma.model().forward(input).expect("tokens within"), &what);
+        fixture.reference("batch2.logits").assert_close(
+            gemma
+                .model()
+                .forward(input)
+                .expect("the tokens are in the vocabulary"),
+            &what,
+        );
     });
 }

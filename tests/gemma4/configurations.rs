@@ -1,14 +1,16 @@
-//! Numbers of `config.json` that no model has: each is one clear error before anything is allocated, indexed or divided by.
+//! Values in `config.json` that no model has. Each gives one clear error before any allocation, indexing or division
+//! uses the value.
 
 use crate::fixture::folder;
 use burn_gemma4::{Gemma4Config, Gemma4Error};
 use serde_json::{Value, json};
 use std::fs;
 
-/// A fixture's configuration with some fields replaced; `a.b` is the field `b` of `a`.
+/// Reads a fixture's configuration with some fields replaced; `a.b` is the field `b` of `a`.
 fn read(fixture: &str, changes: &[(&str, Value)]) -> Result<Gemma4Config, Gemma4Error> {
-    let text = fs::read_to_string(folder(fixture).join("config.json")).expect("a file");
-    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    let text =
+        fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
+    let mut config: Value = serde_json::from_str(&text).expect("the text is JSON");
     for (path, value) in changes {
         let field = path
             .split('.')
@@ -32,7 +34,7 @@ fn check(changes: &[(&str, Value)], words: &[&str]) {
 }
 
 #[test]
-fn tokens_outside_the_vocabulary() {
+fn config_token_outside_the_vocabulary_is_refused() {
     for (field, value, words) in [
         ("pad_token_id", json!(320), ["pad_token_id is 320", "320"]),
         (
@@ -51,9 +53,9 @@ fn tokens_outside_the_vocabulary() {
     }
 }
 
-/// Every token of a text has a row in both tables.
+/// Every token of the vocabulary needs a row in both embedding tables.
 #[test]
-fn a_table_of_per_layer_embeddings_that_is_too_short() {
+fn config_short_per_layer_table_is_refused() {
     for rows in [0, 1, 319] {
         let changes = [
             ("vocab_size_per_layer_input", json!(rows)),
@@ -64,7 +66,7 @@ fn a_table_of_per_layer_embeddings_that_is_too_short() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // Without per-layer embeddings, there is no table.
+    // A model without per-layer embeddings has no such table.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),
@@ -73,7 +75,7 @@ fn a_table_of_per_layer_embeddings_that_is_too_short() {
 }
 
 #[test]
-fn absurd_numbers_of_layers() {
+fn config_absurd_number_of_layers_is_refused() {
     for layers in [
         json!(1e13),
         json!(10_000_000_000_000_u64),
@@ -96,7 +98,7 @@ fn absurd_numbers_of_layers() {
 }
 
 #[test]
-fn absurd_sizes() {
+fn config_absurd_size_is_refused() {
     let huge = json!(1_u64 << 62);
     for field in [
         "vocab_size",
@@ -125,9 +127,9 @@ fn absurd_sizes() {
     check(&wide, &["moe_intermediate_size", "4611686018427387904"]);
 }
 
-/// Sizes that a model may have each, and not together.
+/// Each of these sizes is possible alone, but their product overflows.
 #[test]
-fn products_of_sizes_that_overflow() {
+fn config_overflowing_product_of_sizes_is_refused() {
     let wide = json!(1_u64 << 30);
     let tables = [
         ("vocab_size", wide.clone()),
@@ -151,9 +153,9 @@ fn products_of_sizes_that_overflow() {
     check(&experts, &["num_experts", "moe_intermediate_size"]);
 }
 
-/// A field of a wrong type is named by its whole path.
+/// The error names a field of a wrong type by its whole path.
 #[test]
-fn field_of_a_wrong_type_is_named_with_its_path() {
+fn config_field_of_wrong_type_is_named_with_its_path() {
     for (field, value) in [
         ("eos_token_id", json!("1")),
         ("eos_token_id", json!([1, -1])),
@@ -174,7 +176,7 @@ fn field_of_a_wrong_type_is_named_with_its_path() {
         );
         let inside = format!("text_config.{field}");
         let found = read("dense-ple-mm-bf16", &[(&inside, value.clone())]);
-        let error = found.expect_err("refused").to_string();
+        let error = found.expect_err("the input is refused").to_string();
         let expected = format!("config.json: text_config.{path}: invalid type");
         assert!(error.starts_with(&expected), "{value}: {error}");
     }
@@ -182,16 +184,16 @@ fn field_of_a_wrong_type_is_named_with_its_path() {
         "dense-ple-mm-bf16",
         &[("text_config", json!({"vocab_size": 3}))],
     );
-    let error = missing.expect_err("refused").to_string();
+    let error = missing.expect_err("the input is refused").to_string();
     assert!(
         error.starts_with("config.json: text_config: missing field"),
         "{error}"
     );
 }
 
-/// Positions that are scaled in an older way, or by a factor that transformers passes over.
+/// Scaling in the older field `rope_scaling` is refused, and so is a factor that transformers ignores.
 #[test]
-fn scaling_of_positions_is_obeyed_or_refused() {
+fn config_rope_scaling_is_obeyed_or_refused() {
     for scaling in [
         json!({"rope_type": "linear", "factor": 8.0}),
         json!({"type": "yarn", "factor": 4.0}),
@@ -214,7 +216,7 @@ fn scaling_of_positions_is_obeyed_or_refused() {
         json!({"rope_type": "default"}),
         json!({"type": "default", "factor": 1.0}),
     ] {
-        read("dense-ple", &[("rope_scaling", none)]).expect("nothing is scaled");
+        read("dense-ple", &[("rope_scaling", none)]).expect("the positions are not scaled");
     }
     for kind in ["sliding_attention", "full_attention"] {
         let rope = format!("rope_parameters.{kind}");
@@ -226,11 +228,12 @@ fn scaling_of_positions_is_obeyed_or_refused() {
                 &[&format!("{rope}.factor is 8"), "default"],
             );
             for factor in [json!(1.0), Value::Null] {
-                read("moe", &[(&rope, beside(rope_type.clone(), factor))]).expect("no factor");
+                read("moe", &[(&rope, beside(rope_type.clone(), factor))])
+                    .expect("the factor 1 is allowed");
             }
         }
         let config = read("moe", &[(&rope, beside(json!("proportional"), json!(8.0)))]);
-        let config = config.expect("a factor");
+        let config = config.expect("the factor is allowed");
         let rope = match kind {
             "sliding_attention" => &config.sliding_rope,
             _ => &config.global_rope,
@@ -240,7 +243,7 @@ fn scaling_of_positions_is_obeyed_or_refused() {
 }
 
 #[test]
-fn rotations_by_no_number() {
+fn config_rope_with_non_finite_angles_is_refused() {
     for kind in ["sliding_attention", "full_attention"] {
         for (field, values) in [
             ("rope_theta", &[0.0, -1.0, 1e-60, 1e300][..]),
@@ -261,7 +264,7 @@ fn rotations_by_no_number() {
 }
 
 #[test]
-fn softcaps_and_epsilons_that_make_no_numbers() {
+fn config_softcap_or_epsilon_out_of_range_is_refused() {
     for (field, values) in [
         ("final_logit_softcapping", &[0.0, -30.0, 1e-30, 1e30][..]),
         ("rms_norm_eps", &[0.0, -1e-6, 1e-60, 1e60]),
@@ -271,5 +274,5 @@ fn softcaps_and_epsilons_that_make_no_numbers() {
             check(&[(field, json!(value))], &[field]);
         }
     }
-    read("dense-ple", &[("final_logit_softcapping", Value::Null)]).expect("no softcap");
+    read("dense-ple", &[("final_logit_softcapping", Value::Null)]).expect("a softcap is optional");
 }

@@ -1,5 +1,6 @@
-//! A token at a time gives what reading them at once gives: by kernels or through the layers, captured or not, alone or several
-//! sequences at once, of one length or of several, past the window, past the room that the buffers had, from either kind of cache.
+//! Decoding a text token by token gives the same logits as one forward pass over it. The cases run the decode kernels
+//! and the layers, with and without CUDA graph capture, for one or several sequences of equal or different lengths. The
+//! texts exceed the window and the allocated buffers, for both kinds of cache.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -7,7 +8,7 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, DecodeMode, Gemma4, GenerateOptions, Logits, Prompt, Sampling};
 use std::ops::ControlFlow;
 
-/// Fixtures with batches as decoders may meet them: one sequence, a few, as many as kernels take, and more.
+/// Fixtures with batch sizes: one sequence, a few, the maximum of the decode kernels, and more than that.
 const FIXTURES: [(&str, &[usize]); 4] = [
     ("dense-ple", &[1, 3, 8, 9]),
     ("dense-keqv", &[2]),
@@ -15,12 +16,13 @@ const FIXTURES: [(&str, &[usize]); 4] = [
     ("realhead-ple", &[1]),
 ];
 
-/// Whether the device runs CubeCL kernels.
+/// Returns true if the device runs CubeCL kernels.
 fn has_kernels(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Reads `rows` into `cache`, after `prefix` columns by a decoder; logits of each step, `[batch · vocabulary]`, and the modes.
+/// Prefills `cache` with the first `prefix` columns of `rows` in one pass, and decodes the other columns. Returns the
+/// logits of each step, `[batch · vocabulary]`, and the execution mode of each step.
 fn decode(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -33,7 +35,7 @@ fn decode(
     gemma
         .model()
         .step(tokens(&first, device), &mut cache, Logits::None)
-        .expect("a step");
+        .expect("the step succeeds");
     let mut decoder = gemma.model().decoder(&mut cache);
     if !graph_capture {
         decoder = decoder.without_graph_capture();
@@ -41,15 +43,15 @@ fn decode(
     let (mut logits, mut modes) = (Vec::new(), Vec::new());
     for column in prefix..rows[0].len() {
         let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
-        let next = decoder.step(&column).expect("a step");
-        logits.push(next.logits().expect("logits"));
+        let next = decoder.step(&column).expect("the step succeeds");
+        logits.push(next.logits().expect("the logits are readable"));
         modes.push(decoder.mode());
     }
     assert_eq!(cache.len(), rows[0].len());
     (logits, modes)
 }
 
-/// Different texts for the sequences of a batch.
+/// Returns different texts for the sequences of a batch.
 fn rows(fixture: &Fixture, batch: usize) -> Vec<Vec<u32>> {
     let whole = [&fixture.prompt[..], &fixture.generated].concat();
     (0..batch)
@@ -62,7 +64,7 @@ fn rows(fixture: &Fixture, batch: usize) -> Vec<Vec<u32>> {
 }
 
 #[test]
-fn by_kernels_as_at_once() {
+fn decode_step_by_step_equals_one_pass() {
     for device in devices() {
         for (name, batches) in FIXTURES {
             let fixture = Fixture::open(name);
@@ -77,7 +79,7 @@ fn by_kernels_as_at_once() {
                             gemma
                                 .model()
                                 .forward(tokens(&[row], &device.device))
-                                .expect("tokens within"),
+                                .expect("the tokens are in the vocabulary"),
                         )
                     })
                     .collect();
@@ -116,9 +118,10 @@ fn by_kernels_as_at_once() {
     }
 }
 
-/// Sequences that begin with so many columns of padding each, which nothing must read: pads are read as tokens that differ.
+/// The sequences begin with different numbers of padding columns, which no kernel may read. The padding has ordinary
+/// tokens, so a kernel that reads it would change the logits.
 #[test]
-fn ragged_batches_by_kernels_as_alone() {
+fn decode_left_padded_batch_equals_single_sequences() {
     for device in devices() {
         for (name, spare, compact) in [
             ("dense-ple", 0, false),
@@ -130,7 +133,8 @@ fn ragged_batches_by_kernels_as_alone() {
             let gemma = fixture.load(&device.device, DType::F32);
             let model = gemma.model();
             let whole = [&fixture.prompt[..], &fixture.generated].concat();
-            // Past the window, within it, and a text whose first token the decoder reads.
+            // One text is longer than the window, and one is shorter. The last text is padding up to its first decoded
+            // token.
             let prefix = whole.len() - 12;
             let padding = [0, 3, prefix - 2, prefix];
             let cache = match compact {
@@ -147,28 +151,32 @@ fn ragged_batches_by_kernels_as_alone() {
                 tokens(&columns, &device.device)
             };
             let first = model.step(columns(0..prefix), &mut cache, Logits::None);
-            first.expect("a step");
+            first.expect("the step succeeds");
             let mut found: Vec<Vec<f32>> = Vec::new();
             let mut modes = Vec::new();
-            // Layers in between find the columns where they left them.
+            // The layers' pass between the two decoders must find the cache columns that the first decoder wrote.
             for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
                 let mut decoder = model.decoder(&mut cache);
                 for column in start..end {
                     let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
-                    let next = decoder.step(&column).expect("a step");
-                    found.push(next.logits().expect("logits"));
+                    let next = decoder.step(&column).expect("the step succeeds");
+                    found.push(next.logits().expect("the logits are readable"));
                     modes.push(decoder.mode());
                 }
                 if end < whole.len() {
                     let logits = model.step(columns(end..end + 1), &mut cache, Logits::All);
-                    found.push(values(logits.expect("a step").expect("logits")));
+                    found.push(values(
+                        logits
+                            .expect("the step succeeds")
+                            .expect("logits were requested"),
+                    ));
                 }
             }
             let what = format!("{name} {} spare {spare}", device.name);
             let vocabulary = gemma.config().vocab_size;
             for (row, padding) in padding.into_iter().enumerate() {
                 let alone = model.forward(tokens(&[&whole[padding..]], &device.device));
-                let alone = values(alone.expect("tokens within"));
+                let alone = values(alone.expect("the tokens are in the vocabulary"));
                 for (step, found) in found.iter().enumerate() {
                     let found = &found[row * vocabulary..][..vocabulary];
                     let expected = &alone[(prefix + step - padding) * vocabulary..][..vocabulary];
@@ -184,9 +192,9 @@ fn ragged_batches_by_kernels_as_alone() {
     }
 }
 
-/// Prompts of different lengths are answered as each alone, greedy or drawn.
+/// A batch of prompts of different lengths gives each prompt the same answer as alone, greedy or sampled.
 #[test]
-fn ragged_prompts_are_answered_as_alone() {
+fn generate_batch_of_ragged_prompts_equals_single_prompts() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -207,7 +215,9 @@ fn ragged_prompts_are_answered_as_alone() {
                 },
                 ..greedy(&gemma, 12)
             };
-            let together = gemma.generate_batch(&prompts, &options(5)).expect("texts");
+            let together = gemma
+                .generate_batch(&prompts, &options(5))
+                .expect("the generations succeed");
             for (prompt, (seed, found)) in prompts.iter().zip((5..).zip(together)) {
                 let alone =
                     gemma.generate(
@@ -215,7 +225,7 @@ fn ragged_prompts_are_answered_as_alone() {
                         &options(seed),
                         |_| ControlFlow::Continue(()),
                     );
-                let alone = alone.expect("a text");
+                let alone = alone.expect("the generation succeeds");
                 assert_eq!(found.tokens, alone.tokens, "{} {sampling:?}", device.name);
             }
         }

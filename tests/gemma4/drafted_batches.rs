@@ -1,5 +1,6 @@
-//! With drafts, every text of a batch is what it is without: sequences of any lengths, each of which takes its own number of guesses and
-//! goes on at its own position, drawn or not, to ends of their own; by kernels, and where a pass has more rows than these take.
+//! Speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
+//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. The texts
+//! are greedy and sampled, in passes with few rows (decode kernels) and with more rows than the decode kernels support.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -11,10 +12,12 @@ use std::path::Path;
 
 fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> Vec<Generation> {
     let prompts: Vec<Prompt> = prompts.iter().cloned().map(Prompt::from).collect();
-    gemma.generate_batch(&prompts, options).expect("texts")
+    gemma
+        .generate_batch(&prompts, options)
+        .expect("the generations succeed")
 }
 
-/// Texts with much to look up, some, and little.
+/// Returns prompts with many, some and few tokens for the lookup.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -25,7 +28,8 @@ fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     ]
 }
 
-/// Holds a batch with guesses to the same one without; the guesses that were right.
+/// Compares a batch with draft tokens to the same batch without them. Returns the number of accepted draft tokens per
+/// sequence.
 fn assert_same(
     gemma: &Gemma4,
     prompts: &[Vec<u32>],
@@ -51,10 +55,10 @@ fn assert_same(
 }
 
 #[test]
-fn greedy_texts_are_the_same() {
+fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     for device in devices() {
         let is_flex = device.device == Device::flex();
-        // Every number of rows is compiled anew where there are kernels.
+        // Devices with kernels compile new ones for every number of rows.
         let (names, paces): (&[&'static str], &[_]) = match is_flex {
             true => (
                 &["dense-ple", "dense-keqv", "moe"],
@@ -80,14 +84,19 @@ fn greedy_texts_are_the_same() {
                     differ |= accepted[0] != accepted[1];
                 }
             }
-            assert!(differ, "{name} {}: all take the same", device.name);
+            assert!(
+                differ,
+                "{name} {}: all sequences accept the same number of draft tokens",
+                device.name
+            );
         }
     }
 }
 
-/// With more sequences than rows for guesses there are none, unless somebody says how many.
+/// If a batch has more sequences than a pass has rows for draft tokens, the decoder uses no draft tokens unless
+/// `draft_tokens` sets a number.
 #[test]
-fn many_sequences_guess_only_when_asked() {
+fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let prompts: Vec<Vec<u32>> = prompts_of(&fixture).into_iter().cycle().take(10).collect();
@@ -103,9 +112,9 @@ fn many_sequences_guess_only_when_asked() {
     }
 }
 
-/// On the host: passes of several rows are drawn there, on whatever device they are computed.
+/// In a pass with several rows per sequence, the host samples the tokens, whichever device runs the pass.
 #[test]
-fn seeds_draw_the_same_tokens() {
+fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     for seed in 0..6 {
@@ -130,9 +139,9 @@ fn seeds_draw_the_same_tokens() {
     }
 }
 
-/// Each ends at its own token, in the midst of what was right, and goes along until the others have.
+/// Each sequence ends at its own stop token, between accepted draft tokens. It stays in the batch until the others end.
 #[test]
-fn sequences_end_apart() {
+fn drafted_batch_sequences_end_separately() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -159,9 +168,10 @@ fn sequences_end_apart() {
     }
 }
 
-/// Right about all of a chain of tokens, of which sequences are at different places, and about little of other texts.
+/// The drafter's draft tokens are accepted in a chain of tokens, in which each sequence is at another position. In
+/// other texts they are mostly rejected.
 #[test]
-fn a_drafter_guesses_for_all_sequences() {
+fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);
     let of_chain = chain.drafter_of_chain();
     let from = |index: usize, before: usize| [&vec![2; before][..], &[WRITING[index]]].concat();
@@ -169,8 +179,10 @@ fn a_drafter_guesses_for_all_sequences() {
         let is_flex = device.device == Device::flex();
         let load = |path: &Path, drafter: &Path| {
             let options = LoadOptions::new().dtype(DType::F32);
-            let gemma = Gemma4::load(path, &device.device, options).expect("a model");
-            gemma.with_drafter(drafter).expect("its drafter")
+            let gemma = Gemma4::load(path, &device.device, options).expect("the model is valid");
+            gemma
+                .with_drafter(drafter)
+                .expect("the drafter fits the model")
         };
         let options = |gemma: &Gemma4, draft_tokens| GenerateOptions {
             drafts: Drafts::Drafter,

@@ -1,5 +1,6 @@
-//! Drafters: their guesses and streams are those of transformers' for the same tiny checkpoints, with either kind of head; texts are the
-//! same with them; and what is no drafter for a model is refused by what differs.
+//! Drafters, the small models that compute draft tokens. Their draft tokens and hidden states equal those of
+//! transformers on the same tiny checkpoints, with both kinds of output head. A text generated with a drafter equals
+//! the text without it. A drafter that does not fit the model is refused, and the error names the difference.
 
 mod refused;
 
@@ -13,7 +14,7 @@ use burn_gemma4::{
 };
 use std::{collections::HashMap, ops::ControlFlow};
 
-/// Drafters, and the models that they guess for: with groups of tokens, and without.
+/// Drafters with their target models: one drafter with groups of tokens, one without.
 const PAIRS: [(&str, &str); 2] = [
     ("assistant-ple", "dense-ple"),
     ("assistant-keqv", "dense-keqv"),
@@ -34,15 +35,16 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// With a query of a sliding layer seeing the window and no more. (transformers itself shows one key more; the reference has both.)
+/// A query of a sliding layer sees exactly the keys of the window. (transformers shows it one key more. The reference
+/// has results for both.)
 #[test]
-fn guesses_and_streams_are_those_of_transformers() {
+fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
         for (name, target) in PAIRS {
             let gemma = load(name, target, &device.device);
             let (model, reference) = (gemma.model(), reference(name));
             let prompt = whole(&reference["input_ids"]);
-            let (last, before) = prompt.split_last().expect("a prompt");
+            let (last, before) = prompt.split_last().expect("the prompt is valid");
             for compact in [false, gemma.config().attention_k_eq_v] {
                 for spare in [0, 8] {
                     let what = format!("{name} {} compact {compact} spare {spare}", device.name);
@@ -54,23 +56,29 @@ fn guesses_and_streams_are_those_of_transformers() {
                     let before = tokens(&[before], &device.device);
                     model
                         .step(before, &mut cache, Logits::None)
-                        .expect("a step");
+                        .expect("the step succeeds");
                     let mut decoder = model.decoder(&mut cache);
                     if spare > 0 {
-                        // What was forgotten is not seen.
-                        decoder.read(&[*last, 50, 60, 70]).expect("a pass");
-                        decoder.forget(4).expect("few enough");
+                        // The decoder does not see the forgotten columns.
+                        decoder
+                            .read(&[*last, 50, 60, 70])
+                            .expect("the pass succeeds");
+                        decoder.forget(4).expect("the cache can forget the columns");
                     }
-                    let next = decoder.step(&[*last]).expect("a step");
-                    let hidden = next.hidden().expect("the stream");
+                    let next = decoder.step(&[*last]).expect("the step succeeds");
+                    let hidden = next.hidden().expect("the hidden state is available");
                     reference["target.last_hidden"].assert_close(hidden.clone(), &what);
-                    let token = next.argmax().expect("a token")[0];
+                    let token = next.argmax().expect("there is a token")[0];
                     assert_eq!(whole(&reference["target.next_token"]), [token], "{what}");
-                    let drafter = gemma.drafter().expect("loaded");
+                    let drafter = gemma.drafter().expect("the drafter is loaded");
                     let guesses = drafter.draft(model, decoder.cache(), token, hidden, 4);
-                    let guesses = guesses.expect("guesses");
+                    let guesses = guesses.expect("the draft succeeds");
                     let expected = whole(&reference["strict_window.draft_tokens"]);
-                    assert_eq!(guesses.tokens().expect("tokens"), expected, "{what}");
+                    assert_eq!(
+                        guesses.tokens().expect("the draft tokens are readable"),
+                        expected,
+                        "{what}"
+                    );
                     reference["strict_window.projected_hidden"]
                         .assert_close(guesses.hidden(), &what);
                 }
@@ -79,9 +87,10 @@ fn guesses_and_streams_are_those_of_transformers() {
     }
 }
 
-/// A round that is captured and replayed, from a ring with spare slots or without, guesses what one launched at once does.
+/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The ring buffer has spare
+/// slots or none.
 #[test]
-fn rounds_are_the_same_replayed() {
+fn drafter_replayed_round_equals_direct_round() {
     for device in devices() {
         for (name, target) in PAIRS {
             let gemma = load(name, target, &device.device);
@@ -94,64 +103,87 @@ fn rounds_are_the_same_replayed() {
 }
 
 fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: &str) {
-    let (model, drafter) = (gemma.model(), gemma.drafter().expect("loaded"));
+    let (model, drafter) = (
+        gemma.model(),
+        gemma.drafter().expect("the drafter is loaded"),
+    );
     let cache = match compact {
         true => model.compact_cache(vec![0]),
         false => model.cache(vec![0]),
     };
     let mut cache = cache.forgetting(spare);
     let first = tokens(&[&fixture.prompt[..3]], &gemma.device());
-    model.step(first, &mut cache, Logits::None).expect("a step");
+    model
+        .step(first, &mut cache, Logits::None)
+        .expect("the step succeeds");
     let mut decoder = model
         .decoder(&mut cache)
         .with_drafter(drafter)
-        .expect("its own");
+        .expect("the drafter fits the model");
     let text = [&fixture.prompt[3..], &fixture.generated].concat();
     for (index, token) in text.iter().enumerate() {
         let what = format!("{what} at {index}");
         let wrong = spare.min(index % 4);
         let read = [&[*token][..], &vec![50; wrong]].concat();
-        let next = decoder.read(&read).expect("a pass");
-        let hidden = next.hidden().expect("the stream").narrow(0, 0, 1);
-        decoder.forget(wrong).expect("few enough");
+        let next = decoder.read(&read).expect("the pass succeeds");
+        let hidden = next
+            .hidden()
+            .expect("the hidden state is available")
+            .narrow(0, 0, 1);
+        decoder
+            .forget(wrong)
+            .expect("the cache can forget the columns");
         let count = 1 + index % 2;
         let expected = drafter.draft(model, decoder.cache(), 60, hidden.clone(), count);
-        let expected = expected.expect("guesses");
-        let of_tokens = expected.tokens().expect("tokens");
+        let expected = expected.expect("the draft succeeds");
+        let of_tokens = expected.tokens().expect("the draft tokens are readable");
         let of_streams = Reference {
             values: values(expected.hidden()),
         };
-        let found = decoder.guess(60, hidden, count).expect("guesses");
-        assert_eq!(found.tokens().expect("tokens"), of_tokens, "{what}");
+        let found = decoder
+            .guess(60, hidden, count)
+            .expect("the draft succeeds");
+        assert_eq!(
+            found.tokens().expect("the draft tokens are readable"),
+            of_tokens,
+            "{what}"
+        );
         of_streams.assert_close(found.hidden(), &what);
     }
 }
 
-/// Guesses that the model reads where they are, and what comes after them, are those that it is given from the host: within the window and beyond it, from any row, with what was
-/// wrong forgotten.
+/// Draft tokens may stay on the device until the model's pass verifies them. The results equal those with draft tokens
+/// from the host. The text exceeds the window, starts from any row, and forgets the rejected draft tokens.
 #[test]
-fn guesses_are_read_where_they_are() {
+fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
         for (name, target) in PAIRS {
             let gemma = load(name, target, &device.device);
             let fixture = Fixture::open(target);
-            let (model, drafter) = (gemma.model(), gemma.drafter().expect("loaded"));
+            let (model, drafter) = (
+                gemma.model(),
+                gemma.drafter().expect("the drafter is loaded"),
+            );
             let first = || {
                 let mut cache = model.cache(vec![0]).forgetting(3);
                 let first = tokens(&[&fixture.prompt[..2]], &gemma.device());
-                model.step(first, &mut cache, Logits::None).expect("a step");
+                model
+                    .step(first, &mut cache, Logits::None)
+                    .expect("the step succeeds");
                 cache
             };
             let mut caches = [first(), first()];
             let mut decoders = caches.each_mut().map(|cache| {
                 let decoder = model.decoder(cache);
-                decoder.with_drafter(drafter).expect("its own")
+                decoder
+                    .with_drafter(drafter)
+                    .expect("the drafter fits the model")
             });
             let [on_device, on_host] = &mut decoders;
             let token = fixture.prompt[2];
             let begun = [&mut *on_device, on_host].map(|decoder| {
-                let next = decoder.step(&[token]).expect("a step");
-                next.hidden().expect("the stream")
+                let next = decoder.step(&[token]).expect("the step succeeds");
+                next.hidden().expect("the hidden state is available")
             });
             let [mut streams, mut alone] = begun;
             let mut row = 0;
@@ -160,25 +192,36 @@ fn guesses_are_read_where_they_are() {
                 let what = format!("{name} {} at {index}", device.name);
                 let count = 1 + index % 3;
                 let read = on_device.guess_and_read(token, streams, row, count);
-                let (guesses, next) = read.expect("a pass");
-                streams = next.hidden().expect("streams");
-                let found = next.argmax().expect("tokens");
-                let found_guesses = guesses.tokens().expect("guesses");
+                let (guesses, next) = read.expect("the pass succeeds");
+                streams = next.hidden().expect("the hidden states are available");
+                let found = next.argmax().expect("the tokens are valid");
+                let found_guesses = guesses.tokens().expect("the draft succeeds");
 
-                let guesses = on_host.guess(token, alone, count).expect("guesses");
-                let guesses = guesses.tokens().expect("tokens");
+                let guesses = on_host
+                    .guess(token, alone, count)
+                    .expect("the draft succeeds");
+                let guesses = guesses.tokens().expect("the draft tokens are readable");
                 assert_eq!(found_guesses, guesses, "{what}");
                 let read = on_host.read(&[&[token], &guesses[..]].concat());
-                let next = read.expect("a pass");
+                let next = read.expect("the pass succeeds");
                 let expected = Reference {
-                    values: values(next.hidden().expect("streams")),
+                    values: values(next.hidden().expect("the hidden states are available")),
                 };
                 expected.assert_close(streams.clone(), &what);
                 row = index % (1 + count);
-                alone = next.hidden().expect("streams").narrow(0, row, 1);
-                assert_eq!(found, next.argmax().expect("tokens"), "{what}");
+                alone = next
+                    .hidden()
+                    .expect("the hidden states are available")
+                    .narrow(0, row, 1);
+                assert_eq!(
+                    found,
+                    next.argmax().expect("the tokens are valid"),
+                    "{what}"
+                );
                 for decoder in [&mut *on_device, on_host] {
-                    decoder.forget(count - row).expect("few enough");
+                    decoder
+                        .forget(count - row)
+                        .expect("the cache can forget the columns");
                 }
             }
             let refused = on_device.guess_and_read(50, streams, 9, 1);
@@ -196,32 +239,40 @@ fn guesses_are_read_where_they_are() {
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
 }
 
-/// A decoder that is given another drafter guesses as that one does.
+/// A decoder with a replaced drafter drafts with the new one.
 #[test]
-fn drafters_may_change() {
+fn decoder_with_replaced_drafter_uses_the_new_one() {
     let folder = Folder::drafter("assistant-ple");
     folder.edit(|tensors| {
-        let projection = tensors.get_mut("post_projection.weight").expect("it");
+        let projection = tensors
+            .get_mut("post_projection.weight")
+            .expect("the drafter has this tensor");
         projection.bytes.fill(0);
     });
     for device in devices() {
         let gemma = load("assistant-ple", "dense-ple", &device.device);
-        let (model, first) = (gemma.model(), gemma.drafter().expect("loaded"));
+        let (model, first) = (
+            gemma.model(),
+            gemma.drafter().expect("the drafter is loaded"),
+        );
         let options = LoadOptions::new().dtype(DType::F32);
-        let second = Drafter::load(folder.path(), &device.device, options).expect("a drafter");
+        let second =
+            Drafter::load(folder.path(), &device.device, options).expect("the drafter is valid");
         let mut cache = model.cache(vec![0]);
         let before = tokens(&[&[2, 50, 60]], &device.device);
         model
             .step(before, &mut cache, Logits::None)
-            .expect("a step");
+            .expect("the step succeeds");
         let mut decoder = model.decoder(&mut cache);
         for (drafter, is_zero) in [(first, false), (&second, true), (first, false)] {
-            decoder = decoder.with_drafter(drafter).expect("for it");
+            decoder = decoder
+                .with_drafter(drafter)
+                .expect("the drafter fits the model");
             let hidden = Tensor::ones([1, 64], &device.device);
-            let guesses = decoder.guess(70, hidden, 2).expect("guesses");
+            let guesses = decoder.guess(70, hidden, 2).expect("the draft succeeds");
             let streams = values(guesses.hidden());
             let found = streams.iter().all(|value| *value == 0.0);
             assert_eq!(found, is_zero, "{}", device.name);
@@ -229,16 +280,16 @@ fn drafters_may_change() {
     }
 }
 
-/// The text of a GGUF file's model is the same with a drafter's guesses.
+/// The text of a GGUF model with a drafter equals the text without.
 #[test]
-fn models_in_gguf_files_have_drafters() {
+fn drafter_of_gguf_model_leaves_the_text_unchanged() {
     let device = Device::flex();
     let gguf = folder("gguf").join("dense-ple.Q8_0.gguf");
     let options = LoadOptions::new().dtype(DType::F32);
-    let gemma = Gemma4::load(gguf, &device, options).expect("a model");
+    let gemma = Gemma4::load(gguf, &device, options).expect("the model is valid");
     let gemma = gemma
         .with_drafter(folder("assistant-ple"))
-        .expect("its own");
+        .expect("the drafter fits the model");
     let plain = greedy(&gemma, 16);
     let expected = generate(&gemma, &[2, 50, 60], &plain);
     let options = GenerateOptions {
@@ -251,9 +302,9 @@ fn models_in_gguf_files_have_drafters() {
     );
 }
 
-/// Greedy and drawn; these drafters know nothing of their models, so that nearly all guesses are wrong.
+/// The texts are greedy and sampled. These drafters have random weights, so the model rejects nearly all draft tokens.
 #[test]
-fn texts_are_the_same() {
+fn drafter_of_random_weights_leaves_the_text_unchanged() {
     for device in devices() {
         for (name, target) in PAIRS {
             let gemma = load(name, target, &device.device);
@@ -285,14 +336,16 @@ fn texts_are_the_same() {
     }
 }
 
-/// A drafter that knows what the model writes is always right, and the text ends wherever it should, in the midst of what it guessed.
+/// A drafter that knows the model's text has all of its draft tokens accepted. The text also ends correctly between two
+/// draft tokens of a pass.
 #[test]
-fn right_guesses_are_accepted() {
+fn drafter_with_right_tokens_accepts_all() {
     for device in devices() {
         let target = Folder::that_writes(&WRITING);
-        let gemma = Gemma4::from_pretrained(target.path(), &device.device).expect("a model");
+        let gemma =
+            Gemma4::from_pretrained(target.path(), &device.device).expect("the model is valid");
         let gemma = gemma.with_drafter(target.drafter_of_chain().path());
-        let gemma = gemma.expect("a drafter");
+        let gemma = gemma.expect("the drafter is valid");
         let options = GenerateOptions {
             drafts: Drafts::Drafter,
             draft_tokens: Some(4),
@@ -300,7 +353,7 @@ fn right_guesses_are_accepted() {
         };
         let found = generate(&gemma, &WRITING[..1], &options);
         assert_eq!(found.tokens, WRITING[1..17], "{}", device.name);
-        // One token after the prompt, three passes of five.
+        // One token follows the prompt, and three passes give five tokens each.
         assert_eq!(found.drafts.passes, 3, "{:?}", found.drafts);
         assert_eq!(found.drafts.acceptance(), 1.0, "{:?}", found.drafts);
         assert_eq!(found.drafts.tokens_per_pass(), 5.0);
@@ -314,12 +367,12 @@ fn right_guesses_are_accepted() {
             let found = session.generate(WRITING[..1].to_vec(), &options, |_| {
                 ControlFlow::Continue(())
             });
-            let found = found.expect("a generation");
+            let found = found.expect("the generation succeeds");
             assert_eq!(found.tokens, WRITING[1..=end], "{} {end}", device.name);
             assert_eq!(found.finish_reason, FinishReason::Stop);
             assert_eq!(session.len(), end);
         }
-        // It pays to guess more where all is right.
+        // If all draft tokens are accepted, the adaptive number of draft tokens grows.
         let options = GenerateOptions {
             draft_tokens: None,
             ..options
@@ -329,9 +382,9 @@ fn right_guesses_are_accepted() {
     }
 }
 
-/// A session goes on after guesses as it does without.
+/// A session continues in the same way after a text with draft tokens as after a text without them.
 #[test]
-fn sessions_go_on() {
+fn drafter_session_continues_as_without_drafts() {
     let gemma = load("assistant-ple", "dense-ple", &Device::flex());
     let fixture = Fixture::open("dense-ple");
     let plain = greedy(&gemma, 7);
@@ -343,7 +396,7 @@ fn sessions_go_on() {
     let mut answer = |prompt: &[u32]| {
         session
             .generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()))
-            .expect("a generation")
+            .expect("the generation succeeds")
     };
     let first = answer(&fixture.prompt);
     let longer = [&fixture.prompt[..], &first.tokens, &[77, 78]].concat();
@@ -353,7 +406,7 @@ fn sessions_go_on() {
 }
 
 #[test]
-fn a_drafter_must_be_asked_for_and_be_there() {
+fn drafter_missing_or_not_requested_is_not_used() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let options = GenerateOptions {
         drafts: Drafts::Drafter,

@@ -1,4 +1,6 @@
-//! With drafts, a text is what it is without: greedy, sampled, stopped in the midst of what was accepted.
+//! Speculative decoding: the generated text equals the text without draft tokens. Texts are greedy or sampled, and some
+//! stop between accepted draft tokens. A draft token is a guess of a next token, which the model's next pass accepts or
+//! rejects.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -8,13 +10,13 @@ use burn_gemma4::{
 };
 use std::ops::ControlFlow;
 
-/// Numbers of tokens that are drafted: by what was right, and fixed.
+/// The numbers of draft tokens per pass: adaptive (`None`), and fixed.
 const PACES: [Option<usize>; 4] = [None, Some(1), Some(3), Some(8)];
 
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
 }
 
 fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOptions {
@@ -25,7 +27,8 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// A prompt that has been there before, with the answer that it got, so that some of the next one can be looked up.
+/// Returns a prompt that contains its own repeated answer, so that the lookup in earlier text finds draft tokens for
+/// the next answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],
@@ -55,9 +58,9 @@ pub fn assert_same(found: &Generation, expected: &Generation, what: &str) {
 }
 
 #[test]
-fn greedy_tokens_are_the_same() {
+fn drafts_greedy_tokens_equal_those_without() {
     on_every_device(|fixture, gemma, device| {
-        // Every number of rows is tuned and compiled anew where there are kernels.
+        // Devices with kernels compile and tune new ones for every number of rows, so they run fewer paces.
         let paces = match device.device == Device::flex() {
             true => &PACES[..],
             false => &[None, Some(8)],
@@ -77,16 +80,17 @@ fn greedy_tokens_are_the_same() {
                 accepted += found.drafts.accepted;
             }
         }
-        // The texts of these models repeat themselves.
+        // These models repeat themselves, so some draft tokens of the lookup must be accepted.
         assert!(accepted > 0, "{} {}", fixture.name, device.name);
         let found = generate(gemma, &fixture.prompt, &drafted(&options, None));
         assert_eq!(found.tokens[..16], fixture.generated[..16]);
     });
 }
 
-/// Penalties, what is suppressed, min-p and the others see the text as without drafts, and random numbers come in the same order.
+/// Penalties, suppressed tokens, min-p and the other sampling options depend on the same text as without draft tokens.
+/// The random numbers are drawn in the same order.
 #[test]
-fn a_seed_draws_the_same_tokens() {
+fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let prompt = repeated(&fixture);
@@ -133,10 +137,11 @@ fn a_seed_draws_the_same_tokens() {
     assert!(accepted > 0);
 }
 
-/// Pearson's chi-square of the second and third token of many texts against the products of the model's probabilities, over a
-/// vocabulary of five tokens.
+/// Pearson's chi-square test. The expected counts of the second and third token of many texts follow from the model's
+/// probabilities: the probability of a pair is the product of the two tokens' probabilities. The vocabulary has five
+/// tokens.
 #[test]
-fn sampled_tokens_have_the_models_distribution() {
+fn drafts_sampled_tokens_have_the_models_distribution() {
     const TEXTS: usize = 1500;
     const VOCABULARY: [u32; 5] = [70, 90, 120, 200, 310];
     let device = Device::flex();
@@ -146,7 +151,8 @@ fn sampled_tokens_have_the_models_distribution() {
     let suppress_tokens: Vec<u32> = (0..gemma.config().vocab_size as u32)
         .filter(|token| !VOCABULARY.contains(token))
         .collect();
-    // Whatever the first token is, it was there before, after the same one and before another of itself, which is likely.
+    // Each token occurs in the prompt after itself and before itself, so the lookup probably finds draft tokens for any
+    // first token.
     let [a, b, c, d, e] = VOCABULARY;
     let prompt = [a, b, b, a, c, c, a, d, d, a, e, e, a, a, a];
 
@@ -156,7 +162,11 @@ fn sampled_tokens_have_the_models_distribution() {
         let logits = gemma
             .model()
             .step(tokens(&[&row], &device), &mut cache, Logits::Last(1));
-        let logits = values(logits.expect("a step").expect("logits"));
+        let logits = values(
+            logits
+                .expect("the step succeeds")
+                .expect("logits were requested"),
+        );
         let weights = VOCABULARY.map(|token| f64::from(logits[token as usize] / temperature).exp());
         let sum: f64 = weights.iter().sum();
         weights.iter().map(|weight| weight / sum).collect()
@@ -187,7 +197,9 @@ fn sampled_tokens_have_the_models_distribution() {
         let [_, second, third, ..] = generation.tokens[..] else {
             panic!("{generation:?}");
         };
-        let places = place(second).zip(place(third)).expect("of the vocabulary");
+        let places = place(second)
+            .zip(place(third))
+            .expect("the tokens are in the vocabulary");
         found[places.0 * 5 + places.1] += 1;
         counts.drafted += generation.drafts.drafted;
         counts.accepted += generation.drafts.accepted;
@@ -204,16 +216,17 @@ fn sampled_tokens_have_the_models_distribution() {
             cells += 1;
         }
     }
-    // 24 degrees of freedom exceed 52 once in a thousand times; the seeds are fixed.
+    // A chi-square with 24 degrees of freedom exceeds 52 once in a thousand times. The seeds are fixed, so the test
+    // cannot fail by chance.
     assert!(
         cells > 15 && square < 52.0,
         "{square} of {cells}: {found:?}"
     );
 }
 
-/// Any token may end the text, wherever in a pass it comes; and a session holds what was read before it.
+/// Any token may end the text, at any position of a pass. The session then contains exactly the tokens before it.
 #[test]
-fn a_text_ends_in_the_midst_of_a_pass() {
+fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {
         let fixture = Fixture::open(name);
         let gemma = fixture.load(&Device::flex(), DType::F32);
@@ -250,7 +263,7 @@ fn a_text_ends_in_the_midst_of_a_pass() {
             let name = gemma
                 .tokenizer()
                 .decode(&stop_tokens, false)
-                .expect("a text");
+                .expect("the tokens decode");
             let stopping = GenerateOptions {
                 stop_strings: vec![name],
                 ..options.clone()
@@ -278,7 +291,8 @@ fn a_text_ends_in_the_midst_of_a_pass() {
     }
 }
 
-/// With drafts, and a callback that ends the text after `most` tokens, there are these tokens, and a session goes on after them.
+/// Asserts that a text with drafts has the tokens `expected`, with a callback that ends it after `most` tokens. The
+/// session must continue after these tokens.
 #[track_caller]
 fn ends(
     gemma: &Gemma4,
@@ -297,20 +311,20 @@ fn ends(
             _ => ControlFlow::Continue(()),
         }
     });
-    let found = found.expect("a generation");
+    let found = found.expect("the generation succeeds");
     assert_eq!(found.tokens, expected);
     assert_eq!(found.finish_reason, reason);
     assert_eq!(session.len(), REPEATED.len() + expected.len() - 1);
-    // What comes after is as if nothing had been read too much.
+    // The next text must not depend on the rejected draft tokens.
     let longer = [&REPEATED[..], expected, &[77, 78]].concat();
     let next = session.generate(longer.clone(), &options, |_| ControlFlow::Continue(()));
-    let next = next.expect("a generation");
+    let next = next.expect("the generation succeeds");
     assert_eq!(next.timings.prefill_tokens, 3);
     assert_eq!(next.tokens, generate(gemma, &longer, &options).tokens);
 }
 
 #[test]
-fn what_cannot_be_drafted_is_refused() {
+fn drafts_wrong_options_are_refused() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let options = greedy(&gemma, 4);
@@ -335,5 +349,5 @@ fn what_cannot_be_drafted_is_refused() {
         assert!(words(1, &wrong).starts_with("draft_tokens: is"));
     }
     let alone = gemma.generate_batch(std::slice::from_ref(&prompt), &looked_up);
-    assert_eq!(alone.expect("one").len(), 1);
+    assert_eq!(alone.expect("the generation succeeds").len(), 1);
 }

@@ -1,5 +1,6 @@
-//! What kernels draw is what the definition on the host draws by the same seeds: from hostile logits, by every cut, in every dtype,
-//! with the distribution that the options say; in a text, too, recorded or not, with its penalty, alone and in a batch.
+//! Sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have hostile logits,
+//! every cut (top-k, top-p, min-p), and every dtype. Another test checks the distribution. Generated texts are the same
+//! too, with or without graph capture, with penalties, alone and in batches.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -10,15 +11,15 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// A number that is another in every run.
+/// Returns a seed that differs in every run, and prints it.
 fn fresh() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let seed = now.expect("a clock").as_nanos() as u64;
+    let seed = now.expect("the clock is after 1970").as_nanos() as u64;
     println!("seed {seed}");
     seed
 }
 
-/// The next of some random numbers, from 0 to 1.
+/// Returns the next pseudo-random number from 0 to 1.
 fn uniform(state: &mut u64) -> f32 {
     *state = state
         .wrapping_mul(6_364_136_223_846_793_005)
@@ -33,7 +34,7 @@ fn sampling(temperature: f32) -> Sampling {
     }
 }
 
-/// Samplers with seeds of their own.
+/// Returns samplers with different seeds.
 fn samplers(sampling: &Sampling, count: usize, seed: u64) -> Vec<Sampler> {
     (0..count as u64)
         .map(|row| {
@@ -45,14 +46,16 @@ fn samplers(sampling: &Sampling, count: usize, seed: u64) -> Vec<Sampler> {
         .collect()
 }
 
-/// A token of each row.
+/// Draws a token from each row of logits.
 fn draw(rows: &[Vec<f32>], samplers: &mut [Sampler], dtype: DType, device: &Device) -> Vec<u32> {
     let data = TensorData::new(rows.concat(), [rows.len(), 1, rows[0].len()]);
     let logits = Tensor::<3>::from_data(data, (device, DType::F32)).cast(dtype);
-    Next::of(logits).sample(samplers).expect("tokens")
+    Next::of(logits)
+        .sample(samplers)
+        .expect("the tokens are valid")
 }
 
-/// As a dtype holds them.
+/// Rounds the rows to a dtype.
 fn rounded(rows: &[Vec<f32>], dtype: DType) -> Vec<Vec<f32>> {
     let round = |value: &f32| match dtype {
         DType::F16 => burn::tensor::f16::from_f32(*value).to_f32(),
@@ -63,7 +66,7 @@ fn rounded(rows: &[Vec<f32>], dtype: DType) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// Every cut, alone and together.
+/// Returns every cut (top-k, top-p, min-p), alone and together.
 fn cuts() -> Vec<Sampling> {
     let of = |temperature, top_k, top_p, min_p| Sampling {
         top_k,
@@ -78,13 +81,13 @@ fn cuts() -> Vec<Sampling> {
         of(1.0, None, None, Some(0.2)),
         of(2.0, Some(40), Some(0.6), Some(0.05)),
         of(1e-30, None, Some(0.5), None),
-        // Devices may take it for 0.
+        // Devices may flush this temperature to 0.
         of(1e-40, None, Some(0.9), Some(0.1)),
         of(1e30, Some(300), Some(1e-6), None),
     ]
 }
 
-/// Rows that break careless draws, of `columns` each.
+/// Returns rows of `columns` logits with hard cases: ties, zeros of both signs, NaN, infinities.
 fn hostile(columns: usize, state: &mut u64) -> Vec<Vec<f32>> {
     let (nothing, infinity) = (f32::NEG_INFINITY, f32::INFINITY);
     let mut any = |make: &dyn Fn(f32) -> f32| -> Vec<f32> {
@@ -111,12 +114,12 @@ fn hostile(columns: usize, state: &mut u64) -> Vec<Vec<f32>> {
 }
 
 #[test]
-fn kernels_draw_as_the_definition() {
+fn sampling_kernel_draws_the_tokens_of_the_host() {
     let mut state = fresh();
     for device in devices() {
         for dtype in [DType::F32, DType::F16] {
             let (mut drawn, mut others) = (0, 0);
-            // One stretch of a row, one that does not end with it, and several.
+            // A row of the first two sizes fits one cube's chunk. A row of the last size has several chunks.
             for columns in [1, 300, 9_001] {
                 let rows = rounded(&hostile(columns, &mut state), dtype);
                 for sampling in cuts() {
@@ -127,7 +130,7 @@ fn kernels_draw_as_the_definition() {
                         for ((row, sampler), found) in
                             rows.iter().zip(&mut by_definition).zip(found)
                         {
-                            let expected = sampler.sample(row).expect("a token");
+                            let expected = sampler.sample(row).expect("there is a token");
                             drawn += 1;
                             others += usize::from(found != expected);
                             let possible = row[found as usize] > f32::NEG_INFINITY;
@@ -136,7 +139,8 @@ fn kernels_draw_as_the_definition() {
                     }
                 }
             }
-            // Exponentials may be rounded otherwise, which moves the bounds between tokens by a millionth.
+            // Devices may round exponentials differently, which moves the boundary between two tokens' intervals by a
+            // millionth.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -147,7 +151,7 @@ fn kernels_draw_as_the_definition() {
 }
 
 #[test]
-fn a_whole_vocabulary() {
+fn sampling_kernel_over_a_whole_vocabulary_draws_the_tokens_of_the_host() {
     let mut state = fresh();
     let rows: Vec<Vec<f32>> = (0..2)
         .map(|_| (0..262_144).map(|_| 30.0 * uniform(&mut state)).collect())
@@ -166,14 +170,14 @@ fn a_whole_vocabulary() {
             let expected: Vec<u32> = by_definition
                 .iter_mut()
                 .zip(&rows)
-                .map(|pair| sample(pair).expect("a token"))
+                .map(|pair| sample(pair).expect("there is a token"))
                 .collect();
             assert_eq!(found, expected, "{} {sampling:?}", device.name);
         }
     }
 }
 
-/// The tokens that top-k, then top-p, then min-p keep, by a whole sort in f64.
+/// Returns the tokens that top-k, then top-p, then min-p keep, by a complete sort in f64.
 fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
     let mut order: Vec<usize> = (0..logits.len())
         .filter(|token| logits[*token] > f32::NEG_INFINITY)
@@ -203,9 +207,9 @@ fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
         .collect()
 }
 
-/// Weights that are nearly the same, so that every token that is kept is drawn.
+/// The weights are nearly equal, so every token that the cuts keep is drawn.
 #[test]
-fn kernels_keep_what_the_definition_keeps() {
+fn sampling_kernel_keeps_the_tokens_of_the_host() {
     const DRAWS: usize = 1_000;
     let mut state = fresh();
     let nothing = f32::NEG_INFINITY;
@@ -245,9 +249,9 @@ fn kernels_keep_what_the_definition_keeps() {
     }
 }
 
-/// Pearson's statistic stays below what one of a million runs passes.
+/// Pearson's statistic must stay below a limit that one of a million runs exceeds.
 #[test]
-fn draws_have_their_distribution() {
+fn sampling_draws_have_the_right_distribution() {
     const ROWS: usize = 2_500;
     let mut state = fresh();
     let logits: Vec<f32> = (0..48).map(|_| 4.0 * uniform(&mut state)).collect();
@@ -281,7 +285,7 @@ fn draws_have_their_distribution() {
                 (f64::from(counts[*token as usize]) - expected).powi(2) / expected
             });
             let statistic: f64 = terms.sum();
-            // Wilson's and Hilferty's approximation.
+            // The limit is Wilson's and Hilferty's approximation.
             let freedom = (kept.len() - 1) as f64;
             let spread = 2.0 / (9.0 * freedom);
             let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
@@ -291,13 +295,15 @@ fn draws_have_their_distribution() {
 }
 
 #[test]
-fn a_row_without_numbers_is_an_error() {
+fn sampling_row_without_finite_logits_is_an_error() {
     for device in devices() {
         for logit in [f32::NAN, f32::NEG_INFINITY] {
             for sampling in cuts() {
                 let logits = Tensor::<3>::full([2, 1, 40], logit, &device.device);
                 let mut samplers = samplers(&sampling, 2, 1);
-                let error = Next::of(logits).sample(&mut samplers).expect_err("nothing");
+                let error = Next::of(logits)
+                    .sample(&mut samplers)
+                    .expect_err("no token can be drawn");
                 let told = error.to_string();
                 assert!(told.starts_with("logits: "), "{} {told}", device.name);
             }
@@ -305,9 +311,9 @@ fn a_row_without_numbers_is_an_error() {
     }
 }
 
-/// Devices may take it for 0, by which 0 is no number.
+/// A device may flush this penalty to 0. A logit of 0 divided by the penalty would then be NaN.
 #[test]
-fn a_penalty_may_be_as_small_as_numbers_are() {
+fn sampling_subnormal_penalty_is_applied() {
     for device in devices() {
         for repetition_penalty in [f32::from_bits(1), 1e-40, f32::MIN_POSITIVE] {
             for logits in [[-1.0, 0.0, -2.0], [-1.0, 1.0, 0.5], [-1.0, -2.0, -1.5]] {
@@ -335,11 +341,13 @@ fn a_penalty_may_be_as_small_as_numbers_are() {
 }
 
 #[test]
-fn there_is_a_sampler_for_each_sequence() {
+fn sampling_with_too_few_samplers_is_refused() {
     let device = Device::flex();
     let logits = Tensor::<3>::zeros([2, 1, 40], &device);
     let mut one = samplers(&sampling(1.0), 1, 1);
-    let error = Next::of(logits).sample(&mut one).expect_err("too few");
+    let error = Next::of(logits)
+        .sample(&mut one)
+        .expect_err("there are too few samplers");
     assert!(error.to_string().starts_with("samplers"), "{error}");
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
@@ -348,20 +356,22 @@ fn there_is_a_sampler_for_each_sequence() {
     assert!(error.is_err());
 }
 
-/// What is generated, by kernels and, where logprobs are asked for, on the host.
+/// Returns the generated texts, sampled by kernels and, if logprobs are requested, on the host.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {
         let options = GenerateOptions {
             logprobs,
             ..options.clone()
         };
-        let texts = gemma.generate_batch(prompts, &options).expect("texts");
+        let texts = gemma
+            .generate_batch(prompts, &options)
+            .expect("the generations succeed");
         texts.into_iter().map(|text| text.tokens).collect()
     })
 }
 
 #[test]
-fn texts_are_those_that_the_host_draws() {
+fn sampling_kernel_texts_equal_those_of_the_host() {
     for device in devices() {
         for (name, batch, graph_capture) in [
             ("dense-ple", 3, true),
@@ -402,9 +412,9 @@ fn texts_are_those_that_the_host_draws() {
     }
 }
 
-/// Options that nobody has validated before.
+/// These options have not been validated before the draw.
 #[test]
-fn options_that_make_no_sense_draw_nothing() {
+fn sampling_invalid_options_are_refused() {
     for device in devices() {
         for (argument, top_k, top_p) in [("top_k", Some(0), None), ("top_p", None, Some(0.0))] {
             let wrong = Sampling {
@@ -422,9 +432,9 @@ fn options_that_make_no_sense_draw_nothing() {
     }
 }
 
-/// Where one row has nothing to draw, all samplers are where they were.
+/// If one row has no token that can be drawn, the state of all samplers stays unchanged.
 #[test]
-fn samplers_read_nothing_of_a_draw_that_failed() {
+fn sampling_failed_draw_leaves_samplers_unchanged() {
     let seed = fresh();
     let good = vec![vec![0.5, 0.25, 0.0, 0.125]; 2];
     let mut bad = good.clone();

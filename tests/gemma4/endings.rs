@@ -1,5 +1,5 @@
-//! How texts end and what is in them: stop strings wherever tokens begin and end, thoughts and calls of tools apart from the
-//! answer, and an end that comes while the prompt is still read.
+//! Ends of texts and kinds of text. The tests cover stop strings that begin or end inside tokens, thoughts and tool
+//! calls apart from the answer, and cancellation during the prefill.
 
 use crate::fixture::{Fixture, greedy};
 use crate::programs::folder::{Folder, WRITING, written};
@@ -13,18 +13,19 @@ use std::time::{Duration, Instant};
 
 fn writer(chain: &[u32]) -> Gemma4 {
     let folder = Folder::that_writes(chain);
-    Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a checkpoint")
+    Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new())
+        .expect("the checkpoint is valid")
 }
 
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
 }
 
 const X: u32 = 304;
 const BYTE: u32 = 24;
-/// What comes after `x`: `the cat`, `É!` in bytes, a special token, `hand`.
+/// The tokens after `x`: `the cat`, `É!` in bytes, a special token, and `hand`.
 const CHAIN: [u32; 12] = [
     X,
     315,
@@ -50,21 +51,21 @@ fn until(strings: &[&str]) -> Generation {
 }
 
 #[test]
-fn stop_strings_end_a_text() {
+fn stop_string_ends_the_text() {
     let whole = until(&[]);
     assert_eq!(whole.tokens, CHAIN[1..]);
     assert_eq!(whole.text, "the catÉ!hand");
     assert_eq!(whole.finish_reason, FinishReason::Length);
     for (strings, count) in [
-        // In the middle of a token, which comes whole.
+        // The stop string lies inside a token, and the text keeps the whole token.
         (&["h"][..], 1),
         (&["e c"], 3),
         (&["the cat"], 5),
-        // As soon as a character's last byte is there.
+        // The stop string matches as soon as the last byte of its character is generated.
         (&["É"], 7),
         (&["tÉ"], 7),
         (&["!"], 8),
-        // Special tokens have names.
+        // A stop string may be the name of a special token.
         (&["<|think|>"], 9),
         (&["!<|think|>ha"], 11),
         (&["dog", "cat", "and"], 5),
@@ -79,15 +80,15 @@ fn stop_strings_end_a_text() {
         assert_eq!(found.finish_reason, ended, "{strings:?}");
         assert!(whole.text.starts_with(&found.text), "{strings:?}");
     }
-    // The first byte of a character is none.
+    // The first byte of a character does not match the replacement character.
     assert_eq!(until(&["\u{FFFD}"]).finish_reason, FinishReason::Length);
     assert_eq!(until(&["cat"]).text, "the cat");
     assert_eq!(until(&["É"]).text, "the catÉ");
 }
 
-/// Only what is generated counts.
+/// Only generated text is compared with the stop strings.
 #[test]
-fn prompts_do_not_stop() {
+fn stop_string_in_the_prompt_is_ignored() {
     let gemma = writer(&CHAIN);
     let options = GenerateOptions {
         stop_strings: vec!["x".into(), "xt".into()],
@@ -98,7 +99,7 @@ fn prompts_do_not_stop() {
 }
 
 #[test]
-fn an_empty_stop_string_is_refused() {
+fn stop_string_that_is_empty_is_refused() {
     let gemma = writer(&CHAIN);
     let options = GenerateOptions {
         stop_strings: vec!["a".into(), String::new()],
@@ -106,12 +107,12 @@ fn an_empty_stop_string_is_refused() {
     };
     let error = gemma
         .generate(vec![2, X], &options, |_| ControlFlow::Continue(()))
-        .expect_err("every text has it");
+        .expect_err("an empty stop string is refused");
     assert!(error.to_string().contains("stop_strings"), "{error}");
 }
 
 #[test]
-fn thoughts_and_calls_are_apart() {
+fn generation_separates_answer_thoughts_and_tool_calls() {
     let gemma = writer(&WRITING);
     let mut pieces: Vec<(TextKind, String)> = Vec::new();
     let generation = gemma
@@ -122,7 +123,7 @@ fn thoughts_and_calls_are_apart() {
             }
             ControlFlow::Continue(())
         })
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert_eq!(generation.tokens, WRITING[1..]);
     assert_eq!(generation.finish_reason, FinishReason::Stop);
     assert_eq!(generation.text, written::ANSWER);
@@ -137,12 +138,15 @@ fn thoughts_and_calls_are_apart() {
     assert_eq!(of_kind(TextKind::ToolCall), written::TOOL_CALL);
 }
 
-/// A prompt that ends within a thought is gone on with in it.
+/// A prompt that ends inside a thought is continued inside that thought.
 #[test]
-fn a_prompt_may_end_in_a_thought() {
+fn generation_continues_a_thought_of_the_prompt() {
     const CHANNEL: u32 = 13;
     let gemma = writer(&[X, 281, 14, 282, 12]);
-    let thought: Vec<u32> = gemma.tokenizer().encode("thought\n").expect("tokens");
+    let thought: Vec<u32> = gemma
+        .tokenizer()
+        .encode("thought\n")
+        .expect("the text encodes");
     for header in [vec![], thought] {
         let prompt = [&[2, CHANNEL][..], &header, &[X]].concat();
         let generation = generate(&gemma, &prompt, &gemma.options());
@@ -154,7 +158,7 @@ fn a_prompt_may_end_in_a_thought() {
 }
 
 #[test]
-fn what_is_cancelled_reads_nothing() {
+fn cancelled_generation_reads_no_token() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let cancellation = Cancellation::new();
@@ -168,7 +172,7 @@ fn what_is_cancelled_reads_nothing() {
             .generate(fixture.prompt.clone(), &options, |_| {
                 ControlFlow::Continue(())
             })
-            .expect("a generation")
+            .expect("the generation succeeds")
     };
     cancellation.cancel();
     let generation = generate();
@@ -180,10 +184,11 @@ fn what_is_cancelled_reads_nothing() {
 }
 
 #[test]
-fn a_prompt_is_read_no_further_than_it_is_wanted() {
+fn cancelled_prefill_stops_early_and_continues_later() {
     let folder = Folder::copy("dense-ple");
     folder.set("config.json", "max_position_embeddings", 1 << 20);
-    let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("it");
+    let gemma = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new())
+        .expect("the checkpoint loads");
     let cancellation = Cancellation::new();
     let options = GenerateOptions {
         cancellation: Some(cancellation.clone()),
@@ -198,7 +203,7 @@ fn a_prompt_is_read_no_further_than_it_is_wanted() {
     });
     let generation = session
         .generate(prompt.clone(), &options, |_| ControlFlow::Continue(()))
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert!(
         start.elapsed() < Duration::from_secs(60),
         "{:?}",
@@ -209,7 +214,7 @@ fn a_prompt_is_read_no_further_than_it_is_wanted() {
     let read = generation.timings.prefill_tokens;
     assert!(read < prompt.len() && read == session.len(), "{read}");
 
-    // The session goes on from what it has read.
+    // The session continues from the tokens in its cache.
     let options = GenerateOptions {
         cancellation: None,
         ..options
@@ -217,7 +222,7 @@ fn a_prompt_is_read_no_further_than_it_is_wanted() {
     let longer = &prompt[..read + 3];
     let generation = session
         .generate(longer.to_vec(), &options, |_| ControlFlow::Continue(()))
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert_eq!(generation.timings.prefill_tokens, 3);
     assert_eq!(generation.tokens.len(), 4);
 }

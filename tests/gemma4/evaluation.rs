@@ -1,5 +1,5 @@
-//! What `evaluate` tells is what a text costs by definition: transformers' loss, each token counted once however documents come to
-//! windows and rows, and of conversations what is learned.
+//! The program `evaluate` and its library function. The cost of a text equals the loss of transformers. Each token
+//! counts once, however documents are divided into windows and rows. In conversations only the trained tokens count.
 
 use crate::{
     devices::devices,
@@ -11,16 +11,16 @@ use crate::{
         training::{conversations as lines, finetune},
     },
 };
-use attention_workspace::{
-    testing::program::{program, run, succeed},
-    training::{
-        documents::{Document, documents},
-        evaluation::{Cost, Windows, evaluate},
-        rows::Example,
-    },
-};
+use attention_workspace::testing::program::{gemma4, run, succeed};
 use burn::tensor::{DType, Device};
 use burn_gemma4::Gemma4;
+use gemma4_train::{
+    data::{
+        documents::{Document, read_documents},
+        packing::Example,
+    },
+    evaluation::{Cost, Windows, evaluate},
+};
 use serde_json::Value;
 use std::{fs, path::Path, process::Command};
 use tempfile::TempDir;
@@ -38,11 +38,13 @@ fn document(tokens: &[u32]) -> Document {
 
 fn costs(gemma: &Gemma4, documents: &[Document], length: usize, stride: usize) -> Vec<Cost> {
     let windows = Windows { length, stride };
-    evaluate(gemma.model(), documents, windows, |_, _| ()).expect("costs")
+    evaluate(gemma.model(), documents, windows, |_, _| ()).expect("the costs are computed")
 }
 
 fn cross_entropy(cost: Cost) -> f64 {
-    cost.told().expect("tokens that count").cross_entropy
+    cost.summary()
+        .expect("at least one token counts")
+        .cross_entropy
 }
 
 #[track_caller]
@@ -55,9 +57,9 @@ fn assert_close(found: f64, expected: f64, what: &str) {
 }
 
 #[test]
-fn it_is_transformers_loss() {
+fn evaluation_loss_equals_transformers() {
     for device in devices() {
-        // Elsewhere the kernels are those of every loss.
+        // Other devices compute every loss with the same kernels, so one fixture is enough.
         let count = if device.name == "flex" { usize::MAX } else { 1 };
         for fixture in Fixture::all().take(count) {
             let Some(expected) = fixture.gradients() else {
@@ -73,10 +75,10 @@ fn it_is_transformers_loss() {
     }
 }
 
-/// The cross entropies of the last `counted` tokens by all logits, in f64.
+/// Returns the sum of the cross entropies of the last `counted` tokens, computed from all logits in f64.
 fn definition(gemma: &Gemma4, text: &[u32], counted: usize) -> f64 {
     let logits = gemma.model().forward(tokens(&[text], &gemma.device()));
-    let logits = values(logits.expect("tokens within"));
+    let logits = values(logits.expect("the tokens are in the vocabulary"));
     let words = gemma.config().vocab_size;
     let cost = |position: usize| {
         let row = &logits[(position - 1) * words..][..words];
@@ -87,7 +89,7 @@ fn definition(gemma: &Gemma4, text: &[u32], counted: usize) -> f64 {
 }
 
 #[test]
-fn long_documents_are_read_in_windows_and_short_ones_share_rows() {
+fn evaluation_in_windows_and_shared_rows_equals_the_definition() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let random = |count: usize, seed: u32| -> Vec<u32> {
         let token = |index: u32| 24 + (index * index * 37 + index * seed) % 290;
@@ -97,7 +99,8 @@ fn long_documents_are_read_in_windows_and_short_ones_share_rows() {
     };
     let long = random(21, 5);
     let (length, stride) = (8, 3);
-    // The first window counts all, the next ones 3 each and the last the one that is left, behind the first token.
+    // The first window counts all its tokens, the next windows count 3 tokens each, and the last window counts one
+    // token. Each later window starts with the text's first token, and its uncounted tokens are context.
     let mut expected = definition(&gemma, &long[..8], 7);
     for (end, counted) in [(11, 3), (14, 3), (17, 3), (20, 3), (21, 1)] {
         let window = [&long[..1], &long[end - 7..end]].concat();
@@ -106,7 +109,7 @@ fn long_documents_are_read_in_windows_and_short_ones_share_rows() {
     let short = [random(3, 7), random(5, 11), random(8, 13), random(2, 17)];
     let mut documents: Vec<Document> = short.iter().map(|text| document(text)).collect();
     documents.insert(2, document(&long));
-    // Nothing to say.
+    // A document of one token has no token to predict.
     documents.push(document(&[2]));
     let found = costs(&gemma, &documents, length, stride);
     assert_eq!(
@@ -123,57 +126,59 @@ fn long_documents_are_read_in_windows_and_short_ones_share_rows() {
         let alone = definition(&gemma, text, text.len() - 1);
         assert_close(found[place].nats, alone, "a short document");
     }
-    assert_eq!(found[5].told(), None);
+    assert_eq!(found[5].summary(), None);
     let all: Cost = found.into_iter().sum();
     assert_eq!(all.tokens, 34);
 }
 
 fn evaluation(model: &Path, data: &Path, arguments: &[&str]) -> Command {
-    let mut command = program("evaluate");
+    let mut command = gemma4("evaluate");
     command.arg("--model").arg(model).arg("--data").arg(data);
     command.args(["--device", "flex"]).args(arguments);
     command
 }
 
-/// The loss that `finetune` validates by is that of what it has learned; with the adapter it is lower, and quantized about the same.
+/// The cost equals the validation loss of `finetune`. The cost is lower with the trained adapter, and about the same
+/// with quantized weights.
 #[test]
-fn the_program_tells_what_is_learned() {
+fn evaluate_reports_the_validation_loss_of_finetune() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
     let data = path("data.jsonl");
-    fs::write(&data, lines()).expect("a file");
+    fs::write(&data, lines()).expect("the file is written");
     succeed(&mut finetune(&base, &data, &path("adapter"), &[]));
     let told = |arguments: &[&str]| -> Value {
         let arguments = [arguments, &["--length", "64", "--json"]].concat();
         report(&succeed(&mut evaluation(base.path(), &data, &arguments)))
     };
     let whole = told(&[]);
-    let documents = whole["documents"].as_array().expect("documents");
+    let documents = whole["documents"].as_array().expect("documents is a list");
     assert_eq!(documents.len(), 200);
     assert_eq!(documents[199]["line"], 200);
-    let of = |told: &Value| told["cross_entropy"].as_f64().expect("a number");
-    // Every fifth is the same; they lie in other places of their rows, and a processor's products may add up otherwise there.
+    let of = |told: &Value| told["cross_entropy"].as_f64().expect("field is a number");
+    // Every fifth document has the same text. Its copies lie at different positions of their rows, where a GEMM on the
+    // processor may accumulate in another order.
     let (first, fifth) = (of(&documents[0]), of(&documents[5]));
     let error = (first - fifth).abs();
     assert!(
         error <= 4.0 * f64::from(f32::EPSILON) * first,
         "{first} and {fifth}"
     );
-    let tokens = |told: &Value| told["tokens"].as_f64().expect("a number");
+    let tokens = |told: &Value| told["tokens"].as_f64().expect("the field is a number");
     let sum: f64 = documents.iter().map(|one| of(one) * tokens(one)).sum();
     assert_close(sum / tokens(&whole), of(&whole), "by tokens");
-    let perplexity = whole["perplexity"].as_f64().expect("a number");
+    let perplexity = whole["perplexity"].as_f64().expect("the field is a number");
     assert_close(perplexity, of(&whole).exp(), "perplexity");
     let adapter = path("adapter");
-    let adapted = told(&["--adapter", adapter.to_str().expect("a name")]);
+    let adapted = told(&["--adapter", adapter.to_str().expect("the path is UTF-8")]);
     assert!(of(&adapted) < 0.8 * of(&whole), "{adapted}");
     let quantized = told(&["--quantize", "q8"]);
     assert_ne!(of(&quantized), of(&whole));
     assert!((of(&quantized) - of(&whole)).abs() < 0.02 * of(&whole));
 
     let text = path("text.txt");
-    fs::write(&text, "the cat the mat").expect("a file");
+    fs::write(&text, "the cat the mat").expect("the file is written");
     let ended = succeed(&mut evaluation(base.path(), &text, &["--length", "4"]));
     let lines: Vec<&str> = ended.stdout.lines().collect();
     assert_eq!(lines.len(), 2, "{ended:?}");
@@ -188,15 +193,15 @@ fn the_program_tells_what_is_learned() {
 }
 
 #[test]
-fn what_cannot_be_told_is_refused() {
+fn evaluate_wrong_arguments_are_refused() {
     let base = fixture::folder("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
     for name in ["text.txt", "text.csv"] {
-        fs::write(path(name), "the cat").expect("a file");
+        fs::write(path(name), "the cat").expect("the file is written");
     }
-    fs::write(path("empty.txt"), "\n").expect("a file");
-    fs::write(path("lines.jsonl"), "{\"txt\": 3}\n").expect("a file");
+    fs::write(path("empty.txt"), "\n").expect("the file is written");
+    fs::write(path("lines.jsonl"), "{\"txt\": 3}\n").expect("the file is written");
     for (name, arguments, code, words) in [
         ("text.csv", &[][..], 2, &["text.csv", ".jsonl"][..]),
         ("text.txt", &["--length", "1"], 2, &["--length is 1"]),
@@ -222,11 +227,11 @@ fn what_cannot_be_told_is_refused() {
     }
 }
 
-/// Whoever has written them.
+/// A text has one BOS and one EOS token, whether its author wrote them or not.
 #[test]
-fn a_text_has_one_beginning_and_one_end() {
+fn documents_have_one_bos_and_one_eos() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("texts.jsonl");
     let texts = [
         "the cat",
@@ -235,10 +240,10 @@ fn a_text_has_one_beginning_and_one_end() {
         "<bos>the cat<eos>",
     ];
     let lines = texts.map(|text| format!("{{\"text\": \"{text}\"}}\n"));
-    fs::write(&path, lines.concat()).expect("a file");
-    let documents = documents(&path, &gemma).expect("documents");
+    fs::write(&path, lines.concat()).expect("the file is written");
+    let documents = read_documents(&path, &gemma).expect("the documents parse");
     let [first, others @ ..] = &documents[..] else {
-        panic!("no documents")
+        panic!("the file has no documents")
     };
     let example = &first.examples[0];
     assert!(example.tokens[0] == gemma.config().bos_token && !example.learned[0]);

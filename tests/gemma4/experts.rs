@@ -1,6 +1,6 @@
-//! A mixture of experts by kernels is what it is on the host, of sizes that fit nothing: the choice, also where experts are equally
-//! probable, logits of a text read at once and token by token, and every gradient, of which experts that nobody chose have none; and twice the
-//! same is the same bits.
+//! A mixture of experts (MoE) gives the same results on kernels as on the host, for sizes that no tile divides. The
+//! tests compare the selected experts, including ties, the logits of one pass and of decode steps, and every gradient.
+//! Experts that no token selects have gradients of zero, and two runs give equal bits.
 
 use crate::{
     devices::devices,
@@ -12,26 +12,27 @@ use burn::{
     tensor::{Device, Tensor, TensorData},
 };
 use burn_gemma4::{
-    DecodeMode, ExpertsConfig, Gemma4Config, Gemma4Model, GradientRecorder, LayerType, Lesson,
-    Logits,
+    DecodeMode, ExpertsConfig, Gemma4Config, Gemma4Model, GradientRecorder, LayerType, Logits,
+    TrainBatch,
     observe::{LayerSite, Observer, Site},
 };
 use std::collections::BTreeMap;
 
-/// Tokens.
+/// Number of tokens in the vocabulary.
 const VOCABULARY: usize = 320;
 
-/// Sizes of a mixture, and of a text.
+/// Sizes of a mixture of experts and length of a text.
 struct Case {
     num_experts: usize,
     top_k_experts: usize,
     moe_intermediate_size: usize,
     positions: usize,
-    /// Whether all experts are equally probable for all tokens.
+    /// True if all experts are equally probable for all tokens.
     tied: bool,
 }
 
-/// Two of many for all tokens, which are more than a tile has rows, of a width that is a multiple of nothing.
+/// All tokens select the same two experts, because all probabilities are equal. There are more tokens than rows in a
+/// tile, and no tile divides the width.
 const TIED: Case = Case {
     num_experts: 9,
     top_k_experts: 2,
@@ -40,7 +41,8 @@ const TIED: Case = Case {
     tied: true,
 };
 
-/// Every expert for each token; more experts than a cube's units choose among at once.
+/// In the first case, each token selects every expert. The second case has a batch of 8, and more experts than a cube
+/// has units to select from at once.
 const DECODED: [(Case, usize); 2] = [
     (
         Case {
@@ -75,10 +77,11 @@ impl Case {
         format!("{top_k_experts} of {num_experts}, {positions} positions")
     }
 
-    /// The same on every device.
+    /// Returns a model with the same parameters on every device.
     fn model(&self, device: &Device) -> Gemma4Model {
         let config = Gemma4Config {
-            // What is around the experts is the fixture's, whose kernels other tests have compiled and tuned.
+            // The sizes outside of the experts are the fixture's, whose kernels other tests have already compiled and
+            // tuned.
             vocab_size: VOCABULARY,
             vocab_size_per_layer_input: VOCABULARY,
             hidden_size: 64,
@@ -110,7 +113,7 @@ impl Case {
     }
 }
 
-/// Parameters by their paths.
+/// Fills parameters with numbers that depend on their paths.
 struct Numbers {
     path: Vec<String>,
     tied: bool,
@@ -153,7 +156,7 @@ impl ModuleMapper for Numbers {
     }
 }
 
-/// The experts that were chosen.
+/// Records the chosen experts of each layer.
 #[derive(Default)]
 struct Chosen(Vec<Vec<f32>>);
 
@@ -165,7 +168,7 @@ impl Observer for Chosen {
     }
 }
 
-/// Logits of the whole text, the experts, and all gradients of a loss of them.
+/// The logits of the whole text, the chosen experts, and all gradients of a loss of the logits.
 struct Outcome {
     logits: Vec<f32>,
     chosen: Vec<Vec<f32>>,
@@ -179,7 +182,7 @@ fn outcome(case: &Case, device: &Device) -> Outcome {
     let mut chosen = Chosen::default();
     let logits = model
         .forward_observed(tokens(&[&text], &tracked), &mut chosen)
-        .expect("tokens within");
+        .expect("the tokens are in the vocabulary");
     let loss = (logits.clone() * logits.clone().detach().sin()).mean();
     Outcome {
         logits: values(logits),
@@ -189,7 +192,7 @@ fn outcome(case: &Case, device: &Device) -> Outcome {
 }
 
 #[test]
-fn of_any_size_as_on_the_host() {
+fn moe_logits_experts_and_gradients_equal_the_host() {
     let case = TIED;
     let expected = outcome(&case, &Device::flex());
     for chosen in &expected.chosen {
@@ -213,7 +216,8 @@ fn of_any_size_as_on_the_host() {
                     continue;
                 }
             };
-            // Those of a softmax of one number are 0, but for rounding.
+            // A softmax over a single element has a gradient of 0 except for rounding errors, so the bound has an
+            // absolute part.
             let error = norm(found.iter().zip(expected).map(|(a, b)| a - b));
             let bound = 1e-4 * norm(expected.iter().copied()) + 1e-6 * most;
             assert!(
@@ -230,22 +234,24 @@ fn of_any_size_as_on_the_host() {
 }
 
 #[test]
-fn token_by_token_as_at_once() {
+fn moe_decode_step_by_step_equals_one_pass() {
     for device in devices() {
         for (case, batch) in DECODED {
             let what = format!("{} batch {batch} {}", case.name(), device.name);
             let model = case.model(&device.device);
             let text = case.text();
             let at_once = model.forward(tokens(&[&text], &device.device));
-            let at_once = values(at_once.expect("tokens within"));
+            let at_once = values(at_once.expect("the tokens are in the vocabulary"));
             let mut cache = model.cache(vec![0; batch]);
             let prefix = vec![&text[..3]; batch];
             let read = model.step(tokens(&prefix, &device.device), &mut cache, Logits::None);
-            read.expect("a step");
+            read.expect("the step succeeds");
             let mut decoder = model.decoder(&mut cache);
             for (position, token) in text.iter().enumerate().skip(3) {
-                let next = decoder.step(&vec![*token; batch]).expect("a step");
-                let logits = next.logits().expect("logits");
+                let next = decoder
+                    .step(&vec![*token; batch])
+                    .expect("the step succeeds");
+                let logits = next.logits().expect("the logits are readable");
                 for logits in logits.chunks(VOCABULARY) {
                     assert_close(
                         logits,
@@ -263,9 +269,9 @@ fn token_by_token_as_at_once() {
     }
 }
 
-/// More experts than kernels choose among, so that the host has a part in each step.
+/// The model has more experts than the router kernel supports, so the host computes part of each step.
 #[test]
-fn steps_of_very_many_experts_are_not_recorded() {
+fn moe_with_too_many_experts_is_not_captured() {
     let case = Case {
         num_experts: 520,
         top_k_experts: 2,
@@ -280,14 +286,14 @@ fn steps_of_very_many_experts_are_not_recorded() {
         for by_layer in [false, true] {
             let recorder = || GradientRecorder::new().by_layer(by_layer);
             let losses = [recorder(), recorder().without_graph_capture()].map(|mut recorder| {
-                let lesson = Lesson {
+                let lesson = TrainBatch {
                     tokens: tokens(&[&text[..8]], &tracked),
                     packing: None,
                     targets: tokens(&[&text[1..]], &tracked),
                 };
                 let outcome = recorder.gradients(&model, lesson, 1.0);
                 assert!(!recorder.has_graph());
-                let (loss, _) = outcome.expect("a lesson");
+                let (loss, _) = outcome.expect("the batch is valid");
                 loss.into_scalar::<f32>()
             });
             assert!(losses[0] > 0.0 && losses[0] == losses[1], "{losses:?}");

@@ -1,4 +1,4 @@
-//! The tiny checkpoints and what transformers computed from them.
+//! The fixtures: tiny checkpoints with the results that transformers computed for them.
 
 use crate::devices::{TestDevice, devices};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,7 +7,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::{collections::HashMap, fs, path::PathBuf};
 
-/// Every fixture: E2B's kind, the same as a multimodal file in bf16, 31B's, 26B's, and one with heads of 256 and 512.
+/// All fixtures, in order: a model like E2B, the same model as a multimodal checkpoint in bf16, a model like 31B, a
+/// model like 26B, and a model with head sizes 256 and 512.
 pub const ALL: [&str; 5] = [
     "dense-ple",
     "dense-ple-mm-bf16",
@@ -16,10 +17,10 @@ pub const ALL: [&str; 5] = [
     "realhead-ple",
 ];
 
-/// How far two correct computations in f32 are apart at most, relative to the largest number.
+/// The maximum difference between two correct computations in f32, relative to the largest element.
 pub const TOLERANCE: f32 = 2e-4;
 
-/// A tiny checkpoint.
+/// A tiny checkpoint with its reference results.
 pub struct Fixture {
     pub name: &'static str,
     pub prompt: Vec<u32>,
@@ -39,7 +40,7 @@ struct Description {
     generated: Vec<u32>,
 }
 
-/// The fixtures' folder.
+/// Returns the path of a fixture's folder.
 pub fn folder(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fixtures")
@@ -49,8 +50,10 @@ pub fn folder(name: &str) -> PathBuf {
 impl Fixture {
     pub fn open(name: &'static str) -> Self {
         let folder = folder(name);
-        let text = fs::read_to_string(folder.join("reference.json")).expect("a fixture");
-        let Description { prompt, generated } = serde_json::from_str(&text).expect("a description");
+        let text =
+            fs::read_to_string(folder.join("reference.json")).expect("the fixture is readable");
+        let Description { prompt, generated } =
+            serde_json::from_str(&text).expect("the description parses");
         Self {
             name,
             prompt,
@@ -72,7 +75,7 @@ impl Fixture {
             .unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }
 
-    /// The loss and the gradients that transformers computed, if it did.
+    /// Returns the loss and the gradients that transformers computed, or `None` if the fixture has none.
     pub fn gradients(&self) -> Option<HashMap<String, Reference>> {
         let path = self.folder().join("grads.safetensors");
         path.exists().then(|| read(path))
@@ -89,7 +92,7 @@ impl Fixture {
 }
 
 impl Reference {
-    /// Panics where `tensor` is further from this than f32 explains.
+    /// Panics if `tensor` differs from this reference by more than f32 rounding.
     pub fn assert_close<const D: usize>(&self, tensor: Tensor<D>, what: &str) {
         let (error, largest) = self.error(tensor, what);
         assert!(
@@ -98,7 +101,7 @@ impl Reference {
         );
     }
 
-    /// The largest error and the largest number.
+    /// Returns the largest error and the largest magnitude of the reference.
     pub fn error<const D: usize>(&self, tensor: Tensor<D>, what: &str) -> (f32, f32) {
         let values = values(tensor);
         assert_eq!(values.len(), self.values.len(), "{what}");
@@ -107,7 +110,7 @@ impl Reference {
     }
 }
 
-/// Panics where numbers are further from what is expected than f32 explains.
+/// Panics if `found` differs from `expected` by more than f32 rounding.
 pub fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -115,7 +118,7 @@ pub fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     assert!(error <= TOLERANCE * scale, "{what}: {error:e} of {scale:e}");
 }
 
-/// The largest magnitude; NaN where there is one.
+/// Returns the largest magnitude, or NaN if any value is NaN.
 pub fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |largest: f32, value| match value.is_nan() {
         true => f32::NAN,
@@ -133,7 +136,7 @@ pub fn tokens(rows: &[&[u32]], device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(tokens, shape), device)
 }
 
-/// The likeliest tokens, this many, whatever they are.
+/// Returns the options of greedy generation of `max_tokens` tokens, without stop tokens.
 pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
     GenerateOptions {
         max_tokens,
@@ -143,7 +146,7 @@ pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
     }
 }
 
-/// The checksum of zlib.
+/// Returns the CRC-32 checksum of zlib.
 pub fn crc32(bytes: &[u8]) -> u32 {
     let step = |crc: u32, byte: &u8| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
@@ -153,11 +156,11 @@ pub fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, step)
 }
 
-/// Every tensor of a file.
+/// Reads every tensor of a safetensors file.
 pub fn read(path: PathBuf) -> HashMap<String, Reference> {
-    let bytes = fs::read(path).expect("a fixture");
+    let bytes = fs::read(path).expect("the fixture is readable");
     SafeTensors::deserialize(&bytes)
-        .expect("safetensors")
+        .expect("the file is safetensors")
         .iter()
         .map(|(name, view)| {
             let values = floats(view.dtype(), view.data());

@@ -1,6 +1,7 @@
-//! `Decoder::follow`, whose next pass is under way before its tokens are on the host: it gives what a step and a choice at a time give, whatever
-//! the caller does in between, and what nobody took up leaves no trace in the cache. Past the window, past the room of buffers, in spare
-//! slots, for sequences at different positions, likeliest or drawn.
+//! `Decoder::follow` launches the next pass (a pass ahead) before the host has the tokens of the current pass. It gives
+//! the same tokens as separate steps, whatever the caller does in between. A pass ahead that is discarded leaves no
+//! trace in the cache. The texts exceed the window and the allocated buffers, use spare slots, and have sequences at
+//! different positions. They are greedy and sampled.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -8,12 +9,12 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Decoder, Gemma4Model, Logits, Sampler, Sampling, Token};
 use std::ops::ControlFlow;
 
-/// Whether the device chooses tokens.
+/// Returns true if the device samples tokens by kernels.
 fn chooses(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// A cache that has read the beginnings of texts, the first of them whole and each other one with so many columns of padding more.
+/// Returns a cache with the beginning of `batch` texts. If `ragged`, row `i` starts with `2 · i` columns of padding.
 fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: usize) -> Cache {
     let padding: Vec<usize> = (0..batch)
         .map(|row| if ragged { 2 * row } else { 0 })
@@ -25,21 +26,21 @@ fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: u
         .collect();
     let rows: Vec<&[u32]> = rows.iter().map(Vec::as_slice).collect();
     let read = model.step(tokens(&rows, &model.device()), &mut cache, Logits::None);
-    read.expect("a step");
+    read.expect("the step succeeds");
     cache
 }
 
-/// What comes after tokens, a step at a time.
+/// Runs a decode step on the tokens `read` and returns the next tokens.
 fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) -> Vec<u32> {
-    let next = decoder.step(read).expect("a step");
+    let next = decoder.step(read).expect("the step succeeds");
     match samplers.is_empty() {
         true => next.argmax(),
         false => next.sample(samplers),
     }
-    .expect("tokens")
+    .expect("the tokens are valid")
 }
 
-/// The same by `follow`; by steps where the device does not choose.
+/// Returns the next tokens after `read` by `follow`, or by a step if the device does not sample tokens.
 fn followed(
     decoder: &mut Decoder<'_>,
     read: &[u32],
@@ -47,14 +48,14 @@ fn followed(
     samplers: &mut [Sampler],
     device: &Device,
 ) -> Vec<u32> {
-    let next = decoder.follow(read, goes_on).expect("a pass");
+    let next = decoder.follow(read, goes_on).expect("the pass succeeds");
     assert_eq!(next.is_some(), chooses(device));
     let Some(next) = next else {
         return stepped(decoder, read, samplers);
     };
     let next: Vec<u32> = next
         .into_iter()
-        .map(|token| token.expect("a token"))
+        .map(|token| token.expect("there is a token"))
         .collect();
     for (sampler, token) in samplers.iter_mut().zip(&next) {
         sampler.read(&[*token]);
@@ -63,7 +64,7 @@ fn followed(
 }
 
 #[test]
-fn passes_ahead_give_what_steps_give() {
+fn decoder_follow_gives_the_tokens_of_steps() {
     for device in devices() {
         for (name, batch, ragged, spare, drawn) in [
             ("dense-ple", 1, false, 0, false),
@@ -90,7 +91,8 @@ fn passes_ahead_give_what_steps_give() {
                 }
                 samplers
             };
-            // By steps, and by passes ahead: some are for nothing, and some are asked for by a caller who does not go on.
+            // The first run uses separate steps, the second run passes ahead. Some passes ahead are discarded, and some
+            // are launched although the caller does not continue.
             let mut texts: Vec<Vec<Vec<u32>>> = Vec::new();
             let mut after: Vec<Vec<f32>> = Vec::new();
             for by_passes in [false, true] {
@@ -103,15 +105,19 @@ fn passes_ahead_give_what_steps_give() {
                     let given: Vec<&Sampler> = given.iter().collect();
                     let mut decoder = model.decoder(&mut cache);
                     if drawn {
-                        decoder = decoder.with_samplers(&given).expect("samplers");
+                        decoder = decoder
+                            .with_samplers(&given)
+                            .expect("there is a sampler for each sequence");
                     }
                     for column in 0..26 {
-                        let mut read = text.last().expect("one").clone();
+                        let mut read = text.last().expect("the text is not empty").clone();
                         if !drawn && column % 7 == 5 {
-                            // Not what was chosen.
+                            // The caller continues with another token than the decoder chose.
                             read[batch - 1] = read[batch - 1] % 50 + 2;
                         }
-                        text.last_mut().expect("one").clone_from(&read);
+                        text.last_mut()
+                            .expect("the text is not empty")
+                            .clone_from(&read);
                         let next = match by_passes && column % 9 != 8 {
                             true => {
                                 let goes_on = column % 5 != 3;
@@ -122,19 +128,19 @@ fn passes_ahead_give_what_steps_give() {
                         text.push(next);
                         assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
                         if spare > 0 && column == 22 {
-                            // The same tokens as those of the pass that is under way, a column earlier.
-                            let last = text.last().expect("one").clone();
-                            decoder.forget(1).expect("a spare column");
+                            // The caller continues with the same tokens as the pass ahead, but one column earlier.
+                            let last = text.last().expect("the text is not empty").clone();
+                            decoder.forget(1).expect("the cache has a spare column");
                             let next = match by_passes {
                                 true => {
                                     followed(&mut decoder, &last, false, &mut own, &device.device)
                                 }
                                 false => stepped(&mut decoder, &last, &mut own),
                             };
-                            *text.last_mut().expect("one") = next;
+                            *text.last_mut().expect("the text is not empty") = next;
                         }
                         if spare > 0 && column == 20 {
-                            decoder.forget(2).expect("spare columns");
+                            decoder.forget(2).expect("the cache has spare columns");
                             for column in [19, 20] {
                                 let again = text[column].clone();
                                 stepped(&mut decoder, &again, &mut own);
@@ -142,11 +148,17 @@ fn passes_ahead_give_what_steps_give() {
                         }
                     }
                 }
-                // Layers read what kernels have left.
-                let rows: Vec<&[u32]> = text.last().expect("one").chunks(1).collect();
+                // The layers read the cache's keys and values that the decode kernels have written.
+                let rows: Vec<&[u32]> = text
+                    .last()
+                    .expect("the text is not empty")
+                    .chunks(1)
+                    .collect();
                 let read = tokens(&rows, &device.device);
-                let logits = model.step(read, &mut cache, Logits::All).expect("a step");
-                after.push(values(logits.expect("logits")));
+                let logits = model
+                    .step(read, &mut cache, Logits::All)
+                    .expect("the step succeeds");
+                after.push(values(logits.expect("logits were requested")));
                 texts.push(text);
             }
             assert_eq!(texts[0], texts[1], "{what}");
@@ -159,9 +171,9 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A cache whose ring is nearly full goes back as it would have without a pass that nobody took up.
+/// A discarded pass ahead does not change how far a nearly full ring buffer can go back.
 #[test]
-fn conversations_go_back_after_passes_that_nobody_took_up() {
+fn session_goes_back_after_discarded_passes() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -171,7 +183,7 @@ fn conversations_go_back_after_passes_that_nobody_took_up() {
             let mut session = gemma.session();
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
-            let first = first.expect("a text");
+            let first = first.expect("the generation succeeds");
             // Another text from the middle on, and the first one's continuation.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();
@@ -179,8 +191,8 @@ fn conversations_go_back_after_passes_that_nobody_took_up() {
                 let found = session.generate(next.clone(), &options, proceed);
                 let alone = gemma.generate(next, &options, proceed);
                 assert_eq!(
-                    found.expect("a text").tokens,
-                    alone.expect("a text").tokens,
+                    found.expect("the generation succeeds").tokens,
+                    alone.expect("the generation succeeds").tokens,
                     "{} answer {answer}",
                     device.name
                 );

@@ -1,4 +1,5 @@
-//! Checkpoints and adapters that are not ours to load: each is refused by what it is, not by the first thing in it that looks odd.
+//! Checkpoints and adapters in formats that are not supported. Each error names the format instead of the first
+//! unexpected field or tensor.
 
 use crate::fixture::{folder, values};
 use crate::programs::folder::Folder;
@@ -12,11 +13,14 @@ use tempfile::TempDir;
 #[track_caller]
 fn check<T>(what: &str, outcome: Result<T, Gemma4Error>, words: &[&str]) {
     let Err(error) = outcome else {
-        panic!("{what}: it is loaded");
+        panic!("{what}: loading should fail");
     };
     let text = error.to_string();
     for word in words {
-        assert!(text.contains(word), "{what}: no {word:?} in {text}");
+        assert!(
+            text.contains(word),
+            "{what}: {word:?} is missing from {text}"
+        );
     }
 }
 
@@ -24,10 +28,11 @@ fn load(path: &Path) -> Result<Gemma4Model, Gemma4Error> {
     Gemma4Model::load(path, &Device::flex(), LoadOptions::new())
 }
 
-/// A fixture's `config.json` with one more field.
+/// Returns a fixture's `config.json` with one more field.
 fn config(fixture: &str, inside: Option<&str>, field: &str, value: Value) -> String {
-    let text = fs::read_to_string(folder(fixture).join("config.json")).expect("a file");
-    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    let text =
+        fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
+    let mut config: Value = serde_json::from_str(&text).expect("the text is JSON");
     match inside {
         Some(part) => config[part][field] = value,
         None => config[field] = value,
@@ -36,7 +41,7 @@ fn config(fixture: &str, inside: Option<&str>, field: &str, value: Value) -> Str
 }
 
 #[test]
-fn quantized_weights_are_named_by_their_method() {
+fn quantized_checkpoint_is_refused_by_its_method() {
     for method in [
         "gptq",
         "awq",
@@ -84,7 +89,8 @@ fn quantized_weights_are_named_by_their_method() {
         Gemma4Config::from_json(&by_mlx),
         &["quantization", "MLX"],
     );
-    // Quantization-aware training leaves weights as floats. Tensors that are not floats are refused by their names.
+    // Quantization-aware training leaves unquantized float weights. A tensor of another type is refused, and the error
+    // names the tensor.
     for none in [
         Value::Null,
         json!({}),
@@ -92,29 +98,37 @@ fn quantized_weights_are_named_by_their_method() {
         json!({"quant_method": null}),
     ] {
         let plain = config("dense-ple", None, "quantization_config", none);
-        Gemma4Config::from_json(&plain).expect("weights as they are");
+        Gemma4Config::from_json(&plain).expect("the configuration has no quantization");
     }
 }
 
-/// As `…-qat-q4_0-unquantized`: a configuration of quantization that names no method beside weights in floats.
+/// Checkpoints like `…-qat-q4_0-unquantized` have float weights and a quantization configuration that names no method.
 #[test]
 fn quantization_config_without_a_method_over_floats_is_loaded() {
     let nameless = json!({"bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]});
     let folder = Folder::copy("dense-ple");
-    let before = load(folder.path()).expect("a model").norm.weight.val();
+    let before = load(folder.path())
+        .expect("the model is valid")
+        .norm
+        .weight
+        .val();
     folder.set("config.json", "quantization_config", nameless);
-    let after = load(folder.path()).expect("a model").norm.weight.val();
+    let after = load(folder.path())
+        .expect("the model is valid")
+        .norm
+        .weight
+        .val();
     assert_eq!(values(before), values(after));
     let name = "model.layers.1.mlp.up_proj.weight";
     folder.edit(|tensors| {
-        let tensor = tensors.get_mut(name).expect("a matrix");
+        let tensor = tensors.get_mut(name).expect("the tensor is a matrix");
         tensor.dtype = Dtype::I32;
     });
     check("integers", load(folder.path()), &[name, "I32"]);
 }
 
 #[test]
-fn drafters_are_named() {
+fn drafter_as_model_is_refused_by_name() {
     for model_type in ["gemma4_assistant", "gemma4_unified_assistant"] {
         let drafter = config("dense-ple", None, "model_type", json!(model_type));
         check(
@@ -125,13 +139,14 @@ fn drafters_are_named() {
     }
 }
 
-/// The file itself, alone in a folder, beside a configuration, and under a name that is not its own.
+/// The folder contains the GGUF file alone, the GGUF file beside a configuration, or the GGUF file under another file's
+/// name.
 #[test]
-fn gguf_is_named() {
+fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
-    let there = TempDir::new().expect("a folder");
+    let there = TempDir::new().expect("a temporary folder");
     let file = there.path().join("gemma-4-E2B-Q4_K_M.gguf");
-    fs::write(&file, &contents).expect("a file");
+    fs::write(&file, &contents).expect("the file is written");
     check(
         "the file",
         load(&file),
@@ -160,7 +175,7 @@ fn gguf_is_named() {
 }
 
 #[test]
-fn weights_of_other_programs_are_named() {
+fn weights_of_other_programs_are_refused_by_name() {
     let folder = Folder::copy("dense-ple");
     folder.remove("model.safetensors");
     folder.write("pytorch_model.bin", b"PK\x03\x04rest");
@@ -178,9 +193,9 @@ fn weights_of_other_programs_are_named() {
     );
 }
 
-/// Where nothing else is there, the file that is missing is named as ever.
+/// If no file of another format is present, the error names the missing file.
 #[test]
-fn what_is_missing_is_still_named() {
+fn missing_file_is_named() {
     let folder = Folder::copy("dense-ple");
     folder.remove("model.safetensors");
     check(
@@ -197,7 +212,7 @@ fn what_is_missing_is_still_named() {
 }
 
 #[test]
-fn names_of_mlx_are_named() {
+fn tensor_names_of_mlx_are_refused_by_name() {
     for prefix in ["model.", "model.language_model."] {
         let folder = Folder::copy(match prefix {
             "model." => "dense-ple",
@@ -218,39 +233,39 @@ fn names_of_mlx_are_named() {
     }
 }
 
-/// An adapter of the given rank, of the fixture `dense-ple`.
+/// Returns an untrained adapter of the given rank for the fixture `dense-ple`.
 fn adapter(rank: usize) -> TempDir {
     let model = Gemma4Model::load(
         folder("dense-ple"),
         &Device::flex().autodiff(),
         LoadOptions::new(),
     )
-    .expect("a model");
+    .expect("the model is valid");
     let adapter = Adapter::new(rank, 2.0 * rank as f64);
-    let model = adapter.attach(model).expect("an adapter");
-    let written = TempDir::new().expect("a folder");
+    let model = adapter.attach(model).expect("the adapter is valid");
+    let written = TempDir::new().expect("a temporary folder");
     adapter
         .save(&model, written.path(), "dense-ple")
-        .expect("written");
+        .expect("the file is written");
     written
 }
 
 fn set(adapter: &Path, field: &str, value: Value) {
     let path = adapter.join("adapter_config.json");
-    let text = fs::read_to_string(&path).expect("a file");
-    let mut config: Value = serde_json::from_str(&text).expect("JSON");
+    let text = fs::read_to_string(&path).expect("the file is readable");
+    let mut config: Value = serde_json::from_str(&text).expect("the text is JSON");
     config[field] = value;
-    fs::write(&path, config.to_string()).expect("written");
+    fs::write(&path, config.to_string()).expect("the file is written");
 }
 
 fn merged(adapter: &Path) -> Result<Gemma4Model, Gemma4Error> {
     load(&folder("dense-ple"))
-        .expect("a model")
+        .expect("the model is valid")
         .merge_adapter(adapter)
 }
 
 #[test]
-fn adapters_whose_rank_is_not_that_of_their_configuration() {
+fn adapter_of_another_rank_than_its_config_is_refused() {
     let written = adapter(4);
     merged(written.path()).expect("a rank that fits");
     for rank in [1, 3, 8, 1_u64 << 40] {
@@ -266,7 +281,7 @@ fn adapters_whose_rank_is_not_that_of_their_configuration() {
 }
 
 #[test]
-fn adapters_that_would_add_nothing_or_no_numbers() {
+fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     let written = adapter(4);
     for alpha in [json!(1e300), json!(-1e300)] {
         set(written.path(), "lora_alpha", alpha);
@@ -279,7 +294,7 @@ fn adapters_that_would_add_nothing_or_no_numbers() {
     set(written.path(), "lora_alpha", json!(8.0));
     let empty = serialize(std::iter::empty::<(String, TensorView<'_>)>(), None);
     let weights = written.path().join("adapter_model.safetensors");
-    fs::write(weights, empty.expect("a file")).expect("written");
+    fs::write(weights, empty.expect("the file is written")).expect("the file is written");
     check(
         "no tensors",
         merged(written.path()),
@@ -287,15 +302,15 @@ fn adapters_that_would_add_nothing_or_no_numbers() {
     );
 }
 
-/// Where PEFT computes something else than `weight + alpha / r · B · A`, or changes the weights beneath, first.
+/// For these adapters, PEFT does not compute `weight + alpha / r · B · A`, or it changes the base weights first.
 #[test]
-fn adapters_of_other_kinds() {
+fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
         ("bias", json!("all")),
         ("use_dora", json!(true)),
         ("lora_bias", json!(true)),
         ("a_switch_to_come", json!(true)),
-        // A rank that the factors do not have.
+        // The matrices A and B have another rank than this pattern.
         ("rank_pattern", json!({"layers.0.self_attn.(": 2})),
         ("alora_invocation_tokens", json!([3, 4])),
         ("layer_replication", json!([[0, 4], [2, 6]])),
@@ -320,27 +335,28 @@ fn adapters_of_other_kinds() {
     }
 }
 
-/// The file of factors with other names, and one more tensor for each of `more`.
+/// Renames the matrices A and B in an adapter's file, and adds one tensor for each name in `more`.
 fn rename(adapter: &Path, name_of: impl Fn(&str) -> String, more: &[&str]) {
     let path = adapter.join("adapter_model.safetensors");
-    let file = fs::read(&path).expect("a file");
-    let tensors = SafeTensors::deserialize(&file).expect("tensors");
+    let file = fs::read(&path).expect("the file is readable");
+    let tensors = SafeTensors::deserialize(&file).expect("the tensors parse");
     let numbers = [0; 4 * 8];
     let all = tensors.iter().map(|(name, view)| (name_of(name), view));
     let more = more.iter().map(|name| {
-        let view = TensorView::new(Dtype::F32, vec![1, 8], &numbers).expect("a matrix");
+        let view =
+            TensorView::new(Dtype::F32, vec![1, 8], &numbers).expect("the tensor is a matrix");
         ((*name).to_owned(), view)
     });
-    let file = serialize(all.chain(more), None).expect("a file");
-    fs::write(&path, file).expect("written");
+    let file = serialize(all.chain(more), None).expect("the file is written");
+    fs::write(&path, file).expect("the file is written");
 }
 
-/// A written adapter whose second factors are not 0.
+/// Returns a saved adapter whose matrices B are not 0.
 fn trained(rank: usize) -> TempDir {
     let written = adapter(rank);
     let path = written.path().join("adapter_model.safetensors");
-    let file = fs::read(&path).expect("a file");
-    let tensors = SafeTensors::deserialize(&file).expect("tensors");
+    let file = fs::read(&path).expect("the file is readable");
+    let tensors = SafeTensors::deserialize(&file).expect("the tensors parse");
     let numbers: Vec<(String, Vec<usize>, Vec<u8>)> = tensors
         .iter()
         .map(|(name, view)| {
@@ -352,13 +368,14 @@ fn trained(rank: usize) -> TempDir {
         .collect();
     let views = numbers.iter().map(|(name, shape, bytes)| {
         let view = TensorView::new(Dtype::F32, shape.clone(), bytes);
-        (name, view.expect("a matrix"))
+        (name, view.expect("the tensor is a matrix"))
     });
-    fs::write(&path, serialize(views, None).expect("a file")).expect("written");
+    fs::write(&path, serialize(views, None).expect("the file is written"))
+        .expect("the file is written");
     written
 }
 
-/// Numbers of two matrices that an adapter adds to.
+/// Returns the values of two matrices to which the adapter adds.
 fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
     let layer = &model.layers[0];
     [
@@ -367,17 +384,18 @@ fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
     ]
 }
 
-/// By PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`, by the first pattern that matches a module's name.
+/// The scale follows PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`. The first pattern that matches a
+/// module's name sets its alpha and rank.
 #[test]
-fn scaling_of_rslora_and_patterns_is_that_of_peft() {
+fn adapter_scale_with_rslora_and_patterns_equals_peft() {
     const RANK: usize = 4;
-    let before = adapted(&load(&folder("dense-ple")).expect("a model"));
+    let before = adapted(&load(&folder("dense-ple")).expect("the model is valid"));
     let once = |fields: &[(&str, Value)]| {
         let written = trained(RANK);
         for (field, value) in fields {
             set(written.path(), field, value.clone());
         }
-        let after = adapted(&merged(written.path()).expect("an adapter"));
+        let after = adapted(&merged(written.path()).expect("the adapter is valid"));
         [0, 1].map(|matrix| {
             let both = after[matrix].iter().zip(&before[matrix]);
             both.map(|(after, before)| f64::from(after - before))
@@ -407,7 +425,7 @@ fn scaling_of_rslora_and_patterns_is_that_of_peft() {
             ],
             [3.0, 0.5],
         ),
-        // The rank of the file is another, and each module's own is that of its factors.
+        // The file's `r` differs from the matrices A and B. Each module's rank is that of its own A and B.
         (
             vec![
                 ("lora_alpha", json!(6)),
@@ -425,7 +443,7 @@ fn scaling_of_rslora_and_patterns_is_that_of_peft() {
                 .zip(&expected)
                 .map(|(a, b)| a - b)
                 .collect();
-            // Sums with weights of f32 are rounded twice, at numbers below 1.
+            // The sums with f32 weights are rounded twice, at numbers below 1.
             assert!(
                 norm(&expected) > 0.1 && norm(&apart) < 1e-5,
                 "{fields:?}: {}",
@@ -446,11 +464,11 @@ fn scaling_of_rslora_and_patterns_is_that_of_peft() {
     );
 }
 
-/// As PEFT writes `target_modules="all-linear"` over a multimodal checkpoint.
+/// PEFT writes such an adapter with `target_modules="all-linear"` over a multimodal checkpoint.
 #[test]
-fn factors_of_towers_are_counted_and_not_used() {
+fn adapter_factors_of_towers_are_counted_and_ignored() {
     let written = trained(4);
-    let expected = adapted(&merged(written.path()).expect("an adapter"));
+    let expected = adapted(&merged(written.path()).expect("the adapter is valid"));
     let of_towers = [
         "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.lora_A.weight",
         "base_model.model.model.audio_tower.layers.0.feed_forward1.ffw_layer_1.linear.lora_B.weight",
@@ -471,14 +489,14 @@ fn factors_of_towers_are_counted_and_not_used() {
 
     let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
     rename(written.path(), str::to_owned, &unknown);
-    // An unknown part is refused in the names of a text model.
+    // In a checkpoint with a text model's names, an unknown part is refused.
     let text = |name: &str| name.replace("language_model.layers", "layers");
     rename(written.path(), text, &[]);
     check("unknown", merged(written.path()), &["smell_tower"]);
 }
 
 #[test]
-fn adapter_of_towers_alone_is_refused() {
+fn adapter_of_towers_only_is_refused() {
     let written = adapter(4);
     let tower = |name: &str| {
         name.replace(
@@ -494,11 +512,11 @@ fn adapter_of_towers_alone_is_refused() {
     );
 }
 
-/// `torch.compile` puts `_orig_mod` before, or within, the names of what is saved.
+/// `torch.compile` puts `_orig_mod` before or inside the names of the saved tensors.
 #[test]
-fn adapter_of_a_compiled_model_is_read() {
+fn adapter_of_a_compiled_model_is_loaded() {
     let written = trained(4);
-    let expected = adapted(&merged(written.path()).expect("an adapter"));
+    let expected = adapted(&merged(written.path()).expect("the adapter is valid"));
     for (plain, compiled) in [
         ("base_model.model.", "base_model.model._orig_mod."),
         (".layers.0.", ".layers.0._orig_mod."),
@@ -509,9 +527,10 @@ fn adapter_of_a_compiled_model_is_read() {
     }
 }
 
-/// Layers that read an earlier layer's keys and values have had matrices for their own in some programs, which nobody reads.
+/// Shared KV layers have no keys and values of their own. Some programs still write factors for their matrices, which
+/// are ignored.
 #[test]
-fn factors_of_keys_that_are_not_made() {
+fn adapter_factors_of_shared_kv_layers_are_ignored() {
     for (module, is_unread) in [
         ("layers.3.self_attn.k_proj", true),
         ("layers.5.self_attn.v_proj", true),
@@ -521,14 +540,15 @@ fn factors_of_keys_that_are_not_made() {
     ] {
         let written = adapter(4);
         let path = written.path().join("adapter_model.safetensors");
-        let mut file = fs::read(&path).expect("a file");
-        let tensors = SafeTensors::deserialize(&file).expect("tensors");
+        let mut file = fs::read(&path).expect("the file is readable");
+        let tensors = SafeTensors::deserialize(&file).expect("the tensors parse");
         let name = format!("base_model.model.model.{module}.lora_A.weight");
         let numbers = [0; 4 * 4 * 64];
-        let factor = TensorView::new(Dtype::F32, vec![4, 64], &numbers).expect("a matrix");
+        let factor =
+            TensorView::new(Dtype::F32, vec![4, 64], &numbers).expect("the tensor is a matrix");
         let all = tensors.iter().map(|(name, view)| (name.to_owned(), view));
-        file = serialize(all.chain([(name, factor)]), None).expect("a file");
-        fs::write(&path, file).expect("written");
+        file = serialize(all.chain([(name, factor)]), None).expect("the file is written");
+        fs::write(&path, file).expect("the file is written");
         match is_unread {
             true => drop(merged(written.path()).expect(module)),
             false => check(module, merged(written.path()), &[module]),
@@ -536,20 +556,20 @@ fn factors_of_keys_that_are_not_made() {
     }
 }
 
-/// A head is beside the model that has the layers, and so is what an adapter adds to it.
+/// The output head is outside of the module with the layers. An adapter may add to the head too.
 #[test]
-fn factors_of_a_head() {
+fn adapter_factors_of_the_head_are_merged() {
     let device = Device::flex();
     let config = Gemma4Config {
         tie_word_embeddings: false,
         ..load(&folder("dense-ple"))
-            .expect("a model")
+            .expect("the model is valid")
             .config()
             .clone()
     };
     let model = Gemma4Model::new(&config, &device);
     let head = |model: &Gemma4Model| {
-        let head = model.lm_head.as_ref().expect("a head");
+        let head = model.lm_head.as_ref().expect("the model has a head");
         values(head.weight.val())
     };
     let before = head(&model);
@@ -565,18 +585,20 @@ fn factors_of_a_head() {
         .iter()
         .zip(&numbers)
         .map(|((part, shape), numbers)| {
-            let view = TensorView::new(Dtype::F32, shape.to_vec(), numbers).expect("a matrix");
+            let view = TensorView::new(Dtype::F32, shape.to_vec(), numbers)
+                .expect("the tensor is a matrix");
             (format!("base_model.model.lm_head.{part}.weight"), view)
         });
-    fs::write(&path, serialize(views, None).expect("a file")).expect("written");
+    fs::write(&path, serialize(views, None).expect("the file is written"))
+        .expect("the file is written");
     let after = head(
         &model
             .merge_adapter(written.path())
-            .expect("a head's adapter"),
+            .expect("the adapter of a head merges"),
     );
-    let file = fs::read(written.path().join("adapter_config.json")).expect("a file");
-    let file: Value = serde_json::from_slice(&file).expect("JSON");
-    let added = 4.0 * file["lora_alpha"].as_f64().expect("a number") as f32 / 4.0;
+    let file = fs::read(written.path().join("adapter_config.json")).expect("the file is readable");
+    let file: Value = serde_json::from_slice(&file).expect("the text is JSON");
+    let added = 4.0 * file["lora_alpha"].as_f64().expect("the field is a number") as f32 / 4.0;
     for (after, before) in after.iter().zip(&before) {
         assert!((after - before - added).abs() < 1e-4, "{after}, {before}");
     }

@@ -1,5 +1,6 @@
-//! Caches that forget, where forgetting meets something else: padding, the end of a block of the growing buffers, passes of more tokens
-//! than a cache has spare slots for, rings that come round, and texts of which nothing is left.
+//! Caches that forget columns, as after rejected draft tokens. The cases combine this with padding, with the end of a
+//! block by which buffers grow, and with passes of more tokens than spare slots. Other cases have ring buffers that
+//! wrap around, and texts that are forgotten completely.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -8,20 +9,20 @@ use attention_workspace::testing::devices::TestDevice;
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Decoder, Gemma4, Logits};
 
-/// The logits of all of `text`, `[positions · vocabulary]`.
+/// Returns the logits of all positions of `text`, `[positions · vocabulary]`, from one forward pass.
 fn at_once(gemma: &Gemma4, text: &[u32], device: &Device) -> Vec<f32> {
     let logits = gemma.model().forward(tokens(&[text], device));
-    values(logits.expect("tokens within"))
+    values(logits.expect("the tokens are in the vocabulary"))
 }
 
 fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
-    let next = decoder.read(tokens).expect("a pass");
-    next.logits().expect("logits")
+    let next = decoder.read(tokens).expect("the pass succeeds");
+    next.logits().expect("the logits are readable")
 }
 
-/// A buffer keeps the block that forgotten columns made it grow by, and padding is told of its slots, too.
+/// A buffer that has grown keeps its size after its columns are forgotten. The padding mask covers the spare slots too.
 #[test]
-fn padded_batches_forget_a_block() {
+fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
     for name in ["dense-ple", "dense-keqv"] {
         let fixture = Fixture::open(name);
@@ -38,11 +39,13 @@ fn padded_batches_forget_a_block() {
             let text: Vec<u32> = (0..258).map(|index| 20 + index * 7 % 290).collect();
             let mut step = |first: usize, end: usize| {
                 let now = tokens(&[&text[first..end], &text[first..end]], &device);
-                let logits = model.step(now, &mut cache, Logits::All).expect("a step");
+                let logits = model
+                    .step(now, &mut cache, Logits::All)
+                    .expect("the step succeeds");
                 if end == 258 {
-                    cache.forget(8).expect("few enough");
+                    cache.forget(8).expect("the cache can forget the columns");
                 }
-                values(logits.expect("logits"))
+                values(logits.expect("logits were requested"))
             };
             step(0, 250);
             step(250, 258);
@@ -59,9 +62,10 @@ fn padded_batches_forget_a_block() {
     }
 }
 
-/// A ring without as many spare slots cannot take a pass's tokens before its first query has seen what they overwrite.
+/// If a ring buffer has fewer spare slots than a pass has tokens, some tokens overwrite slots that the first query
+/// still needs. They cannot be stored before that query has read the slots.
 #[test]
-fn passes_may_be_longer_than_what_may_be_forgotten() {
+fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -72,7 +76,7 @@ fn passes_may_be_longer_than_what_may_be_forgotten() {
             let mut decoder = gemma.model().decoder(&mut cache);
             let mut found = Vec::new();
             let mut rest = &text[..];
-            // By kernels and not, in turn.
+            // The portions alternate between the decode kernels and the layers.
             for portion in [4, 1, 5, 3, 1].into_iter().cycle() {
                 let (now, later) = rest.split_at(portion.min(rest.len()));
                 found.extend(read(&mut decoder, now));
@@ -87,9 +91,10 @@ fn passes_may_be_longer_than_what_may_be_forgotten() {
     }
 }
 
-/// A decoder whose cache has forgotten all begins anew, and kernels go on from what it reads then.
+/// After its cache has forgotten all columns, a decoder starts again, and the decode kernels continue from the new
+/// tokens.
 #[test]
-fn all_may_be_forgotten() {
+fn cache_forget_everything_starts_again() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -100,7 +105,7 @@ fn all_may_be_forgotten() {
         read(&mut decoder, &[60]);
         read(&mut decoder, &[61]);
         read(&mut decoder, &[62]);
-        decoder.forget(3).expect("few enough");
+        decoder.forget(3).expect("the cache can forget the columns");
         assert!(decoder.cache().is_empty());
         let found: Vec<f32> = text
             .iter()
@@ -110,10 +115,11 @@ fn all_may_be_forgotten() {
     }
 }
 
-/// Passes that read right tokens and wrong ones, which are forgotten: what comes after each is what it is at once. Windows are of 8
-/// and 16 tokens, so that every ring comes round with wrong tokens in it.
+/// Each pass computes accepted tokens and rejected tokens, and the cache then forgets the rejected ones. The logits
+/// equal those of one forward pass over the accepted tokens. Windows have 8 and 16 tokens, so every ring buffer wraps
+/// around with rejected tokens in it.
 #[test]
-fn what_is_forgotten_was_never_read() {
+fn cache_forgotten_tokens_leave_no_trace() {
     for device in devices() {
         for fixture in Fixture::all() {
             let gemma = fixture.load(&device.device, DType::F32);
@@ -137,7 +143,7 @@ fn forget(
     let model = gemma.model();
     let text = [repeated(fixture), fixture.prompt.clone()].concat();
     let at_once = model.forward(tokens(&[&text], &device.device));
-    let at_once = values(at_once.expect("tokens within"));
+    let at_once = values(at_once.expect("the tokens are in the vocabulary"));
     let vocabulary = gemma.config().vocab_size;
     let cache = match compact {
         true => model.compact_cache(vec![0]),
@@ -145,12 +151,15 @@ fn forget(
     };
     let mut cache = cache.forgetting(SPARE);
     let first = tokens(&[&text[..5]], &device.device);
-    model.step(first, &mut cache, Logits::None).expect("a step");
+    model
+        .step(first, &mut cache, Logits::None)
+        .expect("the step succeeds");
     let mut decoder = model.decoder(&mut cache);
     if !graph_capture {
         decoder = decoder.without_graph_capture();
     }
-    // Tokens that are right and tokens that are wrong, round and round; among them no more than kernels take, and more.
+    // The numbers of accepted and rejected tokens of each pass, in turn. Some passes are short enough for the decode
+    // kernels.
     let passes = [
         (1, 3),
         (2, 2),
@@ -168,8 +177,8 @@ fn forget(
         }
         let mut now = text[read..read + right].to_vec();
         now.extend((0..wrong).map(|index| 30 + (read + index) as u32 % 250));
-        let next = decoder.read(&now).expect("a pass");
-        let logits = next.logits().expect("logits");
+        let next = decoder.read(&now).expect("the pass succeeds");
+        let logits = next.logits().expect("the logits are readable");
         assert_eq!(logits.len(), now.len() * vocabulary);
         let expected = &at_once[read * vocabulary..(read + right) * vocabulary];
         let found = &logits[..right * vocabulary];
@@ -181,15 +190,17 @@ fn forget(
             fixture.name,
             device.name
         );
-        decoder.forget(wrong).expect("few enough");
+        decoder
+            .forget(wrong)
+            .expect("the cache can forget the columns");
         read += right;
         assert_eq!(decoder.cache().len(), read);
     }
 }
 
-/// Several sequences forget the same columns, and their next tokens are as if these had not been read.
+/// Several sequences forget the same columns. Their next logits equal those of sequences that never had these columns.
 #[test]
-fn batches_forget_together() {
+fn cache_forget_in_batches_keeps_the_logits() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let gemma = fixture.load(&device.device, DType::F32);
@@ -205,21 +216,23 @@ fn batches_forget_together() {
         let vocabulary = gemma.config().vocab_size;
         let at_once = rows.iter().map(|row| {
             let logits = model.forward(tokens(&[row], &device.device));
-            values(logits.expect("tokens within"))
+            values(logits.expect("the tokens are in the vocabulary"))
         });
         let at_once: Vec<Vec<f32>> = at_once.collect();
         let mut cache = model.cache(vec![0; 3]).forgetting(2);
         let first: Vec<&[u32]> = rows.iter().map(|row| &row[..6]).collect();
         let first = tokens(&first, &device.device);
-        model.step(first, &mut cache, Logits::None).expect("a step");
+        model
+            .step(first, &mut cache, Logits::None)
+            .expect("the step succeeds");
         let mut decoder = model.decoder(&mut cache);
         for column in 6..whole.len() {
             let now: Vec<u32> = rows.iter().map(|row| row[column]).collect();
             let logits = decoder
                 .step(&now)
-                .expect("a step")
+                .expect("the step succeeds")
                 .logits()
-                .expect("logits");
+                .expect("the logits are readable");
             for (found, row) in logits.chunks(vocabulary).zip(&at_once) {
                 let expected = &row[column * vocabulary..][..vocabulary];
                 let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -232,15 +245,17 @@ fn batches_forget_together() {
             }
             let wrong = column % 3;
             for _ in 0..wrong {
-                decoder.step(&[60, 70, 80]).expect("a step");
+                decoder.step(&[60, 70, 80]).expect("the step succeeds");
             }
-            decoder.forget(wrong).expect("few enough");
+            decoder
+                .forget(wrong)
+                .expect("the cache can forget the columns");
         }
     }
 }
 
 #[test]
-fn more_than_it_may_is_not_forgotten() {
+fn cache_forget_of_more_than_the_spare_slots_is_refused() {
     let fixture = Fixture::open("dense-ple");
     let device = Device::flex();
     let gemma = fixture.load(&device, DType::F32);
@@ -251,15 +266,18 @@ fn more_than_it_may_is_not_forgotten() {
         gemma
             .model()
             .step(row, cache, Logits::None)
-            .expect("a step");
+            .expect("the step succeeds");
     };
     read(&mut cache, 2);
     assert_eq!(cache.forgettable(), 2);
     read(&mut cache, 9);
     assert_eq!(cache.forgettable(), 3);
-    cache.forget(2).expect("two");
+    cache.forget(2).expect("the cache can forget two columns");
     assert_eq!((cache.len(), cache.forgettable()), (9, 1));
-    let error = cache.forget(2).expect_err("one").to_string();
+    let error = cache
+        .forget(2)
+        .expect_err("the cache can forget only one column")
+        .to_string();
     assert_eq!(error, "count: is 2, but the cache can forget 1 columns");
     read(&mut cache, 1);
     assert_eq!(cache.forgettable(), 2);

@@ -1,4 +1,5 @@
-//! Generated tokens are transformers', alone, in chunks, in batches, in sessions; sampling and stopping do what they say.
+//! Generated tokens equal those of transformers: alone, in chunks, in batches and in sessions. Sampling and stopping
+//! obey their options.
 
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};
@@ -10,12 +11,12 @@ use std::ops::ControlFlow;
 fn tokens(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
         .tokens
 }
 
 #[test]
-fn greedy_tokens_are_those_of_transformers() {
+fn generate_greedy_tokens_equal_transformers() {
     on_every_device(|fixture, gemma, device| {
         let what = format!("{} {}", fixture.name, device.name);
         let mut options = greedy(gemma, fixture.generated.len());
@@ -39,10 +40,10 @@ fn greedy_tokens_are_those_of_transformers() {
     });
 }
 
-/// However a prompt is read, past the window and past a block of the full layers' buffers: alone, with drafts, and in batches of equal
-/// lengths and of others.
+/// The size of the prefill chunks does not change a text. The texts exceed the window and a block of the full layers'
+/// buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
 #[test]
-fn chunks_change_nothing() {
+fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {
         let gemma = fixture.load(&Device::flex(), DType::F32);
         let longer: Vec<u32> = (0..11).flat_map(|_| fixture.prompt.clone()).collect();
@@ -60,7 +61,7 @@ fn chunks_change_nothing() {
             for batch in &batches {
                 let prompts: Vec<Prompt> = batch.iter().map(|one| one.to_vec().into()).collect();
                 let batch = gemma.generate_batch(&prompts, options);
-                let batch = batch.expect("generations").into_iter();
+                let batch = batch.expect("the generations succeed").into_iter();
                 texts.extend(batch.map(|one| one.tokens));
             }
             texts
@@ -77,7 +78,7 @@ fn chunks_change_nothing() {
 }
 
 #[test]
-fn prompts_of_a_batch_are_as_if_alone() {
+fn generate_batch_equals_single_prompts() {
     on_every_device(|fixture, gemma, device| {
         let options = greedy(gemma, 8);
         let prompts = [
@@ -86,7 +87,9 @@ fn prompts_of_a_batch_are_as_if_alone() {
             &fixture.prompt[..1],
         ];
         let batch: Vec<Prompt> = prompts.map(|prompt| prompt.to_vec().into()).into();
-        let generations = gemma.generate_batch(&batch, &options).expect("generations");
+        let generations = gemma
+            .generate_batch(&batch, &options)
+            .expect("the generations succeed");
         let read: usize = prompts.iter().map(|prompt| prompt.len()).sum();
         for (prompt, generation) in prompts.into_iter().zip(generations) {
             let what = format!(
@@ -102,9 +105,9 @@ fn prompts_of_a_batch_are_as_if_alone() {
     });
 }
 
-/// A session reads only what is new, and reads all again where the prompt is another one.
+/// A session prefills only new tokens. It prefills the whole prompt again if the prompt does not continue the old text.
 #[test]
-fn sessions_go_on() {
+fn session_reads_only_new_tokens() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let options = greedy(&gemma, 5);
@@ -112,7 +115,7 @@ fn sessions_go_on() {
     let mut generate = |prompt: &[u32]| {
         session
             .generate(prompt.to_vec(), &options, |_| ControlFlow::Continue(()))
-            .expect("a generation")
+            .expect("the generation succeeds")
     };
     let first = generate(&fixture.prompt);
     assert_eq!(first.tokens, fixture.generated[..5]);
@@ -121,7 +124,7 @@ fn sessions_go_on() {
     let second = generate(&longer);
     assert_eq!(
         second.timings.prefill_tokens, 3,
-        "the last generated token and the new ones"
+        "the session reads the last generated token and the new ones"
     );
     assert_eq!(second.tokens, tokens(&gemma, &longer, &options));
     let other = generate(&fixture.prompt[1..]);
@@ -135,7 +138,7 @@ fn sessions_go_on() {
 }
 
 #[test]
-fn stop_tokens_end_a_text() {
+fn generate_stop_token_ends_the_text() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let mut options = greedy(&gemma, 16);
@@ -147,24 +150,26 @@ fn stop_tokens_end_a_text() {
             seen.push(token.id);
             ControlFlow::Continue(())
         })
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert_eq!(generation.finish_reason, FinishReason::Stop);
     assert_eq!(generation.tokens, fixture.generated[..4]);
     assert_eq!(seen, fixture.generated[..3]);
 
-    // In a batch, the others go on.
+    // In a batch, the other sequences continue.
     let batch: Vec<Prompt> = vec![
         fixture.prompt.clone().into(),
         fixture.prompt[9..].to_vec().into(),
     ];
-    let generations = gemma.generate_batch(&batch, &options).expect("generations");
+    let generations = gemma
+        .generate_batch(&batch, &options)
+        .expect("the generations succeed");
     assert_eq!(generations[0].tokens, fixture.generated[..4]);
     let alone = tokens(&gemma, &fixture.prompt[9..], &options);
     assert_eq!(generations[1].tokens, alone);
 }
 
 #[test]
-fn the_callback_ends_a_text() {
+fn generate_callback_ends_the_text() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let generation = gemma
@@ -176,26 +181,26 @@ fn the_callback_ends_a_text() {
                 false => ControlFlow::Continue(()),
             },
         )
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert_eq!(generation.finish_reason, FinishReason::Cancelled);
     assert_eq!(generation.tokens, fixture.generated[..3]);
 }
 
 #[test]
-fn the_last_position_ends_a_text() {
+fn generate_last_position_ends_the_text() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let positions = gemma.config().max_position_embeddings;
     let prompt = vec![50; positions - 3];
     let generation = gemma
         .generate(prompt, &greedy(&gemma, 16), |_| ControlFlow::Continue(()))
-        .expect("a generation");
+        .expect("the generation succeeds");
     assert_eq!(generation.finish_reason, FinishReason::Length);
     assert_eq!(generation.tokens.len(), 3);
 }
 
 #[test]
-fn a_seed_fixes_what_is_sampled() {
+fn generate_seed_fixes_the_sampled_tokens() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let sampled = |seed| {
@@ -214,8 +219,9 @@ fn a_seed_fixes_what_is_sampled() {
 }
 
 #[test]
-fn what_cannot_be_generated_is_refused() {
-    let gemma = Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model");
+fn generate_wrong_arguments_are_refused() {
+    let gemma =
+        Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model loads");
     let good = greedy(&gemma, 4);
     let words =
         |prompt: Vec<u32>, options: &GenerateOptions| match gemma
@@ -249,15 +255,15 @@ fn what_cannot_be_generated_is_refused() {
     assert!(words(vec![2], &GenerateOptions { sampling, ..good }).contains("temperature"));
 }
 
-/// The embedded model is there, on every device, in the dtype of its file or another.
+/// The embedded model loads on every device, in the dtype of its file or another dtype.
 #[test]
-fn the_embedded_model_writes() {
+fn generate_with_the_embedded_model_gives_tokens() {
     for device in crate::devices::devices() {
         let gemma =
-            Gemma4::embedded(&device.device, LoadOptions::new()).expect("the embedded model");
+            Gemma4::embedded(&device.device, LoadOptions::new()).expect("the embedded model loads");
         let generation = gemma
             .generate("hello", &greedy(&gemma, 6), |_| ControlFlow::Continue(()))
-            .expect("a generation");
+            .expect("the generation succeeds");
         assert_eq!(generation.tokens.len(), 6, "{}", device.name);
     }
 }

@@ -1,4 +1,5 @@
-//! Training: the loss and the gradient of every parameter are transformers', with and without checkpointing.
+//! Training: the loss and the gradient of every parameter equal those of transformers, with and without gradient
+//! checkpointing.
 
 use crate::{
     devices::{TestDevice, devices},
@@ -12,10 +13,10 @@ use burn::{
 use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
 use std::collections::BTreeMap;
 
-/// How far a gradient may be from transformers', relative to its norm.
+/// The maximum difference between a gradient and that of transformers, relative to the gradient's norm.
 const TOLERANCE: f64 = 1e-3;
 
-/// The devices with autodiff, both ways.
+/// Returns the device with autodiff, without and with gradient checkpointing.
 pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
     let plain = device.device.clone().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();
@@ -23,10 +24,12 @@ pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
         .map(|(strategy, tracked)| (format!("{} {strategy}", device.name), tracked))
 }
 
-/// The mean cross entropy of the next tokens.
+/// Returns the mean cross entropy of the next tokens.
 fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
     let [batch, positions] = tokens.dims();
-    let logits = model.forward(tokens.clone()).expect("tokens within");
+    let logits = model
+        .forward(tokens.clone())
+        .expect("the tokens are in the vocabulary");
     let predicting = logits.narrow(1, 0, positions - 1);
     let next = tokens.narrow(1, 1, positions - 1);
     let next = next.reshape([batch, positions - 1, 1]);
@@ -55,7 +58,7 @@ impl ModuleVisitor for Collected<'_> {
     }
 }
 
-/// The gradient of every parameter by its path; `None` for those without one.
+/// Returns the gradient of every parameter by its path, and `None` for parameters without a gradient.
 pub fn gradients_of(
     model: &Gemma4Model,
     gradients: &Gradients,
@@ -69,13 +72,13 @@ pub fn gradients_of(
     collected.found
 }
 
-/// The square root of the sum of squares.
+/// Returns the square root of the sum of squares.
 pub fn norm(values: impl Iterator<Item = f32>) -> f64 {
     let squares: f64 = values.map(|value| f64::from(value).powi(2)).sum();
     squares.sqrt()
 }
 
-/// The distance of `found` from `expected`, relative to the norm of `expected`.
+/// Returns the distance of `found` from `expected`, relative to the norm of `expected`.
 pub fn relative(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let distance = norm(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -83,7 +86,7 @@ pub fn relative(found: &[f32], expected: &[f32]) -> f64 {
 }
 
 #[test]
-fn are_those_of_transformers() {
+fn gradients_equal_transformers() {
     for device in devices() {
         for fixture in Fixture::all() {
             let Some(expected) = fixture.gradients() else {
@@ -109,9 +112,9 @@ fn are_those_of_transformers() {
                                 worst = (error, path);
                             }
                         }
-                        // It is not trained.
+                        // The layer scalar is not trained.
                         (None, None) => assert!(path.ends_with("layer_scalar"), "{what}: {path}"),
-                        (found, _) => panic!("{what}: {path} has one: {}", found.is_some()),
+                        (found, _) => panic!("{what}: {path} has a gradient: {}", found.is_some()),
                     }
                 }
                 assert_eq!(compared, expected.len(), "{what}");
@@ -125,7 +128,7 @@ fn are_those_of_transformers() {
 }
 
 #[test]
-fn of_the_loss_in_chunks_are_those_of_transformers() {
+fn gradients_of_the_chunked_loss_equal_transformers() {
     let device = Device::flex().autodiff();
     for fixture in Fixture::all() {
         let Some(expected) = fixture.gradients() else {
@@ -139,11 +142,11 @@ fn of_the_loss_in_chunks_are_those_of_transformers() {
         let hidden = gemma
             .model()
             .hidden(tokens(&[&fixture.prompt], &device), Logits::All)
-            .expect("tokens within");
+            .expect("the tokens are in the vocabulary");
         let loss = gemma
             .model()
             .loss(hidden, targets)
-            .expect("targets that fit");
+            .expect("the targets fit");
         let gradients = loss.backward();
         let error = relative(&values(loss), &expected["loss"].values);
         assert!(
@@ -166,9 +169,9 @@ fn of_the_loss_in_chunks_are_those_of_transformers() {
     }
 }
 
-/// The head's part is an operator of each backend.
+/// The output head with the loss is an operator of each backend.
 #[test]
-fn of_the_head_on_every_device() {
+fn gradients_of_the_head_are_equal_on_every_device() {
     let fixture = Fixture::open("dense-ple");
     let outcome = |tracked: &Device| {
         let gemma = fixture.load(tracked, DType::F32);
@@ -178,11 +181,11 @@ fn of_the_head_on_every_device() {
         let states = Tensor::<3>::from_data(states, tracked).require_grad();
         let targets = Tensor::<2, Int>::from_data([[3, -1, 300, 7, 0]], tracked);
         let loss = gemma.model().loss(states.clone(), targets);
-        let loss = loss.expect("targets that fit") * 2.0;
+        let loss = loss.expect("the targets fit") * 2.0;
         let gradients = loss.backward();
-        let of_states = states.grad(&gradients).expect("a gradient");
+        let of_states = states.grad(&gradients).expect("the tensor has a gradient");
         let of_head = gemma.model().embed_tokens.weight.val().grad(&gradients);
-        let of_head = of_head.expect("a gradient");
+        let of_head = of_head.expect("the tensor has a gradient");
         [values(loss), values(of_states), values(of_head)]
     };
     let expected = outcome(&Device::flex().autodiff());
@@ -197,7 +200,7 @@ fn of_the_head_on_every_device() {
 }
 
 #[test]
-fn of_the_last_positions_alone() {
+fn gradients_of_the_last_positions_equal_those_of_a_whole_pass() {
     let device = Device::flex().autodiff();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
@@ -206,18 +209,18 @@ fn of_the_last_positions_alone() {
     let count = fixture.prompt.len();
     let of_last = |hidden: Tensor<3>| {
         let targets = row.clone().narrow(1, count - 4, 4);
-        let loss = model.loss(hidden, targets).expect("targets that fit");
+        let loss = model.loss(hidden, targets).expect("the targets fit");
         gradients_of(model, &loss.backward())
     };
     let all = model
         .hidden(row.clone(), Logits::All)
-        .expect("tokens within")
+        .expect("the tokens are in the vocabulary")
         .narrow(1, count - 4, 4);
     let expected = of_last(all);
     let last = || {
         model
             .hidden(row.clone(), Logits::Last(4))
-            .expect("tokens within")
+            .expect("the tokens are in the vocabulary")
     };
     for (path, found) in of_last(last()) {
         if let (Some(found), Some(expected)) = (found, &expected[&path]) {
@@ -229,7 +232,7 @@ fn of_the_last_positions_alone() {
 }
 
 #[test]
-fn of_a_head_of_its_own() {
+fn gradients_of_an_untied_head_equal_those_of_plain_operations() {
     let device = Device::flex().autodiff();
     let config = Gemma4Config {
         tie_word_embeddings: false,
@@ -243,11 +246,11 @@ fn of_a_head_of_its_own() {
     let plain = next_token_loss(&model, row.clone());
     let hidden = model
         .hidden(row.clone(), Logits::All)
-        .expect("tokens within")
+        .expect("the tokens are in the vocabulary")
         .narrow(1, 0, 5);
     let chunked = model
         .loss(hidden, row.narrow(1, 1, 5))
-        .expect("targets that fit");
+        .expect("the targets fit");
     let error = relative(&values(chunked.clone()), &values(plain.clone()));
     assert!(error <= TOLERANCE, "the loss is off by {error:e}");
     let expected = gradients_of(&model, &plain.backward());
@@ -261,9 +264,9 @@ fn of_a_head_of_its_own() {
     }
 }
 
-/// Gradients layer by layer are those of the whole.
+/// Gradients that are computed layer by layer equal those of one backward pass.
 #[test]
-fn of_one_layer_after_the_other() {
+fn gradients_by_layer_equal_those_of_one_backward() {
     let plain = Device::flex().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();
     compare_by_layer("dense-ple", &plain, Logits::All);
@@ -282,12 +285,16 @@ fn compare_by_layer(name: &'static str, tracked: &Device, asked: Logits) {
     let positions = if asked == Logits::All { count } else { 3 };
     let targets = row.clone().narrow(1, count - positions, positions);
     let loss = |hidden| model.loss(hidden, targets.clone());
-    let whole =
-        loss(model.hidden(row.clone(), asked).expect("tokens within")).expect("targets that fit");
+    let whole = loss(
+        model
+            .hidden(row.clone(), asked)
+            .expect("the tokens are in the vocabulary"),
+    )
+    .expect("the targets fit");
     let expected = gradients_of(model, &whole.backward());
     let (by_layer, mut found) = model
         .gradients(row, None, asked, loss)
-        .expect("targets that fit");
+        .expect("the targets fit");
     let error = relative(&values(by_layer), &values(whole));
     assert!(error <= 1e-5, "{what}: the loss is off by {error:e}");
     model.visit(&mut Compared {

@@ -1,4 +1,4 @@
-//! Half precision: no further from f32 than transformers is in the same dtype.
+//! Half precision: the logits are as close to the f32 logits as those of transformers in half precision.
 
 use crate::{
     devices::devices,
@@ -10,19 +10,19 @@ use burn_gemma4::{
     observe::{LayerSite, Observer, Site},
 };
 
-/// The root of the mean square of `a - b`.
+/// Returns the root mean square of `a - b`.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     let squares: f32 = a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum();
     (squares / a.len() as f32).sqrt()
 }
 
-/// Sees where rounding sends tokens to other experts than f32 does. Such a position and all that look back on it are as far
-/// off as they can be, in transformers as here, and are left out of the comparison.
+/// Finds the first position at which rounding makes the router select other experts than in f32. From that position on,
+/// logits differ by arbitrary amounts, here and in transformers, so the comparison leaves these positions out.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
-    /// The first position with another expert.
+    /// The first position with another expert than in the reference.
     first_other: usize,
 }
 
@@ -44,7 +44,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Only where their probabilities are as close as rounding moves them.
+                    // Another expert is allowed only if the two experts' probabilities differ by less than rounding can
+                    // change them.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));
@@ -64,10 +65,10 @@ impl Observer for Routing<'_> {
     }
 }
 
-/// Two correct orders of summation differ by what bf16 itself rounds, so the yardstick is the distance of transformers'
-/// bf16 from f32; f16 has three bits more and must do better than bf16.
+/// Two correct orders of summation differ by rounding to bf16. The limit is therefore the difference between
+/// transformers' bf16 logits and its f32 logits. The format f16 has three bits more, so its limit is stricter.
 #[test]
-fn logits_are_as_close_to_f32_as_those_of_transformers() {
+fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
             if !device.computes_in(dtype) {
@@ -86,7 +87,7 @@ fn logits_are_as_close_to_f32_as_those_of_transformers() {
                     gemma
                         .model()
                         .forward_observed(input, &mut routing)
-                        .expect("tokens within"),
+                        .expect("the tokens are in the vocabulary"),
                 );
                 let compared = routing.first_other * gemma.config().vocab_size;
                 assert!(compared > 0, "{}: no position to compare", fixture.name);
@@ -115,9 +116,10 @@ fn logits_are_as_close_to_f32_as_those_of_transformers() {
     }
 }
 
-/// Keys that share columns with values are rounded elsewhere than keys of their own, and no worse.
+/// Compact keys share columns with the values, so they are rounded at another point of the computation than separate
+/// keys. Their error must not be larger.
 #[test]
-fn compact_keys_are_as_close_to_f32() {
+fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
             if !device.computes_in(dtype) {
@@ -136,15 +138,17 @@ fn compact_keys_are_as_close_to_f32() {
     }
 }
 
-/// The logits of all of `prompt`, read by a few tokens at a time.
+/// Returns the logits of all positions of `prompt`, which is prefilled a few tokens at a time.
 fn by_chunks(gemma: &Gemma4, mut cache: Cache, prompt: &[u32]) -> Vec<f32> {
     let model = gemma.model();
     prompt
         .chunks(3)
         .flat_map(|chunk| {
             let chunk = tokens(&[chunk], &model.device());
-            let logits = model.step(chunk, &mut cache, Logits::All).expect("a step");
-            values(logits.expect("logits"))
+            let logits = model
+                .step(chunk, &mut cache, Logits::All)
+                .expect("the step succeeds");
+            values(logits.expect("logits were requested"))
         })
         .collect()
 }

@@ -1,5 +1,5 @@
-//! How long texts have to be and how they may not begin, as transformers' logits processors have it: `min_new_tokens`, `min_length`,
-//! `max_length`, `begin_suppress_tokens`.
+//! Options that limit the length and the beginning of texts, as in transformers' logits processors: `min_new_tokens`,
+//! `min_length`, `max_length`, `begin_suppress_tokens`.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy, tokens, values};
@@ -12,11 +12,12 @@ const COUNT: usize = 8;
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
         .tokens
 }
 
-/// The likeliest tokens by whole passes, of those that `is_allowed` has after so many.
+/// Returns the greedy tokens by whole forward passes. Candidates are only the tokens for which `is_allowed`, given the
+/// number of tokens so far, returns true.
 fn expected(
     gemma: &Gemma4,
     prompt: &[u32],
@@ -27,28 +28,33 @@ fn expected(
     let mut chosen = Vec::new();
     while chosen.len() < COUNT && !chosen.last().is_some_and(|last| stop.contains(last)) {
         let input = tokens(&[&text], &gemma.device());
-        let logits = values(gemma.model().forward(input).expect("tokens within"));
+        let logits = values(
+            gemma
+                .model()
+                .forward(input)
+                .expect("the tokens are in the vocabulary"),
+        );
         let last = &logits[logits.len() - gemma.config().vocab_size..];
         let allowed = (0u32..)
             .zip(last)
             .filter(|(token, _)| is_allowed(chosen.len(), *token));
         let (token, _) = allowed
             .reduce(|best, next| if next.1 > best.1 { next } else { best })
-            .expect("a token");
+            .expect("there is a token");
         chosen.push(token);
         text.push(token);
     }
     chosen
 }
 
-/// Each option gives what whole passes with the same tokens left out give, alone, with drafts and in a batch.
+/// Each option gives the tokens of whole passes without the suppressed tokens: alone, with drafts and in a batch.
 #[test]
 fn length_options_suppress_tokens_as_transformers_does() {
     let fixture = Fixture::open("dense-ple");
     let prompt = &fixture.prompt[..];
     let reference = fixture.load(&Device::flex(), DType::F32);
     let free = expected(&reference, prompt, &[], |_, _| true);
-    // Both would end the text at once, and later on.
+    // Both tokens are stop tokens. Without options, the text would end at once; the second token comes later.
     let stop = [free[0], free[2]];
     for device in devices() {
         let gemma = fixture.load(&device.device, DType::F32);
@@ -73,7 +79,9 @@ fn length_options_suppress_tokens_as_transformers_does() {
                 Prompt::Tokens(prompt.to_vec()),
                 Prompt::Tokens(prompt[1..].to_vec()),
             ];
-            let batch = gemma.generate_batch(&batch, &options).expect("generations");
+            let batch = gemma
+                .generate_batch(&batch, &options)
+                .expect("the generations succeed");
             assert_eq!(batch[0].tokens, expected, "{what} in a batch");
         };
         check("nothing", options.clone(), &free[..1]);
@@ -83,7 +91,7 @@ fn length_options_suppress_tokens_as_transformers_does() {
             assert!(expected.len() > fewest.min(COUNT - 1), "{expected:?}");
             let new = GenerateOptions {
                 min_new_tokens: Some(fewest),
-                // Without effect beside it.
+                // `min_length` has no effect beside `min_new_tokens`.
                 min_length: Some(prompt.len() + COUNT),
                 ..options.clone()
             };
@@ -110,9 +118,9 @@ fn length_options_suppress_tokens_as_transformers_does() {
     }
 }
 
-/// The device draws after the host has drawn what it has to.
+/// The device samples the tokens after the host has sampled those at the beginning.
 #[test]
-fn drawn_tokens_obey_the_beginning_and_go_on() {
+fn length_options_with_sampling_apply_only_at_the_beginning() {
     let fixture = Fixture::open("dense-ple");
     for device in devices() {
         let gemma = fixture.load(&device.device, DType::F32);
@@ -166,12 +174,14 @@ fn max_length_counts_the_prompt() {
         (prompt.len() + 9, 8, 8),
         (prompt.len() + 1, 8, 1),
     ] {
-        let generation = of_length(length, max_tokens).expect("a generation");
+        let generation = of_length(length, max_tokens).expect("the generation succeeds");
         assert_eq!(generation.tokens, fixture.generated[..count]);
         assert_eq!(generation.finish_reason, FinishReason::Length);
     }
     for length in [1, prompt.len()] {
-        let error = of_length(length, 8).expect_err("no room").to_string();
+        let error = of_length(length, 8)
+            .expect_err("the prompt fills max_length")
+            .to_string();
         assert!(
             error.contains(&format!("max_length is {length}")),
             "{error}"
@@ -179,12 +189,12 @@ fn max_length_counts_the_prompt() {
     }
 }
 
-/// From the file to the options: `max_new_tokens` goes before `max_length`, and a bad word is never chosen.
+/// The options follow from the file: `max_new_tokens` overrides `max_length`, and a bad word is never chosen.
 #[test]
-fn options_are_those_of_generation_config() {
+fn length_options_are_read_from_generation_config() {
     let folder = crate::programs::folder::Folder::copy("dense-ple");
     let load =
-        || Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a checkpoint");
+        || Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("model loads");
     let fixture = Fixture::open("dense-ple");
     let plain = load();
     assert_eq!(plain.options().max_length, None);

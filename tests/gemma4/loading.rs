@@ -1,4 +1,4 @@
-//! Checkpoints in every form, and what is wrong with a bad one.
+//! Checkpoints in every format, and the errors of wrong checkpoints.
 
 use crate::fixture::{Fixture, folder, tokens, values};
 use burn::tensor::{DType, Device};
@@ -9,9 +9,9 @@ use tempfile::TempDir;
 
 /// Both dialects of `config.json` describe the same model.
 #[test]
-fn both_dialects() {
+fn load_both_config_dialects_give_the_same_model() {
     for fixture in Fixture::all() {
-        let read = |name| Gemma4Config::from_file(fixture.folder().join(name)).expect("a config");
+        let read = |name| Gemma4Config::from_file(fixture.folder().join(name)).expect("is valid");
         assert_eq!(
             read("config.json"),
             read("config.transformers5.json"),
@@ -21,29 +21,30 @@ fn both_dialects() {
     }
 }
 
-/// The multimodal file has other names, another dtype, and keys and values that nobody reads.
+/// The multimodal file has other tensor names and another dtype. It also has keys and values of shared KV layers, which
+/// no layer reads.
 #[test]
-fn a_multimodal_file_is_its_text_model() {
+fn load_multimodal_file_gives_its_text_model() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let logits = |name| {
         let model = Gemma4Model::load(folder(name), &device, LoadOptions::new().dtype(DType::F32));
         values(
             model
-                .expect("a model")
+                .expect("the model is valid")
                 .forward(tokens(&[&fixture.prompt], &device))
-                .expect("tokens within"),
+                .expect("the tokens are in the vocabulary"),
         )
     };
     assert_eq!(logits("dense-ple"), logits("dense-ple-mm-bf16"));
 }
 
-/// A processor rounds each number in bf16 by itself, which takes 30 times as long as f32.
+/// A processor rounds each bf16 result separately, which takes 30 times as long as f32.
 #[test]
-fn dtype_on_processor_is_f32_by_default() {
+fn load_dtype_on_processor_is_f32_by_default() {
     let device = Device::flex();
     let load = |name, options: LoadOptions<'_>| {
-        Gemma4Model::load(folder(name), &device, options).expect("a model")
+        Gemma4Model::load(folder(name), &device, options).expect("the model is valid")
     };
     for (name, written) in [
         ("dense-ple", DType::F32),
@@ -60,7 +61,7 @@ fn dtype_on_processor_is_f32_by_default() {
 }
 
 #[test]
-fn progress_reaches_the_end() {
+fn load_progress_reaches_the_end() {
     let mut seen = Vec::new();
     let options = LoadOptions::new().on_progress(|progress| {
         seen.push((
@@ -69,18 +70,18 @@ fn progress_reaches_the_end() {
             progress.total_bytes,
         ));
     });
-    Gemma4Model::load(folder("dense-ple"), &Device::flex(), options).expect("a model");
+    Gemma4Model::load(folder("dense-ple"), &Device::flex(), options).expect("the model is valid");
     assert!(seen.windows(2).all(|pair| pair[0].1 < pair[1].1));
-    let (name, bytes, total) = seen.last().expect("progress");
+    let (name, bytes, total) = seen.last().expect("progress is reported");
     assert_eq!(bytes, total);
     assert!(name.starts_with("model."), "{name}");
 }
 
 type Config = serde_json::Map<String, serde_json::Value>;
-/// Words of the message, and what spoils the configuration.
+/// A text that the error must contain, and the change that spoils the configuration.
 type Case = (&'static str, fn(&mut Config));
 
-/// A copy of a fixture to spoil.
+/// A copy of a fixture that a test can spoil.
 struct Copy {
     folder: TempDir,
     tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
@@ -88,13 +89,13 @@ struct Copy {
 
 impl Copy {
     fn of(name: &str) -> Self {
-        let copy = TempDir::new().expect("a folder");
+        let copy = TempDir::new().expect("a temporary folder");
         for file in ["config.json", "tokenizer.json", "generation_config.json"] {
-            fs::copy(folder(name).join(file), copy.path().join(file)).expect("a copy");
+            fs::copy(folder(name).join(file), copy.path().join(file)).expect("the file is copied");
         }
-        let bytes = fs::read(folder(name).join("model.safetensors")).expect("a file");
+        let bytes = fs::read(folder(name).join("model.safetensors")).expect("the file is readable");
         let tensors = SafeTensors::deserialize(&bytes)
-            .expect("safetensors")
+            .expect("the file is safetensors")
             .iter()
             .map(|(name, view)| {
                 (
@@ -129,7 +130,7 @@ impl Copy {
     }
 
     fn error(&self) -> Gemma4Error {
-        self.load().expect_err("a bad checkpoint")
+        self.load().expect_err("the checkpoint is refused")
     }
 
     fn problems(&self) -> Vec<TensorProblem> {
@@ -142,10 +143,14 @@ impl Copy {
 
     fn config(&self, change: impl FnOnce(&mut Config)) -> String {
         let path = self.path().join("config.json");
-        let text = fs::read_to_string(&path).expect("a file");
-        let mut config = serde_json::from_str(&text).expect("a config");
+        let text = fs::read_to_string(&path).expect("the file is readable");
+        let mut config = serde_json::from_str(&text).expect("the configuration is valid");
         change(&mut config);
-        fs::write(&path, serde_json::to_string(&config).expect("JSON")).expect("written");
+        fs::write(
+            &path,
+            serde_json::to_string(&config).expect("the text is JSON"),
+        )
+        .expect("the file is written");
         let error = self.error();
         error.to_string()
     }
@@ -158,11 +163,11 @@ fn write(tensors: &[(String, Dtype, Vec<usize>, Vec<u8>)], path: &Path) {
             TensorView::new(*dtype, shape.clone(), data).expect("a view"),
         )
     });
-    safetensors::serialize_to_file(views, None, path).expect("written");
+    safetensors::serialize_to_file(views, None, path).expect("the file is written");
 }
 
 #[test]
-fn several_files_are_one_checkpoint() {
+fn load_several_files_give_one_checkpoint() {
     let copy = Copy::of("dense-ple");
     let (first, second) = copy.tensors.split_at(copy.tensors.len() / 2);
     let names = [
@@ -176,35 +181,35 @@ fn several_files_are_one_checkpoint() {
     }
     let index = serde_json::json!({ "metadata": {}, "weight_map": map });
     let index_path = copy.path().join("model.safetensors.index.json");
-    fs::write(&index_path, index.to_string()).expect("written");
+    fs::write(&index_path, index.to_string()).expect("the file is written");
 
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let input = tokens(&[&fixture.prompt], &device);
     let found = values(
         copy.load()
-            .expect("a model")
+            .expect("the model is valid")
             .forward(input)
-            .expect("tokens within"),
+            .expect("the tokens are in the vocabulary"),
     );
     fixture.reference("logits").assert_close(
         burn::tensor::Tensor::<1>::from_floats(found.as_slice(), &device),
         "several files",
     );
 
-    fs::remove_file(copy.path().join(names[1])).expect("removed");
+    fs::remove_file(copy.path().join(names[1])).expect("the file is removed");
     assert!(copy.error().to_string().contains(names[1]));
     fs::write(
         &index_path,
         r#"{"weight_map": {"a": "../elsewhere.safetensors"}}"#,
     )
-    .expect("written");
+    .expect("the file is written");
     assert!(
         copy.error()
             .to_string()
             .contains("../elsewhere.safetensors")
     );
-    fs::write(&index_path, "{").expect("written");
+    fs::write(&index_path, "{").expect("the file is written");
     assert!(
         copy.error()
             .to_string()
@@ -212,13 +217,13 @@ fn several_files_are_one_checkpoint() {
     );
 }
 
-/// `torch.compile` puts `_orig_mod` before, or within, the names of what is saved.
+/// `torch.compile` puts `_orig_mod` before or inside the names of the saved tensors.
 #[test]
-fn names_of_a_compiled_model_are_read() {
+fn load_compiled_model_ignores_orig_mod() {
     let expected = Copy::of("dense-ple");
     expected.save();
     let numbers = |model: Gemma4Model| values(model.layers[1].mlp.up_proj.weight.val());
-    let expected = numbers(expected.load().expect("a model"));
+    let expected = numbers(expected.load().expect("the model is valid"));
     for (plain, compiled) in [
         ("model.", "_orig_mod.model."),
         ("model.", "model._orig_mod."),
@@ -243,9 +248,9 @@ fn names_of_a_compiled_model_are_read() {
     assert!(twice.error().to_string().contains("twice"));
 }
 
-/// Trainers leave the embedding, a norm or a router in f32, beside all else in bf16.
+/// Trainers often leave the embedding, a norm or a router in f32, while all other tensors are in bf16.
 #[test]
-fn dtype_is_that_of_most_numbers() {
+fn load_written_dtype_is_that_of_most_numbers() {
     let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {
         tensor.1 = Dtype::BF16;
         tensor.3 = tensor
@@ -263,7 +268,7 @@ fn dtype_is_that_of_most_numbers() {
             .filter(|tensor| is_halved(&tensor.0));
         chosen.for_each(halved);
         copy.save();
-        copy.load().expect("a model").written_dtype()
+        copy.load().expect("the model is valid").written_dtype()
     };
     assert_eq!(copy(&|name| name != table), Some(DType::BF16));
     assert_eq!(copy(&|name| !name.contains("norm")), Some(DType::BF16));
@@ -272,7 +277,7 @@ fn dtype_is_that_of_most_numbers() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_are_named() {
+fn load_wrong_tensors_are_named() {
     let mut copy = Copy::of("dense-ple");
     let name = "model.layers.1.mlp.up_proj.weight";
     let position = copy.position(name);
@@ -335,27 +340,27 @@ fn tensors_that_do_not_fit_are_named() {
 }
 
 #[test]
-fn truncated_and_absent_files_are_named() {
+fn load_truncated_or_missing_file_is_named() {
     let copy = Copy::of("dense-ple");
     let path = copy.path().join("model.safetensors");
     assert!(copy.error().to_string().contains("model.safetensors"));
     copy.save();
     copy.load().expect("a whole copy");
-    let bytes = fs::read(&path).expect("a file");
+    let bytes = fs::read(&path).expect("the file is readable");
     for length in [0, 5, 100, bytes.len() / 2, bytes.len() - 1] {
-        fs::write(&path, &bytes[..length]).expect("written");
+        fs::write(&path, &bytes[..length]).expect("the file is written");
         let text = copy.error().to_string();
         assert!(
             text.contains("model.safetensors") && text.contains("not a whole"),
             "{text}"
         );
     }
-    fs::remove_file(copy.path().join("config.json")).expect("removed");
+    fs::remove_file(copy.path().join("config.json")).expect("the file is removed");
     assert!(copy.error().to_string().contains("config.json"));
 }
 
 #[test]
-fn configurations_that_are_no_gemma_4_are_named() {
+fn load_config_of_another_model_is_refused_by_name() {
     let spoiled = |change: fn(&mut Config)| {
         let copy = Copy::of("moe");
         copy.save();
@@ -409,8 +414,9 @@ fn configurations_that_are_no_gemma_4_are_named() {
 }
 
 #[test]
-fn a_dtype_that_no_model_computes_in_is_refused() {
+fn load_integer_dtype_is_refused() {
     let options = LoadOptions::new().dtype(DType::I32);
-    let error = Gemma4Model::load(folder("dense-ple"), &Device::flex(), options).expect_err("i32");
+    let error = Gemma4Model::load(folder("dense-ple"), &Device::flex(), options)
+        .expect_err("i32 is refused");
     assert!(error.to_string().contains("dtype: is i32"), "{error}");
 }

@@ -1,7 +1,7 @@
-//! Gemma 4 on every device of this build, against what transformers computed from the same tiny checkpoints
-//! (`tests/fixtures`): one module a hazard.
+//! Gemma 4 on every device of this build, compared with the results of the Python library transformers on the same tiny
+//! checkpoints (`tests/fixtures`). Each module covers one hazard.
 //!
-//! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
+//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are compared on Burn's flex backend: enable the feature `flex`");

@@ -1,4 +1,4 @@
-//! Marks of special tokens in messages, with vocabularies that are made to defeat them.
+//! Markers of special tokens in messages, with vocabularies that are made to defeat them.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;
@@ -6,11 +6,13 @@ use serde_json::{Value, json};
 
 const FIRST_ID: u32 = 400;
 
-/// The tokenizer of a fixture with more special tokens.
+/// Returns the tokenizer of a fixture with more special tokens.
 fn tokenizer(special: &[String], is_normalized: bool) -> Option<Tokenizer> {
     let file = include_str!("../fixtures/dense-ple/tokenizer.json");
-    let mut description: Value = serde_json::from_str(file).expect("a tokenizer");
-    let added = description["added_tokens"].as_array_mut().expect("a list");
+    let mut description: Value = serde_json::from_str(file).expect("the tokenizer is valid");
+    let added = description["added_tokens"]
+        .as_array_mut()
+        .expect("the field is a list");
     for (id, content) in (FIRST_ID..).zip(special) {
         added.push(json!({
             "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
@@ -20,9 +22,9 @@ fn tokenizer(special: &[String], is_normalized: bool) -> Option<Tokenizer> {
     Tokenizer::from_bytes(description.to_string().as_bytes()).ok()
 }
 
-/// A text either is refused or becomes none of the special tokens.
+/// Asserts that a text is refused or contains none of the special tokens after marking.
 fn assert_plain(tokenizer: &Tokenizer, text: &str) {
-    let marking = tokenizer.marking([text]).expect("a mark");
+    let marking = tokenizer.marking([text]).expect("a marker exists");
     let tokens = match marking
         .mark(text)
         .and_then(|marked| marking.encode(&marked))
@@ -40,12 +42,12 @@ fn assert_plain(tokenizer: &Tokenizer, text: &str) {
 }
 
 #[test]
-fn mark_of_tokens_that_hold_private_characters_ends() {
+fn mark_with_private_characters_in_tokens_ends() {
     let special: Vec<String> = ["th".to_owned()]
         .into_iter()
         .chain((0..8).map(|more| format!("t\u{F0000}{}", "h".repeat(more))))
         .collect();
-    let tokenizer = tokenizer(&special, false).expect("a tokenizer");
+    let tokenizer = tokenizer(&special, false).expect("the tokenizer is valid");
     for text in ["the cat", "t\u{F0000}h", "tttthhhh", ""] {
         assert_plain(&tokenizer, text);
     }

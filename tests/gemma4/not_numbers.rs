@@ -1,4 +1,4 @@
-//! Weights that are no numbers: greedy decoding ends with an error, as sampling does, on the host and by the kernels.
+//! Weights with NaN: greedy decoding ends with an error, as sampling does, on the host and by kernels.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 
 const NONE: f32 = f32::NEG_INFINITY;
 
-/// The likeliest tokens by the logits of some sequences.
+/// Returns the greedy tokens (argmax) of the logits of several sequences.
 fn likeliest(rows: &[Vec<f32>], dtype: DType, device: &Device) -> Result<Vec<u32>, Gemma4Error> {
     let shape = [rows.len(), 1, rows[0].len()];
     let data = TensorData::new(rows.concat(), shape).convert_dtype(dtype);
@@ -27,13 +27,13 @@ fn check(what: &str, outcome: Result<impl std::fmt::Debug, Gemma4Error>) {
 }
 
 #[test]
-fn a_row_without_a_number_has_no_likeliest_token() {
+fn argmax_of_a_row_without_finite_logits_is_an_error() {
     for device in devices() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             if !device.computes_in(dtype) {
                 continue;
             }
-            // One stretch of a cube, and several.
+            // A row of the first two sizes is one chunk of a cube, and a row of the last size has several chunks.
             for columns in [3, 300, 40_000] {
                 let what = format!("{} {} {columns}", device.name, dtype.name());
                 for nothing in [f32::NAN, NONE] {
@@ -48,9 +48,9 @@ fn a_row_without_a_number_has_no_likeliest_token() {
     }
 }
 
-/// Sampling counts NaN as −∞, and so does the likeliest token.
+/// Sampling treats NaN as −∞, and so does argmax.
 #[test]
-fn numbers_are_found_among_what_is_none() {
+fn argmax_ignores_nan() {
     for device in devices() {
         for columns in [5, 300, 40_000] {
             let row = |fill: f32, numbers: &[(usize, f32)]| {
@@ -66,30 +66,32 @@ fn numbers_are_found_among_what_is_none() {
                 row(0.0, &[(0, f32::NAN), (last, f32::NAN)]),
                 row(f32::NAN, &[(3, f32::INFINITY), (4, 1.0)]),
             ];
-            let found = likeliest(&rows, DType::F32, &device.device).expect("numbers");
+            let found =
+                likeliest(&rows, DType::F32, &device.device).expect("every row has a finite logit");
             let expected = [last as u32, 2, 2, 1, 3];
             assert_eq!(found, expected, "{} {columns}", device.name);
         }
     }
 }
 
-/// As models mask what is not to be chosen.
+/// Models mask forbidden tokens with the lowest finite number.
 #[test]
-fn the_least_number_is_one() {
+fn argmax_of_the_lowest_finite_logit_is_found() {
     for device in devices() {
         for columns in [2, 300, 40_000] {
             let last = columns - 1;
             let mut rows = vec![vec![f32::MIN; columns], vec![NONE; columns]];
             rows[1][last] = f32::MIN;
-            let found = likeliest(&rows, DType::F32, &device.device).expect("numbers");
+            let found =
+                likeliest(&rows, DType::F32, &device.device).expect("every row has a finite logit");
             assert_eq!(found, [0, last as u32], "{} {columns}", device.name);
         }
     }
 }
 
-/// More than one dimension of a grid has, a prime number of them.
+/// The number of rows is prime, and larger than one dimension of a grid.
 #[test]
-fn rows_are_as_many_as_there_are() {
+fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
     const ROWS: u32 = 131_071;
     let likely = |row: u32| row / 3 % 2;
     for device in devices() {
@@ -100,7 +102,9 @@ fn rows_are_as_many_as_there_are() {
         let data = TensorData::new(rows, [ROWS as usize, 1, 2]);
         let logits = Tensor::<3>::from_data(data, &device.device);
         let expected: Vec<u32> = (0..ROWS).map(likely).collect();
-        let found = Next::of(logits.clone()).argmax().expect("numbers");
+        let found = Next::of(logits.clone())
+            .argmax()
+            .expect("every row has a finite logit");
         assert!(found == expected, "{}", device.name);
         let sampling = Sampling {
             temperature: 1.0,
@@ -108,16 +112,18 @@ fn rows_are_as_many_as_there_are() {
             ..Sampling::greedy()
         };
         let mut samplers = vec![Sampler::new(&sampling); ROWS as usize];
-        let found = Next::of(logits).sample(&mut samplers).expect("numbers");
+        let found = Next::of(logits)
+            .sample(&mut samplers)
+            .expect("every row has a finite logit");
         assert!(found == expected, "{}", device.name);
     }
 }
 
-/// A copy of a fixture whose tensor called `name` is NaN, in the given row or in all of them.
+/// Returns a copy of a fixture with NaN in the tensor `name`, in the given row or in all rows.
 fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (Folder, Gemma4) {
     let folder = Folder::copy(fixture);
     folder.edit(|tensors| {
-        let tensor = tensors.get_mut(name).expect("the tensor");
+        let tensor = tensors.get_mut(name).expect("the tensor exists");
         let row_bytes = tensor.bytes.len() / tensor.shape[0];
         let bytes = match row {
             Some(row) => &mut tensor.bytes[row * row_bytes..][..row_bytes],
@@ -128,11 +134,11 @@ fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (F
         }
     });
     let gemma = Gemma4::load(folder.path(), device, LoadOptions::new().dtype(DType::F32));
-    (folder, gemma.expect("a checkpoint"))
+    (folder, gemma.expect("the checkpoint is valid"))
 }
 
 #[test]
-fn weights_that_are_no_numbers_end_a_text() {
+fn generate_with_nan_weights_is_an_error() {
     for device in devices() {
         for (name, tensor) in [
             ("dense-ple", "model.norm.weight"),
@@ -157,9 +163,10 @@ fn weights_that_are_no_numbers_end_a_text() {
     }
 }
 
-/// The prompt is read without it, so that the decoder meets it, captured or not.
+/// The prompt does not contain the token with NaN embeddings, so the decoder reads it first, with and without graph
+/// capture.
 #[test]
-fn a_token_whose_inputs_are_no_numbers_ends_a_text() {
+fn generate_with_a_nan_embedding_is_an_error() {
     for device in devices() {
         let fixture = Fixture::open("dense-ple");
         let generated = &fixture.generated;

@@ -1,5 +1,6 @@
-//! Folders whose weights compressed-tensors has packed are their dequantized checkpoints, bit by bit and token by token.
-//! `tests/fixtures/compressed/make.py` makes them by that package.
+//! Folders whose weights are packed by the Python package compressed-tensors. Their dequantized weights equal those of
+//! the unpacked checkpoints in every bit, and their texts in every token. The script
+//! `tests/fixtures/compressed/make.py` makes the folders with that package.
 
 use crate::fixture::{self, assert_close, greedy, values};
 use crate::programs::folder::{Folder, tensors};
@@ -12,17 +13,18 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf};
 use tempfile::TempDir;
 
-/// Four bits in groups; four and eight, with zero points and without, in groups and by rows; and experts one by one.
+/// Three folders. The first has 4 bits in groups. The second has 4 and 8 bits, with and without zero points, in groups
+/// and by rows. The third has separate experts.
 const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
 
-/// What a folder stands for.
+/// The expected results of a folder.
 #[derive(Deserialize)]
 struct Reference {
     prompt: Vec<u32>,
     generated: Vec<u32>,
-    /// Of the position after the prompt.
+    /// The logits of the last position of the prompt.
     logits: Vec<f32>,
-    /// The CRC-32 of what is packed, in f32.
+    /// The CRC-32 of each packed weight, dequantized to f32.
     packed: BTreeMap<String, u32>,
 }
 
@@ -31,8 +33,8 @@ fn path(name: &str) -> PathBuf {
 }
 
 fn reference(name: &str) -> Reference {
-    let file = fs::read(path(name).join("reference.json")).expect("a fixture");
-    serde_json::from_slice(&file).expect("a reference")
+    let file = fs::read(path(name).join("reference.json")).expect("the fixture is readable");
+    serde_json::from_slice(&file).expect("the reference parses")
 }
 
 fn load(name: &str, device: &Device) -> Gemma4 {
@@ -45,11 +47,14 @@ fn copy(name: &str) -> Folder {
 }
 
 #[test]
-fn numbers_are_those_of_the_formats_own_package() {
+fn packed_weights_equal_compressed_tensors() {
     for name in FOLDERS {
-        let saved = TempDir::new().expect("a folder");
+        let saved = TempDir::new().expect("a temporary folder");
         let gemma = load(name, &Device::flex());
-        gemma.model().save(saved.path(), None).expect("saved");
+        gemma
+            .model()
+            .save(saved.path(), None)
+            .expect("the save succeeds");
         let saved = tensors(saved.path());
         for (tensor, crc) in reference(name).packed {
             let found = fixture::crc32(&saved[&tensor].bytes);
@@ -59,57 +64,68 @@ fn numbers_are_those_of_the_formats_own_package() {
 }
 
 #[test]
-fn tokens_are_those_of_the_dequantized_model() {
+fn packed_tokens_equal_the_dequantized_model() {
     for device in devices() {
         for name in FOLDERS {
             let what = format!("{name} {}", device.name);
             let reference = reference(name);
             let gemma = load(name, &device.device);
             let prompt = fixture::tokens(&[&reference.prompt], &device.device);
-            let logits = values(gemma.model().forward(prompt).expect("tokens within"));
+            let logits = values(
+                gemma
+                    .model()
+                    .forward(prompt)
+                    .expect("the tokens are in the vocabulary"),
+            );
             let logits = &logits[logits.len() - reference.logits.len()..];
             assert_close(logits, &reference.logits, &what);
             let options = greedy(&gemma, reference.generated.len());
             let generation =
                 gemma.generate(reference.prompt, &options, |_| ControlFlow::Continue(()));
-            let generated = generation.expect("a generation").tokens;
+            let generated = generation.expect("the generation succeeds").tokens;
             assert_eq!(generated, reference.generated, "{what}");
         }
     }
 }
 
-/// In the dtype of what is not packed, in which packed weights are exact.
+/// The dtype is that of the unpacked tensors; packed weights are exact in it.
 #[test]
-fn the_dtype_is_the_checkpoints() {
+fn packed_written_dtype_is_the_checkpoints() {
     let dtype = |name| {
         let model = Gemma4Model::load(path(name), &Device::flex(), LoadOptions::new());
-        model.expect("a model").written_dtype()
+        model.expect("the model is valid").written_dtype()
     };
     assert_eq!(dtype("w4a16-grouped"), Some(DType::BF16));
     assert_eq!(dtype("mixed"), Some(DType::F16));
 }
 
-/// Written like a packed folder, a model is a whole one: nothing is left of how it was packed.
+/// A model that is saved like a packed folder is not packed: no packed tensor and no quantization configuration is
+/// left.
 #[test]
-fn what_was_packed_is_written_whole() {
+fn packed_model_is_saved_unpacked() {
     for name in FOLDERS {
         let gemma = load(name, &Device::flex());
-        let saved = TempDir::new().expect("a folder");
+        let saved = TempDir::new().expect("a temporary folder");
         let model = gemma.model();
         model
             .save_like(path(name), saved.path(), None)
-            .expect("saved");
+            .expect("the save succeeds");
         let names: Vec<String> = tensors(saved.path()).into_keys().collect();
         assert!(
             !names.iter().any(|name| name.contains("weight_")),
             "{names:?}"
         );
-        let config = fs::read_to_string(saved.path().join("config.json")).expect("a file");
+        let config =
+            fs::read_to_string(saved.path().join("config.json")).expect("the file is readable");
         assert!(!config.contains("quantization_config"));
         let again = Gemma4Model::load(saved.path(), &Device::flex(), LoadOptions::new());
         let prompt = fixture::tokens(&[&reference(name).prompt], &Device::flex());
         let logits = |model: &Gemma4Model| values(model.forward(prompt.clone()).expect("tokens"));
-        assert_eq!(logits(&again.expect("a model")), logits(model), "{name}");
+        assert_eq!(
+            logits(&again.expect("the model is valid")),
+            logits(model),
+            "{name}"
+        );
     }
     let folder = copy("mixed");
     folder.edit(|tensors| {
@@ -121,17 +137,17 @@ fn what_was_packed_is_written_whole() {
         tensors.insert("model.vision_tower.proj.weight_packed".into(), words);
     });
     let model = Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new());
-    let saved = TempDir::new().expect("a folder");
+    let saved = TempDir::new().expect("a temporary folder");
     let error = model
-        .expect("a model")
+        .expect("the model is valid")
         .save_like(folder.path(), saved.path(), None);
-    let error = error.expect_err("a packed tower").to_string();
+    let error = error.expect_err("a packed tower is refused").to_string();
     assert!(error.contains("vision_tower.proj.weight_packed"), "{error}");
 }
 
-/// Keys of layers that read an earlier one's are ignored when they are packed, too.
+/// Packed keys and values of shared KV layers are ignored too.
 #[test]
-fn keys_that_nobody_reads_are_ignored() {
+fn packed_keys_of_shared_kv_layers_are_ignored() {
     let folder = copy("mixed");
     folder.edit(|tensors| {
         for part in [
@@ -144,13 +160,14 @@ fn keys_that_nobody_reads_are_ignored() {
             tensors.insert(format!("model.layers.3.self_attn.k_proj.{part}"), tensor);
         }
     });
-    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a model");
+    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new())
+        .expect("the model is valid");
 }
 
 #[track_caller]
 fn check(folder: &Folder, words: &[&str]) {
     let Err(error) = Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()) else {
-        panic!("it is loaded in spite of {words:?}");
+        panic!("loading should fail with {words:?}");
     };
     assert!(
         matches!(
@@ -161,15 +178,15 @@ fn check(folder: &Folder, words: &[&str]) {
     );
     let text = error.to_string();
     for word in words {
-        assert!(text.contains(word), "no {word:?} in {text}");
+        assert!(text.contains(word), "{word:?} is missing from {text}");
     }
 }
 
-/// Words of the message, where in the `quantization_config`, and what stands there.
+/// Texts that the error must contain, the path in `quantization_config`, and the value to set there.
 type Case = (&'static [&'static str], &'static str, Value);
 
 #[test]
-fn what_is_not_computed_is_named() {
+fn packed_config_with_unsupported_field_is_refused_by_name() {
     let cases: [Case; 17] = [
         (
             &["compressed-tensors", "\"nvfp4-pack-quantized\""],
@@ -247,15 +264,16 @@ fn what_is_not_computed_is_named() {
     ];
     for (words, place, value) in cases {
         let folder = copy("w4a16-grouped");
-        let mut config: Value = serde_json::from_slice(&folder.read("config.json")).expect("JSON");
-        let (parent, field) = place.rsplit_once('/').expect("a place");
+        let mut config: Value =
+            serde_json::from_slice(&folder.read("config.json")).expect("the text is JSON");
+        let (parent, field) = place.rsplit_once('/').expect("the path has a parent");
         let quantization = &mut config["quantization_config"];
         *quantization
             .pointer_mut(parent)
-            .expect("a place")
+            .expect("the parent exists")
             .get_mut(field)
             .unwrap_or(&mut Value::Null) = Value::Null;
-        quantization.pointer_mut(parent).expect("a place")[field] = value;
+        quantization.pointer_mut(parent).expect("the parent exists")[field] = value;
         folder.write("config.json", config.to_string());
         check(
             &folder,
@@ -264,20 +282,22 @@ fn what_is_not_computed_is_named() {
     }
 }
 
-/// What older versions wrote, too, of weights of which all are there.
+/// Older versions also wrote a sparsity configuration for dense weights.
 #[test]
-fn a_sparsity_of_nothing_is_none() {
+fn packed_config_with_dense_sparsity_is_loaded() {
     let folder = copy("w4a16-grouped");
-    let mut config: Value = serde_json::from_slice(&folder.read("config.json")).expect("JSON");
+    let mut config: Value =
+        serde_json::from_slice(&folder.read("config.json")).expect("the text is JSON");
     let dense = json!({"format": "dense", "global_sparsity": 0.1, "targets": []});
     config["quantization_config"]["sparsity_config"] = dense;
     config["quantization_config"]["transform_config"] = json!({});
     folder.write("config.json", config.to_string());
-    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new()).expect("a model");
+    Gemma4Model::load(folder.path(), &Device::flex(), LoadOptions::new())
+        .expect("the model is valid");
 }
 
 #[test]
-fn packed_tensors_that_do_not_fit_are_named() {
+fn packed_wrong_tensors_are_named() {
     let module = "model.layers.0.self_attn.q_proj";
     let part = |part: &str| format!("{module}.{part}");
     let changed = |change: &dyn Fn(&mut BTreeMap<String, crate::programs::folder::Stored>)| {
@@ -295,11 +315,17 @@ fn packed_tensors_that_do_not_fit_are_named() {
         &[&part("weight_packed"), "no scheme of quantization_config"],
     );
     let folder = changed(&|tensors| {
-        tensors.get_mut(&part("weight_packed")).expect("it").dtype = Dtype::U32;
+        tensors
+            .get_mut(&part("weight_packed"))
+            .expect("the tensor exists")
+            .dtype = Dtype::U32;
     });
     check(&folder, &[&part("weight_packed"), "U32"]);
     let folder = changed(&|tensors| {
-        tensors.get_mut(&part("weight_scale")).expect("it").dtype = Dtype::I16;
+        tensors
+            .get_mut(&part("weight_scale"))
+            .expect("the tensor exists")
+            .dtype = Dtype::I16;
     });
     check(&folder, &[&part("weight_packed"), "weight_scale is in I16"]);
     for sizes in [
@@ -310,14 +336,16 @@ fn packed_tensors_that_do_not_fit_are_named() {
         [i64::MAX, i64::MAX],
     ] {
         let folder = changed(&|tensors| {
-            let shape = tensors.get_mut(&part("weight_shape")).expect("it");
+            let shape = tensors
+                .get_mut(&part("weight_shape"))
+                .expect("the tensor exists");
             shape.bytes = sizes.map(i64::to_le_bytes).concat();
         });
         check(&folder, &[&part("weight_packed")]);
     }
     let folder = changed(&|tensors| {
         for (name, tensor) in tensors.iter_mut() {
-            // Another matrix than the model's, as whole as one.
+            // The result is a complete matrix of another shape than the model's.
             if name.starts_with(module) {
                 let rows = tensor.shape[0] / 2;
                 match name.ends_with("weight_shape") {
@@ -331,9 +359,9 @@ fn packed_tensors_that_do_not_fit_are_named() {
         }
     });
     check(&folder, &[&part("weight_packed"), "[64, 64]", "[128, 64]"]);
-    // A way to pack that the configuration does not have.
+    // The configuration does not have the group size of the packed tensors.
     let folder = copy("w4a16-grouped");
-    let config = String::from_utf8(folder.read("config.json")).expect("text");
+    let config = String::from_utf8(folder.read("config.json")).expect("the text is UTF-8");
     folder.write(
         "config.json",
         config.replace("\"group_size\": 32", "\"group_size\": 16"),
@@ -342,14 +370,14 @@ fn packed_tensors_that_do_not_fit_are_named() {
         &folder,
         &["weight_packed", "no scheme of quantization_config"],
     );
-    // Without a configuration of it, packed tensors are strangers.
+    // Without a quantization configuration, packed tensors are refused.
     let folder = copy("w4a16-grouped");
     folder.set("config.json", "quantization_config", Value::Null);
     check(&folder, &["weight_packed", "no scheme"]);
 }
 
 #[test]
-fn experts_that_are_not_whole_are_named() {
+fn packed_incomplete_experts_are_named() {
     let layer = "model.layers.0.experts";
     let without = |tensors: &[&str]| {
         let folder = copy("experts");

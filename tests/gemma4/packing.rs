@@ -1,7 +1,8 @@
-//! Packed documents: each has the logits and gives the gradients that it has and gives alone; in half precision nothing
-//! that is packed or padded turns a gradient into NaN.
+//! Packed documents (varlen): each document has the same logits and gradients as alone. In half precision, no packed or
+//! padded token makes a gradient NaN.
 //!
-//! What documents have alone is computed on the processor, once: every length of theirs would compile kernels of its own.
+//! The results of single documents are computed on the processor, once. On a device every length would compile other
+//! kernels.
 
 use crate::{
     devices::devices,
@@ -11,14 +12,15 @@ use crate::{
 use burn::tensor::{DType, Device, Tensor, activation::log_softmax};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Packing};
 
-/// Rows of documents of a fixture's text, and how many tokens of padding end each row.
+/// Rows of documents of a fixture's text. Padding fills each row to `positions`.
 struct Packed {
     rows: Vec<Vec<Vec<u32>>>,
     positions: usize,
 }
 
 impl Packed {
-    /// Documents shorter and longer than the window; a row that is full, one with padding, and one document alone.
+    /// The documents are shorter and longer than the window. One row is full, one has padding, and one has a single
+    /// document.
     fn new(fixture: &Fixture) -> Self {
         let text = [&fixture.prompt[..], &fixture.generated].concat();
         let part = |start: usize, length: usize| text[start..start + length].to_vec();
@@ -34,11 +36,10 @@ impl Packed {
 
     fn packing(&self) -> Packing {
         let lengths = |row: &Vec<Vec<u32>>| row.iter().map(Vec::len).collect();
-        Packing::new(self.rows.iter().map(lengths).collect(), self.positions)
-            .expect("rows that fit")
+        Packing::new(self.rows.iter().map(lengths).collect(), self.positions).expect("the rows fit")
     }
 
-    /// The rows, filled with `padding`.
+    /// Returns the rows, filled with `padding`.
     fn tokens(&self, padding: u32) -> Vec<Vec<u32>> {
         let fill = |row: &Vec<Vec<u32>>| {
             let mut row = row.concat();
@@ -52,7 +53,7 @@ impl Packed {
         self.rows.iter().flatten()
     }
 
-    /// The sum of the cross entropies of every document's next tokens, in f32.
+    /// Returns the sum of the cross entropies of every document's next tokens, in f32.
     fn loss(&self, model: &Gemma4Model, device: &Device) -> Tensor<1> {
         let packing = self.packing();
         let rows = self.tokens(model.config().pad_token);
@@ -60,7 +61,7 @@ impl Packed {
         let tokens = tokens(&rows, device);
         let logits = model
             .forward_packed(tokens.clone(), &packing)
-            .expect("tokens that fit the packing");
+            .expect("the tokens fit the packing");
         let last = self.positions - 1;
         let next = tokens.narrow(1, 1, last);
         let next = next.reshape([rows.len(), last, 1]);
@@ -70,26 +71,31 @@ impl Packed {
     }
 }
 
-/// The same, of each document alone.
+/// Returns the same sum, with a forward pass for each document.
 fn loss_alone(model: &Gemma4Model, documents: &Packed, device: &Device) -> Tensor<1> {
     let of_one = |document: &Vec<u32>| {
         let count = document.len() - 1;
         let input = tokens(&[&document[..count]], device);
         let next = tokens(&[&document[1..]], device).reshape([1, count, 1]);
-        -log_softmax(model.forward(input).expect("tokens within"), 2)
-            .gather(2, next)
-            .sum()
+        -log_softmax(
+            model
+                .forward(input)
+                .expect("the tokens are in the vocabulary"),
+            2,
+        )
+        .gather(2, next)
+        .sum()
     };
     documents
         .documents()
         .filter(|document| document.len() > 1)
         .map(of_one)
         .reduce(|sum, loss| sum + loss)
-        .expect("documents")
+        .expect("there is at least one document")
 }
 
 #[test]
-fn logits_are_those_of_each_document_alone() {
+fn packed_logits_equal_single_documents() {
     let flex = Device::flex();
     for fixture in Fixture::all() {
         let packed = Packed::new(&fixture);
@@ -98,7 +104,7 @@ fn logits_are_those_of_each_document_alone() {
             on_flex
                 .model()
                 .forward(tokens(&[document], &flex))
-                .expect("tokens within")
+                .expect("the tokens are in the vocabulary")
         };
         let expected: Vec<Vec<f32>> = packed.documents().map(|row| values(alone(row))).collect();
         for device in devices() {
@@ -108,7 +114,7 @@ fn logits_are_those_of_each_document_alone() {
             let logits = gemma
                 .model()
                 .forward_packed(tokens(&rows, &device.device), &packed.packing())
-                .expect("tokens that fit the packing");
+                .expect("the tokens fit the packing");
             let logits = values(logits);
             let vocabulary = gemma.config().vocab_size;
             let mut expected = expected.iter();
@@ -137,7 +143,7 @@ fn logits_are_those_of_each_document_alone() {
 }
 
 #[test]
-fn gradients_are_those_of_the_documents_alone() {
+fn packed_gradients_equal_single_documents() {
     let flex = Device::flex().autodiff();
     for name in ["dense-ple", "moe"] {
         let fixture = Fixture::open(name);
@@ -165,7 +171,7 @@ fn gradients_are_those_of_the_documents_alone() {
 }
 
 #[test]
-fn half_precision_has_finite_gradients() {
+fn packed_half_precision_gradients_are_finite() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
             if !device.computes_in(dtype) {
@@ -196,7 +202,7 @@ fn half_precision_has_finite_gradients() {
 }
 
 #[test]
-fn tokens_that_do_not_fit_are_refused() {
+fn packed_tokens_of_wrong_shape_are_refused() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);

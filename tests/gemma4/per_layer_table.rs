@@ -1,5 +1,6 @@
-//! Wherever the table of per-layer embeddings is, on the host, on the device or there in parts, it gives the same numbers to the bit and the
-//! same texts; where nobody says where, it goes where it fits; and a file that is not what it should be is named before it is read.
+//! The table of per-layer embeddings may be stored on the host, on the device in one buffer, or on the device in
+//! several buffers. All three give the same bits and the same texts. By default the table is stored where it fits. A
+//! wrong file is refused before the table is read from it.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, tokens, values};
@@ -18,7 +19,7 @@ use tempfile::TempDir;
 
 const TABLE: &str = "model.embed_tokens_per_layer.weight";
 
-/// The tables in every kind of file, and what becomes of them on the device.
+/// The tables in every kind of file, with their quantization on the device.
 const CASES: [(&str, Quantization); 6] = [
     ("dense-ple", Quantization::Stored),
     ("dense-ple-mm-bf16", Quantization::Stored),
@@ -28,7 +29,7 @@ const CASES: [(&str, Quantization); 6] = [
     ("compressed/mixed", Quantization::Stored),
 ];
 
-/// So that each fixture's table takes several buffers, and no other weight more than one.
+/// Returns limits with which a fixture's table needs several buffers, and every other weight only one.
 fn small_buffers((name, quantization): (&str, Quantization), dtype: DType) -> DeviceMemory {
     let options = LoadOptions::new().dtype(dtype).quantization(quantization);
     let model = load(name, &Device::flex(), options).model().clone();
@@ -40,7 +41,7 @@ fn small_buffers((name, quantization): (&str, Quantization), dtype: DType) -> De
     }
 }
 
-/// The largest weight but for the table.
+/// Finds the bytes of the largest weight other than the table.
 #[derive(Default)]
 struct Largest {
     path: Vec<String>,
@@ -75,10 +76,11 @@ fn load(name: &str, device: &Device, options: LoadOptions<'_>) -> Gemma4 {
     Gemma4::load(folder(name), device, options).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// The model with its table on the device, on the host, and on the device in parts.
+/// Returns the model with its table on the device, on the host, and on the device in parts.
 fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gemma4; 3] {
     let (name, quantization) = case;
-    // What is quantized while it is loaded stays on the host as it is: the file has the same numbers to compare with.
+    // Quantization while loading does not quantize a table on the host. A file that is already quantized therefore
+    // gives the same elements everywhere.
     let form = || LoadOptions::new().dtype(dtype).quantization(quantization);
     let on_device = form().per_layer_table(PerLayerTable::Device);
     let on_host = form().per_layer_table(PerLayerTable::Host);
@@ -88,7 +90,7 @@ fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gem
     [on_device, on_host, split].map(|options| load(name, device, options))
 }
 
-/// The per-layer embeddings of a forward pass.
+/// Records the per-layer embeddings of a forward pass.
 #[derive(Default)]
 struct Embeddings(Vec<f32>);
 
@@ -105,11 +107,11 @@ fn embeddings(model: &Gemma4Model, prompt: &[u32]) -> Vec<f32> {
     let input = tokens(&[prompt], &model.device());
     model
         .forward_observed(input, &mut found)
-        .expect("tokens within");
+        .expect("the tokens are in the vocabulary");
     found.0
 }
 
-/// The first tokens and the last ones, and some of them twice.
+/// Returns a prompt with the first and the last tokens, and some tokens twice.
 fn prompt(gemma: &Gemma4) -> Vec<u32> {
     let last = gemma.config().vocab_size as u32 - 1;
     let mut prompt: Vec<u32> = (0..=last).step_by(7).collect();
@@ -120,17 +122,17 @@ fn prompt(gemma: &Gemma4) -> Vec<u32> {
 fn generated(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u32> {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
         .tokens
 }
 
 #[test]
-fn numbers_and_texts_are_the_same_everywhere() {
+fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
     for device in devices() {
         for case in CASES {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let is_plain = case == CASES[0];
-                // Kernels of every format have their own tests.
+                // The kernels of the other formats have their own tests.
                 let is_of_kernels = device.device == Device::flex() || is_plain;
                 if !device.device.supports_dtype(dtype)
                     || !is_of_kernels
@@ -140,7 +142,8 @@ fn numbers_and_texts_are_the_same_everywhere() {
                 }
                 let what = format!("{case:?} {} {dtype:?}", device.name);
                 let [on_device, on_host, split] = everywhere(case, &device.device, dtype);
-                let placed = |gemma: &Gemma4| gemma.model().per_layer_table().expect("a placement");
+                let placed =
+                    |gemma: &Gemma4| gemma.model().per_layer_table().expect("there is a table");
                 assert!(!placed(&on_device).is_on_host, "{what}");
                 assert_eq!(placed(&on_device).buffers, 1, "{what}");
                 assert!(placed(&on_host).is_on_host, "{what}");
@@ -159,7 +162,7 @@ fn numbers_and_texts_are_the_same_everywhere() {
                 assert_eq!(bits(embeddings(split.model(), &prompt)), expected, "{what}");
                 assert_eq!(text(&split), expected_text, "{what}");
                 if case.1 == Quantization::Q8 {
-                    // On the host are the numbers that were not quantized.
+                    // The host stores the elements as they were before quantization, so they differ.
                     continue;
                 }
                 assert_eq!(
@@ -173,9 +176,10 @@ fn numbers_and_texts_are_the_same_everywhere() {
     }
 }
 
-/// Recorded passes get their rows anew before each of them: one token, several, of several sequences.
+/// Before each replay of a captured pass, the host provides the rows of the table: for one token or several, and for
+/// one sequence or several.
 #[test]
-fn decoding_reads_rows_from_the_host() {
+fn per_layer_table_on_host_is_read_by_decode_steps() {
     for device in devices() {
         let options = LoadOptions::new().dtype(DType::F32);
         let options = options.per_layer_table(PerLayerTable::Host);
@@ -197,20 +201,25 @@ fn decoding_reads_rows_from_the_host() {
         let first: Vec<&[u32]> = rows.iter().map(|row| &row[..5]).collect();
         let read = tokens(&first, &device.device);
         let step = gemma.model().step(read, &mut cache, Logits::None);
-        step.expect("a step");
+        step.expect("the step succeeds");
         let mut decoder = gemma.model().decoder(&mut cache);
         let mut found = Vec::new();
         for column in 5..text.len() {
             let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
-            let next = decoder.step(&column).expect("a step");
-            found.push(next.logits().expect("logits"));
+            let next = decoder.step(&column).expect("the step succeeds");
+            found.push(next.logits().expect("the logits are readable"));
         }
         if device.device != Device::flex() {
             assert_eq!(decoder.mode(), DecodeMode::Graph, "{what}");
         }
         for (row, text) in rows.iter().enumerate() {
             let input = tokens(&[text], &device.device);
-            let expected = values(gemma.model().forward(input).expect("tokens within"));
+            let expected = values(
+                gemma
+                    .model()
+                    .forward(input)
+                    .expect("the tokens are in the vocabulary"),
+            );
             for (step, found) in found.iter().enumerate() {
                 crate::fixture::assert_close(
                     &found[row * vocabulary..][..vocabulary],
@@ -223,14 +232,14 @@ fn decoding_reads_rows_from_the_host() {
 }
 
 #[test]
-fn drafts_and_batches_give_the_same_texts() {
+fn per_layer_table_with_drafts_and_batches_gives_equal_texts() {
     for device in devices() {
         let prompts = [vec![2, 50, 60, 50, 60, 50], vec![2, 7], vec![2, 50, 60, 50]];
         let [expected, found] = [PerLayerTable::Device, PerLayerTable::Host].map(|table| {
             let options = LoadOptions::new().dtype(DType::F32).per_layer_table(table);
             let gemma = load("dense-ple", &device.device, options);
             let gemma = gemma.with_drafter(folder("assistant-ple"));
-            let gemma = gemma.expect("a drafter");
+            let gemma = gemma.expect("the drafter is valid");
             let plain = greedy(&gemma, 8);
             let with = |drafts| GenerateOptions {
                 drafts,
@@ -248,7 +257,7 @@ fn drafts_and_batches_give_the_same_texts() {
             let batch = gemma.generate_batch(&prompts, &plain);
             texts.extend(
                 batch
-                    .expect("generations")
+                    .expect("the generations succeed")
                     .into_iter()
                     .map(|one| one.tokens),
             );
@@ -258,10 +267,10 @@ fn drafts_and_batches_give_the_same_texts() {
     }
 }
 
-/// What is trained gets the gradients that it gets beside a table on the device, of adapters, too.
+/// The trained parameters get the same gradients as with the table on the device, also with adapters.
 #[test]
-fn frozen_rows_leave_the_other_gradients_as_they_are() {
-    /// The gradients by their parameters' paths.
+fn per_layer_table_on_host_leaves_other_gradients_unchanged() {
+    /// Collects the gradients by their parameters' paths.
     struct Found<'a> {
         path: Vec<String>,
         gradients: &'a burn::optim::GradientsParams,
@@ -284,10 +293,13 @@ fn frozen_rows_leave_the_other_gradients_as_they_are() {
     for adapts in [false, true] {
         let [on_device, on_host] = [PerLayerTable::Device, PerLayerTable::Host].map(|table| {
             let options = LoadOptions::new().per_layer_table(table);
-            let model = Gemma4Model::load(folder("dense-ple"), &device, options).expect("a model");
+            let model = Gemma4Model::load(folder("dense-ple"), &device, options)
+                .expect("the model is valid");
             device.seed(7);
             let model = match adapts {
-                true => Adapter::new(4, 8.0).attach(model).expect("attached"),
+                true => Adapter::new(4, 8.0)
+                    .attach(model)
+                    .expect("the adapter is attached"),
                 false => model,
             };
             let ids = [2, 50, 60, 50, 60, 7, 319, 0];
@@ -295,7 +307,7 @@ fn frozen_rows_leave_the_other_gradients_as_they_are() {
             let next = tokens(&[&ids[1..]], &device);
             let (_, gradients) = model
                 .gradients(read, None, Logits::All, |hidden| model.loss(hidden, next))
-                .expect("gradients");
+                .expect("the gradients are computed");
             let mut found = Found {
                 path: Vec::new(),
                 gradients: &gradients,
@@ -313,7 +325,7 @@ fn frozen_rows_leave_the_other_gradients_as_they_are() {
 }
 
 #[test]
-fn it_is_saved_from_everywhere() {
+fn per_layer_table_is_saved_from_everywhere() {
     let device = Device::flex();
     for case in [
         ("dense-ple", Quantization::Stored),
@@ -321,8 +333,11 @@ fn it_is_saved_from_everywhere() {
     ] {
         for dtype in [None, Some(DType::BF16)] {
             let [expected, on_host, split] = everywhere(case, &device, DType::F32).map(|gemma| {
-                let saved = TempDir::new().expect("a folder");
-                gemma.model().save(saved.path(), dtype).expect("saved");
+                let saved = TempDir::new().expect("a temporary folder");
+                gemma
+                    .model()
+                    .save(saved.path(), dtype)
+                    .expect("the save succeeds");
                 crate::fixture::read(saved.path().join("model.safetensors"))
                     .into_iter()
                     .map(|(name, tensor)| (name, tensor.values))
@@ -335,10 +350,10 @@ fn it_is_saved_from_everywhere() {
     }
     let options = LoadOptions::new().per_layer_table(PerLayerTable::Host);
     let model = load("dense-ple-mm-bf16", &device, options);
-    let saved = TempDir::new().expect("a folder");
+    let saved = TempDir::new().expect("a temporary folder");
     let base = folder("dense-ple-mm-bf16");
     let like = model.model().save_like(&base, saved.path(), None);
-    like.expect("saved");
+    like.expect("the save succeeds");
     let table = |path| {
         let tensors = crate::fixture::read(path);
         let name = "model.language_model.embed_tokens_per_layer.weight";
@@ -348,16 +363,16 @@ fn it_is_saved_from_everywhere() {
     assert_eq!(written, table(base.join("model.safetensors")));
 }
 
-/// The rule, by what a device may say of itself.
+/// The placement depends on the memory that a device reports.
 #[test]
-fn it_goes_where_it_fits() {
+fn per_layer_table_goes_where_it_fits() {
     let device = Device::flex();
     let placed = |memory| {
         let options = LoadOptions::new().memory(memory);
         load("dense-ple", &device, options)
             .model()
             .per_layer_table()
-            .expect("a placement")
+            .expect("the model has a table")
     };
     let unknown = DeviceMemory::default();
     let all = placed(unknown);
@@ -398,13 +413,13 @@ fn it_goes_where_it_fits() {
             assert!(said.contains(word), "{said}");
         }
     }
-    // A model without such embeddings has nothing to place.
+    // A model without per-layer embeddings has no table to place.
     let other = load("dense-keqv", &device, LoadOptions::new());
     assert_eq!(other.model().per_layer_table(), None);
 }
 
 #[test]
-fn what_no_buffer_holds_is_named() {
+fn per_layer_table_beyond_the_largest_buffer_is_refused() {
     let load = |device: &Device, largest_buffer, table| {
         let memory = DeviceMemory {
             largest_buffer: Some(largest_buffer),
@@ -424,7 +439,7 @@ fn what_no_buffer_holds_is_named() {
             "{reason}"
         );
     }
-    // A table in parts is not trained.
+    // A table in parts cannot be trained.
     let reason = load(&flex.autodiff(), 100_000, PerLayerTable::Device);
     assert!(
         reason.contains(TABLE) && reason.contains("not be trained"),
@@ -432,23 +447,24 @@ fn what_no_buffer_holds_is_named() {
     );
 }
 
-/// Files that are not what they should be fail before anything is read through them, and so do tokens that no table has.
+/// A wrong file is refused before the table is read from it, and so is a token outside of the table.
 #[test]
-fn hostile_tables_and_tokens_are_refused() {
+fn per_layer_table_of_wrong_file_or_token_is_refused() {
     let from = folder("dense-ple");
-    let bytes = fs::read(from.join("model.safetensors")).expect("a file");
-    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("safetensors");
-    let copy = TempDir::new().expect("a folder");
+    let bytes = fs::read(from.join("model.safetensors")).expect("the file is readable");
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("the file is safetensors");
+    let copy = TempDir::new().expect("a temporary folder");
     let path = copy.path().join("model.safetensors");
-    fs::copy(from.join("config.json"), copy.path().join("config.json")).expect("a file");
+    fs::copy(from.join("config.json"), copy.path().join("config.json"))
+        .expect("the file is written");
     let open = || {
         let options = LoadOptions::new().per_layer_table(PerLayerTable::Host);
         Gemma4Model::load(copy.path(), &Device::flex(), options)
     };
 
     for kept in [0, 7, bytes.len() / 2, bytes.len() - 1] {
-        fs::write(&path, &bytes[..kept]).expect("a file");
-        let error = open().expect_err("a truncated file");
+        fs::write(&path, &bytes[..kept]).expect("the file is written");
+        let error = open().expect_err("the truncated file is refused");
         assert!(error.to_string().contains("model.safetensors"), "{error}");
     }
     for (shape, dtype) in [
@@ -461,10 +477,10 @@ fn hostile_tables_and_tokens_are_refused() {
         let size: usize = shape.iter().product::<usize>() * 4;
         let data = vec![0; size];
         let others = tensors.iter().filter(|(name, _)| *name != TABLE);
-        let table = TensorView::new(dtype, shape.clone(), &data).expect("a tensor");
+        let table = TensorView::new(dtype, shape.clone(), &data).expect("the tensor is valid");
         let all = others.chain([(TABLE, table)]);
-        safetensors::serialize_to_file(all, None, &path).expect("a file");
-        let error = open().expect_err("another table");
+        safetensors::serialize_to_file(all, None, &path).expect("the file is written");
+        let error = open().expect_err("the table is refused");
         let Gemma4Error::Tensors { problems, .. } = error else {
             panic!("{shape:?}: {error}");
         };
@@ -475,11 +491,13 @@ fn hostile_tables_and_tokens_are_refused() {
         assert_eq!(name, TABLE);
     }
 
-    fs::write(&path, &bytes).expect("a file");
-    let model = open().expect("a model");
+    fs::write(&path, &bytes).expect("the file is written");
+    let model = open().expect("the model is valid");
     for ids in [[2u32, 320], [u32::MAX, 2]] {
         let error = model.forward(tokens(&[&ids], &Device::flex()));
-        let error = error.expect_err("a token outside").to_string();
+        let error = error
+            .expect_err("the token is outside the vocabulary")
+            .to_string();
         assert!(error.contains("tokens: has the token"), "{error}");
         let mut cache = model.cache(vec![0]);
         let step = model.decoder(&mut cache).step(&ids[1..]).map(|_| ());

@@ -1,5 +1,5 @@
-//! Products with weights and their gradients: as exact as one rounding of the exact product allows, whatever the matrices'
-//! sizes, and nothing beside a sliced matrix is read.
+//! The GEMMs with weights and their gradients, for any matrix size. Their error is at most that of one rounding of the
+//! exact result. A GEMM must not read memory around a sliced matrix.
 
 use crate::{devices::devices, fixture::values};
 use burn::{
@@ -8,7 +8,8 @@ use burn::{
 };
 use burn_gemma4::layer::{Linear, Weight};
 
-/// `[rows, inner, columns]`: of tiles, less, more, and of lengths that no tile divides.
+/// Shapes `[rows, inner, columns]`. Some consist of whole tiles, some are smaller or larger, and some have lengths that
+/// no tile divides.
 const SHAPES: [[usize; 3]; 5] = [
     [128, 64, 256],
     [2, 8, 8],
@@ -17,7 +18,8 @@ const SHAPES: [[usize; 3]; 5] = [
     [64, 1544, 72],
 ];
 
-/// Numbers that `dtype` holds exactly, as a slice of a larger matrix of NaN where it is `sliced`.
+/// Returns a matrix whose elements `dtype` represents exactly. If `sliced`, the matrix is a slice of a larger matrix of
+/// NaN.
 fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Tensor<2> {
     let [rows, columns] = shape;
     let numbers = Tensor::<2>::random(shape, Distribution::Default, device) - 0.5;
@@ -31,7 +33,7 @@ fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Ten
         .slice([0..rows, 0..columns])
 }
 
-/// The output of a layer, and the gradients of its input and of its weight.
+/// Returns the output of a layer, and the gradients of its input and of its weight.
 fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<2>; 3] {
     let (input, weight) = (input.require_grad(), weight.require_grad());
     let linear = Linear {
@@ -48,7 +50,7 @@ fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<
 }
 
 #[test]
-fn are_rounded_once() {
+fn linear_output_and_gradients_are_rounded_once() {
     for device in devices() {
         for dtype in [DType::BF16, DType::F16] {
             if !device.computes_in(dtype) {
@@ -78,7 +80,7 @@ fn are_rounded_once() {
                         };
                         assert!(
                             of(&found) <= 2.0 * of(&rounded),
-                            "{}, {dtype:?}, {:?}, sliced {sliced}, result {which}: errs by {:.2e}, rounding by {:.2e}",
+                            "{}, {dtype:?}, {:?}, sliced {sliced}, result {which}: error {:.2e}, error of rounding {:.2e}",
                             device.name,
                             [rows, inner, columns],
                             of(&found),

@@ -1,7 +1,7 @@
-//! The programs of `examples/` as a person runs them: what they print, how they end, and what they leave.
+//! Runs of the programs of `examples/`, as from a command line: their output, their exit codes, and their files.
 //!
-//! `cargo test` builds the programs along with this test. `cargo test --test gemma4` does not: it runs those
-//! that are there.
+//! `cargo test` builds the programs along with this test. `cargo test --test gemma4` does not build them; it runs the
+//! existing ones.
 
 mod answers;
 pub mod folder;
@@ -18,7 +18,7 @@ mod sessions;
 #[cfg(feature = "training")]
 pub mod training;
 
-use attention_workspace::testing::program::{Ended, program, run, succeed};
+use attention_workspace::testing::program::{Ended, gemma4, run, succeed};
 
 use crate::devices::devices;
 use crate::fixture;
@@ -29,9 +29,9 @@ use std::io::{ErrorKind, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// Generates with a checkpoint, greedily.
+/// Returns the command that generates greedily with a checkpoint.
 fn greedy(model: &str, device: &str) -> Command {
-    let mut command = program("generate");
+    let mut command = gemma4("run");
     command.arg("--model").arg(fixture::folder(model)).args([
         "--device",
         device,
@@ -48,7 +48,7 @@ pub fn report(ended: &Ended) -> Value {
 }
 
 #[test]
-fn tokens_are_those_of_transformers() {
+fn program_generate_tokens_equal_transformers() {
     for device in devices() {
         for name in fixture::ALL {
             let reference = reference(name);
@@ -75,9 +75,9 @@ fn tokens_are_those_of_transformers() {
     }
 }
 
-/// What is said about it goes to standard error alone.
+/// The note about the table goes to standard error only.
 #[test]
-fn a_table_may_stay_in_the_file() {
+fn program_generate_with_host_table_gives_the_same_text() {
     let with = |place| {
         let mut command = greedy("dense-ple", "flex");
         command.args(["--prompt", "hi", "--max-tokens", "6", "--ignore-eos"]);
@@ -90,10 +90,10 @@ fn a_table_may_stay_in_the_file() {
     assert!(!auto.stderr.contains("per-layer"), "{auto:?}");
 }
 
-/// On a machine without a display server drivers have nothing to say.
+/// On a machine without a display server, graphics drivers must not print to standard error.
 #[test]
-fn errors_are_the_programs_own() {
-    let mut command = program("generate");
+fn program_generate_without_display_prints_no_driver_errors() {
+    let mut command = gemma4("run");
     command
         .env_remove("XDG_RUNTIME_DIR")
         .args(["--max-tokens", "1"]);
@@ -102,7 +102,7 @@ fn errors_are_the_programs_own() {
 }
 
 #[test]
-fn the_report() {
+fn program_generate_json_report_has_all_fields() {
     let ended = succeed(greedy("dense-ple", "flex").args([
         "--prompt",
         "the cat",
@@ -115,7 +115,7 @@ fn the_report() {
     assert_eq!(report["device"], "flex");
     assert_eq!(report["dtype"], "f32");
     assert!(report["text"].is_string());
-    let tokens = report["tokens"].as_array().expect("tokens").len();
+    let tokens = report["tokens"].as_array().expect("tokens is a list").len();
     match report["finish_reason"].as_str() {
         Some("length") => assert_eq!(tokens, 5),
         Some("stop") => assert!(tokens <= 5),
@@ -134,7 +134,7 @@ fn the_report() {
 }
 
 #[test]
-fn a_stop_token_ends_the_text() {
+fn program_generate_stop_token_ends_the_text() {
     let reference = reference("dense-ple");
     let prompt = tokens(&reference["prompt"]);
     let prompt = prompt.iter().map(u32::to_string).collect::<Vec<_>>();
@@ -142,7 +142,7 @@ fn a_stop_token_ends_the_text() {
     let end = generated
         .iter()
         .position(|token| [1, 12, 17].contains(token));
-    let end = end.expect("the reference goes past a stop token");
+    let end = end.expect("the reference has a stop token");
     let ended = succeed(
         greedy("dense-ple", "flex")
             .args(["--prompt-tokens", &prompt.join(","), "--json"])
@@ -154,7 +154,7 @@ fn a_stop_token_ends_the_text() {
 }
 
 #[test]
-fn text_is_the_same_streamed_piped_and_reported() {
+fn program_generate_text_is_equal_streamed_piped_and_reported() {
     let arguments = ["--max-tokens", "30", "--ignore-eos"];
     let mut command = greedy("dense-ple", "flex");
     let streamed = succeed(command.args(["--prompt", "the cat"]).args(arguments));
@@ -165,22 +165,25 @@ fn text_is_the_same_streamed_piped_and_reported() {
             .args(["--prompt", "the cat", "--json"])
             .args(arguments),
     );
-    let text = report(&reported)["text"].as_str().expect("text").to_owned();
+    let text = report(&reported)["text"]
+        .as_str()
+        .expect("text is a string")
+        .to_owned();
     assert_eq!(streamed.stdout, text + "\n");
 
     for dash in [&[][..], &["--prompt", "-"]] {
         let mut command = greedy("dense-ple", "flex");
         command.args(arguments).args(dash).stdin(Stdio::piped());
-        let mut child = command.spawn().expect("a process");
+        let mut child = command.spawn().expect("the process starts");
         write(&mut child, "the cat\n");
-        let piped = Ended::from(child.wait_with_output().expect("its end"));
+        let piped = Ended::from(child.wait_with_output().expect("the process ends"));
         assert_eq!(piped.stdout, streamed.stdout, "{piped:?}");
     }
 }
 
-/// Guesses change how fast a text comes, and what is said about that, but not the text.
+/// Drafts change the speed of generation and its report, but not the text.
 #[test]
-fn guesses_leave_the_text_as_it_is() {
+fn program_generate_drafts_leave_the_text_unchanged() {
     let arguments = [
         "--prompt",
         "the cat the cat",
@@ -192,7 +195,7 @@ fn guesses_leave_the_text_as_it_is() {
     let plain = report(&succeed(greedy("dense-ple", "flex").args(arguments)));
     assert!(plain["drafts"].is_null());
     let drafter = fixture::folder("assistant-ple");
-    let drafter = drafter.to_str().expect("a path");
+    let drafter = drafter.to_str().expect("the path is UTF-8");
     for guessing in [
         &["--lookup"][..],
         &["--lookup", "--draft-tokens", "3"],
@@ -214,9 +217,9 @@ fn guesses_leave_the_text_as_it_is() {
 }
 
 #[test]
-fn a_seed_draws_the_same_text() {
+fn program_generate_seed_draws_the_same_text() {
     let draw = |seed| {
-        let mut command = program("generate");
+        let mut command = gemma4("run");
         command
             .arg("--model")
             .arg(fixture::folder("moe"))
@@ -245,7 +248,7 @@ fn a_seed_draws_the_same_text() {
 }
 
 #[test]
-fn a_message_becomes_a_conversation() {
+fn program_generate_chat_option_renders_the_template() {
     let prompt = |arguments: &[&str]| {
         let mut command = greedy("dense-ple", "flex");
         command.args(["--prompt", "hi", "--max-tokens", "1", "--json"]);
@@ -258,17 +261,17 @@ fn a_message_becomes_a_conversation() {
     assert!(tokens(&instructed).len() > tokens(conversation).len() + 6);
 }
 
-/// Random weights write random text, so only its presence is certain.
+/// Random weights generate random text, so the test checks only that there is some text.
 #[test]
-fn without_arguments_there_is_text() {
-    let ended = succeed(program("generate").args(["--device", "flex", "--ignore-eos"]));
+fn program_generate_without_arguments_prints_text() {
+    let ended = succeed(gemma4("run").args(["--device", "flex", "--ignore-eos"]));
     assert!(ended.stdout.trim().len() > 10, "{ended:?}");
     for word in ["the prompt is", "no --model"] {
         assert!(ended.stderr.contains(word), "{ended:?}");
     }
 }
 
-/// A checkpoint that goes on for as long as a test wants.
+/// Returns a checkpoint without stop tokens and with very many positions, so that its texts never end.
 fn endless() -> Folder {
     let folder = Folder::copy("dense-ple");
     folder.set("config.json", "max_position_embeddings", 1 << 20);
@@ -276,9 +279,9 @@ fn endless() -> Folder {
     folder
 }
 
-/// A program on an [`endless`] checkpoint.
+/// Starts a program on an [`endless`] checkpoint.
 fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
-    let mut command = program(name);
+    let mut command = gemma4(name);
     command
         .args([
             "--device",
@@ -292,22 +295,23 @@ fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
         .arg(folder.path())
         .args(arguments)
         .stdin(Stdio::piped());
-    command.spawn().expect("a process")
+    command.spawn().expect("the process starts")
 }
 
-/// A program that refuses its arguments ends without reading; how it ended is the caller's to check.
+/// Writes to the standard input. A program that refuses its arguments exits without reading, which is not an error
+/// here: the caller checks the exit code.
 fn write(child: &mut Child, text: impl AsRef<[u8]>) {
-    let input = child.stdin.as_mut().expect("its input");
+    let input = child.stdin.as_mut().expect("stdin is piped");
     match input.write_all(text.as_ref()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
-        written => written.expect("to be read"),
+        written => written.expect("the process reads its input"),
     }
 }
 
-/// Waits until it prints.
+/// Waits until the process prints.
 fn wait_for_text(child: &mut Child) {
-    let output = child.stdout.as_mut().expect("its output");
-    output.read_exact(&mut [0]).expect("text");
+    let output = child.stdout.as_mut().expect("stdout is piped");
+    output.read_exact(&mut [0]).expect("the output is text");
 }
 
 #[cfg(unix)]
@@ -320,21 +324,21 @@ fn signal(child: &Child, signal: &str) {
     let sent = Command::new("kill")
         .args([signal, &child.id().to_string()])
         .status();
-    assert!(sent.expect("a process").success());
+    assert!(sent.expect("kill starts").success());
 }
 
 #[cfg(unix)]
 #[test]
-fn signal_stops_generation_which_saves_and_ends_with_its_code() {
+fn program_generate_signal_saves_and_exits_with_its_code() {
     let folder = endless();
     for (name, code) in [("-INT", 130), ("-TERM", 143)] {
         let cache = folder.file(&format!("session{name}"));
-        let cache_argument = cache.to_str().expect("a path");
+        let cache_argument = cache.to_str().expect("the path is UTF-8");
         let arguments = ["--prompt", "the cat", "--cache", cache_argument];
-        let mut child = start("generate", &folder, &arguments);
+        let mut child = start("run", &folder, &arguments);
         wait_for_text(&mut child);
         signal(&child, name);
-        let ended = Ended::from(child.wait_with_output().expect("its end"));
+        let ended = Ended::from(child.wait_with_output().expect("the process ends"));
         assert_eq!(ended.code, Some(code), "{ended:?}");
         assert!(ended.stderr.contains("tokens/s"), "{ended:?}");
         assert!(ended.stderr.contains("stopped"), "{ended:?}");
@@ -344,46 +348,46 @@ fn signal_stops_generation_which_saves_and_ends_with_its_code() {
 
 #[cfg(unix)]
 #[test]
-fn ctrl_c_stops_the_answer_and_not_the_chat() {
+fn program_chat_ctrl_c_stops_the_answer_only() {
     let folder = endless();
     let mut child = start("chat", &folder, &[]);
     write(&mut child, "the cat\n");
     wait_for_text(&mut child);
     interrupt(&child);
     write(&mut child, "/heard?\n/exit\n");
-    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    let ended = Ended::from(child.wait_with_output().expect("the process ends"));
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(ended.stderr.contains("/heard? is no command"), "{ended:?}");
 }
 
 #[test]
-fn a_reader_that_goes_ends_it_quietly() {
+fn program_generate_closed_reader_ends_quietly() {
     let folder = endless();
-    let mut child = start("generate", &folder, &["--prompt", "the cat"]);
+    let mut child = start("run", &folder, &["--prompt", "the cat"]);
     wait_for_text(&mut child);
     drop(child.stdout.take());
-    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    let ended = Ended::from(child.wait_with_output().expect("the process ends"));
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert!(!ended.stderr.contains("error"), "{ended:?}");
     assert!(!ended.stderr.contains("panicked"), "{ended:?}");
 }
 
 #[test]
-fn killing_it_leaves_nothing_broken() {
+fn program_generate_killed_leaves_the_checkpoint_unchanged() {
     let folder = endless();
     let before = folder.contents();
     for delay in [Some(5), Some(50), None] {
-        let mut child = start("generate", &folder, &["--prompt", "the cat"]);
+        let mut child = start("run", &folder, &["--prompt", "the cat"]);
         match delay {
-            // While it starts and loads.
+            // The kill comes while the process starts or loads.
             Some(milliseconds) => std::thread::sleep(Duration::from_millis(milliseconds)),
             None => wait_for_text(&mut child),
         }
-        child.kill().expect("a process to kill");
-        child.wait().expect("its end");
+        child.kill().expect("the process can be killed");
+        child.wait().expect("the process ends");
     }
     assert!(folder.contents() == before, "the checkpoint has changed");
-    let mut command = program("generate");
+    let mut command = gemma4("run");
     command.args([
         "--device",
         "flex",
@@ -396,9 +400,9 @@ fn killing_it_leaves_nothing_broken() {
     succeed(command.arg(folder.path()));
 }
 
-/// What a chat answers to the lines of `input`.
+/// Runs a chat with the lines of `input` and returns its output.
 fn answers(input: &str) -> Ended {
-    let mut command = program("chat");
+    let mut command = gemma4("chat");
     command
         .args([
             "--device",
@@ -411,21 +415,20 @@ fn answers(input: &str) -> Ended {
         ])
         .arg(fixture::folder("dense-ple"))
         .stdin(Stdio::piped());
-    let mut child = command.spawn().expect("a process");
+    let mut child = command.spawn().expect("the process starts");
     write(&mut child, input);
-    let ended = Ended::from(child.wait_with_output().expect("its end"));
+    let ended = Ended::from(child.wait_with_output().expect("the process ends"));
     assert_eq!(ended.code, Some(0), "{ended:?}");
     ended
 }
 
 #[test]
-fn a_conversation() {
+fn program_chat_answers_until_exit() {
     let first = answers("the cat\n").stdout;
     assert!(!first.trim().is_empty(), "{first:?}");
-    // The end of input and /exit end it; what comes after is not answered.
+    // The end of input and /exit end the chat; later lines are not answered.
     assert_eq!(answers("the cat\n/exit\nthe cat\n").stdout, first);
-    // After /reset, the same question has the same answer; without, the answer to the second depends on the
-    // first.
+    // After /reset, the same question has the same answer. Without /reset, the second answer depends on the first.
     let again = first.clone() + &first;
     assert_eq!(answers("the cat\n/reset\nthe cat\n").stdout, again);
     assert_ne!(answers("the cat\nthe cat\n").stdout, again);

@@ -1,4 +1,5 @@
-//! Adapters over quantized weights: they learn what they would over the same numbers as whole weights, in the memory of the words.
+//! LoRA adapters over quantized weights (QLoRA). They learn what they would learn over the dequantized weights, in the
+//! memory of the packed weights.
 
 use crate::{
     devices::devices,
@@ -14,7 +15,8 @@ use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantiz
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
-/// Of all bits, with smallest numbers, zero points and none, experts, per-layer embeddings and a head that is the table.
+/// The cases cover all bit widths, with and without zero points and block minima, experts, per-layer embeddings, and
+/// tied output heads.
 const CASES: [(&str, Quantization); 7] = [
     ("dense-ple", Quantization::Q4),
     ("moe", Quantization::Q8),
@@ -28,7 +30,7 @@ const PROMPT: [u32; 21] = [
     2, 24, 301, 33, 47, 210, 111, 85, 90, 24, 301, 34, 47, 25, 26, 310, 44, 45, 99, 100, 7,
 ];
 
-/// Adapters' factors by their paths, the same in every model.
+/// Fills the adapters' factors with numbers that depend only on their paths, so all models get equal factors.
 #[derive(Default)]
 struct Drawn {
     path: Vec<String>,
@@ -66,7 +68,7 @@ impl ModuleMapper for Drawn {
     }
 }
 
-/// The gradients of adapters' factors by their paths, of a backward as a whole.
+/// Collects the gradients of the adapters' factors by their paths, and asserts that no other parameter has a gradient.
 struct Found<'a> {
     gradients: &'a GradientsParams,
     path: Vec<String>,
@@ -93,22 +95,24 @@ impl ModuleVisitor for Found<'_> {
     }
 }
 
-/// The checkpoint of that name with weights in this form.
+/// Loads the checkpoint `dense-ple` with this quantization.
 fn dense_ple(form: Quantization, device: &Device) -> Gemma4Model {
     let options = LoadOptions::new().quantization(form);
-    Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("a model")
+    Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("the model is valid")
 }
 
-/// With an adapter of its own of which nothing is zero.
+/// Attaches an adapter whose factors are not zero.
 pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     let mut drawn = Drawn::default();
-    let model = Adapter::new(2, 4.0).attach(model).expect("an adapter");
+    let model = Adapter::new(2, 4.0)
+        .attach(model)
+        .expect("the adapter is valid");
     let model = model.map(&mut drawn);
     assert!(drawn.count > 0);
     model
 }
 
-/// A loss and the gradients of the factors: by a backward as a whole, or by layers.
+/// Returns a loss and the gradients of the factors, by one backward pass or layer by layer.
 pub fn learned(
     model: &Gemma4Model,
     device: &Device,
@@ -119,10 +123,12 @@ pub fn learned(
     let (loss, gradients) = match by_layer {
         true => model
             .gradients(read(), None, Logits::All, |hidden| model.loss(hidden, next))
-            .expect("gradients"),
+            .expect("the gradients are computed"),
         false => {
-            let hidden = model.hidden(read(), Logits::All).expect("states");
-            let loss = model.loss(hidden, next).expect("a loss");
+            let hidden = model
+                .hidden(read(), Logits::All)
+                .expect("the hidden states are computed");
+            let loss = model.loss(hidden, next).expect("the loss is computed");
             let gradients = GradientsParams::from_grads(loss.backward(), model);
             (loss, gradients)
         }
@@ -137,9 +143,9 @@ pub fn learned(
 }
 
 #[test]
-fn adapters_learn_what_they_learn_over_whole_weights() {
+fn qlora_gradients_equal_those_over_dequantized_weights() {
     for device in devices() {
-        // Elsewhere every format and operator is a kernel to compile; what is around them is the same.
+        // Other devices compile kernels for every format and operator, so one case with one strategy is enough there.
         let is_flex = device.name == "flex";
         let (cases, ways) = if is_flex {
             (&CASES[..], 2)
@@ -150,15 +156,15 @@ fn adapters_learn_what_they_learn_over_whole_weights() {
             for (strategy, tracked) in tracked(&device).into_iter().take(ways) {
                 let options = LoadOptions::new().dtype(DType::F32).quantization(*form);
                 let model = Gemma4Model::load(fixture::folder(name), &tracked, options);
-                let quantized = model.expect("a model");
+                let quantized = model.expect("the model is valid");
                 assert!(quantized.is_quantized());
                 let whole = quantized.clone().quantize(Quantization::Whole);
-                let whole = adapted(whole.expect("a model"));
+                let whole = adapted(whole.expect("the model is valid"));
                 assert!(!whole.is_quantized());
                 let bytes = quantized.parameter_bytes();
                 let quantized = adapted(quantized);
                 assert!(quantized.is_quantized());
-                // The factors alone are added.
+                // Only the factors add bytes.
                 let added = quantized.parameter_bytes() - bytes;
                 let (expected_loss, expected) = learned(&whole, &tracked, false);
                 let numbers: usize = expected.values().map(Vec::len).sum();
@@ -179,64 +185,72 @@ fn adapters_learn_what_they_learn_over_whole_weights() {
     }
 }
 
-/// Also where a token is read alone, by other kernels than a text.
+/// A single token also uses the adapter. It runs other kernels than a longer text.
 #[test]
-fn a_token_is_read_with_the_adapter() {
+fn qlora_decode_of_one_token_uses_the_adapter() {
     for device in devices() {
         let path = fixture::folder("gguf/dense-ple.Q8_0.gguf");
         let options = LoadOptions::new().dtype(DType::F32);
         let tracked = device.device.clone().autodiff();
-        let model = Gemma4Model::load(path, &tracked, options).expect("a model");
+        let model = Gemma4Model::load(path, &tracked, options).expect("the model is valid");
         let model = adapted(model).valid();
         let read = |tokens_read: &[u32]| tokens(&[tokens_read], &device.device);
-        let (last, before) = PROMPT.split_last().expect("a prompt");
-        let all = values(model.forward(read(&PROMPT)).expect("tokens within"));
+        let (last, before) = PROMPT.split_last().expect("the prompt is valid");
+        let all = values(
+            model
+                .forward(read(&PROMPT))
+                .expect("the tokens are in the vocabulary"),
+        );
         let mut cache = model.cache(vec![0]);
         let step = model.step(read(before), &mut cache, Logits::None);
-        assert!(step.expect("a step").is_none());
+        assert!(step.expect("the step succeeds").is_none());
         let step = model.step(read(&[*last]), &mut cache, Logits::Last(1));
-        let found = values(step.expect("a step").expect("logits"));
+        let found = values(
+            step.expect("the step succeeds")
+                .expect("logits were requested"),
+        );
         let expected = &all[all.len() - found.len()..];
         fixture::assert_close(&found, expected, device.name);
     }
 }
 
-/// What is saved has the adapter in it; the adapter alone is what it is over whole weights.
+/// A saved model contains the adapter. The adapter saved alone merges into the unquantized weights.
 #[test]
-fn it_is_saved_whole_or_alone() {
+fn qlora_model_and_adapter_are_saved() {
     let device = Device::flex().autodiff();
     let name = "dense-ple";
     let options = LoadOptions::new().quantization(Quantization::Q4);
-    let quantized = Gemma4Model::load(fixture::folder(name), &device, options).expect("a model");
+    let quantized =
+        Gemma4Model::load(fixture::folder(name), &device, options).expect("the model is valid");
     let base = quantized.clone().valid();
     let model = adapted(quantized);
     let plain = Device::flex();
     let logits = |model: &Gemma4Model| {
         let logits = model.forward(tokens(&[&PROMPT], &plain));
-        values(logits.expect("tokens within"))
+        values(logits.expect("the tokens are in the vocabulary"))
     };
     let expected = logits(&model.valid());
     assert_ne!(expected, logits(&base));
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let saved = folder.path().join("saved");
     model
         .save_like(fixture::folder(name), &saved, None)
-        .expect("saved");
-    let found = Gemma4Model::load(&saved, &plain, LoadOptions::new()).expect("a model");
+        .expect("the save succeeds");
+    let found = Gemma4Model::load(&saved, &plain, LoadOptions::new()).expect("the model is valid");
     assert!(!found.is_quantized());
     fixture::assert_close(&logits(&found), &expected, "saved");
     let alone = folder.path().join("adapter");
     Adapter::new(2, 4.0)
         .save(&model, &alone, name)
-        .expect("saved");
-    let found = base.merge_adapter(&alone).expect("merged");
+        .expect("the save succeeds");
+    let found = base.merge_adapter(&alone).expect("the merge succeeds");
     fixture::assert_close(&logits(&found), &expected, "merged");
 }
 
-/// An adapter that is loaded over quantized weights is what it was when it was trained over them, in prompts and in decoding: it is not
-/// rounded with them.
+/// An adapter that is loaded over quantized weights gives the results of its training, in prefill and in decode. It is
+/// not rounded together with the weights.
 #[test]
-fn it_stays_beside_quantized_weights() {
+fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     let name = "dense-ple";
     let load = |device: &Device| dense_ple(Quantization::Q4, device);
     let mut adapter = Adapter::new(2, 3.0);
@@ -244,20 +258,26 @@ fn it_stays_beside_quantized_weights() {
         adapter.modules.push(module.into());
     }
     let trained = adapter.attach(load(&Device::flex().autodiff()));
-    let trained = trained.expect("an adapter").map(&mut Drawn::default());
-    let folder = TempDir::new().expect("a folder");
-    adapter.save(&trained, folder.path(), name).expect("saved");
+    let trained = trained
+        .expect("the adapter is valid")
+        .map(&mut Drawn::default());
+    let folder = TempDir::new().expect("a temporary folder");
+    adapter
+        .save(&trained, folder.path(), name)
+        .expect("the save succeeds");
     let plain = load(&Device::flex());
     let without = values(
         plain
             .forward(tokens(&[&PROMPT], &Device::flex()))
-            .expect("logits"),
+            .expect("the tokens are in the vocabulary"),
     );
-    let merged = plain.merge_adapter(folder.path()).expect("merged");
+    let merged = plain
+        .merge_adapter(folder.path())
+        .expect("the merge succeeds");
     let expected = values(
         merged
             .forward(tokens(&[&PROMPT], &Device::flex()))
-            .expect("logits"),
+            .expect("the tokens are in the vocabulary"),
     );
     let far = expected
         .iter()
@@ -268,62 +288,78 @@ fn it_stays_beside_quantized_weights() {
     for device in devices() {
         let base = load(&device.device);
         let bytes = base.parameter_bytes();
-        let model = base.attach_adapter(folder.path()).expect("attached");
+        let model = base
+            .attach_adapter(folder.path())
+            .expect("the adapter is attached");
         let held = model.parameter_bytes();
         assert!(bytes < held && held < merged.parameter_bytes());
         let read = |read: &[u32]| tokens(&[read], &device.device);
-        let all = values(model.forward(read(&PROMPT)).expect("tokens within"));
+        let all = values(
+            model
+                .forward(read(&PROMPT))
+                .expect("the tokens are in the vocabulary"),
+        );
         fixture::assert_close(&all, &expected, device.name);
 
         let (begun, rest) = PROMPT.split_at(PROMPT.len() - 4);
         let mut cache = model.cache(vec![0]);
         let step = model.step(read(begun), &mut cache, Logits::None);
-        assert!(step.expect("a step").is_none());
+        assert!(step.expect("the step succeeds").is_none());
         let mut decoder = model.decoder(&mut cache);
         let vocabulary = model.config().vocab_size;
         for (index, token) in rest.iter().enumerate() {
-            let found = decoder.step(&[*token]).expect("a step").logits();
+            let found = decoder.step(&[*token]).expect("the step succeeds").logits();
             let expected = &expected[(begun.len() + index) * vocabulary..][..vocabulary];
-            fixture::assert_close(&found.expect("logits"), expected, device.name);
+            fixture::assert_close(
+                &found.expect("logits were requested"),
+                expected,
+                device.name,
+            );
         }
         let by_layers = decoder.mode() == DecodeMode::Layers;
         assert_eq!(by_layers, !device.is_cube(), "{}", device.name);
     }
 }
 
-/// A second adapter finds the first one's weights whole.
+/// A second adapter is added to weights that the first merge has dequantized.
 #[test]
-fn one_may_come_after_another() {
+fn qlora_second_merged_adapter_adds_to_the_first() {
     let device = Device::flex();
     let load = |device: &Device| dense_ple(Quantization::Q8, device);
     let (model, tracked) = (load(&device), load(&device.clone().autodiff()));
     let adapter = Adapter::new(2, 4.0);
-    let trained = adapter.attach(tracked).expect("an adapter");
+    let trained = adapter.attach(tracked).expect("the adapter is valid");
     let trained = trained.map(&mut Drawn::default());
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     adapter
         .save(&trained, folder.path(), "dense-ple")
-        .expect("saved");
+        .expect("the save succeeds");
     let twice = |model: Gemma4Model, attach: bool| {
         let add = |model: Gemma4Model| match attach {
             true => model.attach_adapter(folder.path()),
             false => model.merge_adapter(folder.path()),
         };
-        let model = add(add(model).expect("once")).expect("twice");
-        values(model.forward(tokens(&[&PROMPT], &device)).expect("logits"))
+        let model = add(add(model).expect("the first adapter is added"))
+            .expect("the second adapter is added");
+        values(
+            model
+                .forward(tokens(&[&PROMPT], &device))
+                .expect("the tokens are in the vocabulary"),
+        )
     };
     let expected = twice(model.clone(), false);
     fixture::assert_close(&twice(model, true), &expected, "twice");
 }
 
-/// Neither over words nor over whole weights, one of which would lose the first and the other the second.
+/// Training a second adapter beside the first is refused, over quantized and over unquantized weights. It would lose
+/// one of the two adapters.
 #[test]
-fn a_second_one_is_not_trained_beside_the_first() {
+fn qlora_training_a_second_adapter_is_refused() {
     let device = Device::flex().autodiff();
     for form in [Quantization::Q8, Quantization::Stored] {
         let model = adapted(dense_ple(form, &device));
         let error = Adapter::new(2, 4.0).attach(model).map(|_| ());
-        let error = error.expect_err("a second adapter").to_string();
+        let error = error.expect_err("a second adapter is refused").to_string();
         assert!(
             error.starts_with("model") && error.contains("merged"),
             "{error}"
@@ -331,38 +367,45 @@ fn a_second_one_is_not_trained_beside_the_first() {
     }
 }
 
-/// A model that is being trained becomes whole, with what its adapter has learned.
+/// A model in training is dequantized together with its adapter's updates.
 #[test]
-fn what_is_trained_over_words_becomes_whole() {
+fn qlora_dequantized_model_includes_the_adapter() {
     let device = Device::flex().autodiff();
     let load = || dense_ple(Quantization::Q8, &device);
     let model = adapted(load());
     let logits = |model: &Gemma4Model| {
         let logits = model.forward(tokens(&[&PROMPT], &device));
-        values(logits.expect("tokens within"))
+        values(logits.expect("the tokens are in the vocabulary"))
     };
     let expected = logits(&model);
-    let whole = model.clone().quantize(Quantization::Whole).expect("whole");
+    let whole = model
+        .clone()
+        .quantize(Quantization::Whole)
+        .expect("the model is dequantized");
     assert!(!whole.is_quantized());
     fixture::assert_close(&logits(&whole), &expected, "whole");
-    // Over nothing but zeros it stays what it is.
-    let folder = TempDir::new().expect("a folder");
+    // An untrained adapter, whose factors B are zero, changes nothing.
+    let folder = TempDir::new().expect("a temporary folder");
     let adapter = Adapter::new(2, 4.0);
-    let untrained = adapter.attach(load()).expect("an adapter");
+    let untrained = adapter.attach(load()).expect("the adapter is valid");
     adapter
         .save(&untrained, folder.path(), "dense-ple")
-        .expect("saved");
+        .expect("the save succeeds");
     for found in [
         model.clone().merge_adapter(folder.path()),
         model.attach_adapter(folder.path()),
     ] {
-        fixture::assert_close(&logits(&found.expect("merged")), &expected, "merged");
+        fixture::assert_close(
+            &logits(&found.expect("the merge succeeds")),
+            &expected,
+            "merged",
+        );
     }
 }
 
-/// Norms have no factors.
+/// Norms have no matrix to which factors could be added.
 #[test]
-fn modules_without_a_matrix_are_refused() {
+fn qlora_module_without_a_matrix_is_refused() {
     let device = Device::flex().autodiff();
     for form in [Quantization::Q8, Quantization::Stored] {
         let adapter = Adapter {
@@ -370,7 +413,7 @@ fn modules_without_a_matrix_are_refused() {
             ..Adapter::new(2, 4.0)
         };
         let error = adapter.attach(dense_ple(form, &device)).map(|_| ());
-        let error = error.expect_err("no matrix").to_string();
+        let error = error.expect_err("norms have no matrix").to_string();
         assert!(error.starts_with("modules"), "{error}");
     }
 }

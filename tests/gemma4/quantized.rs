@@ -1,12 +1,13 @@
-//! Models whose weights stay quantized: they give what their dequantized weights give, in the memory of the words, and are not
-//! trained (adapters over them are: `qlora.rs`).
+//! Models whose weights stay quantized. They give the same results as models with the dequantized weights, and need
+//! only the memory of the packed weights. Quantized weights are not trained. The file `qlora.rs` tests adapters over
+//! them.
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
 use attention_workspace::{
     Dtype,
     device::DeviceName,
-    model::{ModelArguments, Quantize, Table},
+    model::{ModelArguments, Table, WeightForm},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -18,8 +19,8 @@ use burn_gemma4::{
 use std::ops::ControlFlow;
 use tempfile::TempDir;
 
-/// Checkpoints that are quantized, and others with what is made of them: every format, embeddings that are the head, per-layer embeddings,
-/// experts, heads as wide as real ones.
+/// Quantized checkpoints, and checkpoints that are quantized while loading. They cover every format, tied output heads,
+/// per-layer embeddings, experts, and heads as wide as in real models.
 const CASES: [(&str, Quantization); 12] = [
     ("gguf/dense-ple.Q8_0.gguf", Quantization::Stored),
     ("gguf/moe.Q4_0.gguf", Quantization::Stored),
@@ -42,7 +43,7 @@ fn load(name: &str, device: &Device, quantization: Quantization) -> Result<Gemma
     Gemma4::load(fixture::folder(name), device, options)
 }
 
-/// A case's model, and the same with whole weights.
+/// Returns a case's model and the same model with dequantized weights.
 fn both(case: (&str, Quantization), device: &Device) -> [Gemma4; 2] {
     let (name, quantization) = case;
     let quantized = load(name, device, quantization).expect(name);
@@ -55,14 +56,17 @@ fn both(case: (&str, Quantization), device: &Device) -> [Gemma4; 2] {
     [quantized, whole]
 }
 
-/// The model saved, which makes it whole.
+/// Saves the model, which dequantizes it, and loads the saved checkpoint.
 fn dequantized(gemma: &Gemma4, name: &str, device: &Device) -> Gemma4 {
-    let saved = TempDir::new().expect("a folder");
-    gemma.model().save(saved.path(), None).expect("saved");
+    let saved = TempDir::new().expect("a temporary folder");
+    gemma
+        .model()
+        .save(saved.path(), None)
+        .expect("the save succeeds");
     let tokenizer = fixture::folder(name).join("tokenizer.json");
-    std::fs::copy(tokenizer, saved.path().join("tokenizer.json")).expect("a file");
+    std::fs::copy(tokenizer, saved.path().join("tokenizer.json")).expect("the file is written");
     let options = LoadOptions::new().dtype(DType::F32);
-    Gemma4::load(saved.path(), device, options).expect("a model")
+    Gemma4::load(saved.path(), device, options).expect("the model is valid")
 }
 
 const PROMPT: [u32; 24] = [
@@ -78,30 +82,35 @@ fn assert_close(found: &[f32], expected: &[f32], what: &str) {
 }
 
 #[test]
-fn tokens_and_logits_are_those_of_the_dequantized_model() {
+fn quantized_model_tokens_and_logits_equal_the_dequantized_model() {
     for device in devices() {
         for case in CASES {
             let what = format!("{case:?} {}", device.name);
             let models = both(case, &device.device);
             let [found, expected] = models.each_ref().map(|gemma| {
                 let prompt = tokens(&[&PROMPT], &device.device);
-                values(gemma.model().forward(prompt).expect("tokens within"))
+                values(
+                    gemma
+                        .model()
+                        .forward(prompt)
+                        .expect("the tokens are in the vocabulary"),
+                )
             });
             assert_close(&found, &expected, &what);
             let [found, expected] = models.each_ref().map(|gemma| {
                 let options = greedy(gemma, 12);
                 let prompt = PROMPT.to_vec();
                 let generation = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
-                generation.expect("a generation").tokens
+                generation.expect("the generation succeeds").tokens
             });
             assert_eq!(found, expected, "{what}");
         }
     }
 }
 
-/// One sequence, a few, as many as the kernels take, and more.
+/// The batches have one sequence, a few, the maximum of the decode kernels, and more than that.
 #[test]
-fn decoding_is_by_kernels_that_read_words() {
+fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     for device in devices() {
         for batch in [1, 3, 8, 9] {
             let what = format!("{batch} sequences, {}", device.name);
@@ -115,12 +124,14 @@ fn decoding_is_by_kernels_that_read_words() {
                 let mut cache = gemma.model().cache(vec![0; batch]);
                 let read = tokens(&rows, &device.device);
                 let step = gemma.model().step(read, &mut cache, Logits::None);
-                step.expect("a step");
+                step.expect("the step succeeds");
                 let mut decoder = gemma.model().decoder(&mut cache);
                 let mut logits = Vec::new();
                 for token in &PROMPT[5..11] {
-                    let next = decoder.step(&vec![*token; batch]).expect("a step");
-                    logits.extend(next.logits().expect("logits"));
+                    let next = decoder
+                        .step(&vec![*token; batch])
+                        .expect("the step succeeds");
+                    logits.extend(next.logits().expect("the logits are readable"));
                 }
                 let by_kernels = device.device != Device::flex() && batch <= 8;
                 assert_eq!(decoder.mode() != DecodeMode::Layers, by_kernels, "{what}");
@@ -131,7 +142,8 @@ fn decoding_is_by_kernels_that_read_words() {
     }
 }
 
-/// Words of a model: how many of a row, and the rows.
+/// Collects the packed weights of a model, with their number of rows and of words per row, and the bytes of the
+/// unquantized weights.
 #[derive(Default)]
 struct Words {
     path: Vec<String>,
@@ -159,11 +171,12 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// Rows of 64 columns: 16 words of 8 bits or 8 of 4, and a word of two scales, filled up to 4 words.
+/// A row has 64 columns, so it has 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The
+/// row is padded to a multiple of 4 words.
 #[test]
-fn memory_is_that_of_the_words() {
+fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
-        let gemma = load("dense-ple", &Device::flex(), form).expect("a model");
+        let gemma = load("dense-ple", &Device::flex(), form).expect("the model is valid");
         let mut held = Words::default();
         gemma.model().visit(&mut held);
         let table = ("embed_tokens.weight.words".to_owned(), [320, words]);
@@ -173,10 +186,12 @@ fn memory_is_that_of_the_words() {
         assert_eq!(gemma.model().parameter_bytes(), all + held.whole);
 
         let mut of_whole = Words::default();
-        let whole = load("dense-ple", &Device::flex(), Quantization::Stored).expect("a model");
+        let whole =
+            load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // 16 columns of per-layer embeddings are no block. All that is words would be 64 numbers or more.
+        // A row of the per-layer table has 16 columns, which is less than a block, so the table stays unquantized. Each
+        // packed row replaces at least 64 elements.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();
@@ -188,18 +203,24 @@ fn memory_is_that_of_the_words() {
     }
 }
 
-/// Also where the model is there already, and back.
+/// A loaded model can be quantized too, and dequantized again.
 #[test]
-fn a_model_is_quantized_as_a_checkpoint_is() {
+fn quantize_of_a_loaded_model_equals_quantizing_while_loading() {
     let device = Device::flex();
     let prompt = || tokens(&[&PROMPT], &device);
-    let logits = |model: &Gemma4Model| values(model.forward(prompt()).expect("tokens within"));
+    let logits = |model: &Gemma4Model| values(model.forward(prompt()).expect("valid tokens"));
     for form in [Quantization::Q8, Quantization::Q4] {
-        let loaded = load("moe", &device, form).expect("a model");
-        let whole = load("moe", &device, Quantization::Whole).expect("a model");
-        let quantized = whole.model().clone().quantize(form).expect("a model");
+        let loaded = load("moe", &device, form).expect("the model is valid");
+        let whole = load("moe", &device, Quantization::Whole).expect("the model is valid");
+        let quantized = whole
+            .model()
+            .clone()
+            .quantize(form)
+            .expect("the model is valid");
         assert_eq!(logits(&quantized), logits(loaded.model()));
-        let again = quantized.quantize(Quantization::Whole).expect("a model");
+        let again = quantized
+            .quantize(Quantization::Whole)
+            .expect("the model is valid");
         assert!(!again.is_quantized());
         assert_eq!(again.parameter_bytes(), whole.model().parameter_bytes());
         assert_close(&logits(&again), &logits(loaded.model()), "whole again");
@@ -207,7 +228,7 @@ fn a_model_is_quantized_as_a_checkpoint_is() {
 }
 
 #[test]
-fn half_precision_is_as_close_as_whole_weights_are() {
+fn quantized_model_in_f16_is_as_close_to_f32_as_the_dequantized() {
     for device in devices() {
         if !device.device.supports_dtype(DType::F16) {
             continue;
@@ -216,13 +237,14 @@ fn half_precision_is_as_close_as_whole_weights_are() {
         let logits = |dtype: DType, form: Quantization| {
             let options = LoadOptions::new().dtype(dtype).quantization(form);
             let path = fixture::folder("gguf/dense-ple.Q8_0.gguf");
-            let model = Gemma4Model::load(path, &device.device, options).expect("a model");
+            let model =
+                Gemma4Model::load(path, &device.device, options).expect("the model is valid");
             let mut cache = model.cache(vec![0]);
             let prompt = tokens(&[&fixture.prompt], &device.device);
             let step = model
                 .step(prompt, &mut cache, Logits::Last(1))
-                .expect("a step");
-            values(step.expect("logits").cast(DType::F32))
+                .expect("the step succeeds");
+            values(step.expect("logits were requested").cast(DType::F32))
         };
         let exact = logits(DType::F32, Quantization::Whole);
         let [quantized, whole] = [Quantization::Stored, Quantization::Whole].map(|form| {
@@ -238,17 +260,18 @@ fn half_precision_is_as_close_as_whole_weights_are() {
     }
 }
 
-/// What is quantized is not trained: with more than an adapter to be trained, that is said.
+/// Training more than adapters over quantized weights is an error.
 #[test]
-fn it_is_not_trained() {
+fn quantized_model_full_training_is_refused() {
     let plain = Device::flex();
     let device = plain.clone().autodiff();
     let is_refused = |found: Result<(), Gemma4Error>| {
         assert!(matches!(found, Err(Gemma4Error::Quantized)), "{found:?}");
     };
     let prompt = || tokens(&[&PROMPT], &device);
-    let loaded = load("gguf/dense-ple.Q8_0.gguf", &device, Quantization::Stored).expect("a model");
-    let quantized = load("dense-ple", &plain, Quantization::Q8).expect("a model");
+    let loaded = load("gguf/dense-ple.Q8_0.gguf", &device, Quantization::Stored)
+        .expect("the model is valid");
+    let quantized = load("dense-ple", &plain, Quantization::Q8).expect("the model is valid");
     for model in [loaded.model().clone(), quantized.model().clone().train()] {
         assert!(model.is_quantized());
         let targets = prompt();
@@ -259,56 +282,66 @@ fn it_is_not_trained() {
                 })
                 .map(drop),
         );
-        let hidden = model.hidden(prompt(), Logits::All).expect("states");
+        let hidden = model
+            .hidden(prompt(), Logits::All)
+            .expect("the hidden states are computed");
         assert!(hidden.is_tracked());
         is_refused(model.loss(hidden, targets.clone()).map(drop));
     }
 
-    // What is only looked at is computed.
+    // A forward pass without gradients works.
     let hidden = quantized
         .model()
         .hidden(tokens(&[&PROMPT], &plain), Logits::All);
-    let loss = quantized
-        .model()
-        .loss(hidden.expect("states"), tokens(&[&PROMPT], &plain));
-    assert!(loss.expect("a loss").into_scalar::<f32>() > 0.0);
+    let loss = quantized.model().loss(
+        hidden.expect("the hidden states are computed"),
+        tokens(&[&PROMPT], &plain),
+    );
+    assert!(loss.expect("the loss is computed").into_scalar::<f32>() > 0.0);
 }
 
-/// An adapter's products are added to whole weights: those that it adds to become such.
+/// Merging an adapter dequantizes only the matrices to which the adapter adds.
 #[test]
-fn adapters_are_merged_into_whole_weights() {
+fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     let name = "dense-ple";
     let device = Device::flex();
-    let trained = load(name, &device.clone().autodiff(), Quantization::Stored).expect("a model");
+    let trained =
+        load(name, &device.clone().autodiff(), Quantization::Stored).expect("the model is valid");
     let adapter = Adapter {
         rank: 2,
         alpha: 4.0,
         modules: ["q_proj", "down_proj"].map(String::from).into(),
     };
-    let model = adapter.attach(trained.model().clone()).expect("an adapter");
-    let folder = TempDir::new().expect("a folder");
-    adapter.save(&model, folder.path(), name).expect("saved");
+    let model = adapter
+        .attach(trained.model().clone())
+        .expect("the adapter is valid");
+    let folder = TempDir::new().expect("a temporary folder");
+    adapter
+        .save(&model, folder.path(), name)
+        .expect("the save succeeds");
 
-    let quantized = load(name, &device, Quantization::Q8).expect("a model");
+    let quantized = load(name, &device, Quantization::Q8).expect("the model is valid");
     let before = quantized.model().parameter_bytes();
     let prompt = || tokens(&[&PROMPT], &device);
-    let logits = |gemma: &Gemma4| values(gemma.model().forward(prompt()).expect("tokens within"));
+    let logits = |gemma: &Gemma4| values(gemma.model().forward(prompt()).expect("valid tokens"));
     let expected = logits(&quantized);
-    let merged = quantized.merge_adapter(folder.path()).expect("merged");
+    let merged = quantized
+        .merge_adapter(folder.path())
+        .expect("the merge succeeds");
     assert!(merged.model().parameter_bytes() > before);
     assert!(merged.model().is_quantized());
     assert_close(&logits(&merged), &expected, "an adapter that adds nothing");
 
-    // Of a program's model that is to be quantized, it stays beside the weights.
+    // A program that quantizes while loading keeps the adapter beside the weights.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
         adapter: Some(folder.path().into()),
         device: DeviceName::Flex,
         dtype: Some(Dtype::F32),
-        quantize: Some(Quantize::Q8),
+        quantize: Some(WeightForm::Q8),
         per_layer_table: Table::Auto,
     };
-    let loaded = arguments.load().expect("a model").gemma;
+    let loaded = arguments.load().expect("the model is valid").gemma;
     let (held, whole) = (
         loaded.model().parameter_bytes(),
         merged.model().parameter_bytes(),
@@ -317,14 +350,14 @@ fn adapters_are_merged_into_whole_weights() {
     assert_eq!(logits(&loaded), expected);
 }
 
-/// Whatever a tracked device does with what it computes, numbers of words are constants there.
+/// A device with autodiff treats the dequantized weights as constants, with and without gradient checkpointing.
 #[test]
-fn it_is_computed_where_gradients_are_checkpointed() {
+fn quantized_model_on_autodiff_device_gives_equal_states() {
     let plain = Device::flex();
-    let quantized = load("dense-ple", &plain, Quantization::Q4).expect("a model");
+    let quantized = load("dense-ple", &plain, Quantization::Q4).expect("the model is valid");
     let states = |model: &Gemma4Model, device: &Device| {
         let hidden = model.hidden(tokens(&[&PROMPT], device), Logits::All);
-        values(hidden.expect("states"))
+        values(hidden.expect("the hidden states are computed"))
     };
     let expected = states(quantized.model(), &plain);
     for device in [
@@ -336,25 +369,27 @@ fn it_is_computed_where_gradients_are_checkpointed() {
     }
 }
 
-/// The cross entropy of a text under the small model that has learned something: of 8 bits within 1 %, of 4 within what they cost it.
+/// For the small trained model, the cross entropy of a text changes by at most 1 % with 8 bits, and by at most 10 %
+/// with 4 bits.
 #[test]
-fn a_model_that_has_learned_keeps_what_it_knows() {
+fn quantized_trained_model_keeps_its_loss() {
     let device = Device::flex();
     let loss = |form: Quantization| {
         let options = LoadOptions::new().dtype(DType::F32).quantization(form);
-        let gemma = Gemma4::embedded(&device, options).expect("a model");
+        let gemma = Gemma4::embedded(&device, options).expect("the model is valid");
         assert_eq!(gemma.model().is_quantized(), form != Quantization::Stored);
         let text: String = include_str!("../../LICENSE-APACHE")
             .chars()
             .take(2000)
             .collect();
-        let text = gemma.tokenizer().encode(&text).expect("tokens");
+        let text = gemma.tokenizer().encode(&text).expect("the text encodes");
         let (read, next) = (&text[..text.len() - 1], &text[1..]);
         let hidden = gemma.model().hidden(tokens(&[read], &device), Logits::All);
-        let loss = gemma
-            .model()
-            .loss(hidden.expect("states"), tokens(&[next], &device));
-        loss.expect("a loss").into_scalar::<f32>()
+        let loss = gemma.model().loss(
+            hidden.expect("the hidden states are computed"),
+            tokens(&[next], &device),
+        );
+        loss.expect("the loss is computed").into_scalar::<f32>()
     };
     let whole = loss(Quantization::Stored);
     for (form, most) in [(Quantization::Q8, 0.01), (Quantization::Q4, 0.1)] {

@@ -1,5 +1,6 @@
-//! Keys and values in int8: logits near those of the whole ones, however a text is read — by portions, by a decoder's kernels, captured or
-//! not, in batches of any lengths, with compact keys, with drafts, from a session's file; less memory; and what has no words is refused.
+//! The int8 KV cache. Its logits stay close to those of the full-precision cache. The tests cover prefill in portions,
+//! decode kernels, graph capture, batches of any lengths, compact keys, draft tokens, and session files. The int8 cache
+//! takes less memory, and head sizes that cannot be packed are refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, largest, on_every_device, tokens, values};
@@ -11,12 +12,14 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// How far logits may be from those over whole keys and values, in root mean square, relative to the logits': a code errs by a 254th of its
-/// row's largest number at most, which is 1/180 of the row's deviation, and these models' scores, of random weights, have a deviation of 8: so
-/// that probabilities are off by some 5 %.
+/// The maximum root mean square difference between the logits with the int8 cache and those with the full-precision
+/// cache, relative to the logits. A code errs by at most a 254th of its row's largest element, which is 1/180 of the
+/// row's deviation. These models have random weights and scores with a deviation of 8, so probabilities are off by
+/// about 5 %.
 const BOUND: f32 = 0.06;
 
-/// How far two ways of reading the same quantized keys may be apart: where a number lies between two codes, a rounding in f32 decides.
+/// The maximum difference between two ways to compute with the same int8 keys. If an element lies midway between two
+/// codes, rounding in f32 decides which code it gets.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -28,17 +31,17 @@ fn kind(compact_keys: bool) -> CacheKind {
 
 fn cache(gemma: &Gemma4, compact_keys: bool, padding: Vec<usize>) -> Cache {
     let cache = gemma.model().cache_of(kind(compact_keys), padding);
-    cache.expect("heads of words")
+    cache.expect("the head sizes can be packed")
 }
 
-/// The largest difference, relative to the largest number.
+/// Returns the largest difference, relative to the largest expected number.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
     error / largest(expected.iter().copied())
 }
 
-/// The root mean square of the differences, relative to that of the numbers.
+/// Returns the root mean square of the differences, relative to the root mean square of the expected elements.
 fn mean_difference(found: &[f32], expected: &[f32]) -> f32 {
     let squares = |numbers: &mut dyn Iterator<Item = f32>| numbers.map(|x| x * x).sum::<f32>();
     let mut errors = found.iter().zip(expected).map(|(a, b)| a - b);
@@ -49,7 +52,8 @@ fn whole(fixture: &Fixture) -> Vec<u32> {
     [&fixture.prompt[..], &fixture.generated].concat()
 }
 
-/// The logits of all of `sequence`, read into `cache` by portions whose lengths come round and round.
+/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The given lengths of the
+/// portions repeat.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -62,7 +66,10 @@ fn by_portions(
         let (now, later) = rest.split_at((*portion).min(rest.len()));
         let now = tokens(&[now], device);
         let step = gemma.model().step(now, &mut cache, Logits::All);
-        logits.extend(values(step.expect("a step").expect("logits")));
+        logits.extend(values(
+            step.expect("the step succeeds")
+                .expect("logits were requested"),
+        ));
         rest = later;
         if rest.is_empty() {
             break;
@@ -71,7 +78,7 @@ fn by_portions(
     logits
 }
 
-/// The caches that keep different things.
+/// Returns the values of `compact_keys` whose caches differ for this model.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],
@@ -79,9 +86,10 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// On devices with kernels the layout with the most to it alone: every number of rows is compiled anew there.
+/// Devices with kernels compile new ones for every number of rows, so they run only the fixture with the most complex
+/// cache.
 #[test]
-fn logits_stay_near_however_a_text_is_read() {
+fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
         let is_flex = !device.is_cube();
         if !is_flex && fixture.name != "dense-keqv" {
@@ -89,7 +97,7 @@ fn logits_stay_near_however_a_text_is_read() {
         }
         let sequence = whole(fixture);
         let forward = gemma.model().forward(tokens(&[&sequence], &device.device));
-        let expected = values(forward.expect("tokens within"));
+        let expected = values(forward.expect("the tokens are in the vocabulary"));
         for &compact in compactions(gemma) {
             let new = || cache(gemma, compact, vec![0]);
             let read =
@@ -97,7 +105,7 @@ fn logits_stay_near_however_a_text_is_read() {
             let at_once = read(&[sequence.len()]);
             let what = format!("{} {} compact {compact}", fixture.name, device.name);
             let error = mean_difference(&at_once, &expected);
-            // Another expert, once a router's choice is a close one, is another number altogether.
+            // In the MoE model a close routing decision may change, which changes the logits much more.
             let bound = if fixture.name == "moe" { 0.5 } else { BOUND };
             assert!(error > 0.0 && error < bound, "{what}: {error}");
             let all = [&[24, 1][..], &[7, 1, 1], &[1]];
@@ -109,9 +117,10 @@ fn logits_stay_near_however_a_text_is_read() {
     });
 }
 
-/// Batches of equal lengths and of others, past the window and past the room that buffers had, against each sequence through the layers alone.
+/// The sequences of a batch have equal or different lengths, and exceed the window and the allocated buffers. Each
+/// sequence is compared with a pass of the layers over that sequence alone.
 #[test]
-fn decoders_read_what_the_layers_read() {
+fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
         for (name, compact, padding) in [
             ("dense-ple", false, &[0, 3, 22][..]),
@@ -129,13 +138,15 @@ fn decoders_read_what_the_layers_read() {
                 .collect();
             let first: Vec<&[u32]> = rows.iter().map(|row| &row[..prefix]).collect();
             let first = tokens(&first, &device.device);
-            model.step(first, &mut cache, Logits::None).expect("a step");
+            model
+                .step(first, &mut cache, Logits::None)
+                .expect("the step succeeds");
             let mut decoder = model.decoder(&mut cache);
             let mut found = Vec::new();
             for column in prefix..whole.len() {
                 let column: Vec<u32> = rows.iter().map(|row| row[column]).collect();
-                let next = decoder.step(&column).expect("a step");
-                found.push(next.logits().expect("logits"));
+                let next = decoder.step(&column).expect("the step succeeds");
+                found.push(next.logits().expect("the logits are readable"));
             }
             let mode = decoder.mode();
             let what = format!("{name} {} {padding:?} compact {compact}", device.name);
@@ -169,12 +180,12 @@ fn quantized(options: &GenerateOptions) -> GenerateOptions {
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
 }
 
-/// Drafts, chunks and batches change no token.
+/// Draft tokens, prefill chunks and batches do not change the generated tokens.
 #[test]
-fn tokens_are_the_same_with_drafts_and_by_chunks() {
+fn int8_cache_tokens_are_equal_with_drafts_chunks_and_batches() {
     for name in ["dense-ple", "dense-keqv", "moe"] {
         let fixture = Fixture::open(name);
         let gemma = fixture.load(&Device::flex(), DType::F32);
@@ -197,19 +208,21 @@ fn tokens_are_the_same_with_drafts_and_by_chunks() {
         let found = generate(&gemma, &prompt, &chunked);
         assert_eq!(found.tokens, expected.tokens, "{name} in chunks");
         let prompts: Vec<Prompt> = vec![prompt.clone().into(), prompt[6..].to_vec().into()];
-        let batch = gemma.generate_batch(&prompts, &plain).expect("generations");
+        let batch = gemma
+            .generate_batch(&prompts, &plain)
+            .expect("the generations succeed");
         assert_eq!(batch[0].tokens, expected.tokens, "{name} in a batch");
     }
 }
 
-/// A drafter that reads them, with compact keys, too.
+/// The drafter reads the int8 cache, with compact keys.
 #[test]
-fn drafters_change_no_token() {
+fn int8_cache_with_drafter_leaves_the_tokens_unchanged() {
     for device in devices() {
         let fixture = Fixture::open("dense-keqv");
         let gemma = fixture.load(&device.device, DType::F32);
         let gemma = gemma.with_drafter(folder("assistant-keqv"));
-        let gemma = gemma.expect("its drafter");
+        let gemma = gemma.expect("the drafter fits the model");
         let plain = GenerateOptions {
             compact_keys: true,
             ..quantized(&greedy(&gemma, 10))
@@ -226,9 +239,10 @@ fn drafters_change_no_token() {
     }
 }
 
-/// A session goes on from its file as it would have, also where gradients are tracked; under another precision, its text is read anew.
+/// A session that is loaded from its file continues like the original, also on an autodiff device. If the file has
+/// another KV precision, the session prefills its text again.
 #[test]
-fn sessions_are_kept_as_they_are() {
+fn int8_cache_session_continues_from_its_file() {
     let flex = Device::flex();
     for (name, compact_keys, device) in [
         ("dense-ple", false, flex.clone()),
@@ -236,7 +250,7 @@ fn sessions_are_kept_as_they_are() {
         ("dense-ple", false, flex.autodiff()),
     ] {
         let gemma = Fixture::open(name).load(&device, DType::F32);
-        let kept = TempDir::new().expect("a folder");
+        let kept = TempDir::new().expect("a temporary folder");
         let path = kept.path().join("session");
         let trunk: Vec<u32> = (0..30).map(|index| 20 + index * 7 % 290).collect();
         let whole = GenerateOptions {
@@ -246,14 +260,14 @@ fn sessions_are_kept_as_they_are() {
         let options = quantized(&whole);
         let mut session = gemma.session();
         let first = session.generate(trunk.clone(), &options, |_| ControlFlow::Continue(()));
-        let first = first.expect("a generation");
-        session.save(&path, &[]).expect("saved");
+        let first = first.expect("the generation succeeds");
+        session.save(&path, &[]).expect("the save succeeds");
         let prompt = [&trunk[..], &first.tokens, &[50, 60, 50]].concat();
         for (options, is_read_anew) in [(&options, false), (&whole, true)] {
-            let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+            let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
             let mut again = gemma.resume(saved);
             let found = again.generate(prompt.clone(), options, |_| ControlFlow::Continue(()));
-            let found = found.expect("a generation");
+            let found = found.expect("the generation succeeds");
             assert_eq!(found.tokens, generate(&gemma, &prompt, options).tokens);
             let read = found.timings.prefill_tokens;
             assert_eq!(read == prompt.len(), is_read_anew, "{name}: {read}");
@@ -261,31 +275,32 @@ fn sessions_are_kept_as_they_are() {
     }
 }
 
-/// Writes a session whose keys are in int8.
+/// Writes a session file with an int8 KV cache.
 fn save_words(gemma: &Gemma4, path: &Path) {
     let mut session = gemma.session();
     let options = quantized(&greedy(gemma, 2));
     let found = session.generate(vec![20, 30, 40], &options, |_| ControlFlow::Continue(()));
-    found.expect("a generation");
-    session.save(path, &[]).expect("saved");
+    found.expect("the generation succeeds");
+    session.save(path, &[]).expect("the save succeeds");
 }
 
-/// Words that are no words are a fault of the file, not another model's.
+/// A wrong dtype of the packed keys is reported as a malformed file, and not as another model.
 #[test]
-fn words_of_another_dtype_are_refused() {
+fn int8_cache_session_of_wrong_dtype_is_malformed() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
-    let kept = TempDir::new().expect("a folder");
+    let kept = TempDir::new().expect("a temporary folder");
     let path = kept.path().join("session");
     save_words(&gemma, &path);
-    let bytes = fs::read(&path).expect("a file");
+    let bytes = fs::read(&path).expect("the file is readable");
     let (of_words, spoiled) = (br#""dtype":"I32""#, br#""dtype":"F32""#);
     let at = bytes
         .windows(of_words.len())
         .position(|part| part == of_words);
-    let at = at.expect("words");
+    let at = at.expect("the file has packed keys");
     let bytes = [&bytes[..at], spoiled, &bytes[at + of_words.len()..]].concat();
-    fs::write(&path, bytes).expect("a file");
-    let error = SavedSession::read(gemma.model(), &path).expect_err("no words");
+    fs::write(&path, bytes).expect("the file is written");
+    let error =
+        SavedSession::read(gemma.model(), &path).expect_err("the packed keys have a wrong dtype");
     let text = error.to_string();
     assert!(matches!(error, Gemma4Error::Malformed { .. }), "{text}");
     assert!(
@@ -294,25 +309,26 @@ fn words_of_another_dtype_are_refused() {
     );
 }
 
-/// Words do not tell in what they were computed.
+/// The packed keys do not reveal the dtype in which they were computed, so the file records it.
 #[test]
-fn words_that_another_dtype_was_computed_in_are_refused() {
+fn int8_cache_session_computed_in_another_dtype_is_refused() {
     let fixture = Fixture::open("dense-ple");
     let [gemma, other] =
         [DType::F32, DType::BF16].map(|dtype| fixture.load(&Device::flex(), dtype));
-    let kept = TempDir::new().expect("a folder");
+    let kept = TempDir::new().expect("a temporary folder");
     let path = kept.path().join("session");
     save_words(&gemma, &path);
-    SavedSession::read(gemma.model(), &path).expect("the same");
-    let error = SavedSession::read(other.model(), &path).expect_err("another dtype");
+    SavedSession::read(gemma.model(), &path).expect("the dtype is the same");
+    let error =
+        SavedSession::read(other.model(), &path).expect_err("the session has another dtype");
     let text = error.to_string();
     assert!(matches!(error, Gemma4Error::Unsupported { .. }), "{text}");
     assert!(text.contains("computed in f32"), "{text}");
 }
 
-/// A byte a number, and 4 a slot and head.
+/// A key or value element takes one byte. Each slot of each head takes 4 more bytes for its scale.
 #[test]
-fn memory() {
+fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
     let device = Device::flex();
     let bytes = |name, compact| {
         let fixture = Fixture::open(name);
@@ -320,10 +336,10 @@ fn memory() {
         let mut cache = cache(&gemma, compact, vec![0]);
         let row = tokens(&[&fixture.prompt], &device);
         let step = gemma.model().step(row, &mut cache, Logits::None);
-        step.expect("a step");
+        step.expect("the step succeeds");
         cache.bytes()
     };
-    // Two sliding layers of 8 slots by 32 columns, one full layer of a block of 256 by 64; keys and values.
+    // Two sliding layers have 8 slots by 32 columns, one full layer a block of 256 by 64; each has keys and values.
     assert_eq!(
         bytes("dense-ple", false),
         2 * (2 * 8 * (32 + 4) + 256 * (64 + 4))
@@ -334,7 +350,7 @@ fn memory() {
 }
 
 #[test]
-fn heads_without_words_are_refused() {
+fn int8_cache_of_head_size_that_is_no_multiple_of_four_is_refused() {
     let config = Gemma4Config {
         vocab_size: 50,
         hidden_size: 32,
@@ -349,8 +365,10 @@ fn heads_without_words_are_refused() {
     let model = Gemma4Model::new(&config, &Device::flex());
     model
         .cache_of(CacheKind::default(), vec![0])
-        .expect("whole ones");
-    let error = model.cache_of(kind(false), vec![0]).expect_err("refused");
+        .expect("the full-precision cache takes any head size");
+    let error = model
+        .cache_of(kind(false), vec![0])
+        .expect_err("the input is refused");
     let Gemma4Error::Argument { argument, reason } = error else {
         panic!("{error}")
     };

@@ -1,5 +1,6 @@
-//! `quantize`: what it writes are the weights that `--quantize` makes, and the bytes that the formats' own programs make; it comes to its place
-//! whole or not at all, and what is not served is named.
+//! The program `quantize` and its library function. The written weights equal those of quantizing while loading, and
+//! the bytes equal those of the formats' own programs. The output appears complete or not at all, and unsupported input
+//! is refused by name.
 
 use crate::{
     fixture,
@@ -11,7 +12,7 @@ use crate::{
 };
 use attention_workspace::testing::{
     gguf::Gguf,
-    program::{program, run, succeed},
+    program::{gemma4, run, succeed},
 };
 use burn::{
     module::{Module, ModuleVisitor, Param},
@@ -39,7 +40,7 @@ fn load(path: &Path, form: Quantization) -> Gemma4 {
         .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// A model's parameters, words or numbers.
+/// Collects a model's parameters as bytes, packed or not.
 #[derive(Default)]
 struct Parameters {
     path: Vec<String>,
@@ -75,14 +76,17 @@ impl ModuleVisitor for Parameters {
 }
 
 #[test]
-fn a_gguf_file_has_what_is_quantized_while_loading() {
-    let folder = TempDir::new().expect("a folder");
+fn quantize_to_gguf_equals_quantizing_while_loading() {
+    let folder = TempDir::new().expect("a temporary folder");
     for name in fixture::ALL {
         for (form, to) in FORMS {
             let out = folder.path().join(format!("{name}.{to}.gguf"));
             let from = fixture::folder(name);
             let written = quantize_checkpoint(&from, &out, form, |_| ()).expect(name);
-            assert_eq!(written.bytes, fs::metadata(&out).expect("a file").len());
+            assert_eq!(
+                written.bytes,
+                fs::metadata(&out).expect("the file is readable").len()
+            );
             let (found, expected) = (load(&out, Quantization::Stored), load(&from, form));
             let parameters = Parameters::of(&expected);
             assert!(Parameters::of(&found) == parameters, "{name}, {to}");
@@ -94,8 +98,8 @@ fn a_gguf_file_has_what_is_quantized_while_loading() {
             for prompt in [Prompt::Text(text.into()), prompt] {
                 let tokens = |gemma: &Gemma4| gemma.tokens(&prompt, Default::default());
                 assert_eq!(
-                    tokens(&found).expect("tokens"),
-                    tokens(&expected).expect("tokens")
+                    tokens(&found).expect("the tokens are valid"),
+                    tokens(&expected).expect("the tokens are valid")
                 );
             }
             let (mut found, mut expected) = (found.options(), expected.options());
@@ -108,10 +112,10 @@ fn a_gguf_file_has_what_is_quantized_while_loading() {
     }
 }
 
-/// The converter's and the quantizer's own file of the same checkpoint.
+/// The expected files are those of llama.cpp's converter and quantizer for the same checkpoints.
 #[test]
-fn a_gguf_file_is_llama_cpps() {
-    let folder = TempDir::new().expect("a folder");
+fn quantize_to_gguf_equals_llama_cpp() {
+    let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out.gguf");
     let read = |path: &Path| Gguf::read(&fs::read(path).expect("a file")).expect("GGUF");
     for (name, form, file) in [
@@ -130,32 +134,34 @@ fn a_gguf_file_is_llama_cpps() {
         for (tensor, found) in &found.tensors {
             let expected = &expected.tensors[tensor];
             assert_eq!(found.dimensions, expected.dimensions, "{tensor}");
-            // llama.cpp's quantizer chooses larger types for some.
+            // llama.cpp's quantizer chooses larger types for some tensors.
             if found.kind == expected.kind {
                 let bytes = found.bytes.len().min(expected.bytes.len());
-                // The last one goes on to the end of the file.
+                // The last tensor's bytes extend to the end of the file, so only the common part is compared.
                 assert!(found.bytes[..bytes] == expected.bytes[..bytes], "{tensor}");
                 alike += 1;
             }
         }
         assert!(alike > 60, "{name}: {alike}");
-        fs::remove_file(&out).expect("a file to remove");
+        fs::remove_file(&out).expect("the file is removed");
     }
 }
 
-/// `tests/fixtures/check_quantized.py` holds these folders to compressed-tensors and transformers, and has written the checksums down.
+/// `tests/fixtures/check_quantized.py` checks these folders with compressed-tensors and transformers, and has written
+/// the checksums.
 #[test]
-fn a_folder_is_compressed_tensors() {
-    let checksums = fs::read(fixture::folder("quantized.json")).expect("a fixture");
-    let checksums: BTreeMap<String, u32> = serde_json::from_slice(&checksums).expect("JSON");
+fn quantize_to_folder_equals_compressed_tensors() {
+    let checksums = fs::read(fixture::folder("quantized.json")).expect("the fixture is readable");
+    let checksums: BTreeMap<String, u32> =
+        serde_json::from_slice(&checksums).expect("the text is JSON");
     assert_eq!(checksums.len(), 6);
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     for (name, expected) in checksums {
-        let (checkpoint, to) = name.rsplit_once('-').expect("a form");
+        let (checkpoint, to) = name.rsplit_once('-').expect("the name ends with a form");
         let form = FORMS
             .iter()
             .find(|(_, name)| *name == to)
-            .expect("a form")
+            .expect("the form is known")
             .0;
         let (from, out) = (fixture::folder(checkpoint), folder.path().join(&name));
         quantize_checkpoint(&from, &out, form, |_| ()).expect(&name);
@@ -177,42 +183,48 @@ fn a_folder_is_compressed_tensors() {
             );
         }
         assert!(load(&out, Quantization::Stored).model().is_quantized());
-        let beside = |folder: &Path| fs::read(folder.join("tokenizer.json")).expect("a file");
+        let beside =
+            |folder: &Path| fs::read(folder.join("tokenizer.json")).expect("the file is readable");
         assert_eq!(beside(&out), beside(&from));
     }
 }
 
 fn quantize(from: &Path, to: &str, out: &Path, arguments: &[&str]) -> Command {
-    let mut command = program("quantize");
+    let mut command = gemma4("quantize");
     command.arg("--model").arg(from).args(["--to", to]);
     command.arg("--out").arg(out).args(arguments);
     command
 }
 
-/// Of the small model that has learned something.
+/// The model is the small trained one.
 #[test]
-fn the_program_tells_what_it_costs() {
+fn quantize_program_reports_the_cost() {
     let embedded = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/burn-gemma4/embedded");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
     let text: String = include_str!("../../LICENSE-APACHE")
         .chars()
         .take(1000)
         .collect();
-    fs::write(path("text.txt"), text).expect("a file");
+    fs::write(path("text.txt"), text).expect("the file is written");
     let data = path("text.txt");
-    let arguments = ["--data", data.to_str().expect("a name"), "--device", "flex"];
+    let arguments = [
+        "--data",
+        data.to_str().expect("the path is UTF-8"),
+        "--device",
+        "flex",
+    ];
     let arguments = [&arguments[..], &["--dtype", "f32", "--json"]].concat();
     for (out, to, most) in [("w8", "q8", 0.01), ("w4.gguf", "q4", 0.1)] {
         let out = path(out);
         let ended = succeed(&mut quantize(Path::new(embedded), to, &out, &arguments));
-        // 8 columns of per-layer embeddings are no block.
+        // A per-layer row of 8 columns is not a whole block.
         assert!(
             ended.stderr.contains("layers.0.per_layer_projection"),
             "{ended:?}"
         );
         let report = report(&ended);
-        let of = |when: &str| report[when]["cross_entropy"].as_f64().expect("a number");
+        let of = |when: &str| report[when]["cross_entropy"].as_f64().expect("is a number");
         let more = of("after") / of("before") - 1.0;
         assert!(more != 0.0 && more.abs() < most, "{report}");
         assert!(report["bytes"].as_u64() < Some(2_800_000), "{report}");
@@ -222,8 +234,8 @@ fn the_program_tells_what_it_costs() {
 }
 
 #[test]
-fn what_is_not_served_is_named() {
-    let folder = TempDir::new().expect("a folder");
+fn quantize_unsupported_input_is_refused_by_name() {
+    let folder = TempDir::new().expect("a temporary folder");
     let file = folder.path().join("out.gguf");
     let directory = folder.path().join("out");
     let outs = [&file, &directory];
@@ -232,8 +244,10 @@ fn what_is_not_served_is_named() {
             check(what, &run(&mut quantize(from, "q8", out, &[])), 1, words);
             assert!(!out.exists(), "{what}");
         }
-        let left = fs::read_dir(folder.path()).expect("a folder").count();
-        assert_eq!(left, 0, "{what} leaves something");
+        let left = fs::read_dir(folder.path())
+            .expect("the folder is readable")
+            .count();
+        assert_eq!(left, 0, "{what}: files are left in the folder");
     };
     let packed = fixture::folder("compressed").join("mixed");
     refused("packed", &packed, &outs, &["compressed-tensors already"]);
@@ -253,11 +267,11 @@ fn what_is_not_served_is_named() {
         let broken = Folder::copy("dense-ple");
         broken.edit(|tensors| {
             let name = "model.layers.1.mlp.up_proj.weight";
-            let tensor = tensors.get_mut(name).expect("it");
+            let tensor = tensors.get_mut(name).expect("the tensor exists");
             tensor.bytes[40..44].copy_from_slice(&number.to_le_bytes());
         });
         let words = ["layers.1.mlp.up_proj", "no finite number"];
-        // A scale in f32 holds more than one in f16.
+        // An f32 scale of the folder format represents the finite number; the f16 scale of GGUF does not.
         let outs = if number.is_finite() {
             &outs[..1]
         } else {
@@ -267,7 +281,10 @@ fn what_is_not_served_is_named() {
     }
     let misshapen = Folder::copy("dense-ple");
     misshapen.edit(|tensors| {
-        tensors.get_mut("model.norm.weight").expect("it").shape = vec![8, 8];
+        tensors
+            .get_mut("model.norm.weight")
+            .expect("the tensor exists")
+            .shape = vec![8, 8];
     });
     refused(
         "a misshapen weight",
@@ -277,7 +294,8 @@ fn what_is_not_served_is_named() {
     );
 
     let other = Folder::copy("dense-ple");
-    let mut tokenizer: Value = serde_json::from_slice(&other.read("tokenizer.json")).expect("JSON");
+    let mut tokenizer: Value =
+        serde_json::from_slice(&other.read("tokenizer.json")).expect("the text is JSON");
     tokenizer["normalizer"]["content"] = json!("_");
     other.write("tokenizer.json", tokenizer.to_string());
     refused(
@@ -298,7 +316,8 @@ fn what_is_not_served_is_named() {
         &["generation_config.json", "temperature"],
     );
     let large = Folder::copy("dense-ple");
-    let mut tokenizer: Value = serde_json::from_slice(&large.read("tokenizer.json")).expect("JSON");
+    let mut tokenizer: Value =
+        serde_json::from_slice(&large.read("tokenizer.json")).expect("the text is JSON");
     tokenizer["model"]["vocab"]["more"] = json!(320);
     large.write("tokenizer.json", tokenizer.to_string());
     refused(
@@ -317,42 +336,50 @@ fn what_is_not_served_is_named() {
     );
 }
 
-/// What others have there, such as a run that was killed, is neither in the way nor written over, and a link is not followed.
+/// Files of others beside the output, such as those of a killed run, neither block the output nor are overwritten. A
+/// symbolic link is not followed.
 #[test]
-fn nobodys_files_are_written_over() {
+fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");
     for name in ["out", "out.gguf"] {
-        let folder = TempDir::new().expect("a folder");
+        let folder = TempDir::new().expect("a temporary folder");
         let out = folder.path().join(name);
         let left = folder.path().join(format!("{name}.partial"));
         let others = folder.path().join("others");
-        fs::write(&others, "theirs").expect("a file");
+        fs::write(&others, "theirs").expect("the file is written");
         #[cfg(unix)]
-        std::os::unix::fs::symlink(&others, &left).expect("a link");
+        std::os::unix::fs::symlink(&others, &left).expect("the link is created");
         #[cfg(not(unix))]
-        fs::copy(&others, &left).expect("a file");
+        fs::copy(&others, &left).expect("the file is written");
         quantize_checkpoint(&from, &out, Quantization::Q8, |_| ()).expect(name);
         for path in [&others, &left] {
             let there = fs::read_to_string(path).unwrap_or_default();
             assert!(there == "theirs", "{name}: {}", path.display());
         }
-        assert!(left.symlink_metadata().expect("a link").is_symlink() || cfg!(not(unix)));
-        let there = fs::read_dir(folder.path()).expect("a folder").count();
-        assert_eq!(there, 3, "{name} leaves something");
+        assert!(
+            left.symlink_metadata()
+                .expect("the link exists")
+                .is_symlink()
+                || cfg!(not(unix))
+        );
+        let there = fs::read_dir(folder.path())
+            .expect("the folder is readable")
+            .count();
+        assert_eq!(there, 3, "{name}: other files are left in the folder");
         assert!(load(&out, Quantization::Stored).model().is_quantized());
     }
 }
 
-/// As other programs write them, though a temporary file is its owner's alone.
+/// The output has the usual permissions, although temporary files are readable only by their owner.
 #[cfg(unix)]
 #[test]
-fn others_may_read_what_is_written() {
+fn quantize_output_has_the_usual_permissions() {
     use std::os::unix::fs::PermissionsExt;
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
-    fs::write(path("a file"), "").expect("a file");
-    fs::create_dir(path("a folder")).expect("a folder");
-    let mode = |path: &Path| fs::metadata(path).expect("it").permissions().mode();
+    fs::write(path("a file"), "").expect("the file is written");
+    fs::create_dir(path("a folder")).expect("the folder is created");
+    let mode = |path: &Path| fs::metadata(path).expect("exists").permissions().mode();
     let from = fixture::folder("dense-ple");
     for name in ["out", "out.gguf"] {
         quantize_checkpoint(&from, path(name), Quantization::Q8, |_| ()).expect(name);
@@ -365,8 +392,8 @@ fn others_may_read_what_is_written() {
 }
 
 #[test]
-fn an_ending_is_one_in_any_case() {
-    let folder = TempDir::new().expect("a folder");
+fn quantize_gguf_extension_in_any_case_is_recognized() {
+    let folder = TempDir::new().expect("a temporary folder");
     for name in ["A.GGUF", "a.Gguf"] {
         let out = folder.path().join(name);
         let from = fixture::folder("dense-ple");
@@ -376,9 +403,9 @@ fn an_ending_is_one_in_any_case() {
     }
 }
 
-/// Of products that have no whole blocks, and a table that has: a folder packs no tables.
+/// The matrices have no whole blocks. The embedding table has, but a folder does not pack tables.
 #[test]
-fn a_folder_of_which_nothing_is_quantized_is_refused() {
+fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {
         vocab_size: 120,
         vocab_size_per_layer_input: 120,
@@ -394,19 +421,23 @@ fn a_folder_of_which_nothing_is_quantized_is_refused() {
         hidden_size_per_layer_input: 16,
         ..Gemma4Config::e2b()
     };
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
     let model = Gemma4Model::new(&config, &Device::flex());
-    model.save(path("small"), None).expect("a checkpoint");
+    model
+        .save(path("small"), None)
+        .expect("the checkpoint is valid");
     let written = quantize_checkpoint(path("small"), path("out"), Quantization::Q8, |_| ());
-    let error = written.expect_err("nothing to quantize").to_string();
+    let error = written
+        .expect_err("there is nothing to quantize")
+        .to_string();
     assert!(error.contains("nothing to quantize"), "{error}");
     assert!(!path("out").exists());
 }
 
-/// Towers are in a folder as they were, and not in a GGUF file, which is said.
+/// A folder keeps the towers unchanged. A GGUF file leaves them out, and the program says so.
 #[test]
-fn towers_are_kept_or_named() {
+fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     let base = Folder::copy("dense-ple-mm-bf16");
     let tower = "model.vision_tower.patch_embedder.weight";
     base.edit(|tensors| {
@@ -422,20 +453,20 @@ fn towers_are_kept_or_named() {
         "vision_config",
         json!({"model_type": "gemma4_vision"}),
     );
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
     succeed(&mut quantize(base.path(), "q4", &out, &[]));
     assert!(tensors(&out)[tower] == tensors(base.path())[tower]);
-    let config = fs::read(out.join("config.json")).expect("a file");
-    let config: Value = serde_json::from_slice(&config).expect("JSON");
+    let config = fs::read(out.join("config.json")).expect("the file is readable");
+    let config: Value = serde_json::from_slice(&config).expect("the text is JSON");
     let ignored = config["quantization_config"]["ignore"]
         .as_array()
-        .expect("a list");
+        .expect("the field is a list");
     assert!(ignored.contains(&json!("model.vision_tower.patch_embedder")));
     let out = folder.path().join("out.gguf");
     base.set("generation_config.json", "eos_token_id", json!([1, 77]));
     base.set("generation_config.json", "max_new_tokens", 5);
-    // A penalty without draws: GGUF's readers, and the converter, know it with the others alone.
+    // The penalty is set without sampling. GGUF readers and the converter use sampling options only together.
     base.set("generation_config.json", "do_sample", false);
     base.set("generation_config.json", "repetition_penalty", 1.5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));
@@ -449,9 +480,9 @@ fn towers_are_kept_or_named() {
     }
 }
 
-/// Keys of a layer that reads an earlier one's, of no size at all, as loading leaves them alone.
+/// The unused keys of a shared KV layer may have no elements. Loading ignores them too.
 #[test]
-fn what_nobody_reads_may_be_nothing() {
+fn quantize_empty_keys_of_shared_kv_layers_are_ignored() {
     for shape in [[8, 0], [0, 32]] {
         let folder = Folder::copy("dense-ple");
         folder.edit(|tensors| {
@@ -463,13 +494,14 @@ fn what_nobody_reads_may_be_nothing() {
             let layer = tensors
                 .keys()
                 .filter(|name| name.ends_with("q_proj.weight"));
-            let last = layer.max().expect("layers").clone();
+            let last = layer.max().expect("there is a layer").clone();
             tensors.insert(last.replace("q_proj", "k_proj"), empty);
         });
         load(folder.path(), Quantization::Stored);
-        let out = TempDir::new().expect("a folder");
+        let out = TempDir::new().expect("a temporary folder");
         let out = out.path().join("quantized");
-        quantize_checkpoint(folder.path(), &out, Quantization::Q8, |_| ()).expect("quantized");
+        quantize_checkpoint(folder.path(), &out, Quantization::Q8, |_| ())
+            .expect("the checkpoint is quantized");
         load(&out, Quantization::Stored);
     }
 }

@@ -1,5 +1,6 @@
-//! Steps of training whose launches are recorded: replayed, they are those of launches one by one, whatever ran in between, wherever an
-//! optimizer leaves what is trained, for whole models and adapters, packed rows and whole ones, rows of a table on the host.
+//! Training steps that are captured as CUDA graphs. A replay gives the same results as separate launches, whatever runs
+//! between the replays and wherever the optimizer writes the parameters. The cases train whole models and adapters, on
+//! packed and plain rows, and with a per-layer table on the host.
 
 use crate::{
     devices::devices,
@@ -13,17 +14,18 @@ use burn::{
     tensor::{DType, Device, Distribution, Int, Tensor, TensorData},
 };
 use burn_gemma4::{
-    Gemma4Model, GradientRecorder, Lesson, LoadOptions, Packing, PerLayerTable, Quantization,
+    Gemma4Model, GradientRecorder, LoadOptions, Packing, PerLayerTable, Quantization, TrainBatch,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Launches may be tuned to other kernels than those before.
+/// The maximum relative difference. The replay may use other kernels than separate launches, because tuning may have
+/// chosen differently.
 const TOLERANCE: f64 = 1e-5;
 
 const POSITIONS: usize = 24;
 
-/// A checkpoint, how it is loaded, and how it is learned from.
+/// A checkpoint with its load options and the way of training.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     checkpoint: &'static str,
@@ -82,13 +84,13 @@ impl Case {
         let model = Gemma4Model::load(fixture::folder(self.checkpoint), device, options);
         let model = model.unwrap_or_else(|error| panic!("{self:?}: {error}"));
         match self.has_adapter {
-            true => adapted(model).with_mlp_anew(!self.by_layer),
+            true => adapted(model).with_mlp_recompute(!self.by_layer),
             false => model,
         }
     }
 }
 
-/// A step's numbers.
+/// The batch of a training step.
 struct Numbers {
     tokens: Tensor<2, Int>,
     targets: Tensor<2, Int>,
@@ -96,14 +98,14 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Two rows. Without a packing, they learn of their last positions.
+    /// Draws two rows. Without a packing, only their last positions are trained.
     fn draw(random: &mut StdRng, words: i32, is_packed: bool, device: &Device) -> Self {
         let packing = is_packed.then(|| {
             let rows = (0..2).map(|_| {
                 let first = random.random_range(1..POSITIONS - 1);
                 vec![first, random.random_range(0..POSITIONS - first)]
             });
-            Packing::new(rows.collect(), POSITIONS).expect("rows that fit")
+            Packing::new(rows.collect(), POSITIONS).expect("the rows fit")
         });
         let last = if is_packed { POSITIONS } else { POSITIONS / 3 };
         let mut draw = |columns: usize, first: i32| {
@@ -118,8 +120,8 @@ impl Numbers {
         }
     }
 
-    fn lesson(&self) -> Lesson<'_> {
-        Lesson {
+    fn lesson(&self) -> TrainBatch<'_> {
+        TrainBatch {
             tokens: self.tokens.clone(),
             packing: self.packing.as_ref(),
             targets: self.targets.clone(),
@@ -127,7 +129,7 @@ impl Numbers {
     }
 }
 
-/// The gradients of all parameters, one after the other.
+/// Collects the gradients of all parameters in order.
 struct Collected<'a> {
     gradients: &'a GradientsParams,
     found: Vec<Vec<f32>>,
@@ -149,7 +151,7 @@ fn collected(model: &Gemma4Model, gradients: &GradientsParams) -> Vec<Vec<f32>> 
     collected.found
 }
 
-/// A step of an optimizer that writes each parameter elsewhere.
+/// A gradient descent step that writes each parameter to new memory.
 struct Descent<'a> {
     gradients: &'a GradientsParams,
     rate: f64,
@@ -167,7 +169,7 @@ impl ModuleMapper for Descent<'_> {
     }
 }
 
-/// Leaves other numbers in memory that nobody holds.
+/// Leaves NaN in freed memory.
 fn dirty(device: &Device) {
     let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
     let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));
@@ -178,7 +180,7 @@ fn dirty(device: &Device) {
 }
 
 #[test]
-fn they_are_those_of_launches_one_by_one() {
+fn captured_training_steps_equal_separate_launches() {
     for device in devices() {
         for case in CASES {
             let tracked = device.device.clone().autodiff();
@@ -217,7 +219,7 @@ fn they_are_those_of_launches_one_by_one() {
                 };
                 model = model.map(&mut descent);
             }
-            // They may be read when others have come.
+            // The losses stay readable after later steps.
             let losses: Vec<[f32; 2]> = losses
                 .into_iter()
                 .map(|(found, expected)| [found, expected].map(Tensor::into_scalar))
@@ -231,9 +233,10 @@ fn they_are_those_of_launches_one_by_one() {
     }
 }
 
-/// Another shape, or another model, is not the graph's, which ends.
+/// If a batch has another shape than the graph, or another model is trained, the recorder drops the graph and launches
+/// the step directly.
 #[test]
-fn what_is_not_like_the_first_is_computed() {
+fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     for device in devices() {
         let tracked = device.device.clone().autodiff();
         let [first, other] = [CASES[0], CASES[0]].map(|case| case.load(&tracked));
@@ -245,7 +248,7 @@ fn what_is_not_like_the_first_is_computed() {
             let last = Numbers::draw(&mut random, words, false, &device.device);
             let mut learn = |model: &Gemma4Model, numbers: &Numbers| {
                 let outcome = recorder.gradients(model, numbers.lesson(), 1.0);
-                let (loss, gradients) = outcome.expect("a lesson");
+                let (loss, gradients) = outcome.expect("the batch is valid");
                 let has_graph = recorder.has_graph();
                 (loss, collected(model, &gradients), has_graph)
             };
@@ -260,7 +263,7 @@ fn what_is_not_like_the_first_is_computed() {
             let mut plain = GradientRecorder::new().without_graph_capture();
             let (expected_loss, expected) = plain
                 .gradients(model, numbers.lesson(), 1.0)
-                .expect("a lesson");
+                .expect("the batch is valid");
             let expected = collected(model, &expected);
             let [loss, expected_loss] = [loss, expected_loss].map(Tensor::into_scalar::<f32>);
             assert!(
@@ -270,14 +273,14 @@ fn what_is_not_like_the_first_is_computed() {
             for (found, expected) in found.iter().zip(&expected) {
                 assert!(relative(found, expected) <= TOLERANCE, "another {change}");
             }
-            // It stays so.
+            // The recorder does not capture again.
             let (_, _, has_graph) = learn(&first, &packed);
             assert!(!has_graph);
         }
     }
 }
 
-/// Trains some of the parameters, and no others.
+/// Sets which parameters require gradients.
 struct TrainsOnly(Vec<ParamId>);
 
 impl ModuleMapper for TrainsOnly {
@@ -287,7 +290,7 @@ impl ModuleMapper for TrainsOnly {
     }
 }
 
-/// The vectors of the model, with their sizes.
+/// Collects the one-dimensional parameters with their sizes.
 #[derive(Default)]
 struct Vectors(Vec<(ParamId, usize)>);
 
@@ -299,17 +302,18 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// The same parameters, of which others of the same size are trained.
+/// The model's parameters are the same as before, but another parameter of the same size is trained.
 #[test]
-fn what_is_trained_may_change() {
+fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {
         let case = CASES[2];
         let model = case.load(&device.device.clone().autodiff());
         let mut vectors = Vectors::default();
         model.visit(&mut vectors);
         let of_equal_sizes = vectors.0.windows(2).find(|pair| pair[0].1 == pair[1].1);
-        let [(first, _), (other, _)] = of_equal_sizes.expect("norms one after the other") else {
-            unreachable!("two of them");
+        let [(first, _), (other, _)] = of_equal_sizes.expect("two norms in a row have equal sizes")
+        else {
+            unreachable!("a window has two elements");
         };
         let (first, other) = (*first, *other);
         let words = model.config().vocab_size as i32;
@@ -321,7 +325,7 @@ fn what_is_trained_may_change() {
             let mut plain = GradientRecorder::new().without_graph_capture();
             let [found, expected] = [&mut recorder, &mut plain].map(|recorder| {
                 let outcome = recorder.gradients(&model, numbers.lesson(), 1.0);
-                let (_, gradients) = outcome.expect("a lesson");
+                let (_, gradients) = outcome.expect("the batch is valid");
                 assert!(gradients.get::<1>(trained).is_some(), "{}", device.name);
                 collected(&model, &gradients)
             });
@@ -334,9 +338,9 @@ fn what_is_trained_may_change() {
     }
 }
 
-/// A recorder that panics leaves the device to others.
+/// A recorder that panics releases the device, so another recorder can capture.
 #[test]
-fn after_a_panic_others_record() {
+fn capture_after_a_panic_still_works() {
     for device in devices() {
         let model = CASES[0].load(&device.device.clone().autodiff());
         let words = model.config().vocab_size as i32;
@@ -346,30 +350,36 @@ fn after_a_panic_others_record() {
         let panicked = catch_unwind(AssertUnwindSafe(|| {
             let _ = GradientRecorder::new().gradients(&frozen, numbers.lesson(), 1.0);
         }));
-        assert!(panicked.is_err(), "nothing is trained");
+        assert!(
+            panicked.is_err(),
+            "a model without trained parameters should panic"
+        );
         let sum = Tensor::<1>::ones([4], &device.device).sum();
         assert_eq!(sum.into_scalar::<f32>(), 4.0, "{}", device.name);
         let mut recorder = GradientRecorder::new();
         let outcome = recorder.gradients(&model, numbers.lesson(), 1.0);
-        assert!(outcome.expect("a lesson").0.into_scalar::<f32>() > 0.0);
+        assert!(outcome.expect("the batch is valid").0.into_scalar::<f32>() > 0.0);
         assert_eq!(recorder.has_graph(), device.name != "flex");
     }
 }
 
 #[test]
-fn lessons_that_are_none_are_named() {
+fn training_batch_of_wrong_shape_is_refused() {
     let device = Device::flex().autodiff();
     let model = CASES[0].load(&device);
     let tensor = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device);
-    let packing = Packing::new(vec![vec![3]; 2], 8).expect("rows that fit");
-    let other = Packing::new(vec![vec![3]; 2], 9).expect("rows that fit");
-    let empty = Lesson {
+    let packing = Packing::new(vec![vec![3]; 2], 8).expect("the rows fit");
+    let other = Packing::new(vec![vec![3]; 2], 9).expect("the rows fit");
+    let empty = TrainBatch {
         tokens: tensor([0, 8]),
         packing: None,
         targets: tensor([0, 8]),
     };
     let outcome = GradientRecorder::new().gradients(&model, empty, 1.0);
-    let error = outcome.map(|_| ()).expect_err("no text").to_string();
+    let error = outcome
+        .map(|_| ())
+        .expect_err("the batch is empty")
+        .to_string();
     assert!(error.starts_with("tokens"), "{error}");
     let cases = [
         ([2, 9], None, "targets"),
@@ -379,14 +389,14 @@ fn lessons_that_are_none_are_named() {
         ([2, 8], Some(&other), "tokens"),
     ];
     for (targets, packing, argument) in cases {
-        let lesson = Lesson {
+        let lesson = TrainBatch {
             tokens: tensor([2, 8]),
             packing,
             targets: tensor(targets),
         };
         let outcome = GradientRecorder::new().gradients(&model, lesson, 1.0);
         let Err(error) = outcome else {
-            panic!("{targets:?} are a lesson")
+            panic!("{targets:?} should be refused")
         };
         let error = error.to_string();
         assert!(error.contains(argument), "{targets:?}: {error}");

@@ -1,4 +1,4 @@
-//! Chat templates beside Python's jinja2: `tests/fixtures/make_templates.py` has made the renderings.
+//! Chat templates against Python's jinja2. `tests/fixtures/make_templates.py` has made the expected renderings.
 
 use burn_gemma4::{ChatOptions, ChatTemplate};
 use serde::Deserialize;
@@ -9,14 +9,14 @@ struct Case {
     name: String,
     source: String,
     variables: Map<String, Value>,
-    /// `None` where jinja2 refuses the template.
+    /// The expected text, or `None` if jinja2 refuses the template.
     rendered: Option<String>,
 }
 
 #[test]
-fn templates_of_every_kind_render_as_jinja2_does() {
+fn chat_template_renders_as_jinja2_does() {
     let cases: Vec<Case> =
-        serde_json::from_str(include_str!("../fixtures/templates.json")).expect("the cases");
+        serde_json::from_str(include_str!("../fixtures/templates.json")).expect("the cases parse");
     let mut wrong = Vec::new();
     for case in &cases {
         let mut variables = case.variables.clone();

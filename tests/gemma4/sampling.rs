@@ -1,4 +1,5 @@
-//! What options make of logits: penalties, suppressed tokens, cuts, seeds of batches, and how likely tokens are told to be.
+//! The effect of sampling options on logits: penalties, suppressed tokens, cuts, seeds of batches, and reported log
+//! probabilities.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -10,16 +11,16 @@ use std::ops::ControlFlow;
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
     gemma
         .generate(prompt.to_vec(), options, |_| ControlFlow::Continue(()))
-        .expect("a generation")
+        .expect("the generation succeeds")
 }
 
-/// The logits after the last of `read`.
+/// Returns the logits after the last token of `read`.
 fn logits(gemma: &Gemma4, read: &[u32]) -> Vec<f32> {
     let logits = values(
         gemma
             .model()
             .forward(tokens(&[read], &gemma.device()))
-            .expect("tokens of the vocabulary"),
+            .expect("the tokens are in the vocabulary"),
     );
     logits[logits.len() - gemma.config().vocab_size..].to_vec()
 }
@@ -27,10 +28,11 @@ fn logits(gemma: &Gemma4, read: &[u32]) -> Vec<f32> {
 fn largest(logits: &[f32]) -> u32 {
     let numbered = (0u32..).zip(logits);
     let largest = numbered.reduce(|best, next| if next.1 > best.1 { next } else { best });
-    largest.expect("logits").0
+    largest.expect("the row is not empty").0
 }
 
-/// As transformers' processors do, in f32: the penalty on what prompt and text have, then what is suppressed.
+/// Applies transformers' logits processors in f32: the penalty on tokens of prompt and text, then the suppressed
+/// tokens.
 fn processed(mut logits: Vec<f32>, read: &[u32], sampling: &Sampling) -> Vec<f32> {
     for (token, logit) in (0u32..).zip(&mut logits) {
         if read.contains(&token) {
@@ -47,7 +49,7 @@ fn processed(mut logits: Vec<f32>, read: &[u32], sampling: &Sampling) -> Vec<f32
 }
 
 #[test]
-fn greedy_decoding_obeys_penalty_and_suppressed_tokens() {
+fn sampling_greedy_obeys_penalty_and_suppressed_tokens() {
     on_every_device(|fixture, gemma, device| {
         let first = fixture.generated[0];
         for (repetition_penalty, suppress_tokens) in [
@@ -80,7 +82,7 @@ fn greedy_decoding_obeys_penalty_and_suppressed_tokens() {
 }
 
 #[test]
-fn every_token_suppressed_is_an_error() {
+fn sampling_with_every_token_suppressed_is_an_error() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let options = GenerateOptions {
@@ -92,11 +94,11 @@ fn every_token_suppressed_is_an_error() {
     };
     let error = gemma
         .generate(fixture.prompt, &options, |_| ControlFlow::Continue(()))
-        .expect_err("no token is left");
+        .expect_err("every token is suppressed");
     assert!(error.to_string().contains("logits"), "{error}");
 }
 
-/// How often each token is drawn.
+/// Returns the frequency of each token over many draws.
 fn frequencies(sampling: &Sampling, read: &[u32], logits: &[f32]) -> Vec<f64> {
     const DRAWS: u64 = 20_000;
     let mut counts = vec![0.0; logits.len()];
@@ -106,7 +108,7 @@ fn frequencies(sampling: &Sampling, read: &[u32], logits: &[f32]) -> Vec<f64> {
             ..sampling.clone()
         });
         sampler.read(read);
-        counts[sampler.sample(logits).expect("a token") as usize] += 1.0 / DRAWS as f64;
+        counts[sampler.sample(logits).expect("there is a token") as usize] += 1.0 / DRAWS as f64;
     }
     counts
 }
@@ -121,7 +123,7 @@ fn assert_frequencies(sampling: &Sampling, read: &[u32], logits: &[f32], expecte
     }
 }
 
-/// Everything there is at temperature 1.
+/// Returns options that draw from all tokens at temperature 1.
 fn drawing() -> Sampling {
     Sampling {
         temperature: 1.0,
@@ -130,7 +132,7 @@ fn drawing() -> Sampling {
 }
 
 #[test]
-fn min_p_counts_after_temperature() {
+fn sampling_min_p_applies_after_temperature() {
     let logits = [0.1f32, 0.4, 0.2, 0.3].map(f32::ln);
     let min_p = |min_p, temperature| Sampling {
         min_p: Some(min_p),
@@ -140,7 +142,8 @@ fn min_p_counts_after_temperature() {
     assert_frequencies(&min_p(0.0, 1.0), &[], &logits, &[0.1, 0.4, 0.2, 0.3]);
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
-    // Squared, 0.2 is a quarter of the likeliest, no longer a half.
+    // At temperature 0.5 the probabilities are squared: 0.2 becomes a quarter of the largest probability instead of a
+    // half.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],
@@ -151,7 +154,7 @@ fn min_p_counts_after_temperature() {
 }
 
 #[test]
-fn the_penalty_counts_before_temperature() {
+fn sampling_penalty_applies_before_temperature() {
     let logits = [2.0f32, -2.0, 1.0, 0.0];
     let sampling = Sampling {
         repetition_penalty: 2.0,
@@ -159,7 +162,8 @@ fn the_penalty_counts_before_temperature() {
         temperature: 0.5,
         ..drawing()
     };
-    // 2 / 2 and -2 · 2, then doubled by the temperature; tokens count once, however often they were read.
+    // The penalty gives 2 / 2 and -2 · 2, and the temperature doubles these logits. A token counts once, however often
+    // it was read.
     let weights = [2.0f64, -8.0, 2.0].map(f64::exp);
     let sum: f64 = weights.iter().sum();
     let expected = [weights[0] / sum, weights[1] / sum, weights[2] / sum, 0.0];
@@ -167,7 +171,7 @@ fn the_penalty_counts_before_temperature() {
 }
 
 #[test]
-fn what_a_sampler_draws_is_penalized() {
+fn sampling_drawn_tokens_are_penalized() {
     let sampling = Sampling {
         repetition_penalty: 10.0,
         ..Sampling::greedy()
@@ -180,7 +184,7 @@ fn what_a_sampler_draws_is_penalized() {
 }
 
 #[test]
-fn options_that_make_no_sense_are_refused() {
+fn sampling_option_out_of_range_is_refused() {
     for (wrong, argument) in [
         (
             Sampling {
@@ -232,14 +236,17 @@ fn options_that_make_no_sense_are_refused() {
             "repetition_penalty",
         ),
     ] {
-        let error = wrong.validate().expect_err("refused").to_string();
+        let error = wrong
+            .validate()
+            .expect_err("the input is refused")
+            .to_string();
         assert!(error.starts_with(argument), "{error}");
     }
 }
 
-/// In a batch, equal prompts are answered differently, and each as it would be alone with its seed.
+/// Equal prompts of a batch get different answers. Each answer equals that of a single run with the sequence's seed.
 #[test]
-fn sequences_of_a_batch_draw_from_their_own_seeds() {
+fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&Device::flex(), DType::F32);
     let options = |seed| GenerateOptions {
@@ -251,7 +258,9 @@ fn sequences_of_a_batch_draw_from_their_own_seeds() {
         ..greedy(&gemma, 8)
     };
     let batch: Vec<Prompt> = vec![fixture.prompt.clone().into(); 3];
-    let generations = gemma.generate_batch(&batch, &options(7)).expect("texts");
+    let generations = gemma
+        .generate_batch(&batch, &options(7))
+        .expect("the generations succeed");
     for (index, generation) in (0u64..).zip(&generations) {
         let alone = generate(&gemma, &fixture.prompt, &options(7 + index));
         assert_eq!(generation.tokens, alone.tokens, "sequence {index}");
@@ -259,13 +268,13 @@ fn sequences_of_a_batch_draw_from_their_own_seeds() {
     assert_ne!(generations[0].tokens, generations[1].tokens);
     assert_ne!(generations[1].tokens, generations[2].tokens);
     assert_ne!(generations[0].tokens, generations[2].tokens);
-    // The last number is followed by the first.
+    // The seed after the largest number is 0.
     assert!(gemma.generate_batch(&batch, &options(u64::MAX)).is_ok());
 }
 
-/// They are the model's own, whatever sampling makes of them.
+/// The log probabilities are the model's own, before sampling options apply.
 #[test]
-fn tokens_tell_how_likely_they_were() {
+fn logprobs_are_those_of_the_model() {
     on_every_device(|fixture, gemma, device| {
         let what = format!("{} {}", fixture.name, device.name);
         for sampling in [
@@ -324,23 +333,23 @@ fn tokens_tell_how_likely_they_were() {
 }
 
 #[test]
-fn what_checkpoints_ask_for() {
+fn sampling_defaults_are_read_from_generation_config() {
     let defaults = |json: &str| GenerationDefaults::from_json(json);
     let read = defaults(
         r#"{"do_sample": true, "min_p": 0.05, "repetition_penalty": 1.1, "suppress_tokens": [3, 4],
             "stop_strings": ["\n\n", "END"]}"#,
     )
-    .expect("defaults");
+    .expect("the defaults are valid");
     assert_eq!(read.stop_strings, ["\n\n", "END"]);
     let sampling = read.sampling();
     assert_eq!(sampling.min_p, Some(0.05));
     assert_eq!(sampling.repetition_penalty, 1.1);
     assert_eq!(sampling.suppress_tokens, [3, 4]);
 
-    // Without sampling, too.
+    // The options also apply without sampling.
     let read =
         defaults(r#"{"repetition_penalty": 1.1, "suppress_tokens": [3], "stop_strings": "END"}"#);
-    let read = read.expect("defaults");
+    let read = read.expect("the defaults are valid");
     assert_eq!(read.stop_strings, ["END"]);
     assert!(read.sampling().is_greedy());
     assert_eq!(read.sampling().repetition_penalty, 1.1);
@@ -348,7 +357,7 @@ fn what_checkpoints_ask_for() {
 
     let nothing = r#"{"min_p": null, "repetition_penalty": null, "suppress_tokens": null, "stop_strings": null}"#;
     assert_eq!(
-        defaults(nothing).expect("defaults"),
+        defaults(nothing).expect("the defaults are valid"),
         GenerationDefaults::default()
     );
     for (json, word) in [

@@ -1,5 +1,7 @@
-//! Sessions: what a prompt has in common with what was read is not read again, whatever its template has changed, and the text is the one of a
-//! new session; rings come back as they were, also from a file; and a file that is another model's, or no session, is refused.
+//! Sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common beginning of
+//! the new and the old text, even if the template changes earlier turns. The generated text equals that of a new
+//! session. Ring buffers are restored from checkpoints, also from a session file. Session files of other models, and
+//! files of another kind, are refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
@@ -12,7 +14,7 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// What comes before a checkpoint of a prompt that is no conversation.
+/// The distance in tokens from the checkpoint to the end of the prompt, if the prompt is not a conversation.
 const MARGIN: usize = 8;
 
 fn generate(
@@ -21,25 +23,25 @@ fn generate(
     options: &GenerateOptions,
 ) -> Generation {
     let generation = session.generate(prompt, options, |_| ControlFlow::Continue(()));
-    generation.expect("a generation")
+    generation.expect("the generation succeeds")
 }
 
 fn alone(gemma: &Gemma4, prompt: impl Into<Prompt>, options: &GenerateOptions) -> Generation {
     let generation = gemma.generate(prompt, options, |_| ControlFlow::Continue(()));
-    generation.expect("a generation")
+    generation.expect("the generation succeeds")
 }
 
-/// Tokens without meaning, other ones for each seed.
+/// Returns random tokens that depend on the seed.
 fn text(seed: u32, count: usize) -> Vec<u32> {
     (0..count as u32)
         .map(|index| 20 + (index * 7 + seed * 31 + index * index % 11) % 290)
         .collect()
 }
 
-/// Prompts that go on, branch off before and after a checkpoint, begin anew, and come again as they were; with kinds of caches whose rings
-/// have other slots.
+/// Prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring
+/// buffers of different sizes.
 #[test]
-fn branches_are_read_from_where_they_begin() {
+fn session_branch_is_read_from_the_last_checkpoint() {
     for device in devices() {
         let is_flex = device.device == Device::flex();
         let names: &[&'static str] = match is_flex {
@@ -49,7 +51,8 @@ fn branches_are_read_from_where_they_begin() {
         for name in names {
             let gemma = Fixture::open(name).load(&device.device, DType::F32);
             let plain = GenerateOptions {
-                // Every number of rows is tuned and compiled anew where there are kernels.
+                // Devices with kernels tune and compile new ones for every number of rows, so their chunks have one
+                // token.
                 prefill_chunk: (!is_flex).then_some(1),
                 ..greedy(&gemma, if is_flex { 12 } else { 5 })
             };
@@ -79,30 +82,31 @@ fn branches_are_read_from_where_they_begin() {
                     found
                 };
                 let first = expect(&mut session, trunk.clone(), 40);
-                // All but the last token of the answer was read.
+                // The KV cache contains the answer except for its last token.
                 if is_flex {
                     let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
                     expect(&mut session, longer, 4);
                 }
-                // The checkpoints: 8 tokens before the end of each prompt, where something was to be read before it.
+                // A prompt's checkpoint is 8 tokens before its end, if the session had to prefill tokens before that
+                // position.
                 let at = trunk.len() - MARGIN;
                 expect(&mut session, branch(36, 2), 45 - at);
                 if !is_flex {
                     continue;
                 }
                 expect(&mut session, branch(34, 3), 43 - at);
-                // Before the first of them, there is nothing to go back to but the beginning.
+                // A branch before the first checkpoint is prefilled from the beginning.
                 expect(&mut session, branch(20, 4), 29);
-                // The same prompt again: its last tokens.
+                // For a repeated prompt, only the tokens after the checkpoint are prefilled.
                 expect(&mut session, branch(20, 4), MARGIN);
             }
         }
     }
 }
 
-/// As long as no window has moved on, a session goes back to any column.
+/// While the text is shorter than the window, a session can go back to any column.
 #[test]
-fn short_texts_need_no_checkpoint() {
+fn session_of_short_texts_needs_no_checkpoint() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let options = greedy(&gemma, 2);
     let mut session = gemma.session();
@@ -113,11 +117,11 @@ fn short_texts_need_no_checkpoint() {
     assert_eq!(found.tokens, alone(&gemma, branch, &options).tokens);
 }
 
-/// From a file, too, whatever a ring had when it was written: less than it has slots for, as much, or more.
+/// A ring buffer is restored from a file that contains fewer tokens than slots, as many, or more.
 #[test]
-fn full_rings_come_back_from_disk() {
+fn session_full_ring_buffer_is_restored_from_disk() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("session");
     let window = gemma.config().sliding_window;
     let plain = greedy(&gemma, 1);
@@ -134,8 +138,8 @@ fn full_rings_come_back_from_disk() {
             let mut session = gemma.session();
             generate(&mut session, text(0, count), &options);
             assert_eq!(session.len(), count);
-            session.save(&path, &[]).expect("a file");
-            let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+            session.save(&path, &[]).expect("the file is written");
+            let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
             let branch = [&text(0, 2)[..], &text(1, 3)].concat();
             let found = generate(&mut gemma.resume(saved), branch.clone(), &longer);
             let expected = alone(&gemma, branch, &longer);
@@ -144,35 +148,37 @@ fn full_rings_come_back_from_disk() {
     }
 }
 
-/// A ring of one slot keeps nothing for the next column, and decoding's kernels write to it where it lies.
+/// A ring buffer of one slot stores no earlier column. The decode kernels write to it in place.
 #[test]
-fn a_window_of_one_column_comes_back_from_disk() {
+fn session_window_of_one_column_is_restored_from_disk() {
     let copy = Folder::copy("dense-ple");
     copy.set("config.json", "sliding_window", 1);
     let path = copy.file("session");
     for device in devices() {
         let options = LoadOptions::new().dtype(DType::F32);
-        let gemma = Gemma4::load(copy.path(), &device.device, options).expect("a model");
+        let gemma = Gemma4::load(copy.path(), &device.device, options).expect("the model is valid");
         let mut session = gemma.session();
         let first = generate(&mut session, text(0, 9), &greedy(&gemma, 2));
-        session.save(&path, &[]).expect("a file");
-        let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+        session.save(&path, &[]).expect("the file is written");
+        let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
         let mut cache = saved.into_cache();
         let mut decoder = gemma.model().decoder(&mut cache);
         let mut tokens = first.tokens;
         for _ in 0..4 {
-            let next = decoder.step(&tokens[tokens.len() - 1..]).expect("a step");
-            tokens.push(next.argmax().expect("a token")[0]);
+            let next = decoder
+                .step(&tokens[tokens.len() - 1..])
+                .expect("the step succeeds");
+            tokens.push(next.argmax().expect("there is a token")[0]);
         }
         let expected = alone(&gemma, text(0, 9), &greedy(&gemma, 6));
         assert_eq!(tokens, expected.tokens, "{}", device.name);
     }
 }
 
-/// Templates that go on, drop thoughts, begin an answer with an empty thought that the history does not have, and write the last question in
-/// another way than those before.
+/// The templates in order. The first one only appends turns. The second one begins an answer with an empty thought,
+/// which it omits from the history. The third one formats the last question differently from earlier questions.
 const TEMPLATES: [&str; 3] = [
-    // The checkpoints' own.
+    // The empty string stands for the checkpoint's own template.
     "",
     "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}<turn|>\n{% endfor %}\
      {% if add_generation_prompt %}<|turn>model\n<|channel>thought\n<channel|>{% endif %}",
@@ -181,22 +187,24 @@ const TEMPLATES: [&str; 3] = [
 ];
 
 #[test]
-fn turns_read_what_is_new_of_every_template() {
+fn session_turns_read_only_new_tokens_with_every_template() {
     for (index, template) in TEMPLATES.into_iter().enumerate() {
-        let copy = TempDir::new().expect("a folder");
+        let copy = TempDir::new().expect("a temporary folder");
         for file in [
             "config.json",
             "model.safetensors",
             "tokenizer.json",
             "tokenizer_config.json",
         ] {
-            fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+            fs::copy(folder("dense-ple").join(file), copy.path().join(file))
+                .expect("the file is written");
         }
         if !template.is_empty() {
-            fs::write(copy.path().join("chat_template.jinja"), template).expect("a file");
+            fs::write(copy.path().join("chat_template.jinja"), template)
+                .expect("the file is written");
         }
         let gemma = Gemma4::load(copy.path(), &Device::flex(), LoadOptions::new());
-        let gemma = gemma.expect("a model");
+        let gemma = gemma.expect("the model is valid");
         for thinking in [false, true] {
             let mut options = greedy(&gemma, 10);
             options.chat.enable_thinking = thinking;
@@ -205,21 +213,24 @@ fn turns_read_what_is_new_of_every_template() {
             for turn in 0..4 {
                 messages.push(Message::user(format!("the cat {turn} and the other cat")));
                 let prompt = gemma.tokens(&messages.clone().into(), options.chat);
-                let prompt = prompt.expect("a prompt");
+                let prompt = prompt.expect("the prompt is valid");
                 let found = generate(&mut session, messages.clone(), &options);
                 let expected = alone(&gemma, messages.clone(), &options);
                 assert_eq!(found.tokens, expected.tokens, "{index} turn {turn}");
-                // The answer as a person has it: other tokens than were read.
+                // In the history, the answer has other tokens than those in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
-                // What is rewritten is the last question; where that began is known from the second turn on.
+                // The template rewrites the last question. The session knows the beginning of that question from the
+                // second turn on.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
                     assert!(read <= prompt.len());
                 } else {
                     let last = messages[messages.len() - turns..].to_vec();
-                    let of_turns = gemma.tokens(&last.into(), options.chat).expect("turns");
+                    let of_turns = gemma
+                        .tokens(&last.into(), options.chat)
+                        .expect("the turns have tokens");
                     let most = of_turns.len() + MARGIN;
                     assert!(
                         read <= most && read < prompt.len(),
@@ -233,19 +244,19 @@ fn turns_read_what_is_new_of_every_template() {
 }
 
 fn refused(gemma: &Gemma4, path: &Path) -> Gemma4Error {
-    SavedSession::read(gemma.model(), path).expect_err("another's session")
+    SavedSession::read(gemma.model(), path).expect_err("the session does not fit")
 }
 
 #[test]
-fn sessions_are_kept_on_disk() {
+fn session_is_continued_from_its_file() {
     for device in devices() {
         let gemma = Fixture::open("dense-ple").load(&device.device, DType::F32);
         let is_flex = device.device == Device::flex();
         let options = LoadOptions::new().dtype(DType::F32);
         let words = Gemma4::load(folder("gguf/dense-ple.Q8_0.gguf"), &device.device, options);
-        let words = words.expect("a model");
+        let words = words.expect("the model is valid");
         let compact = Fixture::open("dense-keqv").load(&Device::flex(), DType::F32);
-        let kept = TempDir::new().expect("a folder");
+        let kept = TempDir::new().expect("a temporary folder");
         let path = kept.path().join("session.safetensors");
         for (gemma, drafts) in [
             (&gemma, Drafts::None),
@@ -265,13 +276,14 @@ fn sessions_are_kept_on_disk() {
             let mut session = gemma.session();
             let trunk = text(0, 30);
             let first = generate(&mut session, trunk.clone(), &options);
-            session.save(&path, &messages).expect("saved");
-            // It goes on as the other one does, from its end and from its checkpoint.
+            session.save(&path, &messages).expect("the save succeeds");
+            // The restored session continues like the original, from its end and from its checkpoint.
             for prompt in [
                 [&trunk[..], &first.tokens, &text(1, 3)].concat(),
                 [&trunk[..25], &text(2, 5)].concat(),
             ] {
-                let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+                let saved =
+                    SavedSession::read(gemma.model(), &path).expect("the session is readable");
                 assert_eq!(saved.messages, messages);
                 assert_eq!(saved.tokens().len(), session.len());
                 let mut again = gemma.resume(saved);
@@ -280,10 +292,10 @@ fn sessions_are_kept_on_disk() {
                 assert!(found.timings.prefill_tokens < 10, "{:?}", found.timings);
             }
         }
-        // One that has read nothing.
+        // This session is new, so its cache contains no token.
         let session = gemma.session();
-        session.save(&path, &[]).expect("saved");
-        let saved = SavedSession::read(gemma.model(), &path).expect("a session");
+        session.save(&path, &[]).expect("the save succeeds");
+        let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
         assert!(saved.tokens().is_empty());
         let options = greedy(&gemma, 3);
         let found = generate(&mut gemma.resume(saved), text(0, 5), &options);
@@ -291,46 +303,47 @@ fn sessions_are_kept_on_disk() {
     }
 }
 
-/// Which a reader of JSON may take for its neighbour, another each time.
+/// A JSON reader may parse this number as its neighbour.
 #[test]
-fn a_session_is_of_its_model_whatever_the_numbers_of_its_configuration() {
-    let config = fs::read(folder("dense-ple").join("config.json")).expect("a file");
-    let mut config: serde_json::Value = serde_json::from_slice(&config).expect("JSON");
+fn session_file_matches_its_model_with_any_config_number() {
+    let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");
+    let mut config: serde_json::Value = serde_json::from_slice(&config).expect("the text is JSON");
     config["rms_norm_eps"] = serde_json::json!(1.1867152238664858e-07);
-    let copy = TempDir::new().expect("a folder");
+    let copy = TempDir::new().expect("a temporary folder");
     for file in [
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     ] {
-        fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+        fs::copy(folder("dense-ple").join(file), copy.path().join(file))
+            .expect("the file is written");
     }
-    fs::write(copy.path().join("config.json"), config.to_string()).expect("written");
+    fs::write(copy.path().join("config.json"), config.to_string()).expect("the file is written");
     let gemma = Gemma4::load(copy.path(), &Device::flex(), LoadOptions::new());
-    let gemma = gemma.expect("a model");
+    let gemma = gemma.expect("the model is valid");
     let path = copy.path().join("session");
     let mut session = gemma.session();
     generate(&mut session, text(0, 20), &greedy(&gemma, 2));
-    session.save(&path, &[]).expect("saved");
-    SavedSession::read(gemma.model(), &path).expect("the same model");
+    session.save(&path, &[]).expect("the save succeeds");
+    SavedSession::read(gemma.model(), &path).expect("the model is the same");
 }
 
 #[test]
-fn a_session_of_another_model_is_refused() {
+fn session_of_another_model_is_refused() {
     let device = Device::flex();
     let load = |name: &str, options: LoadOptions<'_>| {
-        Gemma4::load(folder(name), &device, options).expect("a model")
+        Gemma4::load(folder(name), &device, options).expect("the model is valid")
     };
     let gemma = load("dense-ple", LoadOptions::new());
-    let kept = TempDir::new().expect("a folder");
+    let kept = TempDir::new().expect("a temporary folder");
     let path = kept.path().join("session");
     let mut session = gemma.session();
     generate(&mut session, text(0, 20), &greedy(&gemma, 2));
-    session.save(&path, &[]).expect("saved");
+    session.save(&path, &[]).expect("the save succeeds");
 
-    // Wherever its table is, it is the same model.
+    // A model with its table elsewhere is still the same model.
     let on_host = LoadOptions::new().per_layer_table(PerLayerTable::Host);
-    SavedSession::read(load("dense-ple", on_host).model(), &path).expect("the same model");
+    SavedSession::read(load("dense-ple", on_host).model(), &path).expect("the model is the same");
 
     let other = refused(&load("dense-keqv", LoadOptions::new()), &path);
     assert!(matches!(other, Gemma4Error::Unsupported { .. }), "{other}");
@@ -349,18 +362,20 @@ fn a_session_of_another_model_is_refused() {
     for word in ["whole", "quantized to 8 bits"] {
         assert!(other.contains(word), "{other}");
     }
-    // The same shape with one other weight, in a layer and in the table.
+    // The other checkpoint has one different weight, in a layer or in the table.
     for name in [
         "model.layers.1.mlp.up_proj.weight",
         "model.embed_tokens_per_layer.weight",
     ] {
-        let copy = TempDir::new().expect("a folder");
+        let copy = TempDir::new().expect("a temporary folder");
         for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
-            fs::copy(folder("dense-ple").join(file), copy.path().join(file)).expect("a file");
+            fs::copy(folder("dense-ple").join(file), copy.path().join(file))
+                .expect("the file is written");
         }
-        let bytes = fs::read(folder("dense-ple").join("model.safetensors")).expect("a file");
-        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("tensors");
-        let view = tensors.tensor(name).expect("a tensor");
+        let bytes =
+            fs::read(folder("dense-ple").join("model.safetensors")).expect("the file is readable");
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).expect("the tensors parse");
+        let view = tensors.tensor(name).expect("the tensor is valid");
         let doubled: Vec<u8> = view
             .data()
             .as_chunks::<4>()
@@ -371,10 +386,11 @@ fn a_session_of_another_model_is_refused() {
         let changed =
             safetensors::tensor::TensorView::new(view.dtype(), view.shape().into(), &doubled);
         let others = tensors.iter().filter(|(other, _)| *other != name);
-        let all = others.chain([(name, changed.expect("a tensor"))]);
+        let all = others.chain([(name, changed.expect("the tensor is valid"))]);
         let written = copy.path().join("model.safetensors");
-        safetensors::serialize_to_file(all, None, &written).expect("a file");
-        let changed = Gemma4::load(copy.path(), &device, LoadOptions::new()).expect("a model");
+        safetensors::serialize_to_file(all, None, &written).expect("the file is written");
+        let changed =
+            Gemma4::load(copy.path(), &device, LoadOptions::new()).expect("the model is valid");
         let error = refused(&changed, &path).to_string();
         let path = name
             .trim_start_matches("model.")
@@ -385,10 +401,10 @@ fn a_session_of_another_model_is_refused() {
         );
     }
 
-    // What is no session, or a part of one.
-    let whole = fs::read(&path).expect("a file");
+    // The file is truncated, or another kind of file.
+    let whole = fs::read(&path).expect("the file is readable");
     for end in [0, 3, 8, 100, whole.len() / 2, whole.len() - 1] {
-        fs::write(&path, &whole[..end]).expect("a file");
+        fs::write(&path, &whole[..end]).expect("the file is written");
         let error = refused(&gemma, &path);
         assert!(
             matches!(error, Gemma4Error::Malformed { .. }),

@@ -1,4 +1,5 @@
-//! Chat templates of strangers: found where transformers finds them, and bounded in what they compute and write.
+//! Chat templates from unknown sources. They are found where transformers finds them, and their computation and output
+//! are bounded.
 
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
 use serde_json::{Value, json};
@@ -10,19 +11,19 @@ fn render(template: &ChatTemplate) -> Result<String, Gemma4Error> {
     template.render(&[Message::user("hi")], ChatOptions::default())
 }
 
-/// A template must be refused, soon, and by words that say why.
+/// Asserts that the template is refused in time, with an error that contains `words`.
 #[track_caller]
 fn assert_refused(source: &str, words: &[&str]) {
     let start = Instant::now();
     let refused = ChatTemplate::from_source(source).and_then(|template| render(&template));
     let Err(error) = refused else {
-        panic!("{source} is rendered");
+        panic!("{source} should be refused");
     };
     assert!(matches!(error, Gemma4Error::ChatTemplate(_)), "{error:?}");
     for word in words {
         assert!(
             error.to_string().contains(word),
-            "{source}: no {word:?}: {error}"
+            "{source}: {word:?} is missing from {error}"
         );
     }
     assert!(
@@ -33,7 +34,7 @@ fn assert_refused(source: &str, words: &[&str]) {
 }
 
 #[test]
-fn an_indent_has_an_end() {
+fn template_with_huge_indent_is_refused() {
     for width in ["10**12", "10**6", "-1"] {
         assert_refused(
             &format!("{{{{ messages | tojson(indent={width}) }}}}"),
@@ -47,7 +48,7 @@ fn an_indent_has_an_end() {
 }
 
 #[test]
-fn loops_have_an_end() {
+fn template_with_huge_loops_is_refused() {
     let nested = |depth: usize, body: &str| {
         let begin: String = (0..depth)
             .map(|level| format!("{{% for i{level} in range(100000) %}}"))
@@ -56,7 +57,7 @@ fn loops_have_an_end() {
     };
     assert_refused(&nested(3, ""), &["instructions"]);
     assert_refused(&nested(4, "{% set x = 1 %}"), &["instructions"]);
-    // Long enough that bytes run out before the clock, on a busy machine, too.
+    // The text is so long that the limit of bytes comes before the limit of time, even on a busy machine.
     let words = "endless words ".repeat(1000);
     assert_refused(&nested(2, &format!("{{{{ '{words}' }}}}")), &["bytes"]);
     assert_refused(&nested(2, &words), &["bytes"]);
@@ -70,7 +71,7 @@ fn loops_have_an_end() {
 }
 
 #[test]
-fn recursion_has_an_end() {
+fn template_with_deep_recursion_is_refused() {
     assert_refused(
         "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
         &["recursion"],
@@ -79,9 +80,9 @@ fn recursion_has_an_end() {
     assert_refused(&format!("{{{{ {deep} }}}}"), &["recursion"]);
 }
 
-/// A hundred lines that would fill any memory.
+/// The text doubles in each of forty steps, which would fill any memory.
 #[test]
-fn text_does_not_double_without_end() {
+fn template_that_doubles_a_text_is_refused() {
     let step = |step: &str| {
         format!(
             "{{% set text = 'endless' %}}{}{{{{ text | length }}}}",
@@ -122,7 +123,7 @@ fn text_does_not_double_without_end() {
 }
 
 #[test]
-fn no_single_step_is_too_much() {
+fn template_with_one_huge_step_is_refused() {
     for step in [
         "'x' * 10**12",
         "'x' * 99999999 ~ 'x' * 99999999",
@@ -151,9 +152,9 @@ fn no_single_step_is_too_much() {
     }
 }
 
-/// Lists in lists, deeper than a stack.
+/// The template nests lists deeper than the stack allows.
 #[test]
-fn nesting_has_an_end() {
+fn template_with_deeply_nested_lists_is_refused() {
     for step in [
         "[ns.list]",
         "{'list': ns.list}",
@@ -172,9 +173,9 @@ fn nesting_has_an_end() {
     }
 }
 
-/// What has itself among its elements would be written, and compared, for ever.
+/// A value that contains itself could be printed and compared without end.
 #[test]
-fn circles_are_refused() {
+fn template_with_a_circular_value_is_refused() {
     for circle in [
         "{% set ns.self = ns %}",
         "{% set ns.self = [1, [ns]] %}",
@@ -186,7 +187,7 @@ fn circles_are_refused() {
             &["namespace"],
         );
     }
-    // A list may be in another twice, which doubles what it has.
+    // A list may contain another list twice, which doubles the number of elements.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
@@ -194,9 +195,9 @@ fn circles_are_refused() {
     );
 }
 
-/// A template is one, and there are no others.
+/// There is only one template, so a template cannot include another one or itself.
 #[test]
-fn templates_do_not_include_themselves() {
+fn template_that_includes_a_template_is_refused() {
     for step in ["include", "extends"] {
         assert_refused(
             &format!("{{% {step} 'chat_template.jinja' %}}"),
@@ -209,9 +210,9 @@ fn templates_do_not_include_themselves() {
     );
 }
 
-/// A long conversation is no attack.
+/// A long conversation stays within the limits.
 #[test]
-fn long_conversations_are_rendered() {
+fn template_renders_a_long_conversation() {
     let source = "{{ bos_token }}{% set ns = namespace(last=-1, texts=[]) %}\
         {% for i in range(messages | length) %}{% if messages[i]['role'] == 'user' %}{% set ns.last = i %}{% endif %}{% endfor %}\
         {% for message in messages %}{% set seen = namespace(found=false) %}\
@@ -219,7 +220,7 @@ fn long_conversations_are_rendered() {
         {% set seen.found = true %}{% endif %}{% endfor %}\
         {% set ns.texts = ns.texts + [message['content'] | trim] %}\
         {{ '<|turn>' + message['role'] + '\\n' + message['content'] + '<turn|>\\n' }}{% endfor %}{{ ns.texts | length }}";
-    let template = ChatTemplate::from_source(source).expect("a template");
+    let template = ChatTemplate::from_source(source).expect("the template is valid");
     let messages: Vec<Message> = (0..1000)
         .map(|index| match index % 2 {
             0 => Message::user("word ".repeat(1000)),
@@ -227,7 +228,7 @@ fn long_conversations_are_rendered() {
         })
         .collect();
     let prompt = template.render(&messages, ChatOptions::default());
-    let prompt = prompt.expect("a prompt");
+    let prompt = prompt.expect("the prompt is valid");
     assert!(prompt.len() > 5_000_000 && prompt.ends_with("1000"));
     assert_eq!(prompt.matches("<|turn>").count(), 1000);
 }
@@ -236,11 +237,11 @@ struct Folder(TempDir);
 
 impl Folder {
     fn new() -> Self {
-        Self(tempfile::tempdir().expect("a folder"))
+        Self(tempfile::tempdir().expect("a temporary folder"))
     }
 
     fn write(&self, name: &str, contents: &str) {
-        fs::write(self.0.path().join(name), contents).expect("a file to write");
+        fs::write(self.0.path().join(name), contents).expect("the file is writable");
     }
 
     fn config(&self, config: &Value) {
@@ -259,7 +260,7 @@ impl Folder {
 }
 
 #[test]
-fn templates_of_tokenizer_configs() {
+fn template_of_tokenizer_config_is_used() {
     let folder = Folder::new();
     assert_eq!(
         folder.rendered(),
@@ -282,21 +283,24 @@ fn templates_of_tokenizer_configs() {
     folder.config(&named(&["tool_use", "default", "rag"]));
     assert_eq!(folder.rendered(), "default hi");
     folder.config(&named(&["tool_use", "rag"]));
-    let template = folder.template().expect("it may not be needed");
+    let template = folder
+        .template()
+        .expect("the folder loads without a default template");
     let error = render(&template)
-        .expect_err("none is the default")
+        .expect_err("no template is the default")
         .to_string();
     for word in ["rag", "tool_use", "default", "tokenizer_config.json"] {
         assert!(error.contains(word), "{error}");
     }
-    // The file goes before.
+    // The file `chat_template.jinja` takes precedence.
     folder.write("chat_template.jinja", "file");
     assert_eq!(folder.rendered(), "file");
 }
 
-/// As transformers' processors: a template in `processor_config.json`, then `chat_template.json`, then the files of tokenizers.
+/// The order is that of transformers' processors: `processor_config.json`, `chat_template.json`, then the files of the
+/// tokenizer.
 #[test]
-fn template_of_a_processor_goes_before_those_of_the_tokenizer() {
+fn template_of_a_processor_takes_precedence_over_the_tokenizers() {
     let folder = Folder::new();
     folder.config(&json!({"chat_template": "tokenizer"}));
     folder.write(
@@ -315,14 +319,18 @@ fn template_of_a_processor_goes_before_those_of_the_tokenizer() {
         "processor_config.json",
         r#"{"chat_template": {"rag": "rag"}}"#,
     );
-    let error = render(&folder.template().expect("a template")).expect_err("none is the default");
+    let error = render(&folder.template().expect("the template is valid"))
+        .expect_err("no template is the default");
     assert!(
         error.to_string().contains("processor_config.json"),
         "{error}"
     );
     folder.write("processor_config.json", "{}");
     folder.write("chat_template.json", r#"{"chat_template": 3}"#);
-    let error = folder.template().expect_err("a number").to_string();
+    let error = folder
+        .template()
+        .expect_err("the template is a number")
+        .to_string();
     assert!(
         error.contains("chat_template.json: chat_template: chat_template should be"),
         "{error}"
@@ -330,7 +338,7 @@ fn template_of_a_processor_goes_before_those_of_the_tokenizer() {
 }
 
 #[test]
-fn special_tokens_of_tokenizer_configs() {
+fn template_special_tokens_are_those_of_tokenizer_config() {
     let folder = Folder::new();
     folder.config(&json!({
         "bos_token": "<s>",
@@ -343,7 +351,7 @@ fn special_tokens_of_tokenizer_configs() {
 }
 
 #[test]
-fn tokenizer_configs_that_cannot_be() {
+fn template_of_malformed_tokenizer_config_is_refused() {
     for (contents, word) in [
         ("", "EOF"),
         ("[1]", "invalid"),
@@ -366,7 +374,7 @@ fn tokenizer_configs_that_cannot_be() {
     }
 }
 
-/// Each of these overflows a stack, or takes a square of its length, in the parser.
+/// Each of these templates would overflow the parser's stack, or take quadratic time in the parser.
 #[test]
 fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     let chain =
@@ -392,12 +400,13 @@ fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     assert_refused(&"a".repeat(2 << 20), &["bytes"]);
     let deep = chain("~", 900);
     assert_eq!(
-        render(&ChatTemplate::from_source(&deep).expect("a template")).expect("a prompt"),
+        render(&ChatTemplate::from_source(&deep).expect("the template is valid"))
+            .expect("the prompt is valid"),
         ""
     );
 }
 
-/// One instruction may read 30 MB: the number of instructions does not bound the time.
+/// One instruction may read 30 MB, so the number of instructions does not bound the time.
 #[test]
 fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}{% set t = messages[0]['content'] * 15000000 %}";
@@ -409,7 +418,7 @@ fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     }
 }
 
-/// The parser nests a level for each `elif`, those of the `if` around it among them.
+/// The parser nests one level for each `elif`, including those of the surrounding `if`.
 #[test]
 fn template_with_nested_chains_of_branches_is_refused() {
     for (begin, end) in [("", ""), ("{% for x in [1] %}", "{% endfor %}")] {
@@ -419,7 +428,7 @@ fn template_with_nested_chains_of_branches_is_refused() {
     }
 }
 
-/// The clock is looked at between instructions that read a whole text, and between the elements of a filter.
+/// The time is checked between instructions that read a whole text, and between the elements of a filter.
 #[test]
 fn template_that_reads_long_texts_without_a_loop_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}";

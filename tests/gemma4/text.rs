@@ -1,4 +1,4 @@
-//! Text: tokens as transformers has them, streams, prompts, defaults of the checkpoints.
+//! Text: tokenization as in transformers, token streams, prompts, and the checkpoints' defaults.
 
 use crate::fixture::{self, folder};
 use burn_gemma4::{ChatOptions, ChatTemplate, GenerationDefaults, Message, Sampling, Tokenizer};
@@ -8,59 +8,68 @@ use serde_json::Value;
 use std::fs;
 use std::sync::LazyLock;
 
-/// A fixture's `reference.json`.
+/// Reads a fixture's `reference.json`.
 pub fn reference(name: &str) -> Value {
-    let json = fs::read(folder(name).join("reference.json")).expect("a fixture");
-    serde_json::from_slice(&json).expect("a description")
+    let json = fs::read(folder(name).join("reference.json")).expect("the fixture is readable");
+    serde_json::from_slice(&json).expect("the description parses")
 }
 
-/// A list of tokens in it.
+/// Returns the tokens of a JSON list.
 pub fn tokens(list: &Value) -> Vec<u32> {
     Vec::deserialize(list).expect("a list of tokens")
 }
 
 fn tokenizer(name: &str) -> Tokenizer {
-    Tokenizer::from_file(folder(name).join("tokenizer.json")).expect("a tokenizer")
+    Tokenizer::from_file(folder(name).join("tokenizer.json")).expect("the tokenizer is valid")
 }
 
 #[test]
-fn tokens_are_those_of_transformers() {
+fn tokenizer_tokens_equal_transformers() {
     for name in fixture::ALL {
         let tokenizer = tokenizer(name);
         let reference = reference(name);
         let examples = reference["tokenizer_examples"].as_object();
         for (text, list) in examples.expect("texts and their tokens") {
             let tokens = tokens(list);
-            assert_eq!(tokenizer.encode(text).expect("tokens"), tokens, "{text:?}");
-            assert_eq!(&tokenizer.decode(&tokens, false).expect("text"), text);
+            assert_eq!(
+                tokenizer.encode(text).expect("the text encodes"),
+                tokens,
+                "{text:?}"
+            );
+            assert_eq!(
+                &tokenizer.decode(&tokens, false).expect("the tokens decode"),
+                text
+            );
         }
     }
 }
 
 #[test]
-fn the_vocabulary_is_counted_once() {
+fn tokenizer_vocabulary_counts_each_token_once() {
     let tokenizer = tokenizer("dense-ple");
     assert_eq!(tokenizer.vocab_size(), 320);
     assert_eq!(tokenizer.id("<turn|>"), Some(12));
 }
 
-/// The built-in template, through the tokenizer: one of the reference's texts is such a prompt.
+/// The built-in template renders a prompt that is one of the reference's texts, and the tokenizer encodes it.
 #[test]
-fn the_prompt_of_a_conversation() {
+fn tokenizer_prompt_of_a_conversation_equals_transformers() {
     let prompt = ChatTemplate::gemma4()
         .render(&[Message::user("hi")], ChatOptions::default())
-        .expect("a prompt");
+        .expect("the prompt is valid");
     let reference = reference("dense-ple");
     let tokens = tokens(&reference["tokenizer_examples"][&prompt]);
-    let encoded = tokenizer("dense-ple").encode(&prompt).expect("tokens");
+    let encoded = tokenizer("dense-ple")
+        .encode(&prompt)
+        .expect("the text encodes");
     assert_eq!(encoded, tokens);
 }
 
 #[test]
-fn defaults_of_the_checkpoints() {
+fn generation_defaults_are_those_of_the_checkpoints() {
     for name in fixture::ALL {
         let path = folder(name).join("generation_config.json");
-        let defaults = GenerationDefaults::from_file(path).expect("defaults");
+        let defaults = GenerationDefaults::from_file(path).expect("the defaults are valid");
         assert_eq!(defaults.stop_tokens, [1, 12, 17]);
         assert_eq!((defaults.bos_token, defaults.pad_token), (Some(2), Some(0)));
         let expected = Sampling {
@@ -75,7 +84,7 @@ fn defaults_of_the_checkpoints() {
 
 static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| tokenizer("dense-ple"));
 
-/// Bytes are 24 to 279 in this vocabulary; its last token is 319.
+/// Byte tokens are 24 to 279 in this vocabulary; its last token is 319.
 fn any_tokens() -> impl Strategy<Value = Vec<u32>> {
     let token = prop_oneof![4 => 24u32..280, 2 => 280u32..320, 1 => 0u32..24, 1 => 320u32..330];
     proptest::collection::vec(token, 0..40)
@@ -84,27 +93,27 @@ fn any_tokens() -> impl Strategy<Value = Vec<u32>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever a model writes, a stream gives the text that all tokens together have, and never a
-    /// replacement character for bytes that could still become one.
+    /// For any tokens, a stream gives the text of all tokens together. It never gives a replacement character for bytes
+    /// that the next token could complete.
     #[test]
-    fn a_stream_is_the_whole_text(tokens in any_tokens()) {
+    fn token_stream_gives_the_whole_text(tokens in any_tokens()) {
         let mut stream = TOKENIZER.stream();
         let mut text = String::new();
         for token in &tokens {
-            text += &stream.push(*token).expect("text");
+            text += &stream.push(*token).expect("the tokens decode");
         }
-        text += &stream.finish().expect("text");
-        prop_assert_eq!(text, TOKENIZER.decode(&tokens, true).expect("text"));
+        text += &stream.finish().expect("the tokens decode");
+        prop_assert_eq!(text, TOKENIZER.decode(&tokens, true).expect("the tokens decode"));
     }
 
-    /// Any text survives the way to tokens and back, in a stream, too.
+    /// Any text survives encoding and decoding, also in a stream.
     #[test]
-    fn text_survives(text in "\\PC{0,60}") {
-        let tokens = TOKENIZER.encode(&text).expect("tokens");
-        prop_assert_eq!(&TOKENIZER.decode(&tokens, false).expect("text"), &text);
+    fn tokenizer_decode_of_encoded_text_gives_the_text(text in "\\PC{0,60}") {
+        let tokens = TOKENIZER.encode(&text).expect("the text encodes");
+        prop_assert_eq!(&TOKENIZER.decode(&tokens, false).expect("the tokens decode"), &text);
         let mut stream = TOKENIZER.stream();
         for token in tokens {
-            let piece = stream.push(token).expect("text");
+            let piece = stream.push(token).expect("the tokens decode");
             let replaced = |text: &str| text.contains(char::REPLACEMENT_CHARACTER);
             prop_assert!(replaced(&text) || !replaced(&piece));
         }

@@ -1,11 +1,11 @@
-//! Tokens that the vocabulary does not have are an error wherever a model takes tokens, and never an unchecked read.
+//! Tokens outside the vocabulary give an error in every function that takes tokens, and never an unchecked read.
 
 use crate::devices::devices;
 use crate::fixture::Fixture;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Logits, Packing};
 
-/// Texts of which one token is outside the vocabulary of 320, and that token.
+/// Texts with one token outside the vocabulary of 320, and that token.
 const OUTSIDE: [([i32; 4], i32); 5] = [
     ([2, 7, 9, 320], 320),
     ([1_000_000, 7, 9, 8], 1_000_000),
@@ -15,7 +15,7 @@ const OUTSIDE: [([i32; 4], i32); 5] = [
 ];
 
 fn tensor(tokens: [i32; 4], device: &Device) -> Tensor<2, Int> {
-    // Two sequences, of which the second one is wrong.
+    // The second of the two sequences has the wrong token.
     let both = [[2, 5, 6, 7], tokens].concat();
     Tensor::from_data(TensorData::new(both, [2, 4]), device)
 }
@@ -23,7 +23,7 @@ fn tensor(tokens: [i32; 4], device: &Device) -> Tensor<2, Int> {
 #[track_caller]
 fn check<T>(what: &str, token: i32, outcome: Result<T, Gemma4Error>) {
     let Err(error) = outcome else {
-        panic!("{what}: {token} is a token");
+        panic!("{what}: {token} should be refused");
     };
     let text = error.to_string();
     let words = [format!("the token {token}"), "320".into()];
@@ -47,44 +47,47 @@ fn on_every_device(test: impl Fn(&str, &Gemma4Model, &Device)) {
 }
 
 #[test]
-fn forward_and_hidden() {
+fn token_outside_the_vocabulary_is_refused_by_forward_and_hidden() {
     on_every_device(|name, model, device| {
         for (tokens, token) in OUTSIDE {
             check(name, token, model.forward(tensor(tokens, device)));
             let hidden = model.hidden(tensor(tokens, device), Logits::Last(1));
             check(name, token, hidden);
-            let packing = Packing::new(vec![vec![4], vec![1, 3]], 4).expect("rows that fit");
+            let packing = Packing::new(vec![vec![4], vec![1, 3]], 4).expect("the rows fit");
             let packed = model.forward_packed(tensor(tokens, device), &packing);
             check(name, token, packed);
         }
         let within = model.forward(tensor([0, 319, 1, 2], device));
-        assert_eq!(within.expect("tokens within").dims(), [2, 4, 320]);
+        assert_eq!(
+            within.expect("the tokens are in the vocabulary").dims(),
+            [2, 4, 320]
+        );
     });
 }
 
 #[test]
-fn gradients() {
+fn token_outside_the_vocabulary_is_refused_by_gradients() {
     let device = Device::flex().autodiff();
     let gemma = Fixture::open("dense-ple").load(&device, DType::F32);
     for (tokens, token) in OUTSIDE {
         let outcome = gemma
             .model()
             .gradients(tensor(tokens, &device), None, Logits::All, |_| {
-                panic!("there is nothing to lose")
+                panic!("the loss must not be computed")
             });
         check("gradients", token, outcome);
     }
 }
 
-/// A refused step leaves the cache as it was.
+/// A refused step leaves the cache unchanged.
 #[test]
-fn steps() {
+fn token_outside_the_vocabulary_is_refused_by_steps() {
     on_every_device(|name, model, device| {
         let mut cache = model.cache(vec![0, 0]);
         let prompt = || tensor([2, 3, 4, 5], device);
         model
             .step(prompt(), &mut cache, Logits::None)
-            .expect("a step");
+            .expect("the step succeeds");
         for (tokens, token) in OUTSIDE {
             let step = model.step(tensor(tokens, device), &mut cache, Logits::Last(1));
             check(name, token, step);
@@ -95,7 +98,9 @@ fn steps() {
             let by_parts = decoder.step_by_parts(&[2, token as u32], &mut |_| ());
             check(name, token, by_parts.map(drop));
         }
-        decoder.step(&[2, 319]).expect("tokens within");
+        decoder
+            .step(&[2, 319])
+            .expect("the tokens are in the vocabulary");
         assert_eq!(cache.len(), 5);
     });
 }

@@ -1,6 +1,7 @@
-//! What generation and training keep on a device. Tests of their own, one at a time, since the device counts what the whole process keeps.
+//! Device memory of generation and training. These tests are a separate program and run one at a time, since a device
+//! counts the memory of the whole process.
 //!
-//! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
+//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
 #![cfg(feature = "flex")]
 
 mod training;
@@ -10,14 +11,14 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_gemma4::{Cache, Gemma4Config, Gemma4Model, LayerType, Logits};
 use std::sync::{Mutex, PoisonError};
 
-/// Held by the test that runs.
+/// The lock that the running test holds.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 const PROMPT: usize = 24;
 const WINDOW: usize = 16;
 const HEAD_DIM: usize = 64;
 
-/// One sliding and one full layer, with keys of one head.
+/// Returns a model with one sliding and one full layer, each with one key head.
 fn model(device: &Device) -> Gemma4Model {
     let config = Gemma4Config {
         vocab_size: 128,
@@ -36,22 +37,22 @@ fn model(device: &Device) -> Gemma4Model {
     Gemma4Model::new(&config, device)
 }
 
-/// Generates `count` tokens; the device's bytes in use while the decoder is still there.
+/// Generates `count` tokens. Returns the device's bytes in use before the decoder is dropped.
 fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64> {
     let device = model.device();
     let mut token = 20;
     let mut decoder = model.decoder(cache);
     for _ in 0..count {
-        let next = decoder.step(&[token]).expect("a step");
-        token = next.argmax().expect("a token")[0];
+        let next = decoder.step(&[token]).expect("the step succeeds");
+        token = next.argmax().expect("there is a token")[0];
     }
-    device.sync().expect("a device");
+    device.sync().expect("the device synchronizes");
     device.memory_pool_usage().map(|usage| usage.bytes_in_use)
 }
 
-/// The rings stay as they are, and what a token needs is free again after it.
+/// The ring buffers keep their size, and the memory of a decode step is freed after the step.
 #[test]
-fn long_texts_keep_only_their_full_layers_keys() {
+fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     for device in devices() {
         let model = model(&device.device);
@@ -60,7 +61,7 @@ fn long_texts_keep_only_their_full_layers_keys() {
         let prompt = Tensor::<2, Int>::from_data(prompt, &device.device);
         model
             .step(prompt, &mut cache, Logits::None)
-            .expect("a step");
+            .expect("the step succeeds");
         let first = generate(&model, &mut cache, 20);
         let bytes = cache.bytes();
         let count = 2000;
@@ -68,7 +69,7 @@ fn long_texts_keep_only_their_full_layers_keys() {
 
         let positions = PROMPT + 20 + count;
         assert_eq!(cache.len(), positions, "{}", device.name);
-        // Keys and values of f32.
+        // Keys and values are f32.
         let slots = WINDOW + positions.next_multiple_of(1024) + 1024;
         assert!(
             cache.bytes() <= 2 * 4 * HEAD_DIM * slots,
@@ -79,11 +80,11 @@ fn long_texts_keep_only_their_full_layers_keys() {
         if let (Some(first), Some(last)) = (first, last) {
             let grown = last.saturating_sub(first) as usize;
             let of_cache = cache.bytes() - bytes;
-            // Tables of rotations grow with the positions, and are kept, cosines and sines of both kinds of layers.
+            // The RoPE tables grow with the positions and are kept: cosines and sines for both kinds of layers.
             let of_tables = 4 * (HEAD_DIM / 2) * 4 * 2 * positions.next_power_of_two();
             assert!(
                 grown <= of_cache + of_tables,
-                "{}: {grown} bytes, {of_cache} of them the cache's",
+                "{}: grew by {grown} bytes, of which the cache has {of_cache}",
                 device.name
             );
         }

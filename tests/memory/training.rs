@@ -1,4 +1,4 @@
-//! What the backward of an adapter keeps, by the table in `docs/adapters.md`.
+//! Memory that the forward of an adapter keeps for its backward, according to the table in `docs/adapters.md`.
 
 use super::ONE_AT_A_TIME;
 use attention_workspace::testing::devices::devices;
@@ -28,13 +28,15 @@ fn model(device: &Device) -> Gemma4Model {
         ..Gemma4Config::e2b()
     };
     let model = Gemma4Model::new(&config, device);
-    Adapter::new(2, 4.0).attach(model).expect("an adapter")
+    Adapter::new(2, 4.0)
+        .attach(model)
+        .expect("the adapter is valid")
 }
 
-/// Bytes in use between a forward and its backward, less those before.
+/// Returns the bytes that a forward keeps until its backward.
 fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
     let in_use = || {
-        device.sync().expect("a device");
+        device.sync().expect("the device synchronizes");
         device.memory_pool_usage().map(|usage| usage.bytes_in_use)
     };
     let tokens = TensorData::new(
@@ -43,7 +45,9 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
     );
     let tokens = Tensor::<2, Int>::from_data(tokens, &model.device());
     let before = in_use()?;
-    let hidden = model.hidden(tokens, Logits::All).expect("tokens within");
+    let hidden = model
+        .hidden(tokens, Logits::All)
+        .expect("the tokens are in the vocabulary");
     let kept = in_use()?.checked_sub(before)?;
     // Burn keeps a graph until its backward.
     drop(hidden.sum().backward());
@@ -51,7 +55,7 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
 }
 
 #[test]
-fn of_dense_networks_what_is_inside_or_nothing() {
+fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     for device in devices() {
         if device.name == "flex" {
@@ -60,24 +64,26 @@ fn of_dense_networks_what_is_inside_or_nothing() {
         let model = model(&device.device.clone().autodiff());
         let numbers = LAYERS * POSITIONS * DType::F32.size();
         let inside = numbers * 2 * INSIDE;
-        // Queries, keys and values before and after their norms, and what queries read, by attention and by the projection back.
+        // Each head keeps queries, keys and values before and after their norms. The attention output is kept twice: by
+        // attention and by the output projection.
         let heads = numbers * HEAD_DIM * (2 * HEADS + 2 * 2 + 2 * HEADS);
-        // What goes into a layer and into its network, each before and after the norm, and what attention and the network add.
+        // Each layer keeps its input and the MLP's input, each before and after the norm, and the outputs of attention
+        // and MLP.
         let streams = numbers * 6 * HIDDEN;
         let mut found = Vec::new();
         for anew in [false, true] {
-            let model = model.clone().with_mlp_anew(anew);
-            // Kernels are compiled, and weights are drawn.
+            let model = model.clone().with_mlp_recompute(anew);
+            // The first run compiles kernels and draws weights.
             let _ = kept(&model, &device.device);
             let Some(kept) = kept(&model, &device.device) else {
                 continue;
             };
             let expected = heads + streams + if anew { 0 } else { inside };
             println!(
-                "{}, anew: {anew}: {kept} bytes, {expected} by the table",
+                "{}, recompute: {anew}: {kept} bytes, {expected} by the table",
                 device.name
             );
-            // What factors read, rotations, logsumexps and the states.
+            // The tolerance covers the factors' inputs, the RoPE tables, the logsumexps and the final states.
             assert!(kept <= expected + expected / 8, "{}: {kept}", device.name);
             found.push(kept);
         }

@@ -1,11 +1,12 @@
-//! Gradients of biases over several tiles of queries and keys, in the precisions that matrix units multiply.
+//! Bias gradients over several tiles of queries and keys, in the precisions that matrix units multiply.
 
 use crate::case::{Case, FULL};
 use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// Three batches of two heads that share their keys, in more than one tile of 64 queries and of 64 keys.
+/// Returns a case of three sequences with two query heads that share a key head. Queries and keys span more than one
+/// tile of 64 each.
 fn case(head_dim: usize) -> Case {
     Case {
         dtype: DType::BF16,
@@ -15,7 +16,7 @@ fn case(head_dim: usize) -> Case {
 }
 
 #[test]
-fn bias_gradient_broadcast_sums_what_it_repeats_along() {
+fn bias_gradient_broadcast_bias_sums_over_broadcast_dims() {
     for bits in 0..8 {
         let [batch, heads, queries] = [0, 1, 2].map(|dim| bits >> dim & 1 == 1);
         Case {
@@ -28,7 +29,7 @@ fn bias_gradient_broadcast_sums_what_it_repeats_along() {
 }
 
 #[test]
-fn bias_gradient_in_f16_matches_the_definition() {
+fn bias_gradient_f16_matches_reference() {
     Case {
         dtype: DType::F16,
         bias: Some([false, true, true, true]),
@@ -38,7 +39,7 @@ fn bias_gradient_in_f16_matches_the_definition() {
 }
 
 #[test]
-fn bias_gradient_many_head_dims_match_the_definition() {
+fn bias_gradient_odd_head_dims_match_reference() {
     for (index, (head_dim, value_dim)) in [(8, 24), (65, 130), (320, 40)].into_iter().enumerate() {
         Case {
             batch: 2,
@@ -51,7 +52,7 @@ fn bias_gradient_many_head_dims_match_the_definition() {
 }
 
 #[test]
-fn bias_gradient_under_a_softcap_has_no_slope() {
+fn bias_gradient_with_softcap_matches_reference() {
     for extent in [FULL, [false, true, true, true], [false, true, false, true]] {
         Case {
             bias: Some(extent),
@@ -67,7 +68,7 @@ fn bias_gradient_under_a_softcap_has_no_slope() {
 #[test]
 fn bias_gradient_skipped_tiles_are_zero() {
     for extent in [FULL, [false, false, true, true], [false, true, false, true]] {
-        // The second sequence has no keys, and the last queries of the first see none.
+        // The second sequence has no keys. The last queries of the first sequence see no key.
         Case {
             bias: Some(extent),
             causal: Some(CausalAlignment::TopLeft),
@@ -88,8 +89,63 @@ fn bias_gradient_skipped_tiles_are_zero() {
     }
 }
 
+/// If `kv_len` is even, kernels load the biases of two neighbouring keys at once. Queries and keys leave their last
+/// tiles partly empty.
 #[test]
-fn bias_gradient_hidden_keys_are_not_read() {
+fn bias_gradient_partial_tiles_match_reference() {
+    for (q_len, kv_len, extent, dtype) in [
+        (1, 2, FULL, DType::F16),
+        (77, 1, FULL, DType::BF16),
+        (83, 129, FULL, DType::BF16),
+        (83, 130, FULL, DType::BF16),
+        (83, 130, [false, true, false, true], DType::BF16),
+        (241, 200, FULL, DType::BF16),
+        (241, 200, FULL, DType::F16),
+        (241, 200, [true, false, true, false], DType::BF16),
+    ] {
+        Case {
+            q_len,
+            kv_len,
+            dtype,
+            bias: Some(extent),
+            ..Case::new([2, 4, 2, 0, 0, 64, 64])
+        }
+        .check();
+    }
+}
+
+/// A bias of −∞ hides both keys of a neighbouring pair, one of them, or neither. One query sees no key at all.
+#[test]
+fn bias_gradient_bias_of_minus_infinity_hides_keys() {
+    for head_dim in [64, 128] {
+        let case = Case {
+            q_len: 200,
+            kv_len: 270,
+            bias: Some(FULL),
+            ..case(head_dim)
+        };
+        let mut inputs = case.inputs();
+        if let Some(bias) = &mut inputs.bias {
+            for (index, value) in bias.values.iter_mut().enumerate() {
+                if (index % 270).is_multiple_of(5) || index / 270 % 200 == 1 {
+                    *value = f64::NEG_INFINITY;
+                }
+            }
+        }
+        case.check_inputs(&inputs, &inputs);
+        let mut poisoned = inputs.clone();
+        poisoned
+            .key
+            .fill_rows(f64::NAN, |[_, _, key]| key.is_multiple_of(5));
+        poisoned
+            .value
+            .fill_rows(f64::INFINITY, |[_, _, key]| key.is_multiple_of(5));
+        case.check_inputs(&poisoned, &inputs);
+    }
+}
+
+#[test]
+fn bias_gradient_hidden_nan_keys_are_not_read() {
     let case = Case {
         bias: Some([false, true, true, true]),
         causal: Some(CausalAlignment::TopLeft),
@@ -105,13 +161,12 @@ fn bias_gradient_hidden_keys_are_not_read() {
 }
 
 #[test]
-fn bias_gradient_strided_operands_match_the_definition() {
+fn bias_gradient_strided_operands_match_reference() {
     for (expanded, kv_len) in [(true, 66), (false, 67)] {
         Case {
             kv_len,
             expanded,
             bias: Some([false, true, true, true]),
-            deterministic: true,
             layouts: [
                 Layout::HeadsLast,
                 Layout::HeadsLast,

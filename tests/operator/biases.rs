@@ -1,11 +1,12 @@
-//! Of a bias, −∞ alone hides a key: the lowest finite number of every precision is a score like others, and where a query
-//! has nothing better it looks at what it has.
+//! Only a bias of −∞ hides a key. A bias of the lowest finite number of the dtype does not: its score enters the
+//! softmax like any other. A query all of whose scores are that low still attends to its keys.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use burn::tensor::DType;
 
-/// A bias of the lowest numbers for the queries of every third row and, elsewhere, for every third key.
+/// Checks a bias of `lowest` that applies to all keys in every third query, and to every third key in the other
+/// queries.
 pub(crate) fn check_lowest(case: &Case, lowest: f64) {
     let mut inputs = case.inputs();
     let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
@@ -19,7 +20,7 @@ pub(crate) fn check_lowest(case: &Case, lowest: f64) {
 }
 
 #[test]
-fn lowest_numbers_are_scores() {
+fn bias_lowest_finite_is_an_ordinary_score() {
     for (q_len, kv_len, head_dim) in [(70, 66, 32), (2, 66, 32), (3, 700, 64)] {
         for (dtype, f32_extras, value, sinks) in [
             (DType::F32, true, f64::from(f32::MIN), false),
@@ -27,7 +28,7 @@ fn lowest_numbers_are_scores() {
             (DType::F16, true, f64::from(f32::MIN), true),
             (DType::F16, false, -65504.0, false),
             (DType::BF16, true, -3e38, false),
-            // The lowest of bf16.
+            // This is the lowest finite bf16 number.
             (
                 DType::BF16,
                 false,

@@ -1,22 +1,22 @@
-//! No layout and no shape costs ten times what its neighbour does: what is planned for those that once did.
+//! No layout or shape should take ten times as long as a similar one. These tests check the plans for layouts and
+//! shapes that once did.
 
 use crate::case::Case;
 use crate::dense::read;
 use crate::devices::devices;
-use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::division::HeldTiles;
-use attention_cube::engine::{
-    BackwardKernel, Engine, ForwardKernel, Kernel,
-    wgmma::plan::{GradientTiles, Scheduler},
+use attention_cube::internals::Side;
+use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
+use attention_cube::internals::engine::portable::common::plan::GradientKernel;
+use attention_cube::internals::engine::tensor_core::wgmma::plan::{Scheduler, WgmmaGradientTiles};
+use attention_cube::internals::engine::tiling::BackwardTiles;
+use attention_cube::internals::engine::{BackwardKernel, Engine, ForwardKernel, Kernel};
+use attention_cube::internals::select::{
+    BackwardRequest, Layouts, Operands, Pass, Selection, select,
 };
-use attention_cube::select::{BackwardRequest, Layouts, Operands, Pass, Selection, select};
-use attention_cube::tiled::plan::GradientKernel;
-use attention_cube::{
-    AttentionOptions, AttentionProblem, CausalAlignment, Side, attention_with_lse,
-};
+use attention_cube::{AttentionOptions, AttentionProblem, CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Device, Tensor};
 
-fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionProblem {
+pub(crate) fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionProblem {
     let zeros = Tensor::<4>::zeros([1, 1, 1, width], (&Device::flex(), DType::F32));
     let problem = AttentionProblem::new(&zeros, &zeros, &zeros, &AttentionOptions::new())
         .unwrap_or_else(|error| panic!("{width}: {error}"));
@@ -31,7 +31,7 @@ fn problem([batch, heads, length, width]: [usize; 4]) -> AttentionProblem {
     }
 }
 
-/// An H200.
+/// Returns the profile of an H200.
 pub(crate) fn hopper() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
@@ -45,24 +45,24 @@ pub(crate) fn hopper() -> DeviceProfile {
         features: vec![Feature::Wgmma, Feature::Tma],
         largest_buffer: 1 << 30,
         fragments: FragmentSupport::default(),
-        left_out: vec![],
+        disabled_engines: vec![],
         not_built: vec![],
     }
 }
 
-fn chosen(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Selection {
+pub(crate) fn chosen(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> Selection {
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// Rows that do not start at multiples of 16 bytes stay with the fastest engine.
+/// A tensor whose rows do not start at multiples of 16 bytes still runs on the fastest engine.
 #[test]
-fn every_width_is_hoppers() {
+fn plan_unaligned_head_dim_selects_wgmma() {
     for width in [9, 12, 33, 90, 100, 104, 250, 511] {
         for pass in [Pass::Forward, Pass::Backward] {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
             assert_eq!(engine, Engine::Wgmma, "{width}, {pass:?}: {selection:?}");
-            // Which operands are copied is said.
+            // The plan lists the inputs that the operator copies to aligned rows.
             let are_copied = !width.is_multiple_of(8);
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
             let plan = format!("{selection:?}");
@@ -71,9 +71,9 @@ fn every_width_is_hoppers() {
     }
 }
 
-/// But for a few columns, where half precision is not enough for probabilities.
+/// Head sizes below 8 run on the unit engine, because half precision is too coarse for their probabilities.
 #[test]
-fn a_few_columns_are_for_units() {
+fn plan_head_dim_below_eight_selects_unit() {
     for width in [1, 4, 7] {
         for pass in [Pass::Forward, Pass::Backward] {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
@@ -82,9 +82,10 @@ fn a_few_columns_are_for_units() {
     }
 }
 
-/// So do queries that repeat with a stride of 0; and nothing is copied but those.
+/// Queries that are broadcast with a stride of 0 also run on the fastest engine. The plan copies the queries, but no
+/// other input.
 #[test]
-fn what_lies_badly_is_copied_alone() {
+fn plan_broadcast_queries_copies_queries_only() {
     let problem = problem([4, 16, 2048, 128]);
     let layouts = Layouts {
         tma: Operands {
@@ -108,9 +109,10 @@ fn what_lies_badly_is_copied_alone() {
     }
 }
 
-/// Where documents make tiles differ, cubes stay, and each takes the next tile; the others' tiles come as they did.
+/// Segments make tiles cost different amounts, so persistent CTAs fetch their next tile dynamically. Problems without
+/// segments, or with few queries, keep their static schedules.
 #[test]
-fn packed_documents_are_taken_tile_by_tile() {
+fn plan_packed_segments_selects_dynamic_scheduler() {
     let plain = AttentionProblem {
         causal: Some(CausalAlignment::BottomRight),
         ..problem([1, 8, 65_536, 128])
@@ -136,9 +138,10 @@ fn packed_documents_are_taken_tile_by_tile() {
     }
 }
 
-/// What no unit should sum alone is summed by many: a software driver, which ends loops that are too long, is asked for none.
+/// Many units divide the sum for the gradient of a broadcast bias, because the loop of a single unit would be too long.
+/// A software driver silently ends a loop that is too long, so the plan must not contain such a loop.
 #[test]
-fn a_narrow_bias_is_summed_by_many() {
+fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {
         processors: Some(2),
         multiprocessors: None,
@@ -164,9 +167,10 @@ fn a_narrow_bias_is_summed_by_many() {
     }
 }
 
-/// A bias that is the same for all keys has the gradient that the scores give, with sinks and without, where queries see nothing, too.
+/// For a bias that is constant over the keys, the bias gradient is the sum of the scores' gradients. The test runs with
+/// and without sinks, and with queries that see no key.
 #[test]
-fn constant_biases() {
+fn bias_gradient_constant_over_keys_matches_reference() {
     for extent in [
         [false; 4],
         [false, true, false, false],
@@ -192,6 +196,7 @@ const NOTHING: BackwardRequest = BackwardRequest {
     value: false,
     bias: false,
     sinks: false,
+    lse_of_all_shards: false,
 };
 
 fn asking([query, key, value]: [bool; 3]) -> BackwardRequest {
@@ -203,14 +208,14 @@ fn asking([query, key, value]: [bool; 3]) -> BackwardRequest {
     }
 }
 
-/// Every choice of query, keys and values.
+/// Returns every combination of trained and frozen query, key and value.
 fn choices() -> impl Iterator<Item = [bool; 3]> {
     (0..8).map(|bits| [0, 1, 2].map(|index| bits >> index & 1 == 1))
 }
 
-/// No kernel runs for what is frozen.
+/// The backward launches no kernel for frozen inputs.
 #[test]
-fn hopper_launches_what_is_asked_for() {
+fn hopper_backward_launches_only_requested_gradients() {
     for width in [64, 128, 192, 256, 512] {
         let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), Pass::Backward);
         let Kernel::Backward(BackwardKernel::Wgmma(plan)) = selection.kernel else {
@@ -218,15 +223,15 @@ fn hopper_launches_what_is_asked_for() {
         };
         for [query, key, value] in choices() {
             let kernels = plan.kernels(asking([query, key, value]));
-            let gives = |side: Side, is_given: fn(&GradientTiles) -> bool| {
-                let of_side = |tiles: &&GradientTiles| tiles.side() == side;
+            let gives = |side: Side, is_given: fn(&WgmmaGradientTiles) -> bool| {
+                let of_side = |tiles: &&WgmmaGradientTiles| tiles.side() == side;
                 kernels.iter().filter(of_side).any(is_given)
             };
             let context = format!("{width}, {query}, {key}, {value}: {kernels:?}");
             assert_eq!(gives(Side::Queries, |_| true), query, "{context}");
-            // Up to 128 columns one kernel gives both.
+            // For head sizes up to 128, one kernel computes the gradients of keys and values together.
             let both = width <= 128 && (key || value);
-            let keys = gives(Side::Keys, |tiles| tiles.sums().has_dots());
+            let keys = gives(Side::Keys, |tiles| tiles.sums().has_q_or_k());
             assert_eq!(keys, key || both, "{context}");
             let values = gives(Side::Keys, |tiles| tiles.sums().has_values());
             assert_eq!(values, value || both, "{context}");
@@ -234,9 +239,10 @@ fn hopper_launches_what_is_asked_for() {
     }
 }
 
-/// The same with the portable engine, whose kernels of keys give both gradients; a software driver has one for all.
+/// The portable engine computes the gradients of keys and values in one kernel. On a software driver, one kernel
+/// computes the gradients of queries, keys and values.
 #[test]
-fn other_devices_launch_what_is_asked_for() {
+fn unit_backward_launches_only_requested_gradients() {
     let card = DeviceProfile {
         features: vec![],
         ..hopper()
@@ -262,7 +268,9 @@ fn other_devices_launch_what_is_asked_for() {
                     (key || value).then_some(GradientKernel::KeyValue),
                 ],
                 false => {
-                    let parts = plan.parts.expect("one kernel for all");
+                    let parts = plan
+                        .parts
+                        .expect("the plan of a software driver has one kernel for all gradients");
                     let is_launched = query || key || value;
                     [
                         is_launched.then_some(GradientKernel::Together { parts }),
@@ -276,9 +284,10 @@ fn other_devices_launch_what_is_asked_for() {
     }
 }
 
-/// What is trained gets the gradient that it gets where all is, and what is frozen gets none.
+/// A trained input gets the same gradient, whether the other inputs are trained or frozen. A frozen input gets no
+/// gradient.
 #[test]
-fn frozen_inputs_get_no_gradient() {
+fn backward_frozen_inputs_get_no_gradient() {
     let case = Case {
         causal: Some(CausalAlignment::BottomRight),
         ..Case::new([2, 4, 2, 70, 90, 32, 24])

@@ -1,5 +1,5 @@
-//! Few queries over many keys: the heads of a group share a tile, the keys are split over cubes and the
-//! parts merge, with lengths, sinks and windows.
+//! Decode: few queries over many keys. The query heads that share a key head share a tile. The keys are split over
+//! cubes (split-KV), and the kernel `combine` merges the splits' results. The tests cover lengths, sinks and windows.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -9,7 +9,7 @@ use attention_cube::{
 };
 use burn::tensor::{DType, Tensor};
 
-/// One query a head over keys enough to be split on every device.
+/// Returns a case with `q_len` queries per head, and enough keys for split-KV on every device.
 fn case(q_len: usize) -> Case {
     Case {
         causal: Some(CausalAlignment::BottomRight),
@@ -17,9 +17,9 @@ fn case(q_len: usize) -> Case {
     }
 }
 
-/// Whichever engine decodes: without a split, two sequences of two heads would keep four cubes busy.
+/// Every engine splits the keys. Without split-KV, two sequences with two key heads each would occupy only four cubes.
 #[test]
-fn keys_are_split() {
+fn decode_few_cubes_splits_keys() {
     for device in cube_devices() {
         let zeros = |heads, length| Tensor::<4>::zeros([2, heads, length, 32], &device.device);
         let (query, key) = (zeros(4, 1), zeros(2, 3000));
@@ -35,15 +35,15 @@ fn keys_are_split() {
 }
 
 #[test]
-fn up_to_eight_queries() {
+fn decode_one_to_eight_queries_matches_reference() {
     for q_len in [1, 2, 3, 5, 8] {
         case(q_len).check();
     }
 }
 
-/// Rows of a tile that span heads, and more rows than the smallest tile has.
+/// A tile's rows belong to several heads. Some GQA groups have more rows than the smallest tile.
 #[test]
-fn large_groups() {
+fn decode_large_groups_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 1, 3), (16, 1, 2), (6, 2, 8)] {
         Case {
             causal: Some(CausalAlignment::BottomRight),
@@ -53,10 +53,11 @@ fn large_groups() {
     }
 }
 
-/// Tiles of 16, 32 and 64 rows in half precision, full and not, of widths that warps have whole, by halves and in parts of a step, with
-/// all that hides keys. Behind a sequence's length nothing is a number.
+/// Tiles of 16, 32 and 64 rows in half precision, full and partly filled. Depending on the shape, a warp computes whole
+/// heads' columns, half of the columns, or part of the inner dimension. The cases have all options that hide keys. Keys
+/// past a sequence's length are NaN.
 #[test]
-fn small_tiles() {
+fn decode_half_precision_tiles_match_reference() {
     for (q_heads, kv_heads, q_len) in [(4, 1, 3), (2, 2, 16), (8, 1, 4), (8, 1, 7)] {
         for (head_dim, value_dim) in [(24, 40), (64, 64), (128, 128), (256, 256), (300, 272)] {
             let lengths = [311, 0];
@@ -88,9 +89,9 @@ fn small_tiles() {
     }
 }
 
-/// No keys, fewer than a part, fewer than there are queries, all.
+/// The lengths are 0, fewer keys than a split, fewer keys than queries, and all keys.
 #[test]
-fn lengths() {
+fn decode_kv_lengths_hide_nan_keys() {
     for q_len in [1, 4] {
         let kv_lengths = Some(vec![0, 1, 3, 60, 200, 3000]);
         let case = Case {
@@ -112,7 +113,7 @@ fn lengths() {
 }
 
 #[test]
-fn sinks_join_once() {
+fn decode_sinks_are_joined_once() {
     for kv_lengths in [None, Some(vec![0, 500])] {
         Case {
             sinks: true,
@@ -124,7 +125,7 @@ fn sinks_join_once() {
 }
 
 #[test]
-fn windows() {
+fn decode_windows_match_reference() {
     for left in [0, 100, 1023, usize::MAX] {
         Case {
             window: (Some(left), Some(0)),
@@ -142,7 +143,7 @@ fn windows() {
 }
 
 #[test]
-fn masks_and_biases() {
+fn decode_masks_and_biases_match_reference() {
     Case {
         mask: Some(FULL),
         ..case(2)
@@ -161,7 +162,7 @@ fn masks_and_biases() {
 }
 
 #[test]
-fn segments() {
+fn decode_segments_match_reference() {
     let queries = vec![1, 2, 1, 3];
     let keys = (0..2 * 3000).map(|key| (key % 3000) / 1000).collect();
     Case {
@@ -172,16 +173,16 @@ fn segments() {
     .check();
 }
 
-/// Sequences enough that their cubes fill more than one dimension of a launch.
+/// The batch is so large that its cubes exceed one dimension of the launch grid.
 #[test]
-fn more_cubes_than_one_dimension_holds() {
+fn decode_more_cubes_than_one_grid_dimension_matches_values() {
     for device in cube_devices() {
         let one = Tensor::<4>::zeros([1; 4], &device.device);
         let problem = AttentionProblem::new(&one, &one, &one, &AttentionOptions::new())
             .unwrap_or_else(|error| panic!("{}: {error}", device.name));
         let profile = explain(&problem, &device.device).device;
         if profile.is_some_and(|profile| profile.cube_count <= u32::from(u16::MAX)) {
-            // One key a sequence: the output is its value.
+            // Each sequence has one key, so its output equals that key's value.
             let values = Dense::from_fn([66_000, 1, 1, 4], |[batch, _, _, _]| batch as f64);
             let tensor = values.tensor(&device.device, DType::F32);
             let (query, key) = (tensor.clone(), tensor.clone());

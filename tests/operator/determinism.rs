@@ -1,5 +1,6 @@
-//! Two runs of the same call are equal bit by bit, forward and every gradient; `ATTENTION_TEST_REPEATS=1000` makes them a
-//! thousand, for a GPU also of heads that are wide and of more tiles than it has multiprocessors.
+//! Two runs of the same call give the same bits, in the output and in every gradient. With
+//! `ATTENTION_TEST_REPEATS=1000` the test runs each call a thousand times. It then also runs wide heads, and cases with
+//! more tiles than a GPU has multiprocessors.
 
 use crate::case::{Case, FULL};
 use crate::devices::devices;
@@ -7,16 +8,15 @@ use crate::run::Operator;
 use attention_cube::CausalAlignment;
 use std::env;
 
-/// Runs of a call, where they are to be more than two.
+/// The environment variable that sets the number of runs per call, if more than two are wanted.
 const REPEATS: &str = "ATTENTION_TEST_REPEATS";
 
 #[test]
-fn two_runs_are_equal() {
+fn repeated_call_gives_equal_bits() {
     let prefill = Case {
         causal: Some(CausalAlignment::BottomRight),
         bias: Some([false, true, false, true]),
         sinks: true,
-        deterministic: true,
         ..Case::new([2, 8, 2, 130, 200, 32, 32])
     };
     let decode = Case {
@@ -30,17 +30,17 @@ fn two_runs_are_equal() {
         bias: None,
         ..prefill.clone()
     };
-    // Biases whose gradients are summed in parts: by scores, and by queries.
+    // The gradients of these two biases are sums that are computed in parts. Each part covers several scores for the
+    // first bias, and several queries for the second.
     let [by_scores, by_queries] = [[false, false, false, true], [false; 4]].map(|extent| Case {
         bias: Some(extent),
         q_len: 300,
         ..prefill.clone()
     });
     let repeats: Option<usize> =
-        (env::var(REPEATS).ok()).map(|runs| runs.parse().expect("a number of runs"));
+        (env::var(REPEATS).ok()).map(|runs| runs.parse().expect("the number of runs"));
     let wide = |head_dim| Case {
         causal: Some(CausalAlignment::BottomRight),
-        deterministic: true,
         ..Case::new([1, 68, 2, 65, 200, head_dim, head_dim])
     };
     let more = match repeats {

@@ -1,5 +1,5 @@
-//! Queries that see nothing, through every cause: output 0, logsumexp −∞ (or the sink), gradients 0, and
-//! what such a query or its output's gradient holds reaches nobody. Tensors without elements too.
+//! Queries that see no key, for every cause. Such a query has an output of 0, a logsumexp of −∞ (or its sink), and
+//! gradients of 0. NaN in such a query, or in the gradient of its output, changes no other result.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -10,7 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks with NaN in the queries that `blind` names, and in their output's gradient.
+/// Checks the case with NaN in the queries that `blind` selects, and with NaN in the gradients of these queries'
+/// outputs.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -24,7 +25,7 @@ fn case(q_len: usize, kv_len: usize) -> Case {
 }
 
 #[test]
-fn by_mask() {
+fn empty_row_by_mask_ignores_nan() {
     for q_len in [70, 3] {
         let case = Case {
             mask: Some([true, true, true, false]),
@@ -37,7 +38,7 @@ fn by_mask() {
 }
 
 #[test]
-fn by_length_zero() {
+fn empty_row_by_length_zero_ignores_nan() {
     for q_len in [70, 3] {
         let case = Case {
             kv_lengths: Some(vec![0, 50]),
@@ -47,9 +48,9 @@ fn by_length_zero() {
     }
 }
 
-/// No sequence has a key, by its length alone.
+/// Every sequence has a length of 0.
 #[test]
-fn by_length_zero_of_all_with_sinks() {
+fn empty_row_by_all_lengths_zero_with_sinks_ignores_nan() {
     for q_len in [70, 3] {
         let case = Case {
             kv_lengths: Some(vec![0, 0]),
@@ -61,7 +62,7 @@ fn by_length_zero_of_all_with_sinks() {
 }
 
 #[test]
-fn by_causal_mask() {
+fn empty_row_by_causal_mask_ignores_nan() {
     let case = Case {
         causal: Some(BottomRight),
         ..case(150, 66)
@@ -70,7 +71,7 @@ fn by_causal_mask() {
 }
 
 #[test]
-fn by_causal_mask_with_lengths() {
+fn empty_row_by_causal_mask_with_lengths_ignores_nan() {
     let case = Case {
         causal: Some(BottomRight),
         kv_lengths: Some(vec![10, 66]),
@@ -83,7 +84,7 @@ fn by_causal_mask_with_lengths() {
 }
 
 #[test]
-fn by_a_window_past_the_end() {
+fn empty_row_by_window_past_the_end_ignores_nan() {
     let case = Case {
         causal: Some(TopLeft),
         window: (Some(9), None),
@@ -92,9 +93,9 @@ fn by_a_window_past_the_end() {
     check_blind(&case, &case.inputs(), |[_, _, query]| query >= 66 + 9);
 }
 
-/// A bias of one number a head, which hides all from one.
+/// The bias has one value per head, and hides all keys from one head.
 #[test]
-fn by_a_bias_of_a_head() {
+fn empty_row_by_bias_of_a_head_ignores_nan() {
     for q_len in [70, 3] {
         let case = Case {
             bias: Some([false, true, false, false]),
@@ -111,7 +112,7 @@ fn by_a_bias_of_a_head() {
 }
 
 #[test]
-fn by_segments_without_a_partner() {
+fn empty_row_by_unmatched_segment_ignores_nan() {
     let ids = |length: usize, other: i64| -> Vec<i64> {
         (0..2 * length as i64)
             .map(|token| if token % 7 == 3 { other } else { 1 })
@@ -126,9 +127,9 @@ fn by_segments_without_a_partner() {
     }
 }
 
-/// With a sink, a query that sees no key has the sink as its logsumexp, and the sink its gradient.
+/// With sinks, the logsumexp of a query that sees no key equals the sink. The sink gets the gradient of that logsumexp.
 #[test]
-fn with_sinks() {
+fn empty_row_with_sinks_ignores_nan() {
     let masked = Case {
         mask: Some([true, true, true, false]),
         sinks: true,
@@ -146,9 +147,9 @@ fn with_sinks() {
     check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
 }
 
-/// A sink of −∞ is none: a query that sees no key beside it has an output of 0 and a logsumexp of −∞.
+/// A sink of −∞ counts as no sink: a query that sees no key then has an output of 0 and a logsumexp of −∞.
 #[test]
-fn with_sinks_of_minus_infinity() {
+fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     for q_len in [150, 2] {
         let masked = Case {
             mask: Some([true, true, true, false]),
@@ -159,7 +160,7 @@ fn with_sinks_of_minus_infinity() {
         let sinks = inputs.sinks.as_mut().expect("the case has sinks");
         sinks.values[1] = f64::NEG_INFINITY;
         let mask = inputs.mask.as_mut().expect("the case has a mask");
-        // Both heads have queries that see nothing and queries that see all.
+        // Both heads have queries that see no key and queries that see all keys.
         for (index, visible) in mask.values.iter_mut().enumerate() {
             *visible = f64::from(index % 2 == 0);
         }
@@ -168,9 +169,10 @@ fn with_sinks_of_minus_infinity() {
     }
 }
 
-/// So it is where there are no keys, whatever reaches its logsumexp.
+/// If a query sees no key and its sink is −∞, the gradient of the sink is 0, even if the gradient of the logsumexp is
+/// NaN.
 #[test]
-fn a_sink_of_minus_infinity_beside_no_key_has_no_gradient() {
+fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     for device in devices() {
         let on = &device.device.clone().autodiff();
         let numbers = |values: [f32; 2]| {
@@ -194,8 +196,8 @@ fn a_sink_of_minus_infinity_beside_no_key_has_no_gradient() {
     }
 }
 
-/// Every second query sees nothing, beside others that see a key and a value of NaN: its output and its gradient are 0, and its
-/// logsumexp is −∞, or the sink.
+/// Every second query sees no key, and every other query sees a key and a value of NaN. A query that sees no key has an
+/// output and a gradient of 0, and its logsumexp is −∞ or the sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -237,9 +239,9 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     }
 }
 
-/// Beside queries of its own tile, and in every part of keys that are split.
+/// Queries that see no key share a tile with queries that see NaN. With 2000 keys, they share tiles in every key split.
 #[test]
-fn beside_others_that_see_nan() {
+fn empty_row_beside_rows_that_see_nan_is_zero() {
     for (q_len, kv_len, width) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {
         for (dtype, sinks) in [
             (DType::F32, false),
@@ -253,7 +255,7 @@ fn beside_others_that_see_nan() {
 }
 
 #[test]
-fn all_queries_at_once() {
+fn empty_row_all_rows_masked_ignores_nan() {
     for q_len in [70, 1] {
         let case = Case {
             mask: Some(FULL),
@@ -268,10 +270,10 @@ fn all_queries_at_once() {
     }
 }
 
-/// Without a key to see, or without a query, the definition's output is a function of the query all the same, even of one of NaN, and so
-/// has a gradient of zeros.
+/// If a call has no keys or no queries, the reference still computes its output from the query, even from a NaN query.
+/// The query therefore gets a gradient of zeros instead of none.
 #[test]
-fn the_definition_has_gradients_without_elements() {
+fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();
     for (q_len, kv_len) in [(2, 0), (0, 3), (0, 0)] {
         let operand = |length, number: f32| {

@@ -1,5 +1,6 @@
-//! Tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of a query without keys is
-//! its sink, or −∞ without sinks. The gradient of a sink is the sum of the gradients of its logsumexps.
+//! Tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of a
+//! query without keys is its sink, or −∞ without sinks. The gradient of a sink is the sum of the gradients of its
+//! logsumexps.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, devices};
@@ -8,7 +9,7 @@ use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
 use attention_cube::{AttentionOptions, attention_with_lse};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// `[batch, q_heads, kv_heads, q_len, kv_len]` with a zero among them.
+/// The sizes `[batch, q_heads, kv_heads, q_len, kv_len]`, each with a zero among them.
 const SIZES: [[usize; 5]; 9] = [
     [2, 4, 2, 3, 0],
     [2, 2, 1, 3, 0],
@@ -23,7 +24,7 @@ const SIZES: [[usize; 5]; 9] = [
 
 const WIDTH: usize = 16;
 
-/// The option of a call in addition to the sinks.
+/// The option that a call has besides its sinks.
 #[derive(Clone, Copy, Debug)]
 enum Extra {
     None,
@@ -31,19 +32,21 @@ enum Extra {
     Bias,
     Lengths,
     Segments,
+    Intervals,
     Window,
 }
 
-const EXTRAS: [Extra; 6] = [
+const EXTRAS: [Extra; 7] = [
     Extra::None,
     Extra::Mask,
     Extra::Bias,
     Extra::Lengths,
     Extra::Segments,
+    Extra::Intervals,
     Extra::Window,
 ];
 
-/// The outputs that the loss depends on.
+/// The results from which the loss is computed: output, logsumexp or both.
 #[derive(Clone, Copy, Debug)]
 enum Loss {
     Output,
@@ -51,7 +54,7 @@ enum Loss {
     Both,
 }
 
-/// One call.
+/// One call of the operator.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     sizes: [usize; 5],
@@ -62,12 +65,12 @@ struct Call {
     operator: Operator,
 }
 
-/// A sink of each head, all of them numbers that half precision has.
+/// Returns a sink for each head. Half precision represents all of these sinks exactly.
 fn sinks_of(heads: usize) -> Vec<f64> {
     (0..heads).map(|head| head as f64 * 0.75 - 1.0).collect()
 }
 
-/// The weight of a row of the logsumexp in the loss: small integers, whose sums are exact.
+/// Returns the weight of a logsumexp row in the loss. The weights are small integers, so that their sums are exact.
 fn weight_of(row: usize) -> f64 {
     (row % 5) as f64 - 1.0
 }
@@ -89,6 +92,10 @@ impl Call {
             Extra::Segments => options.segments(
                 Tensor::<2, Int>::zeros([batch, q_len], on),
                 Tensor::<2, Int>::zeros([batch, kv_len], on),
+            ),
+            Extra::Intervals => options.visible_between(
+                Tensor::<2, Int>::zeros([batch, q_len], on),
+                Tensor::<2, Int>::ones([batch, q_len], on),
             ),
             Extra::Window => options.window(Some(2), Some(0)).softcap(3.0),
         }
@@ -142,7 +149,7 @@ impl Call {
         for row in (0..rows).filter(|_| sees_logsumexp) {
             sums[head_of(row)] += weights[row];
         }
-        // By Burn's autodiff, what the definition does not read has no gradient.
+        // Burn's autodiff gives no gradient to a tensor that the reference does not read.
         let is_fused = self.operator == Operator::Fused;
         match sinks.grad(&gradients) {
             Some(gradient) => {
@@ -166,9 +173,9 @@ impl Call {
     }
 }
 
-/// A causal call with values narrower than keys, with sinks and without.
+/// The call is causal, with values narrower than keys, with and without sinks.
 #[test]
-fn tensors_without_elements() {
+fn empty_tensor_gives_zero_output_and_gradients() {
     for device in devices() {
         for [batch, q_heads, kv_heads, q_len, kv_len] in SIZES {
             for with_sinks in [false, true] {
@@ -226,9 +233,9 @@ fn tensors_without_elements() {
     }
 }
 
-/// Every kind of emptiness beside every option, and a loss of the output, of the logsumexp and of both.
+/// All empty sizes run with every option, and with a loss of the output, of the logsumexp and of both.
 #[test]
-fn sinks_beside_tensors_without_elements() {
+fn empty_tensor_with_sinks_sums_sink_gradients() {
     for device in devices() {
         for sizes in SIZES {
             for extra in EXTRAS {
@@ -250,9 +257,9 @@ fn sinks_beside_tensors_without_elements() {
     }
 }
 
-/// Sinks in half precision or beside operands in half precision; the logsumexp stays in f32.
+/// The sinks, or the queries, keys and values, are in half precision. The logsumexp stays in f32.
 #[test]
-fn sinks_in_any_dtype_beside_tensors_without_elements() {
+fn empty_tensor_with_half_precision_sinks_sums_sink_gradients() {
     for device in devices() {
         for dtype in [DType::F16, DType::BF16] {
             if !device.supports(dtype) {
@@ -275,9 +282,9 @@ fn sinks_in_any_dtype_beside_tensors_without_elements() {
     }
 }
 
-/// One number that was expanded to the sinks of all heads has the sum of their gradients.
+/// One sink that is expanded to all heads gets the sum of all heads' sink gradients.
 #[test]
-fn an_expanded_sink_beside_no_key() {
+fn empty_tensor_with_expanded_sink_sums_sink_gradients() {
     for device in devices() {
         let on = &device.device.clone().autodiff();
         let operand = |heads, length| Tensor::<4>::ones([2, heads, length, WIDTH], on);
@@ -296,9 +303,9 @@ fn an_expanded_sink_beside_no_key() {
     }
 }
 
-/// The same over keys and values of int8, forward.
+/// The forward over int8 keys and values without elements returns the sinks as logsumexps.
 #[test]
-fn sinks_beside_quantized_tensors_without_elements() {
+fn empty_tensor_int8_with_sinks_gives_sinks_as_lse() {
     for TestDevice { name, device } in devices() {
         for [batch, q_heads, kv_heads, q_len, kv_len] in SIZES {
             let context = format!("{name}: {:?}", [batch, q_heads, kv_heads, q_len, kv_len]);

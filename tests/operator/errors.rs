@@ -1,5 +1,5 @@
-//! Wrong calls: each is refused with the error that names the argument, what it has and what it should
-//! have; the panicking form panics with that text, and the others never panic.
+//! Wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one. The
+//! panicking functions panic with the same text, and the `try_` functions never panic.
 
 use crate::devices::{cube_devices, devices};
 use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};
@@ -9,7 +9,7 @@ use attention_cube::{AttentionProblem, explain, reference};
 use burn::tensor::{DType, Device, Tensor};
 
 #[test]
-fn shapes_of_queries() {
+fn query_of_wrong_shape_is_refused() {
     for device in devices() {
         for has in [[2, 4, 3, 0], [1, 1, 1, 1025]] {
             let query = floats(has, &device.device);
@@ -24,7 +24,7 @@ fn shapes_of_queries() {
 }
 
 #[test]
-fn shapes_of_keys() {
+fn key_of_wrong_shape_is_refused() {
     let divisor = "a divisor of the query's 4 heads";
     for device in devices() {
         let on = &device.device;
@@ -47,7 +47,7 @@ fn shapes_of_keys() {
 }
 
 #[test]
-fn shapes_of_values() {
+fn value_of_wrong_shape_is_refused() {
     for device in devices() {
         let on = &device.device;
         for (has, dimension, want) in [
@@ -67,7 +67,7 @@ fn shapes_of_values() {
 }
 
 #[test]
-fn shapes_of_masks_and_biases() {
+fn mask_or_bias_of_wrong_shape_is_refused() {
     let scores = [2, 4, 3, 5];
     for device in devices() {
         let on = &device.device;
@@ -93,7 +93,7 @@ fn shapes_of_masks_and_biases() {
 }
 
 #[test]
-fn shapes_of_other_options() {
+fn lengths_segments_intervals_or_sinks_of_wrong_shape_are_refused() {
     const BATCH: (usize, &str) = (0, "batch");
     const LENGTH: (usize, &str) = (1, "length");
     let batch = "2, the query's batch";
@@ -102,6 +102,10 @@ fn shapes_of_other_options() {
         let segments = |queries: [usize; 2], keys: [usize; 2]| {
             AttentionOptions::new().segments(ints(queries, on), ints(keys, on))
         };
+        let intervals = |start: [usize; 2], end: [usize; 2]| {
+            AttentionOptions::new().visible_between(ints(start, on), ints(end, on))
+        };
+        let of_start = |has, dimension, want| shape("interval start", has, dimension, want);
         let lengths = AttentionOptions::new().kv_lengths(ints([3], on));
         let sinks = AttentionOptions::new().sinks(floats([2], on));
         let heads = "4, the query's heads";
@@ -119,6 +123,16 @@ fn shapes_of_other_options() {
                 segments([2, 3], [2, 3]),
                 of_keys(&[2, 3], LENGTH, "5, the key's kv_len"),
             ),
+            (intervals([1, 3], [2, 3]), of_start(&[1, 3], BATCH, batch)),
+            (
+                intervals([2, 3], [2, 5]),
+                shape(
+                    "interval end",
+                    &[2, 5],
+                    (1, "q_len"),
+                    "3, the query's q_len",
+                ),
+            ),
             (sinks, shape("sinks", &[2], (0, "q_heads"), heads)),
         ] {
             check(
@@ -131,7 +145,7 @@ fn shapes_of_other_options() {
 }
 
 #[test]
-fn dtypes() {
+fn argument_of_wrong_dtype_is_refused() {
     for device in devices() {
         let on = &device.device;
         let half = |tensor: Tensor<4>| tensor.cast(DType::F16);
@@ -162,7 +176,7 @@ fn dtypes() {
 }
 
 #[test]
-fn numbers() {
+fn scale_or_softcap_out_of_range_is_refused() {
     for device in devices() {
         let fit = Call::fitting(&device.device);
         for scale in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300] {
@@ -180,9 +194,28 @@ fn numbers() {
     }
 }
 
-/// Every tensor of a call has to be where the query is.
 #[test]
-fn other_devices() {
+fn third_interval_is_refused() {
+    for device in devices() {
+        let on = &device.device;
+        let add =
+            |options: AttentionOptions| options.visible_between(ints([2, 3], on), ints([2, 3], on));
+        let options = add(add(add(AttentionOptions::new())));
+        check(
+            device.name,
+            &Call::fitting(on).with_options(options),
+            &Expected {
+                kind: Kind::Value,
+                argument: "visible_between",
+                texts: vec!["at most 2 intervals per query".into()],
+            },
+        );
+    }
+}
+
+/// A call is refused if one of its tensors is on another device than the query.
+#[test]
+fn argument_on_other_device_is_refused() {
     let flex = &Device::flex();
     for device in cube_devices() {
         let on = &device.device;
@@ -219,6 +252,10 @@ fn other_devices() {
             ),
             ("query segments", fit.with_options(query_segments)),
             ("key segments", fit.with_options(key_segments)),
+            (
+                "interval end",
+                fit.with_options(new().visible_between(ints([2, 3], on), ints([2, 3], flex))),
+            ),
             ("sinks", fit.with_options(new().sinks(floats([4], flex)))),
         ] {
             let has = format!("{argument} is on {flex:?}");
@@ -236,9 +273,9 @@ fn other_devices() {
     }
 }
 
-/// What fits is not refused: a constant on the plain device beside tracked tensors, and the reverse.
+/// A call may mix constants without autodiff with tensors that autodiff tracks.
 #[test]
-fn autodiff_is_no_other_device() {
+fn autodiff_device_beside_plain_device_is_accepted() {
     for device in devices() {
         let tracked = device.device.clone().autodiff();
         let (plain, other) = (Call::fitting(&device.device), Call::fitting(&tracked));
@@ -261,9 +298,10 @@ fn autodiff_is_no_other_device() {
     }
 }
 
-/// Two inputs under autodiff have to share a strategy of gradient checkpointing; whatever is no part of autodiff has none.
+/// All inputs under autodiff must have the same strategy of gradient checkpointing. Inputs without autodiff have no
+/// strategy.
 #[test]
-fn strategies_of_checkpointing() {
+fn mixed_checkpointing_strategies_are_refused() {
     for device in devices() {
         let on = &device.device.clone().autodiff();
         let other = &on.clone().gradient_checkpointing();
@@ -315,6 +353,11 @@ fn strategies_of_checkpointing() {
                 fit.with_options(segments(on, other)),
             ),
             (
+                "interval start",
+                "query",
+                fit.with_options(new().visible_between(ints([2, 3], other), ints([2, 3], on))),
+            ),
+            (
                 "sinks",
                 "query",
                 fit.with_options(new().sinks(floats([4], other))),
@@ -338,11 +381,14 @@ fn strategies_of_checkpointing() {
     }
 }
 
-/// Devices of Burn's other backends, which the operator has no implementation for; its definition runs there.
+/// The operator has no implementation for Burn's other backends. The reference runs on them.
 #[cfg(feature = "ndarray")]
 #[test]
-fn backends_without_attention() {
-    #[allow(deprecated, reason = "it is here since the operator does not know it")]
+fn backend_without_kernels_is_refused_by_name() {
+    #[allow(
+        deprecated,
+        reason = "the test needs a backend that the operator does not support"
+    )]
     let device = Device::ndarray();
     for on in [device.clone(), device.clone().autodiff()] {
         let call = Call::fitting(&on);
@@ -357,7 +403,8 @@ fn backends_without_attention() {
             value,
             options,
         } = Call::fitting(&Device::flex());
-        let problem = AttentionProblem::new(&query, &key, &value, &options).expect("a problem");
+        let problem =
+            AttentionProblem::new(&query, &key, &value, &options).expect("the arguments are valid");
         let explanation = explain(&problem, &on).to_string();
         assert!(explanation.contains(&error), "{explanation}");
         assert!(call.of(reference::attention).is_ok());

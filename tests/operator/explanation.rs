@@ -1,11 +1,14 @@
-//! Nothing degrades silently: which kernel serves a problem is said, and why a faster one does not.
+//! `explain` names the engine that serves a problem, and the reason why each faster engine refused it. The operator
+//! never falls back without such a reason.
 
 use crate::devices::{cube_devices, devices};
-use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::engine::{BackwardKernel, Engine, Kernel};
-use attention_cube::select::{Layouts, Operands, Pass, Refusal, Selection, Warning, select};
+use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
+use attention_cube::internals::engine::{BackwardKernel, Engine, Kernel};
+use attention_cube::internals::select::{
+    Layouts, Operands, Pass, Refusal, Selection, Warning, select,
+};
 use attention_cube::{AttentionOptions, AttentionProblem, MAX_HEAD_DIM, explain};
-use attention_workspace::testing::program::{program, run, succeed};
+use attention_workspace::testing::program::{example, run, succeed};
 use burn::tensor::{DType, Device, Tensor};
 
 fn problem(head_dim: usize) -> AttentionProblem {
@@ -14,14 +17,14 @@ fn problem(head_dim: usize) -> AttentionProblem {
         .unwrap_or_else(|error| panic!("{head_dim}: {error}"))
 }
 
-/// Inputs that every engine can read.
+/// Layouts that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
     tma: Operands::ALL,
     tma_bias: true,
 };
 
-/// A device on which everything is served.
+/// The profile of a device on which the unit engine serves every problem.
 fn profile() -> DeviceProfile {
     DeviceProfile {
         name: "fabricated".into(),
@@ -35,13 +38,13 @@ fn profile() -> DeviceProfile {
         multiprocessors: None,
         features: vec![],
         fragments: FragmentSupport::default(),
-        left_out: vec![],
+        disabled_engines: vec![],
         not_built: vec![],
     }
 }
 
 #[test]
-fn flex_runs_the_reference() {
+fn explain_flex_selects_reference() {
     let explanation = explain(&problem(64), &Device::flex());
     assert_eq!(explanation.device, None);
     for selection in [&explanation.forward, &explanation.backward] {
@@ -62,7 +65,7 @@ fn flex_runs_the_reference() {
 }
 
 #[test]
-fn cube_devices_run_kernels() {
+fn explain_cube_device_selects_kernels() {
     for device in cube_devices() {
         for head_dim in [1, 64, 512, MAX_HEAD_DIM] {
             let explanation = explain(&problem(head_dim), &device.device);
@@ -87,9 +90,9 @@ fn cube_devices_run_kernels() {
     }
 }
 
-/// Every device answers about every dtype, and a dtype that it has not is refused by name.
+/// `explain` names an unsupported dtype on every device.
 #[test]
-fn a_dtype_that_is_missing_is_named() {
+fn explain_unsupported_dtype_is_named() {
     for device in devices() {
         for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
             let explanation = explain(
@@ -113,14 +116,14 @@ fn a_dtype_that_is_missing_is_named() {
     }
 }
 
-/// Why `engine` was not chosen, if it was asked and refused.
+/// Returns the reason why `engine` refused, or `None` if it did not refuse or was not tried.
 fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     let refusals = &selection.refusals;
     let refusal = refusals.iter().find(|(asked, _)| *asked == engine);
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Both passes of `problem` go to the reference, and the unit engine says why.
+/// Asserts that both passes of `problem` go to the reference, and that the unit engine's refusal contains `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -149,7 +152,7 @@ fn assert_refused(
 }
 
 #[test]
-fn too_little_shared_memory() {
+fn select_too_little_shared_memory_is_refused() {
     assert_refused(
         &problem(64),
         &DeviceProfile {
@@ -171,7 +174,7 @@ fn too_little_shared_memory() {
 }
 
 #[test]
-fn too_few_units() {
+fn select_too_few_units_is_refused() {
     assert_refused(
         &problem(64),
         &DeviceProfile {
@@ -184,7 +187,7 @@ fn too_few_units() {
 }
 
 #[test]
-fn too_few_bindings() {
+fn select_too_few_bindings_is_refused() {
     assert_refused(
         &problem(64),
         &DeviceProfile {
@@ -197,7 +200,7 @@ fn too_few_bindings() {
 }
 
 #[test]
-fn no_such_dtype() {
+fn select_unsupported_dtype_is_refused() {
     assert_refused(
         &AttentionProblem {
             dtype: DType::F16,
@@ -213,7 +216,7 @@ fn no_such_dtype() {
 }
 
 #[test]
-fn positions_beyond_32_bits() {
+fn select_length_beyond_32_bits_is_refused() {
     assert_refused(
         &AttentionProblem {
             kv_len: 1 << 31,
@@ -225,9 +228,9 @@ fn positions_beyond_32_bits() {
     );
 }
 
-/// A software driver ends loops without a word: what is too long for it goes to the reference.
+/// A software driver ends long loops without an error, so problems with such loops go to the reference.
 #[test]
-fn loops_beyond_a_software_driver() {
+fn select_long_loops_on_software_driver_are_refused() {
     let software = DeviceProfile {
         processors: Some(2),
         ..profile()
@@ -247,10 +250,10 @@ fn loops_beyond_a_software_driver() {
     assert!(text.contains("software driver ends"), "{text:?}");
 }
 
-/// On a software driver all gradients come from one kernel where its two buffers fit the device, in fewer parts where only
-/// those fit, and else from kernels of their own.
+/// On a software driver one kernel computes all gradients if its two buffers fit the device. It uses fewer parts if
+/// only fewer fit. If none fit, separate kernels compute the gradients.
 #[test]
-fn gradients_that_fit_no_buffer_together_are_apart() {
+fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {
         let problem = AttentionProblem {
             q_heads: heads,
@@ -270,7 +273,8 @@ fn gradients_that_fit_no_buffer_together_are_apart() {
             other => panic!("{other:?}"),
         }
     };
-    // A head's operands have 4.5 MB, each part of the query's gradient and the two others 1 MB.
+    // The query, keys and values of a head have 4.5 MB. Each part of the query's gradient has 1 MB, and so do the
+    // gradients of keys and of values.
     assert_eq!(parts(1, 128), Some(4));
     assert_eq!(parts(1, 5), Some(3));
     assert_eq!(parts(1, 4), None);
@@ -278,9 +282,9 @@ fn gradients_that_fit_no_buffer_together_are_apart() {
     assert_eq!(parts(64, 128), None);
 }
 
-/// What WebGPU guarantees is enough: 16 KB, 256 units, 8 buffers.
+/// The limits that WebGPU guarantees are enough: 16 KB of shared memory, 256 units, 8 buffers.
 #[test]
-fn sixteen_kilobytes_serve_every_head_size() {
+fn select_sixteen_kilobytes_serve_every_head_dim() {
     let small = DeviceProfile {
         shared_memory: 16 << 10,
         units_per_cube: 256,
@@ -312,11 +316,11 @@ fn sixteen_kilobytes_serve_every_head_size() {
     }
 }
 
-/// Engines that a device would not choose by itself run on it where the others are left out.
+/// A device runs an engine that it would not select by default if the faster engines are disabled.
 #[test]
-fn engines_may_be_left_out() {
+fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {
-        left_out: vec![Engine::Unit],
+        disabled_engines: vec![Engine::Unit],
         ..profile()
     };
     let selection = select(&problem(64), Some(&without_units), READABLE, Pass::Forward);
@@ -326,7 +330,7 @@ fn engines_may_be_left_out() {
         Some(&Refusal::LeftOut)
     );
     for device in devices().iter().filter(|device| device.name != "flex") {
-        let mut command = program("attention");
+        let mut command = example("attention");
         command
             .args(["--device", device.name, "--dtype", "f32"])
             .args(["--q-len", "5", "--kv-len", "7", "--head-dim", "8"]);
@@ -338,7 +342,7 @@ fn engines_may_be_left_out() {
     }
 }
 
-/// A refusal names the build, not the card, where the build lacks an engine's kernels.
+/// If the build lacks an engine's kernels, the refusal names the missing Cargo feature and not the card.
 #[test]
 fn select_engine_not_built_names_the_feature() {
     let features = vec![
@@ -383,7 +387,7 @@ fn select_engine_not_built_names_the_feature() {
                 assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
             }
         }
-        // On another runtime the feature would change nothing.
+        // On another runtime, enabling the Cargo feature would not help, so the refusal does not name it.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);
@@ -398,7 +402,7 @@ fn select_engine_not_built_names_the_feature() {
 }
 
 #[test]
-fn ampere_serves_half_precision_and_says_what_it_lacks() {
+fn select_ampere_refusal_names_the_missing_feature() {
     let needed = [
         (Feature::CopyAsync, "copy_async"),
         (Feature::Mma(DType::BF16), "mma"),
@@ -412,7 +416,7 @@ fn ampere_serves_half_precision_and_says_what_it_lacks() {
         let selection = select(problem, Some(device), READABLE, pass);
         refusal_of(Engine::Mma, &selection).map(ToString::to_string)
     };
-    // An RTX 4090's shared memory, an A100's, an H100's.
+    // These are the shared memory sizes of an RTX 4090, an A100 and an H100.
     for shared_memory in [101_376, 166_912, 232_448] {
         let ampere = DeviceProfile {
             dtypes: vec![DType::F32, DType::F16, DType::BF16],
@@ -446,7 +450,7 @@ fn ampere_serves_half_precision_and_says_what_it_lacks() {
 }
 
 #[test]
-fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
+fn select_hopper_refusal_names_the_reason() {
     let hopper = DeviceProfile {
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
         shared_memory: 232_448,
@@ -522,9 +526,9 @@ fn hopper_serves_half_precision_and_says_what_it_does_not_serve() {
     says(forward(&half(64), &little), "49152 bytes of shared memory");
 }
 
-/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype, and f16 ends at 65504.
+/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype, and the largest f16 number is 65504.
 #[test]
-fn hopper_warns_of_gradients_in_f16() {
+fn select_hopper_backward_in_f16_warns() {
     let hopper = DeviceProfile {
         dtypes: vec![DType::F32, DType::F16, DType::BF16],
         shared_memory: 232_448,

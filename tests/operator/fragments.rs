@@ -1,34 +1,37 @@
-//! Products in fragments, emulated on devices that lack them, f16: lengths that fill no tile, rows that see nothing, references that move
-//! and that are held, everything that hides keys, head sizes that no fragment divides, groups and decoding, forward and backward. And the
-//! choice: what is refused, by name.
+//! The cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without such
+//! fragments, the tests emulate them in f16. The cases of forward and backward have partly filled tiles, rows without
+//! keys, and row maxima that change or stay the same between blocks. Other cases have every option that hides keys,
+//! head sizes that no fragment divides, GQA groups, and decode. The last tests check that each refusal names its
+//! reason.
 //!
-//! A process has one kind of fragments, so each test runs itself anew for every shape.
+//! A process supports one shape of fragments only, so each test runs itself in a new process for every shape.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use crate::devices::{TestDevice, cube_devices};
 use crate::inputs::Inputs;
 use crate::quantized::check_in_fragments;
-use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::engine::{BackwardKernel, Engine, ForwardKernel, Kernel};
-use attention_cube::select::{Layouts, Pass, Refusal, Selection, Warning, select};
-use attention_cube::tile::fragment_tiles::Fragments;
-use attention_cube::tile::tiles::Products;
+use attention_cube::internals::device::Fragments;
+use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
+use attention_cube::internals::engine::{BackwardKernel, Engine, ForwardKernel, Kernel};
+use attention_cube::internals::select::{Layouts, Pass, Refusal, Selection, Warning, select};
+use attention_cube::internals::tile_ops::tiles::Products;
 use attention_cube::{AttentionProblem, CausalAlignment, explain};
 use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::DType;
 use std::env;
 
-/// Set in the environment of a process that has one kind of fragments.
+/// The environment variable that is set in a process with emulated fragments.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
-/// Shared memory for the smallest tiles, which a software driver compiles soonest.
+/// A shared memory size in bytes that permits only the smallest tiles, which a software driver compiles fastest.
 const LITTLE: usize = 16 << 10;
 
-/// Shared memory in which narrow heads have all operands of a block at a time.
+/// A shared memory size in bytes that holds a block's queries, keys and values at once if the heads are narrow.
 const ENOUGH: usize = 32 << 10;
 
-/// Runs `check` on every device of f16, in a process for each of these shapes with so much shared memory. `test` is the calling test's name.
+/// Runs `check` on every device that supports f16, in a new process for each pair of a fragment shape and a shared
+/// memory size in `shapes`. `test` is the name of the calling test.
 fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     let devices = cube_devices();
     let devices = devices.iter().filter(|device| device.supports(DType::F16));
@@ -50,7 +53,7 @@ fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks the case, whose both passes have to be in fragments.
+/// Checks the case, and asserts that the cmma engine serves both passes.
 fn check(device: &TestDevice, case: &Case, given: &Inputs, equivalent: &Inputs) {
     let case = Case {
         dtype: DType::F16,
@@ -73,7 +76,7 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// The inputs with each key multiplied by its factor.
+/// Returns the inputs with the key at each position multiplied by `factor(position)`.
 fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     let key = Dense::from_fn(inputs.key.shape, |[batch, head, j, column]| {
         inputs.key.at([batch, head, j, column]) * factor(j)
@@ -84,65 +87,76 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     }
 }
 
-/// Lengths around the tiles', groups, and few rows, whose keys are split; scores that grow, so that rows outgrow their references in some
-/// blocks and in others do not.
+/// The lengths are close to the tile sizes. Some cases have GQA groups, or few rows with split keys. The scores
+/// increase along the keys, so that some blocks raise the row maximum and others do not.
 #[test]
-fn tails_groups_and_references() {
+fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     let shapes = [("16x16x16", LITTLE), ("16x16x16", ENOUGH)];
-    emulated("tails_groups_and_references", &shapes, |device| {
-        for sizes in [
-            [2, 3, 1, 37, 45, 40, 40],
-            [1, 2, 2, 33, 3, 40, 40],
-            [2, 4, 2, 3, 150, 40, 40],
-            [1, 2, 1, 33, 45, 16, 16],
-        ] {
-            let case = causal(sizes);
-            let inputs = case.inputs();
-            check(device, &case, &inputs, &inputs);
-            if sizes[5] == 40 && sizes[4] == 45 {
-                let inputs = with_keys(&inputs, |j| if j % 32 < 16 { 0.1 } else { 0.3 * j as f64 });
-                check(device, &case, &inputs, &inputs);
-            }
-        }
-    });
-}
-
-/// What hides keys, a bias and sinks together, where rows see nothing, scores grow, and what nobody sees is not a number.
-#[test]
-fn options_and_what_nobody_sees() {
-    let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
-    emulated("options_and_what_nobody_sees", &shapes, |device| {
-        let ids = |length: i64| (0..2 * length).map(|i| i % length / 15).collect();
-        let case = Case {
-            mask: Some(FULL),
-            bias: Some(FULL),
-            kv_lengths: Some(vec![0, 41]),
-            segments: Some((ids(38), ids(49))),
-            sinks: true,
-            window: (Some(30), Some(4)),
-            ..Case::new([2, 4, 2, 38, 49, 36, 20])
-        };
-        let case = Case {
-            dtype: DType::F16,
-            ..case
-        };
-        let inputs = with_keys(&case.inputs(), |j| 1.0 + j as f64 / 4.0);
-        let mut poisoned = inputs.clone();
-        let unseen = |[batch, _, j]: [usize; 3]| batch == 0 || j >= 41;
-        poisoned.key.fill_rows(f64::NAN, unseen);
-        poisoned.value.fill_rows(f64::NAN, unseen);
-        let blind = |[batch, _, _]: [usize; 3]| batch == 0;
-        poisoned.query.fill_rows(f64::NAN, blind);
-        poisoned.output_gradient.fill_rows(f64::NAN, blind);
-        check(device, &case, &poisoned, &inputs);
-    });
-}
-
-/// Blocks of the lowest number, which is a score like others, before blocks of others: these outgrow what was seen, of which nothing is left.
-#[test]
-fn lowest_numbers_before_others() {
     emulated(
-        "lowest_numbers_before_others",
+        "fragments_partial_tiles_groups_and_growing_scores_match_reference",
+        &shapes,
+        |device| {
+            for sizes in [
+                [2, 3, 1, 37, 45, 40, 40],
+                [1, 2, 2, 33, 3, 40, 40],
+                [2, 4, 2, 3, 150, 40, 40],
+                [1, 2, 1, 33, 45, 16, 16],
+            ] {
+                let case = causal(sizes);
+                let inputs = case.inputs();
+                check(device, &case, &inputs, &inputs);
+                if sizes[5] == 40 && sizes[4] == 45 {
+                    let inputs =
+                        with_keys(&inputs, |j| if j % 32 < 16 { 0.1 } else { 0.3 * j as f64 });
+                    check(device, &case, &inputs, &inputs);
+                }
+            }
+        },
+    );
+}
+
+/// All options that hide keys, a bias and sinks together. Some rows see no key, scores grow, and the hidden keys are
+/// NaN.
+#[test]
+fn fragments_all_options_ignore_hidden_nan() {
+    let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
+    emulated(
+        "fragments_all_options_ignore_hidden_nan",
+        &shapes,
+        |device| {
+            let ids = |length: i64| (0..2 * length).map(|i| i % length / 15).collect();
+            let case = Case {
+                mask: Some(FULL),
+                bias: Some(FULL),
+                kv_lengths: Some(vec![0, 41]),
+                segments: Some((ids(38), ids(49))),
+                sinks: true,
+                window: (Some(30), Some(4)),
+                ..Case::new([2, 4, 2, 38, 49, 36, 20])
+            };
+            let case = Case {
+                dtype: DType::F16,
+                ..case
+            };
+            let inputs = with_keys(&case.inputs(), |j| 1.0 + j as f64 / 4.0);
+            let mut poisoned = inputs.clone();
+            let unseen = |[batch, _, j]: [usize; 3]| batch == 0 || j >= 41;
+            poisoned.key.fill_rows(f64::NAN, unseen);
+            poisoned.value.fill_rows(f64::NAN, unseen);
+            let blind = |[batch, _, _]: [usize; 3]| batch == 0;
+            poisoned.query.fill_rows(f64::NAN, blind);
+            poisoned.output_gradient.fill_rows(f64::NAN, blind);
+            check(device, &case, &poisoned, &inputs);
+        },
+    );
+}
+
+/// The first blocks' scores are the lowest finite number. Later scores exceed it by so much that the first blocks'
+/// contributions to the row sum vanish.
+#[test]
+fn fragments_lowest_bias_before_larger_scores_matches_reference() {
+    emulated(
+        "fragments_lowest_bias_before_larger_scores_matches_reference",
         &[("8x8x8", LITTLE)],
         |device| {
             let case = Case {
@@ -164,21 +178,26 @@ fn lowest_numbers_before_others() {
     );
 }
 
-/// Operands in f32, for devices whose fragments of the dtype itself have worse sums; of an odd width.
+/// Queries, keys and values are staged in f32, for devices on which f16 fragments accumulate less accurately. The head
+/// sizes are odd.
 #[test]
-fn widened_operands() {
-    emulated("widened_operands", &[("8x8x8:f32", LITTLE)], |device| {
-        let case = causal([1, 2, 1, 20, 35, 13, 21]);
-        let inputs = case.inputs();
-        check(device, &case, &inputs, &inputs);
-    });
+fn fragments_operands_widened_to_f32_match_reference() {
+    emulated(
+        "fragments_operands_widened_to_f32_match_reference",
+        &[("8x8x8:f32", LITTLE)],
+        |device| {
+            let case = causal([1, 2, 1, 20, 35, 13, 21]);
+            let inputs = case.inputs();
+            check(device, &case, &inputs, &inputs);
+        },
+    );
 }
 
-/// Codes of int8, whose scales are multiplied into what the products make of them.
+/// The kernels multiply int8 codes in fragments, and then multiply the results by the scales.
 #[test]
-fn quantized_keys_and_values() {
+fn fragments_int8_keys_and_values_match_reference() {
     emulated(
-        "quantized_keys_and_values",
+        "fragments_int8_keys_and_values_match_reference",
         &[("8x8x8:f32", LITTLE)],
         |device| {
             check_in_fragments(device);
@@ -186,9 +205,9 @@ fn quantized_keys_and_values() {
     );
 }
 
-/// Probabilities times scales are numbers of any size, which f16 has not.
+/// A probability times a value's scale can exceed the range of f16, so the unit engine serves f16.
 #[test]
-fn scales_of_values_are_not_multiplied_in_f16() {
+fn select_int8_with_f16_fragments_is_refused() {
     for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
         let problem = AttentionProblem {
             q_len: 1,
@@ -198,7 +217,7 @@ fn scales_of_values_are_not_multiplied_in_f16() {
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
         let selection = select(&problem, Some(&card), layouts, Pass::Forward);
         assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
-        // The card has fragments, and nothing that the mma engine asks for.
+        // This card has fragments, but lacks the features that the mma engine requires.
         let is_told = |(engine, refusal): &(Engine, Refusal)| match engine {
             Engine::Mma => matches!(refusal, Refusal::MissingFeature(_)),
             _ => matches!(refusal, Refusal::Quantized(_)),
@@ -209,17 +228,21 @@ fn scales_of_values_are_not_multiplied_in_f16() {
     }
 }
 
-/// Heads whose output is staged in parts.
+/// The output of these wide heads is staged in shared memory part by part.
 #[test]
-fn wide_heads() {
-    emulated("wide_heads", &[("16x16x16", LITTLE)], |device| {
-        let case = causal([1, 1, 1, 18, 70, 24, 200]);
-        let inputs = case.inputs();
-        check(device, &case, &inputs, &inputs);
-    });
+fn fragments_wide_values_match_reference() {
+    emulated(
+        "fragments_wide_values_match_reference",
+        &[("16x16x16", LITTLE)],
+        |device| {
+            let case = causal([1, 1, 1, 18, 70, 24, 200]);
+            let inputs = case.inputs();
+            check(device, &case, &inputs, &inputs);
+        },
+    );
 }
 
-/// A card behind Vulkan with fragments of one shape and dtype.
+/// Returns the profile of a Vulkan card that supports one shape and dtype of fragments.
 fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
     let [m, n, k] = shape;
     DeviceProfile {
@@ -244,7 +267,7 @@ fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
             plane_sizes: (32, 32),
             fault: None,
         },
-        left_out: vec![],
+        disabled_engines: vec![],
         not_built: vec![],
     }
 }
@@ -263,9 +286,9 @@ fn selection(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> 
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// Every shape, plane size, amount of shared memory and width that it is for, in both passes.
+/// The cmma engine serves every fragment shape, plane size, shared memory size and head size, in forward and backward.
 #[test]
-fn served() {
+fn select_cmma_serves_all_fragment_shapes() {
     for shape in [[16, 16, 16], [16, 8, 16], [8, 8, 8]] {
         for (own, staged) in [
             (DType::F16, DType::F16),
@@ -303,9 +326,9 @@ fn served() {
     }
 }
 
-/// The gradients of the scores are in the dtype of the fragments, whatever the inputs' is.
+/// The dtype of the fragments, not of the inputs, decides whether the gradients of the scores are in f16.
 #[test]
-fn gradients_in_f16_are_warned_of() {
+fn select_f16_fragments_in_backward_warn() {
     for (own, staged, pass, warned) in [
         (DType::F16, DType::F16, Pass::Backward, true),
         (DType::F16, DType::F16, Pass::Forward, false),
@@ -326,9 +349,9 @@ fn gradients_in_f16_are_warned_of() {
     }
 }
 
-/// What is not served says why, and the units' products serve it.
+/// A refusal of the cmma engine names its reason, and the unit engine serves the problem.
 #[test]
-fn refused_by_name() {
+fn select_cmma_refusal_names_the_reason() {
     let good = || card([16, 16, 16], DType::F16);
     let mut varying = good();
     varying.fragments.plane_sizes = (32, 64);

@@ -1,4 +1,5 @@
-//! Attention amid elementwise operations that Burn fuses: the same as with every tensor read back before.
+//! Attention between elementwise operations that Burn fuses. The result equals that of a run in which every tensor is
+//! read back first.
 
 use crate::dense::{Dense, read};
 use crate::devices::devices;
@@ -6,15 +7,15 @@ use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Reads a tensor to the host and writes it back: whatever was pending has run.
+/// Reads a tensor to the host and writes it back, which runs all pending operations.
 fn materialised(tensor: Tensor<4>) -> Tensor<4> {
     let device = tensor.device();
     let dtype = tensor.dtype();
     Tensor::from_data(tensor.into_data(), (&device, dtype))
 }
 
-/// Attention between operations on its inputs, on its output, and on the inputs again; `between` stands
-/// wherever fusion could join two of them.
+/// Computes attention between operations on its inputs, on its output, and again on its inputs. It calls `between` at
+/// each point at which Burn could fuse two operations.
 fn block(inputs: &[Tensor<4>; 3], between: impl Fn(Tensor<4>) -> Tensor<4>) -> [Tensor<4>; 3] {
     let [query, key, value] = inputs.clone();
     let query = between(query * 0.5 + 0.25);
@@ -27,14 +28,14 @@ fn block(inputs: &[Tensor<4>; 3], between: impl Fn(Tensor<4>) -> Tensor<4>) -> [
         value.clone(),
         options,
     ));
-    // The inputs are needed again, so that nothing may have been written over them.
+    // The inputs are used again here, which detects a kernel that has overwritten them.
     let first = between(output.clone() * query.clone() + query);
     let second = between((value - 1.0) * (key + 2.0));
     [first, second, output.tanh()]
 }
 
 #[test]
-fn fused_or_materialised() {
+fn attention_between_fused_operations_matches_unfused() {
     let mut rng = StdRng::seed_from_u64(crate::case::seed() ^ 0x6675_7365);
     let mut normal = |heads| Dense::normal([2, heads, 66, 32], DType::F32, &mut rng);
     let inputs = [normal(2), normal(2), normal(2)];
@@ -46,7 +47,7 @@ fn fused_or_materialised() {
         let stepwise = block(&tensors, materialised);
         for (index, (fused, stepwise)) in fused.into_iter().zip(stepwise).enumerate() {
             for (at, (fused, stepwise)) in read(fused).iter().zip(read(stepwise)).enumerate() {
-                // Fused operations may contract a product and a sum.
+                // Fusion may contract a multiplication and an addition into one FMA.
                 assert!(
                     (fused - stepwise).abs() <= 1e-5 * (1.0 + stepwise.abs()),
                     "{}, result {index}, [{at}]: {fused} instead of {stepwise}",
@@ -57,9 +58,9 @@ fn fused_or_materialised() {
     }
 }
 
-/// Many calls of different sizes in a row, none of them read before the last.
+/// Many calls of different sizes run in sequence, and their results are read only after the last call.
 #[test]
-fn calls_in_a_row() {
+fn attention_many_calls_in_a_row_matches_values() {
     for device in devices() {
         let ones = |length, fill: f64| {
             Tensor::<4>::full([1, 2, length, 32], fill, (&device.device, DType::F32))

@@ -1,14 +1,14 @@
-//! `examples/gradcheck` as a person runs it.
+//! Runs of the program `examples/gradcheck` with command line arguments.
 
-use attention_workspace::testing::program::{Ended, program, run, succeed};
+use attention_workspace::testing::program::{Ended, example, run, succeed};
 
 fn gradcheck(arguments: &[&str]) -> Ended {
-    run(program("gradcheck")
+    run(example("gradcheck")
         .args(["--device", "flex"])
         .args(arguments))
 }
 
-/// The words of each row of the table.
+/// Splits each row of the table into its columns.
 fn rows(ended: &Ended) -> Vec<Vec<&str>> {
     let table = ended.stdout.lines().filter(|line| line.contains(" / "));
     table
@@ -17,8 +17,8 @@ fn rows(ended: &Ended) -> Vec<Vec<&str>> {
 }
 
 #[test]
-fn a_table_of_what_is_asked_for() {
-    let ended = succeed(program("gradcheck").args([
+fn gradcheck_prints_a_row_per_requested_case() {
+    let ended = succeed(example("gradcheck").args([
         "--device",
         "flex",
         "--head-sizes",
@@ -34,8 +34,12 @@ fn a_table_of_what_is_asked_for() {
     assert_eq!(rows.len(), 2 * 4 * 2, "{ended:?}");
     assert_eq!(rows[0][..4], ["5", "causal", "f32", "reference"]);
     assert_eq!(rows[15][..4], ["64", "all", "bf16", "reference"]);
-    assert!(ended.stdout.contains("16 rows, all right"), "{ended:?}");
-    // Output, logsumexp, dq, dk, dv; then a bias and sinks where there are some.
+    assert!(
+        ended.stdout.contains("16 rows, all within tolerance"),
+        "{ended:?}"
+    );
+    // Each row shows the errors of the output, the logsumexp, dq, dk and dv, and those of the bias and sink gradients
+    // if the option has them.
     for (option, numbers) in [("causal", 5), ("bias", 6), ("sinks", 6), ("all", 7)] {
         let of_option = rows.iter().filter(|row| row[1] == option);
         for row in of_option {
@@ -45,7 +49,7 @@ fn a_table_of_what_is_asked_for() {
 }
 
 #[test]
-fn every_option() {
+fn gradcheck_without_options_runs_every_option() {
     let ended = gradcheck(&["--head-sizes", "16", "--dtypes", "f32"]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let rows = rows(&ended);
@@ -70,7 +74,7 @@ fn every_option() {
 }
 
 #[test]
-fn a_seed_draws_the_same_data() {
+fn gradcheck_seed_draws_the_same_data() {
     let draw =
         |seed| gradcheck(&["--options", "full", "--head-sizes", "32", "--seed", seed]).stdout;
     assert_eq!(draw("1"), draw("1"));
@@ -78,7 +82,7 @@ fn a_seed_draws_the_same_data() {
 }
 
 #[test]
-fn wrong_arguments() {
+fn gradcheck_wrong_arguments_are_refused() {
     for (arguments, word) in [
         (["--head-sizes", "0"], "1024"),
         (["--head-sizes", "64,1025"], "1024"),

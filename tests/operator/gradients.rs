@@ -1,5 +1,6 @@
-//! Attention inside a graph: with a loss over either result alone, with few inputs that want gradients,
-//! twice over the same keys, under both checkpointing strategies, amid other operations.
+//! Attention inside an autodiff graph. In some tests the loss depends on the output or the logsumexp alone, few inputs
+//! require gradients, or two calls share their keys. The tests run under both checkpointing strategies, with other
+//! operations before and after attention.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -17,7 +18,7 @@ fn case(q_len: usize) -> Case {
 }
 
 #[test]
-fn of_the_output_alone() {
+fn gradient_of_output_alone_matches_reference() {
     for q_len in [66, 2] {
         Case {
             lse_gradient: false,
@@ -28,14 +29,14 @@ fn of_the_output_alone() {
 }
 
 #[test]
-fn of_the_logsumexp_alone() {
+fn gradient_of_logsumexp_alone_matches_reference() {
     let case = case(66);
     let mut inputs = case.inputs();
     inputs.output_gradient.values.fill(0.0);
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks what rounding the stored results may explain: see [`Definition::random_faults`].
+/// Checks for errors that the rounding of the stored results cannot explain: see [`Definition::random_faults`].
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -45,10 +46,11 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// Where scores are in the hundreds, the last bits of a dot product change a probability: the backward has to sum it as the forward
-/// did, at every width, and where another engine serves it.
+/// With scores in the hundreds, the last bits of a dot product change the probability. The backward must therefore
+/// accumulate each dot product in the same order as the forward, at every head size, even if another engine ran the
+/// forward.
 #[test]
-fn of_scores_in_the_hundreds() {
+fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     for (dtype, head_dim, value_dim) in [
         (DType::F32, 64, 64),
         (DType::F32, 192, 192),
@@ -70,9 +72,9 @@ fn of_scores_in_the_hundreds() {
     }
 }
 
-/// A sink that has nearly all of a row leaves its keys probabilities below the least normal number of half precision.
+/// A sink takes nearly all of a row's probability, so the keys' probabilities are subnormal in half precision.
 #[test]
-fn of_small_probabilities() {
+fn gradient_of_small_probabilities_matches_stored_forward() {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
         for (head_dim, q_len) in [(64, 70), (128, 3), (256, 130), (320, 7), (512, 70)] {
             let case = Case {
@@ -97,7 +99,7 @@ fn random<const N: usize>(shapes: [[usize; 4]; N]) -> [Dense; N] {
 const QUERY: [usize; 4] = [2, 4, 66, 32];
 const KEY: [usize; 4] = [2, 2, 70, 32];
 
-/// The gradients of all leaves on a device, for a loss that `graph` makes of them.
+/// Returns the gradients of all leaves on a device, for the loss that `graph` computes from the leaves.
 fn gradients(
     leaves: &[Dense],
     device: &Device,
@@ -119,7 +121,7 @@ fn gradients(
     tensors.iter().map(named).collect()
 }
 
-/// Checks a graph on every device, plain and checkpointed, against the definition in f64.
+/// Checks a graph on every device, with and without checkpointing, against the f64 reference.
 fn check_graph(name: &str, leaves: &[Dense], graph: impl Fn(Operator, &[Tensor<4>]) -> Tensor<1>) {
     let flex = Device::flex().autodiff();
     let reference = |dtype| gradients(leaves, &flex, dtype, |x| graph(Operator::Reference, x));
@@ -151,11 +153,11 @@ fn attend(operator: Operator, query: &Tensor<4>, key: &Tensor<4>, value: &Tensor
     }
 }
 
-/// Checkpointing recomputes what is cheap: the inputs of attention here, and what follows it.
+/// Gradient checkpointing recomputes cheap operations, which here come before and after attention.
 #[test]
-fn amid_other_operations() {
+fn gradient_between_other_operations_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
-    check_graph("amid other operations", &leaves, |operator, x| {
+    check_graph("between other operations", &leaves, |operator, x| {
         let query = (x[0].clone() * 0.7 + 0.1).tanh() * 2.0;
         let key = x[1].clone().tanh() * x[1].clone();
         let value = (x[2].clone() * 0.5).exp();
@@ -165,7 +167,7 @@ fn amid_other_operations() {
 }
 
 #[test]
-fn two_calls_over_the_same_keys() {
+fn gradient_of_two_calls_over_the_same_keys_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY, QUERY]);
     check_graph("two calls over the same keys", &leaves, |operator, x| {
         let first = attend(operator, &x[0], &x[1], &x[2]);
@@ -174,9 +176,9 @@ fn two_calls_over_the_same_keys() {
     });
 }
 
-/// The output of one attention is the query of the next.
+/// The output of one attention is the query of the next one.
 #[test]
-fn one_call_after_another() {
+fn gradient_of_chained_calls_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
     check_graph("one call after another", &leaves, |operator, x| {
         let first = attend(operator, &x[0], &x[1], &x[2]);
@@ -185,18 +187,18 @@ fn one_call_after_another() {
     });
 }
 
-/// One tensor in all three places.
+/// One tensor is query, key and value.
 #[test]
-fn self_attention_of_one_tensor() {
+fn gradient_of_self_attention_of_one_tensor_matches_reference() {
     let leaves = random([QUERY, QUERY]);
-    check_graph("one tensor thrice", &leaves, |operator, x| {
+    check_graph("one tensor as qkv", &leaves, |operator, x| {
         (attend(operator, &x[0], &x[0], &x[0]) * x[1].clone()).sum()
     });
 }
 
-/// The logsumexp merges two attentions over halves of the keys into the one over all.
+/// Two attentions over halves of the keys, merged by their logsumexps, equal the attention over all keys.
 #[test]
-fn halves_merged_by_their_logsumexp() {
+fn gradient_of_halves_merged_by_logsumexp_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
     check_graph("merged halves", &leaves, |operator, x| {
         let half = |keys: std::ops::Range<usize>| {
@@ -214,9 +216,9 @@ fn halves_merged_by_their_logsumexp() {
     });
 }
 
-/// Constants on the plain device beside tracked tensors, whichever of the inputs is the tracked one.
+/// Autodiff tracks one input at a time, while the other inputs are constants without autodiff.
 #[test]
-fn of_one_input_alone() {
+fn gradient_of_one_tracked_input_matches_reference() {
     let case = Case {
         bias: Some([false, true, true, true]),
         sinks: true,
@@ -258,7 +260,10 @@ fn of_one_input_alone() {
             let (output, lse) = Operator::Fused
                 .call(query, key, value, options)
                 .unwrap_or_else(|error| panic!("{}, {tracked}: {error}", device.name));
-            let lse_weights = inputs.lse_gradient.as_ref().expect("the case has one");
+            let lse_weights = inputs
+                .lse_gradient
+                .as_ref()
+                .expect("the case has a gradient of the logsumexp");
             let weights = inputs.output_gradient.tensor(&device.device, DType::F32);
             let lse_weights = lse_weights
                 .tensor(&device.device, DType::F32)
@@ -267,7 +272,7 @@ fn of_one_input_alone() {
             let gradient = leaves[tracked].grad(&gradients);
             let (exact, baseline) = (&all[2 + tracked], &baseline[2 + tracked]);
             let context = format!("{}, {} alone", device.name, exact.name);
-            let gradient = gradient.unwrap_or_else(|| panic!("{context}: none"));
+            let gradient = gradient.unwrap_or_else(|| panic!("{context}: no gradient"));
             let got = Named {
                 values: read(gradient),
                 ..exact.clone()
@@ -281,9 +286,9 @@ fn of_one_input_alone() {
     }
 }
 
-/// Gradients each of which fits a buffer of a small device, as software drivers are, while all of them together do not.
+/// Each gradient fits a buffer of a small device, such as a software driver, but all gradients together do not.
 #[test]
-fn that_do_not_fit_one_buffer() {
+fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;
     for device in cube_devices() {
         let on = &device.device.clone().autodiff();
@@ -302,7 +307,7 @@ fn that_do_not_fit_one_buffer() {
             let output = fused_attention(query, key, value, options);
             let gradients = (output * weights).sum().backward();
             leaves.map(|leaf| {
-                let gradient = leaf.grad(&gradients).expect("a gradient");
+                let gradient = leaf.grad(&gradients).expect("the leaf has a gradient");
                 read(gradient.narrow(1, count - 1, 1))
             })
         };

@@ -1,5 +1,6 @@
-//! Calls whose launches are captured in a CUDA graph and replayed give the bits of direct calls, forward and every gradient, whatever ran in
-//! between. On CUDA alone: other devices have no graphs of the driver's, and the emulator none at all.
+//! A call whose launches are captured in a CUDA graph and replayed gives the bits of a direct call, forward and in
+//! every gradient. Other calls run between the replays. The tests run on CUDA only: other devices have no driver
+//! graphs, and the emulator has none.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -12,46 +13,47 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// Set in the environment of the process that captures: meanwhile no other thread may wait for the device or allocate there.
+/// The environment variable of the process that captures. During a capture, no other thread of the process may allocate
+/// device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
-/// Set by the emulator's runner.
+/// The environment variable that is set if the CUDA emulator runs the test.
 const EMULATED: &str = "EMULATED_CARD";
 
-/// Runs before launches are captured, in which CubeCL and fusion compile, tune and find memory.
+/// Number of runs before the capture. In these runs CubeCL and fusion compile, tune and allocate memory.
 const WARM_UPS: usize = 3;
 
 const REPLAYS: usize = 3;
 
-/// A test of this module, in a process of its own if there is a card.
+/// Runs `check` on every CUDA card, in a process of its own. `test` is the calling test's name.
 fn on_cards(test: &str, check: impl Fn(&TestDevice)) {
     let cards: Vec<TestDevice> = devices()
         .into_iter()
         .filter(|device| device.name == "cuda" && env::var_os(EMULATED).is_none())
         .collect();
     if cards.is_empty() {
-        println!("no device with graphs");
+        println!("no device with CUDA graphs");
         return;
     }
     if env::var_os(CAPTURES).is_some() {
         cards.iter().for_each(check);
         return;
     }
-    let test_binary = env::current_exe().expect("the path of this test");
+    let test_binary = env::current_exe().expect("the test binary has a path");
     let status = Command::new(test_binary)
         .args(["--exact", &format!("graphs::{test}"), "--nocapture"])
         .env(CAPTURES, "1")
         .status()
-        .expect("a process");
+        .expect("the test binary starts");
     assert!(status.success(), "{test}: {status}");
 }
 
-/// A case's tensors on a device.
+/// The tensors of a case on a device.
 struct Operands {
     case: Case,
-    /// Query, keys, values, and what the loss multiplies the output with.
+    /// Query, keys, values, and the gradient of the output.
     tensors: [Tensor<4>; 4],
-    /// What the loss multiplies the logsumexp with.
+    /// The gradient of the logsumexp.
     weights: Option<Tensor<4>>,
     extras: Extras,
 }
@@ -74,7 +76,7 @@ impl Operands {
         }
     }
 
-    /// Output and logsumexp, and the gradients of everything differentiable.
+    /// Returns the output, the logsumexp, and the gradients of all differentiable inputs.
     fn attend(&self) -> Vec<Tensor<1>> {
         let [query, key, value, output_gradient] = self.tensors.clone();
         let options = self.case.options(self.extras.clone());
@@ -88,7 +90,7 @@ impl Operands {
         }
         let gradients = loss.backward();
         let mut add = |gradient: Option<Tensor<1>>| {
-            results.push(gradient.expect("everything differentiable has a gradient"));
+            results.push(gradient.expect("every differentiable input has a gradient"));
         };
         for leaf in [&query, &key, &value].into_iter().chain(&self.extras.bias) {
             add(leaf.grad(&gradients).map(|gradient| gradient.flatten(0, 3)));
@@ -100,7 +102,7 @@ impl Operands {
     }
 }
 
-/// A result's numbers, without autodiff.
+/// Flattens a result and detaches it from autodiff.
 fn flat<const D: usize>(result: Tensor<D>) -> Tensor<1> {
     result.inner().flatten(0, D - 1)
 }
@@ -115,33 +117,37 @@ fn are_equal(left: &[TensorData], right: &[TensorData]) -> bool {
     left.len() == right.len() && pairs.all(|(left, right)| left.as_bytes() == right.as_bytes())
 }
 
-/// Captures a call with operands of its own, and compares its replays with the direct call.
+/// Captures a call with the operands `own`, and compares its replays with the direct call.
 fn check<O>(
     device: &TestDevice,
     context: &str,
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // These results stay where they are: no graph has their memory for its own.
+    // These results stay alive, so no graph can reuse their memory.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
-    assert!(!are_equal(&expected, &of_other), "{context}: other numbers");
+    assert!(
+        !are_equal(&expected, &of_other),
+        "{context}: the two operand sets must give different results"
+    );
 
     let dispatch = device.device.as_dispatch();
-    Dispatch::graph_prepare(dispatch).expect("a device with graphs");
+    Dispatch::graph_prepare(dispatch).expect("the device supports CUDA graphs");
     for _ in 0..WARM_UPS {
-        // By other numbers: where the graph will write, the right ones are not there already.
+        // The warm-up runs use other inputs, so that the memory that the graph writes does not already contain the
+        // expected results.
         let results = call(&other);
-        Dispatch::sync(dispatch).expect("a device that answers");
+        Dispatch::sync(dispatch).expect("the device synchronizes");
         drop(results);
     }
-    Dispatch::graph_start_capture(dispatch).expect("a device with graphs");
+    Dispatch::graph_start_capture(dispatch).expect("the device supports CUDA graphs");
     let results = call(&own);
-    let graph = Dispatch::graph_stop_capture(dispatch).expect("launches that can be captured");
+    let graph = Dispatch::graph_stop_capture(dispatch).expect("the launches can be captured");
     for replay in 0..REPLAYS {
-        // SAFETY: operands and results are here as long as the graph, and all launches are this thread's.
+        // SAFETY: operands and results live as long as the graph, and this thread makes all launches.
         let replayed = unsafe { Dispatch::graph_replay(dispatch, &graph) };
-        replayed.expect("a graph that was captured");
+        replayed.expect("the captured graph replays");
         let found = data(&results);
         assert!(are_equal(&found, &expected), "{context}: replay {replay}");
         let between = data(&call(&other));
@@ -149,14 +155,13 @@ fn check<O>(
     }
 }
 
-/// Problems of every engine and pass: long and short, with keys that are split, and with each thing that hides keys.
+/// Returns problems of every engine and pass: long and short, with split keys, and with each option that hides keys.
 fn cases() -> Vec<Case> {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 40).collect();
     let causal = Case {
         dtype: DType::BF16,
         causal: Some(CausalAlignment::BottomRight),
         sinks: true,
-        deterministic: true,
         ..Case::new([2, 4, 2, 140, 270, 64, 64])
     };
     let plain = Case {
@@ -195,7 +200,7 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // Operands that are copied first.
+        // The rows of these inputs are not aligned, so the operator copies them before the kernels run.
         Case {
             head_dim: 100,
             value_dim: 33,
@@ -206,8 +211,8 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn replays_give_the_bits_of_direct_calls() {
-    on_cards("replays_give_the_bits_of_direct_calls", |device| {
+fn graph_replay_gives_the_bits_of_direct_calls() {
+    on_cards("graph_replay_gives_the_bits_of_direct_calls", |device| {
         for case in cases() {
             let operands = [1, 2].map(|seed| Operands::new(&case, seed, &device.device));
             check(device, &format!("{case:?}"), operands, Operands::attend);
@@ -215,11 +220,12 @@ fn replays_give_the_bits_of_direct_calls() {
     });
 }
 
-/// Keys and values in int8: few rows, which read words, and many, which read a copy.
+/// Keys and values in int8. Kernels for few rows read the packed int8 directly. Kernels for many rows read a
+/// dequantized copy.
 #[test]
-fn replays_over_int8_give_the_bits_of_direct_calls() {
+fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
     on_cards(
-        "replays_over_int8_give_the_bits_of_direct_calls",
+        "graph_replay_over_int8_gives_the_bits_of_direct_calls",
         |device| {
             for (q_len, width) in [(1, 128), (4, 512), (9, 64)] {
                 let case = Case {
@@ -242,11 +248,12 @@ fn replays_over_int8_give_the_bits_of_direct_calls() {
                         bias: None,
                         kv_lengths: Some(Clone::clone(lengths)),
                         segments: None,
+                        intervals: Vec::new(),
                         sinks: None,
                     };
                     let options = case.options(extras);
                     let results = try_quantized_attention(query.clone(), key, value, options);
-                    let (output, logsumexp) = results.expect("arguments that fit");
+                    let (output, logsumexp) = results.expect("the arguments fit");
                     vec![output.flatten(0, 3), logsumexp.flatten(0, 2)]
                 };
                 check(device, &format!("{case:?}"), operands, call);

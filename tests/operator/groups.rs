@@ -1,5 +1,5 @@
-//! Query heads that share keys: every ratio, in the prefill and decoding, with the gradients of keys and
-//! values summed over the group.
+//! GQA: every ratio of query heads to key heads, in prefill and decode. The gradients of keys and values are summed
+//! over the group.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device};
 const HEADS: [(usize, usize); 7] = [(1, 1), (2, 1), (3, 1), (6, 2), (4, 4), (8, 2), (8, 1)];
 
 #[test]
-fn prefill() {
+fn gqa_prefill_matches_reference() {
     for (q_heads, kv_heads) in HEADS {
         Case {
             causal: Some(CausalAlignment::BottomRight),
@@ -22,7 +22,7 @@ fn prefill() {
 }
 
 #[test]
-fn decoding() {
+fn gqa_decode_matches_reference() {
     for (q_heads, kv_heads) in HEADS {
         Case {
             causal: Some(CausalAlignment::BottomRight),
@@ -32,9 +32,10 @@ fn decoding() {
     }
 }
 
-/// The oracle itself: a group is its keys repeated, and gradients sum over the repetitions.
+/// The f64 reference treats a group as a key head that is repeated per query head. The gradients of the repetitions are
+/// summed to the key head's gradient.
 #[test]
-fn a_group_is_repeated_keys() {
+fn gqa_reference_equals_repeated_keys() {
     let grouped = Case::new([2, 6, 2, 5, 7, 8, 4]);
     let inputs = grouped.inputs();
     let repeated = Case {

@@ -1,5 +1,5 @@
-//! Every kind of head size: powers of two, odd ones, those between two tile widths, values wider or
-//! narrower than keys, up to 1024; forward and backward, causal, at lengths that fill no tile.
+//! Every kind of head size: powers of two, odd sizes, sizes between two tile widths, values wider or narrower than
+//! keys, up to 1024. All cases are causal, forward and backward, at lengths that fill no tile.
 
 use crate::case::Case;
 use attention_cube::CausalAlignment;
@@ -15,33 +15,33 @@ fn check(dims: &[(usize, usize)]) {
 }
 
 #[test]
-fn small() {
+fn head_dim_up_to_33_matches_reference() {
     check(&[(1, 1), (7, 7), (8, 8), (16, 16), (33, 33)]);
 }
 
 #[test]
-fn medium() {
+fn head_dim_64_to_192_matches_reference() {
     check(&[(64, 64), (80, 80), (96, 96), (128, 128), (192, 192)]);
 }
 
 #[test]
-fn large() {
+fn head_dim_256_to_512_matches_reference() {
     check(&[(256, 256), (320, 320), (512, 512)]);
 }
 
 #[test]
-fn largest() {
+fn head_dim_up_to_1024_matches_reference() {
     check(&[(1000, 1000), (1024, 1024)]);
 }
 
 #[test]
-fn values_of_another_width() {
+fn value_dim_unlike_head_dim_matches_reference() {
     check(&[(576, 512), (192, 128), (1, 64), (40, 5), (30, 128)]);
 }
 
-/// A query of one token takes the kernel for few rows.
+/// A single query row runs the decode kernel.
 #[test]
-fn decoding() {
+fn decode_every_head_dim_matches_reference() {
     for (head_dim, value_dim) in [
         (1, 1),
         (33, 33),

@@ -1,18 +1,20 @@
-//! Values near the largest f32: the sum of the keys' values comes before its division by the softmax's denominator.
+//! Values near the largest f32. The kernels first sum the values weighted by the softmax's numerators, and then divide
+//! by the denominator. The sum must not overflow.
 
 use crate::dense::read;
 use crate::devices::devices;
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 
-/// Keys of equal scores.
+/// The number of keys. All keys have equal scores.
 const KEYS: usize = 64;
 
-/// The numerators of a softmax are at most this power of two, so that sums of values up to `f32::MAX / (256 · kv_len)` are finite.
+/// The upper bound of the softmax's numerators. With this power of two, sums of values up to `f32::MAX / (256 ·
+/// kv_len)` are finite.
 const LARGEST_NUMERATOR: f32 = 256.0;
 
 #[test]
-fn output_values_up_to_the_contract_finite() {
+fn output_of_largest_allowed_values_is_finite() {
     let value = f32::MAX / (LARGEST_NUMERATOR * KEYS as f32);
     for device in devices() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 1e-2)] {

@@ -1,10 +1,11 @@
-//! Problems near the limit of a software driver, which ends a unit's loops silently after 65,535 iterations.
+//! Problems near the limit of a software driver, which silently ends each loop of a unit after 65,535 iterations.
 
 use crate::case::Case;
 
-/// A masked tile marks its used columns, which takes iterations: 90 for each of 740 blocks, where the products take 81.
+/// The loop that marks a masked tile's used columns has more iterations than the loop of the QK products: 90 instead of
+/// 81 for each of 740 blocks.
 #[test]
-fn masked_forward_beyond_the_loop_limit_is_right() {
+fn masked_forward_beyond_the_loop_limit_matches_reference() {
     Case {
         mask: Some([false, false, false, true]),
         lse_gradient: false,

@@ -1,9 +1,10 @@
-//! The operator on every device of this build, against the definition in f64: one module a hazard.
+//! Tests of the attention operator on every device of this build against the f64 reference. Each module covers one
+//! hazard.
 //!
-//! The devices are those of the enabled features; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
-//! `ATTENTION_TEST_DTYPE=bf16` runs the cases that name no dtype in another one than f32, on the devices
-//! that have it, and so with other kernels.
-//! Data are random but the same in every run; `ATTENTION_TEST_SEED=1` draws other ones.
+//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them. With
+//! `ATTENTION_TEST_DTYPE=bf16`, cases that name no dtype run in bf16 instead of f32, on the devices that support it.
+//! Another dtype also means other kernels. The data are random but equal in every run; `ATTENTION_TEST_SEED=1` draws
+//! other data.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");
@@ -26,11 +27,13 @@ mod explanation;
 mod fragments;
 mod fusion;
 mod gradcheck;
+mod gradient_splits;
 mod gradients;
 mod graphs;
 mod groups;
 mod head_sizes;
 mod hopper;
+mod intervals;
 mod large_scores;
 mod large_values;
 mod loops;
@@ -41,6 +44,7 @@ mod properties;
 mod quantized;
 mod segments;
 mod settings;
+mod shards;
 mod sinks;
 mod softcaps;
 mod strides;

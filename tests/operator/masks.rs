@@ -1,5 +1,5 @@
-//! Who sees whom: causal mask under both alignments, windows, bool masks of every broadcast shape, lengths of every
-//! integer dtype, and all of them together; hidden keys may hold anything.
+//! Options that hide keys: causal masks with both alignments, windows, bool masks of every broadcast shape, and lengths
+//! of every integer dtype. Some cases combine all of these options. Hidden keys may contain any value.
 
 use crate::case::{Case, FULL};
 use crate::dense::read;
@@ -9,13 +9,13 @@ use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
 use attention_cube::{AttentionOptions, AttentionProblem};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 
-/// `[batch 2, 2 query heads on 1, q_len, kv_len, 32, 32]`.
+/// Returns a case with 2 sequences, 2 query heads that share a key head, and head size 32.
 fn case(q_len: usize, kv_len: usize) -> Case {
     Case::new([2, 2, 1, q_len, kv_len, 32, 32])
 }
 
 #[test]
-fn causal_under_both_alignments() {
+fn causal_mask_of_both_alignments_matches_reference() {
     for alignment in [BottomRight, TopLeft] {
         for (q_len, kv_len) in [(70, 70), (70, 150), (150, 70), (3, 70), (70, 3)] {
             Case {
@@ -28,7 +28,7 @@ fn causal_under_both_alignments() {
 }
 
 #[test]
-fn windows() {
+fn window_matches_reference() {
     for (left, right) in [
         (Some(20), None),
         (None, Some(20)),
@@ -53,7 +53,7 @@ fn windows() {
 }
 
 #[test]
-fn causal_windows() {
+fn causal_window_matches_reference() {
     for alignment in [BottomRight, TopLeft] {
         for (left, right) in [
             (Some(0), Some(0)),
@@ -73,7 +73,7 @@ fn causal_windows() {
 }
 
 #[test]
-fn masks_of_every_broadcast_shape() {
+fn mask_of_every_broadcast_shape_matches_reference() {
     for bits in 0..16 {
         let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
         for expanded in [false, true] {
@@ -88,7 +88,7 @@ fn masks_of_every_broadcast_shape() {
 }
 
 #[test]
-fn everything_at_once() {
+fn mask_causal_window_and_lengths_together_match_reference() {
     for causal in [None, Some(BottomRight), Some(TopLeft)] {
         Case {
             mask: Some(FULL),
@@ -101,7 +101,8 @@ fn everything_at_once() {
     }
 }
 
-/// Poison in the keys that `hidden` names; zeros in the oracle.
+/// Checks the case with infinite keys and NaN values at the positions that `hide` selects. The reference gets finite
+/// keys and values.
 fn check_poisoned(case: &Case, hide: impl Fn(usize) -> bool) {
     let clean = case.inputs();
     let mut given = clean.clone();
@@ -111,7 +112,7 @@ fn check_poisoned(case: &Case, hide: impl Fn(usize) -> bool) {
 }
 
 #[test]
-fn poison_right_of_the_diagonal() {
+fn causal_mask_hides_nan_right_of_the_diagonal() {
     let causal = Some(CausalAlignment::TopLeft);
     check_poisoned(
         &Case {
@@ -123,8 +124,8 @@ fn poison_right_of_the_diagonal() {
 }
 
 #[test]
-fn poison_outside_of_the_window() {
-    // Queries stand at the keys 40..130 and see from 10 to the left.
+fn window_hides_nan_outside_of_the_window() {
+    // Query 0 stands at key 40 and the last query at key 129. Each query sees 10 keys to its left.
     let windowed = Case {
         window: (Some(10), Some(5)),
         ..case(90, 130)
@@ -138,9 +139,9 @@ fn poison_outside_of_the_window() {
     check_poisoned(&windowed, |key| key >= 90);
 }
 
-/// Hidden keys amid visible ones, in the prefill's kernel and in the one for few rows.
+/// The hidden keys lie between visible keys, in prefill and in decode.
 #[test]
-fn poison_under_the_mask() {
+fn mask_hides_nan_between_visible_keys() {
     let hidden = |key: usize| key.is_multiple_of(3) || (64..128).contains(&key);
     for q_len in [66, 2] {
         let case = Case {
@@ -162,10 +163,11 @@ fn poison_under_the_mask() {
     }
 }
 
-/// Some keys from all queries, and all keys from some queries; neither may leak what they hold.
+/// A bias of −∞ hides some keys from all queries, and all keys from some queries. The contents of the hidden keys, and
+/// of the queries without keys, must not change any result.
 #[test]
-fn a_bias_of_minus_infinity_hides() {
-    // The long ones have blocks of which a tile sees all, but for what the bias hides.
+fn bias_of_minus_infinity_hides_nan() {
+    // In the long cases, only the bias hides keys of some blocks.
     for (q_len, kv_len, extent, sinks, softcap) in [
         (66, 70, FULL, false, None),
         (66, 70, FULL, true, Some(9.0)),
@@ -206,9 +208,9 @@ fn a_bias_of_minus_infinity_hides() {
     }
 }
 
-/// What operations are counted by, against a count of its own.
+/// [`AttentionProblem::visible_pairs`], from which the number of operations follows, equals a count by loops.
 #[test]
-fn visible_pairs() {
+fn visible_pairs_equal_a_count_by_loops() {
     let windows = [
         (None, None),
         (Some(2), None),
@@ -245,10 +247,10 @@ fn visible_pairs() {
     }
 }
 
-/// Lengths of every integer dtype that a device has clamp to the keys, however far from i32 they are; and narrow ones
-/// need not hold the number of keys.
+/// Lengths of every integer dtype that a device supports are clamped to the number of keys. A length may exceed i32. A
+/// narrow dtype may be unable to represent the number of keys.
 #[test]
-fn lengths_of_any_integer() {
+fn kv_lengths_of_every_integer_dtype_are_clamped() {
     const KEYS: usize = 300;
     let lengths: [(DType, &[i64]); 8] = [
         (

@@ -1,5 +1,5 @@
-//! Softcap, sinks, scale and biases with their gradients, alone and together, in every dtype; half
-//! precision at sizes whose scores it could not hold.
+//! Softcap, sinks, scale and biases with their gradients, one at a time and all together, in every dtype. In half
+//! precision, the scores of some cases exceed what half precision can represent.
 
 use crate::case::{Case, FULL};
 use attention_cube::CausalAlignment;
@@ -12,7 +12,7 @@ fn case() -> Case {
 }
 
 #[test]
-fn softcap() {
+fn softcap_matches_reference() {
     for (softcap, amplitude) in [(0.5, 1.0), (5.0, 3.0), (50.0, 1.0)] {
         Case {
             softcap: Some(softcap),
@@ -24,7 +24,7 @@ fn softcap() {
 }
 
 #[test]
-fn scales() {
+fn scale_matches_reference() {
     for scale in [1.0, 0.0, -0.3, 1e-6] {
         Case {
             scale: Some(scale),
@@ -35,7 +35,7 @@ fn scales() {
 }
 
 #[test]
-fn sinks() {
+fn sinks_match_reference() {
     for q_len in [66, 2] {
         Case {
             sinks: true,
@@ -53,9 +53,9 @@ fn sinks() {
     }
 }
 
-/// Every broadcast of a bias has a gradient of its own shape.
+/// The gradient of a broadcast bias has the bias's own shape.
 #[test]
-fn biases_of_every_broadcast_shape() {
+fn bias_of_every_broadcast_shape_matches_reference() {
     for bits in 0..16 {
         let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
         Case {
@@ -67,7 +67,7 @@ fn biases_of_every_broadcast_shape() {
 }
 
 #[test]
-fn biases_under_a_mask() {
+fn bias_under_a_causal_mask_matches_reference() {
     for bias in [
         FULL,
         [false, true, false, true],
@@ -85,7 +85,7 @@ fn biases_under_a_mask() {
 }
 
 #[test]
-fn everything_at_once() {
+fn all_options_together_match_reference() {
     Case {
         softcap: Some(4.0),
         sinks: true,
@@ -94,23 +94,13 @@ fn everything_at_once() {
         causal: Some(CausalAlignment::BottomRight),
         window: (Some(40), Some(0)),
         kv_lengths: Some(vec![70, 33]),
-        deterministic: true,
         ..case()
     }
     .check();
 }
 
 #[test]
-fn deterministic() {
-    Case {
-        deterministic: true,
-        ..case()
-    }
-    .check();
-}
-
-#[test]
-fn half_precision() {
+fn half_precision_matches_reference() {
     for dtype in HALVES {
         Case { dtype, ..case() }.check();
         Case {
@@ -132,7 +122,7 @@ fn half_precision() {
 }
 
 #[test]
-fn half_precision_with_full_precision_extras() {
+fn half_precision_with_f32_bias_and_sinks_matches_reference() {
     for dtype in HALVES {
         Case {
             dtype,
@@ -145,9 +135,9 @@ fn half_precision_with_full_precision_extras() {
     }
 }
 
-/// `q·k` reaches some 10⁵ here; f16 ends at 65504.
+/// Here a QK product reaches about 10⁵, while the largest f16 number is 65504.
 #[test]
-fn half_precision_holds_no_scores() {
+fn half_precision_with_scores_beyond_f16_matches_reference() {
     for dtype in HALVES {
         for q_len in [40, 1] {
             Case {
@@ -162,9 +152,9 @@ fn half_precision_holds_no_scores() {
     }
 }
 
-/// Gemma 4's global layers: normalised queries and keys, no scale.
+/// The shapes of Gemma 4's full (global) attention layers, which normalize queries and keys and have a scale of 1.
 #[test]
-fn half_precision_at_scale_one() {
+fn half_precision_at_scale_one_matches_reference() {
     for dtype in HALVES {
         Case {
             dtype,
@@ -177,9 +167,9 @@ fn half_precision_at_scale_one() {
     }
 }
 
-/// f64 where the reference runs.
+/// On a device with f64, the operator runs the reference for f64 tensors.
 #[test]
-fn double_precision() {
+fn f64_matches_reference() {
     for device in crate::devices::devices() {
         if device.supports(DType::F64) {
             Case {

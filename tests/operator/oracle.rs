@@ -1,5 +1,5 @@
-//! The oracle itself: the reference's forward against loops written from the contract, and its gradients
-//! against finite differences of those loops.
+//! Tests of the reference itself. Its forward is compared with loops that follow the operator's contract, and its
+//! gradients are compared with finite differences of these loops.
 
 use crate::case::{Case, FULL};
 use crate::dense::Layout;
@@ -12,7 +12,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 use std::iter;
 
-/// Output and logsumexp.
+/// Returns the output and the logsumexp, computed by loops.
 fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     let (mut output, mut logsumexp) = (Vec::new(), Vec::new());
     let group = case.q_heads / case.kv_heads;
@@ -41,7 +41,7 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             .collect();
         let sink = inputs.sinks.as_ref().map(|sinks| sinks.at([0, h, 0, 0]));
         let all = seen.iter().map(|(_, score)| *score).chain(sink);
-        // Whatever it is, it cancels; the largest overflows nowhere.
+        // Subtracting the largest score avoids overflow. It does not change the result, in which it cancels.
         let reference = all.clone().fold(f64::NEG_INFINITY, f64::max);
         if reference == f64::NEG_INFINITY {
             logsumexp.push(reference);
@@ -79,7 +79,8 @@ fn loss(case: &Case, inputs: &Inputs) -> f64 {
     dot(&output, &inputs.output_gradient.values) + of_lse
 }
 
-/// Central differences by every element of the part that `part` picks.
+/// Returns the central differences of the loss with respect to each element of the input that `part` selects. Returns
+/// `None` if the case lacks that input.
 fn differences(
     case: &Case,
     inputs: &Inputs,
@@ -89,11 +90,11 @@ fn differences(
     let mut moved = inputs.clone();
     let count = part(&mut moved)?.len();
     let mut at = |index: usize, step: f64| {
-        let values = part(&mut moved).expect("it was there before");
+        let values = part(&mut moved).expect("the case has this input");
         let original = values[index];
         values[index] += step;
         let loss = loss(case, &moved);
-        part(&mut moved).expect("it was there before")[index] = original;
+        part(&mut moved).expect("the case has this input")[index] = original;
         loss
     };
     Some(
@@ -116,7 +117,7 @@ fn is_near(got: f64, expected: f64, tolerance: f64) -> bool {
     got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs())
 }
 
-/// Small problems that use every option.
+/// Returns small problems that together use every option.
 fn cases() -> Vec<Case> {
     let plain = Case {
         dtype: DType::F64,
@@ -196,7 +197,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn the_reference_is_the_contract() {
+fn reference_forward_equals_loops() {
     for case in cases() {
         let inputs = case.inputs();
         let (output, logsumexp) = by_loops(&case, &inputs);
@@ -216,10 +217,11 @@ fn the_reference_is_the_contract() {
     }
 }
 
-/// Random problems with all that their data may have: −∞ and the lowest finite numbers in biases and sinks, queries that see
-/// nothing, lengths beyond any integer. Gradients by autodiff through the definition are those of the explicit backward.
+/// Random problems with all data that the contract allows. Biases and sinks may be −∞ or the lowest finite number,
+/// queries may see no key, and lengths may be huge. Autodiff through the reference gives the same gradients as the
+/// explicit backward.
 #[test]
-fn random_problems_are_the_contract() {
+fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();
     for number in 0..300 {
         let (_, tree) = numbered(Sizes::Small, number, Config::default());
@@ -246,7 +248,7 @@ fn random_problems_are_the_contract() {
         compare("output", &definition[0].values, &output, 1e-11);
         compare("logsumexp", &definition[1].values, &logsumexp, 1e-11);
         for (explicit, definition) in explicit.iter().zip(&definition) {
-            // Autodiff divides by a softcap in f32.
+            // The tolerance is 1e-6, because autodiff divides by a softcap in f32.
             compare(explicit.name, &explicit.values, &definition.values, 1e-6);
         }
     }
@@ -254,7 +256,7 @@ fn random_problems_are_the_contract() {
 }
 
 #[test]
-fn gradients_are_finite_differences() {
+fn reference_gradients_equal_finite_differences() {
     for case in cases() {
         let inputs = case.inputs();
         let expected = [
@@ -283,7 +285,7 @@ fn gradients_are_finite_differences() {
                 }),
             ),
         ];
-        // By autodiff through the definition, and by the explicit backward.
+        // The first run computes gradients by autodiff through the reference, the second run by the explicit backward.
         for operator in [Operator::Reference, Operator::Fused] {
             let got = case.run(&inputs, &Device::flex(), DType::F64, operator);
             for (name, expected) in &expected {
@@ -294,7 +296,7 @@ fn gradients_are_finite_differences() {
                         assert_near(&context, &got.values, expected, 1e-7);
                     }
                     (None, None) => {}
-                    _ => panic!("{context} exists on one side alone"),
+                    _ => panic!("{context} exists on only one side"),
                 }
             }
         }

@@ -1,42 +1,44 @@
-//! Random combinations of shapes, options, layouts, data and dtypes, forward and gradients, against the definition; and the
-//! same call again gives the same bits.
+//! Random combinations of shapes, options, layouts, data and dtypes, forward and backward, against the reference. A
+//! repeated call gives the same bits.
 //!
-//! `PROPTEST_CASES` sets how many (24), `ATTENTION_TEST_SEED` which. `ATTENTION_TEST_SIZES=every` draws every row of the tile
-//! tables, few queries and many, and more tiles than a card has multiprocessors; `ATTENTION_TEST_JOBS` is how many processes
-//! share the work, `ATTENTION_TEST_SECONDS` when they have to end. On a card with sixteen processor cores beside it:
+//! `PROPTEST_CASES` sets the number of problems (24) and `ATTENTION_TEST_SEED` the seed. With
+//! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than
+//! a card has multiprocessors. The number of processes is `ATTENTION_TEST_JOBS`, and they end after
+//! `ATTENTION_TEST_SECONDS`. On a machine with a card and sixteen processor cores:
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
 //!     PROPTEST_CASES=10000 cargo test --release --no-default-features --features cuda,flex --test operator -- \
-//!     --exact properties::any_combination --nocapture
+//!     --exact properties::random_problem_matches_reference --nocapture
 //! ```
 //!
-//! What is wrong is a line with the number of the problem: `ATTENTION_TEST_PROBLEM` checks that one, and makes it smaller.
+//! Each wrong problem prints a line with its number. `ATTENTION_TEST_PROBLEM` with that number checks the problem and
+//! shrinks it.
 
 use crate::case::seed;
 use crate::random::{Sizes, Target, bundle, numbered};
 use crate::workers::{self, Tally, Verdict};
-use attention_workspace::guarded;
+use burn_gemma4::catch_panic;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestCaseError};
 use std::time::{Duration, Instant};
 
-/// A number from the environment.
+/// Reads a number from the environment.
 fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
     let text = std::env::var(name).ok()?;
     let number = text.parse().ok();
-    Some(number.unwrap_or_else(|| panic!("{name}={text}: no number")))
+    Some(number.unwrap_or_else(|| panic!("{name}={text}: expected a number")))
 }
 
 fn sizes() -> Sizes {
     match std::env::var("ATTENTION_TEST_SIZES").as_deref() {
         Err(_) | Ok("small") => Sizes::Small,
         Ok("every") => Sizes::Every,
-        Ok(other) => panic!("ATTENTION_TEST_SIZES={other}: small or every"),
+        Ok(other) => panic!("ATTENTION_TEST_SIZES={other}: expected small or every"),
     }
 }
 
-/// What to set to have one problem again.
+/// Returns the environment variables that repeat one problem.
 fn again(number: u64) -> String {
     let variables = [
         "ATTENTION_TEST_DEVICES",
@@ -57,7 +59,7 @@ fn config() -> Config {
     }
 }
 
-/// Checks one after the other, and makes the first that is wrong smaller.
+/// Checks the problems in sequence, and shrinks the first wrong one.
 fn one_by_one(sizes: Sizes, numbers: impl Iterator<Item = u64>) {
     let targets = Target::all();
     for number in numbers {
@@ -73,21 +75,23 @@ fn one_by_one(sizes: Sizes, numbers: impl Iterator<Item = u64>) {
 fn work(sizes: Sizes) {
     let targets = Target::all();
     let draw = |number| numbered(sizes, number, config()).1.current();
-    workers::work(draw, |problem| match guarded(|| problem.check(&targets)) {
-        Ok(Ok(())) => {
-            let served = targets.iter().filter(|target| problem.is_served(target));
-            let kinds = served.flat_map(|target| problem.kinds(target));
-            Verdict::Right(kinds.collect())
+    workers::work(draw, |problem| {
+        match catch_panic(|| problem.check(&targets)) {
+            Ok(Ok(())) => {
+                let served = targets.iter().filter(|target| problem.is_served(target));
+                let kinds = served.flat_map(|target| problem.kinds(target));
+                Verdict::Right(kinds.collect())
+            }
+            Ok(Err(fault)) => Verdict::Wrong(fault),
+            Err(panic) => Verdict::Panicked(panic),
         }
-        Ok(Err(fault)) => Verdict::Wrong(fault),
-        Err(panic) => Verdict::Panicked(panic),
     });
 }
 
 fn share(sizes: Sizes, count: u64, jobs: usize) {
     let time = number("ATTENTION_TEST_SECONDS").map(Duration::from_secs);
     let start = Instant::now();
-    let test = "properties::any_combination";
+    let test = "properties::random_problem_matches_reference";
     let Tally {
         checked,
         wrong,
@@ -113,7 +117,7 @@ fn share(sizes: Sizes, count: u64, jobs: usize) {
 }
 
 #[test]
-fn any_combination() {
+fn random_problem_matches_reference() {
     let sizes = sizes();
     let cases = number("PROPTEST_CASES").unwrap_or(24);
     if workers::is_worker() {

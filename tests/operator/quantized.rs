@@ -1,6 +1,7 @@
-//! Keys and values in int8 against the definition in f64 over the numbers that they stand for: few rows, which read words where they lie, and
-//! many, which read a copy; every option, lengths that fill no tile, views; rows of zeros, of tiny and of huge numbers; what nobody sees, NaN in
-//! scales included; rows with NaN or infinity; what the quantizer errs; the query's gradient; what is refused.
+//! Attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
+//! read the packed int8 in place; those for many rows read a dequantized copy. The cases cover every option, lengths
+//! that fill no tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales.
+//! Other tests cover the quantizer's error, the query's gradient, and wrong arguments.
 
 mod case;
 mod many_rows;
@@ -10,7 +11,7 @@ mod random;
 use crate::case::{Case, FULL, seed};
 use crate::dense::{Dense, Layout, read};
 use crate::devices::{TestDevice, devices};
-use attention_cube::engine::Engine;
+use attention_cube::internals::engine::Engine;
 use attention_cube::quantized::{QuantizedRows, quantized_attention, try_quantized_attention};
 use attention_cube::{
     AttentionError, AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
@@ -27,7 +28,8 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Few rows in f16, whose products have to be in fragments; keys are split, and some are no sequence's.
+/// Checks few rows in f16, whose products must run in fragments. The keys are split, and some keys lie past the
+/// sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {
         dtype: DType::F16,
@@ -38,16 +40,17 @@ pub fn check_in_fragments(device: &TestDevice) {
     let query = quantized.inputs.query.tensor(on, DType::F16);
     let (key, value) = (quantized.key.on(on), quantized.value.on(on));
     let problem = AttentionProblem::quantized(&query, &key, &value, &AttentionOptions::new());
-    let explanation = explain(&problem.expect("it fits"), on);
+    let explanation = explain(&problem.expect("the arguments fit"), on);
     let engine = explanation.forward.kernel.engine();
     assert_eq!(engine, Engine::Cmma, "{explanation}");
     let devices = std::slice::from_ref(device);
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// Rows that share a tile, and more, for which keys and values are copied; keys that are split and others.
+/// The first cases have few rows that share a tile. The others have more rows, for which keys and values are copied.
+/// Some cases have split keys.
 #[test]
-fn few_rows_and_many() {
+fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [
         (4, 2, 1, 700),
         (8, 1, 3, 65),
@@ -60,14 +63,14 @@ fn few_rows_and_many() {
 }
 
 #[test]
-fn widths_and_lengths_that_fill_no_tile() {
+fn int8_head_dims_and_lengths_that_fill_no_tile_match_reference() {
     for (kv_len, head_dim, value_dim) in [(1, 4, 4), (3, 20, 36), (63, 512, 512), (129, 100, 8)] {
         check(causal([1, 2, 1, 2, kv_len, head_dim, value_dim]));
     }
 }
 
 #[test]
-fn half_precision() {
+fn int8_half_precision_matches_reference() {
     for dtype in [DType::F16, DType::BF16] {
         for q_len in [2, 40] {
             check(Case {
@@ -79,7 +82,7 @@ fn half_precision() {
 }
 
 #[test]
-fn every_option() {
+fn int8_every_option_matches_reference() {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 30).collect();
     for q_len in [2, 20] {
         let base = Case::new([2, 4, 2, q_len, 90, 32, 20]);
@@ -112,9 +115,9 @@ fn every_option() {
     }
 }
 
-/// Rows of zeros, among them some that only a scale of 0 says; tiny ones; huge ones.
+/// Some rows have only zero codes, others a scale of 0. Other rows have a tiny or a huge scale.
 #[test]
-fn rows_of_any_size() {
+fn int8_rows_of_any_scale_match_reference() {
     for q_len in [1, 40] {
         let mut quantized = Quantized::new(causal([1, 2, 1, q_len, 50, 32, 32]));
         quantized
@@ -133,9 +136,9 @@ fn rows_of_any_size() {
             .value
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
-        // Without zeros in its keys, none would see the huge values alone.
+        // Without the zero rows of keys, no query would attend mainly to the huge values.
         let huge = match quantized.case.dtype {
-            // The output holds no larger ones.
+            // The f16 output cannot hold larger numbers.
             DType::F16 => 400.0,
             _ => f64::from(1e30f32),
         };
@@ -152,9 +155,9 @@ fn rows_of_any_size() {
     }
 }
 
-/// Behind a sequence's length scales are NaN and infinite, and codes anything.
+/// Past a sequence's length the scales are NaN or infinite, and the codes are −128.
 #[test]
-fn what_nobody_sees_is_not_read() {
+fn int8_hidden_rows_are_not_read() {
     for q_len in [1, 3, 40] {
         let lengths = [0i64, 1, 33, 64, 100];
         let quantized = Quantized::new(Case {
@@ -172,9 +175,10 @@ fn what_nobody_sees_is_not_read() {
     }
 }
 
-/// Words and scales of a longer, wider buffer, heads last: slots that keys and values share.
+/// The packed codes and the scales are views of a longer, wider buffer with heads last. Keys and values share its
+/// slots.
 #[test]
-fn views() {
+fn int8_views_match_reference() {
     for TestDevice { name, device } in devices() {
         let mut rng = StdRng::seed_from_u64(seed());
         let (batch, heads, length, width) = (2, 2, 40, 96);
@@ -185,19 +189,20 @@ fn views() {
             let words = words
                 .clone()
                 .slice([0..batch, 0..heads, 3..33, first / 4..first / 4 + 16]);
-            QuantizedRows::of_parts(words, scales.clone().narrow(2, 3, 30)).expect("views")
+            QuantizedRows::of_parts(words, scales.clone().narrow(2, 3, 30))
+                .expect("the views fit each other")
         };
         for q_len in [1, 40] {
             let query = Dense::normal([batch, 4, q_len, 64], DType::F32, &mut rng);
             let query = query.tensor(&device, DType::F32);
             let options = || AttentionOptions::new().scale(0.1).causal();
             let output = quantized_attention(query.clone(), view(32), view(0), options());
-            let whole = |first| view(first).dequantize(DType::F32).expect("a float");
+            let whole = |first| view(first).dequantize(DType::F32).expect("f32 is a float");
             let expected = match name == "flex" {
                 true => {
                     let by_definition =
                         reference::quantized_attention(query, view(32), view(0), options());
-                    by_definition.expect("the same").0
+                    by_definition.expect("the reference accepts the views").0
                 }
                 false => fused_attention(query, whole(32), whole(0), options()),
             };
@@ -207,9 +212,10 @@ fn views() {
     }
 }
 
-/// Every number is a nearest multiple of its row's scale, in every dtype, whatever the rows' strides; dequantized it is what words stand for.
+/// Each code is the nearest multiple of its row's scale, in every dtype and for every stride. The dequantized number is
+/// the code times the scale.
 #[test]
-fn quantized_rows_err_by_half_a_scale() {
+fn quantized_rows_err_by_at_most_half_a_scale() {
     for device in devices() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             if !device.supports(dtype) {
@@ -235,7 +241,11 @@ fn quantized_rows_err_by_half_a_scale() {
                 let (words, scales) = quantized.clone().into_parts();
                 let (words, scales) = (words.into_data(), read(scales));
                 let words: Vec<i32> = words.iter::<i32>().collect();
-                let found = read(quantized.dequantize(DType::F32).expect("a float"));
+                let found = read(
+                    quantized
+                        .dequantize(DType::F32)
+                        .expect("f32 is a float dtype"),
+                );
                 for (row, numbers) in rows.values.chunks(260).enumerate() {
                     let scale = scales[row];
                     let magnitude = numbers.iter().fold(0.0f64, |most, x| most.max(x.abs()));
@@ -272,9 +282,9 @@ fn quantized_rows_err_by_half_a_scale() {
     }
 }
 
-/// Of a row with NaN or infinity the scale is NaN; its neighbours are as they were.
+/// A row with NaN or infinity gets the scale NaN. The rows beside it keep their scales.
 #[test]
-fn what_is_no_number_is_told_by_the_scale() {
+fn quantized_row_with_nan_or_infinity_has_nan_scale() {
     for TestDevice { name, device } in devices() {
         for flaw in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
             let mut rows = Dense::from_fn([1, 1, 3, 8], |[_, _, _, column]| column as f64);
@@ -289,9 +299,9 @@ fn what_is_no_number_is_told_by_the_scale() {
     }
 }
 
-/// The error of attention over what the quantizer made of normal numbers: the number that the documentation says.
+/// The error of attention over quantized normal numbers stays below the bound in the documentation.
 #[test]
-fn quantized_attention_is_near_the_unquantized() {
+fn int8_attention_is_near_the_unquantized() {
     for TestDevice { name, device } in devices() {
         let case = causal([1, 4, 1, 2, 200, 64, 64]);
         let inputs = case.inputs();
@@ -307,14 +317,16 @@ fn quantized_attention_is_near_the_unquantized() {
         let output = quantized_attention(query, key, value, options());
         let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
         let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
-        // A code errs by a scale / √12, which is a 127th of three deviations or so: less than a hundredth of a number.
+        // A code errs by a scale / √12, and a scale is a 127th of about three standard deviations. This error is less
+        // than a hundredth of a standard deviation.
         assert!(error < 0.02 * size, "{name}: {error} of {size}");
     }
 }
 
-/// Words and scales have no gradients, wherever they come from: nor a strategy of gradient checkpointing that a query's might differ from.
+/// Packed codes and scales have no gradients, even if they come from an autodiff device. They also have no
+/// checkpointing strategy that could differ from the query's.
 #[test]
-fn parts_are_no_part_of_autodiff() {
+fn int8_parts_are_detached_from_autodiff() {
     for TestDevice { name, device } in devices() {
         let mut rng = StdRng::seed_from_u64(seed());
         let tracked = device.clone().autodiff();
@@ -342,9 +354,9 @@ fn parts_are_no_part_of_autodiff() {
     }
 }
 
-/// The query's gradient is that of the dequantized copy.
+/// The query's gradient equals the gradient over the dequantized copy.
 #[test]
-fn queries_have_gradients() {
+fn int8_query_gradient_equals_that_over_dequantized_rows() {
     for TestDevice { name, device } in devices() {
         let mut rng = StdRng::seed_from_u64(seed());
         let tracked = device.clone().autodiff();
@@ -355,7 +367,7 @@ fn queries_have_gradients() {
         let gradient = |leaf: Tensor<4>, output: Tensor<4>| {
             let weights = query.tensor(&tracked, DType::F32);
             let gradients = (output * weights).sum().backward();
-            read(leaf.grad(&gradients).expect("the query's gradient"))
+            read(leaf.grad(&gradients).expect("the query has a gradient"))
         };
         let options = || AttentionOptions::new().causal();
         let of_words = leaf();
@@ -379,9 +391,9 @@ fn queries_have_gradients() {
     }
 }
 
-/// Nothing to read, and nobody who reads.
+/// Cases without keys, without queries, or without sequences.
 #[test]
-fn nothing() {
+fn int8_empty_tensors_give_zero_output() {
     for TestDevice { name, device } in devices() {
         for (batch, q_len, kv_len) in [(0, 1, 3), (1, 0, 3), (1, 2, 0)] {
             let rows = |length| Tensor::<4>::zeros([batch, 1, length, 8], &device);
@@ -395,11 +407,12 @@ fn nothing() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn int8_wrong_arguments_are_refused() {
     for TestDevice { name, device } in devices() {
         let rows = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &device);
         for columns in [0, 6] {
-            let error = QuantizedRows::try_new(rows([1, 1, 2, columns])).expect_err("no words");
+            let error = QuantizedRows::try_new(rows([1, 1, 2, columns]))
+                .expect_err("wrong columns are refused");
             let AttentionError::Shape {
                 argument,
                 dimension,
@@ -414,7 +427,9 @@ fn what_does_not_fit_is_refused() {
         let words = |dtype| Tensor::<4, Int>::zeros([1, 2, 3, 2], (&device, dtype));
         let scales = |shape: [usize; 3]| Tensor::<3>::zeros(shape, &device);
         let error = QuantizedRows::of_parts(words(DType::I32), scales([1, 2, 4]));
-        let error = error.expect_err("other lengths").to_string();
+        let error = error
+            .expect_err("a wrong length of scales is refused")
+            .to_string();
         assert!(error.contains("scales has shape [1, 2, 4]") && error.contains("3, the words'"));
         let error = QuantizedRows::of_parts(words(DType::U32), scales([1, 2, 3]));
         assert!(matches!(
@@ -436,18 +451,18 @@ fn what_does_not_fit_is_refused() {
         let call = |query, value| {
             try_quantized_attention(rows(query), key(), value, AttentionOptions::new()).map(|_| ())
         };
-        let head_dim = call([1, 2, 1, 6], key()).expect_err("another head_dim");
+        let head_dim = call([1, 2, 1, 6], key()).expect_err("another head_dim is refused");
         assert!(
             head_dim.to_string().contains("6, the query's head_dim"),
             "{head_dim}"
         );
         let length = call([1, 2, 1, 8], QuantizedRows::new(rows([1, 2, 4, 8])));
-        let length = length.expect_err("another length");
+        let length = length.expect_err("another length is refused");
         assert!(
             length.to_string().contains("3, the key's kv_len"),
             "{length}"
         );
-        let heads = call([1, 3, 1, 8], key()).expect_err("no groups");
+        let heads = call([1, 3, 1, 8], key()).expect_err("heads without groups are refused");
         assert!(
             heads
                 .to_string()
@@ -457,16 +472,16 @@ fn what_does_not_fit_is_refused() {
     }
 }
 
-/// Who reads words, and who says that it does not.
+/// `explain` names the engine that reads the packed int8, and the reason why others do not.
 #[test]
-fn choices_are_explained() {
+fn int8_explain_names_engine_or_reason() {
     for device in devices().into_iter().filter(TestDevice::is_cube) {
         let on = &device.device;
         let problem = |q_len| {
             let query = Tensor::<4>::zeros([1, 2, q_len, 8], on);
             let rows = QuantizedRows::new(Tensor::<4>::zeros([1, 1, 5, 8], on));
             AttentionProblem::quantized(&query, &rows, &rows, &AttentionOptions::new())
-                .expect("it fits")
+                .expect("the arguments fit")
         };
         let few = explain(&problem(16), on);
         assert_ne!(

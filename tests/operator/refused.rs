@@ -1,4 +1,4 @@
-//! A call that is refused, the error that it should get, and the check of every form of the operator.
+//! Calls that are refused: the call, the expected error, and the check of every function of the operator.
 
 use attention_cube::{
     AttentionError, AttentionOptions, attention_with_lse, fused_attention, reference,
@@ -7,7 +7,7 @@ use attention_cube::{
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// One call.
+/// The tensors and options of one call.
 #[derive(Clone)]
 pub struct Call {
     pub query: Tensor<4>,
@@ -17,7 +17,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// `[2, 4, 3, 8]` over `[2, 2, 5, 8]` and `[2, 2, 5, 6]`, which fits.
+    /// Returns a valid call: queries `[2, 4, 3, 8]` over keys `[2, 2, 5, 8]` and values `[2, 2, 5, 6]`.
     pub fn fitting(device: &Device) -> Self {
         Self {
             query: floats([2, 4, 3, 8], device),
@@ -69,7 +69,7 @@ pub enum Kind {
     Value,
 }
 
-/// The variant, the argument, and every text that the message must have.
+/// The expected error: its variant, its argument, and all texts that its message contains.
 pub struct Expected {
     pub kind: Kind,
     pub argument: &'static str,
@@ -87,7 +87,7 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
     }
 }
 
-/// A wrong shape, its wrong dimension by number and name, and what that should be.
+/// Returns the error of a wrong shape. It names the wrong dimension by number and name, and the expected size.
 pub fn shape(
     argument: &'static str,
     has: &[usize],
@@ -138,7 +138,10 @@ pub fn check(device: &str, call: &Call, expected: &Expected) {
     } = expected;
     let context = format!("{device}: {kind:?} of {argument}, {texts:?}");
     let error = match call.of(try_fused_attention) {
-        Ok(output) => panic!("{context}: no error but {:?}", output.dims()),
+        Ok(output) => panic!(
+            "{context}: no error, but an output of shape {:?}",
+            output.dims()
+        ),
         Err(error) => error,
     };
     let found = kind_and_argument(&error);

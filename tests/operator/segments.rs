@@ -1,14 +1,14 @@
-//! Packed documents: equal ids see each other and nobody else, whatever the ids are and in whatever order.
-//! In the oracle here, they are a block-diagonal mask.
+//! Packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order. The
+//! reference gets a block-diagonal mask instead.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 
-/// Checks segments on the devices against a mask that says the same in the oracle.
+/// Checks segments on the devices against the equivalent mask in the reference.
 fn check(case: Case) {
-    let (queries, keys) = case.segments.clone().expect("a case with segments");
+    let (queries, keys) = case.segments.clone().expect("the case has segments");
     let masked = Case {
         segments: None,
         mask: Some(FULL),
@@ -39,7 +39,7 @@ fn case(length: usize, ids: Vec<i64>) -> Case {
     }
 }
 
-/// Ids of two sequences of `length` tokens: documents that end at `ends`.
+/// Returns the segment ids of two sequences of `length` tokens, with documents that end at `ends`.
 fn documents(length: usize, ends: [&[usize]; 2]) -> Vec<i64> {
     ends.into_iter()
         .flat_map(|ends| {
@@ -49,7 +49,7 @@ fn documents(length: usize, ends: [&[usize]; 2]) -> Vec<i64> {
 }
 
 #[test]
-fn sorted() {
+fn segments_with_sorted_ids_equal_a_mask() {
     for causal in [None, Some(CausalAlignment::BottomRight)] {
         let ids = documents(150, [&[10, 64, 65, 140], &[128]]);
         check(Case {
@@ -60,7 +60,7 @@ fn sorted() {
 }
 
 #[test]
-fn unsorted_and_negative() {
+fn segments_with_unsorted_and_negative_ids_equal_a_mask() {
     for causal in [None, Some(CausalAlignment::BottomRight)] {
         let ids = (0..2 * 100).map(|token| [3, -1, 7, i64::from(i32::MIN), 0][token * token % 5]);
         check(Case {
@@ -71,7 +71,7 @@ fn unsorted_and_negative() {
 }
 
 #[test]
-fn of_queries_unlike_those_of_keys() {
+fn segments_of_queries_unlike_those_of_keys_equal_a_mask() {
     let queries = documents(100, [&[30, 70], &[64]]);
     let keys = documents(150, [&[100], &[20, 80, 90]]);
     let segments = Some((queries, keys));
@@ -82,7 +82,7 @@ fn of_queries_unlike_those_of_keys() {
 }
 
 #[test]
-fn with_lengths_and_window() {
+fn segments_with_lengths_and_window_equal_a_mask() {
     let ids = documents(150, [&[40, 100], &[75]]);
     check(Case {
         kv_lengths: Some(vec![150, 90]),
@@ -92,10 +92,10 @@ fn with_lengths_and_window() {
     });
 }
 
-/// Documents of a few tokens each, so that a tile sees few of many blocks: of queries in their order and backwards, with few
-/// queries, with padding at the end that repeats an id, and keys that no query belongs to.
+/// Each document has a few tokens, so a tile sees few of many blocks. The queries are in order or backwards, or few.
+/// Other cases have padding that repeats an id, or keys that belong to no query.
 #[test]
-fn many_documents() {
+fn segments_of_many_documents_equal_a_mask() {
     let (q_len, kv_len) = (400, 460);
     let documents = |length: usize| (0..2 * length).map(move |token| (token % length / 9) as i64);
     let queries: Vec<i64> = documents(q_len).collect();

@@ -1,7 +1,7 @@
-//! Dtypes that a device was configured to, and so the masks, lengths and ids made there have: the definition sees by them what it sees by
-//! others, called by itself and in the place of kernels.
+//! Devices whose default bool and integer dtypes are configured, so masks, lengths and ids have these dtypes. The
+//! reference gives the same results with any of these dtypes, called directly and as the fallback of the operator.
 //!
-//! A device is configured once in a process, so each test runs itself anew for every dtype.
+//! A device is configured once in a process, so each test runs itself in a new process for every dtype.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -12,7 +12,7 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
 use std::env;
 
-/// Set in the environment of a process whose device is configured, to the dtype.
+/// Environment variable of a process with a configured device: the name of the dtype.
 const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
 
 fn config(dtype: DType) -> DeviceConfig {
@@ -22,8 +22,8 @@ fn config(dtype: DType) -> DeviceConfig {
     }
 }
 
-/// Runs `check` on every device in a process for each of these dtypes that it has, with the definition in the place of kernels. `test` is the
-/// calling test's name.
+/// Runs `check` on every device, in one process for each of these dtypes that the device supports. The operator runs
+/// the reference there. `test` is the calling test's name.
 fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     let own = env::var(CONFIGURED).ok();
     for device in devices() {
@@ -33,7 +33,7 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
             if let Some(own) = &own {
                 if *own == name {
                     let configured = device.device.clone().configure(config(*dtype));
-                    configured.expect("nothing was made on the device yet");
+                    configured.expect("no tensor was created on the device yet");
                     check(&device);
                 }
                 continue;
@@ -49,7 +49,8 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks how many keys each query sees, by everything that hides some: of scores of 0 that is what the logsumexp is the logarithm of.
+/// Checks how many keys each query sees under all options that hide keys. With scores of 0, the logsumexp is the
+/// logarithm of that number.
 fn check_counts(device: &TestDevice) {
     let (q_len, kv_len) = (170, 150);
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 60).collect();
@@ -85,19 +86,23 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// A mask is of the store that its device is configured to, whatever that of the definition's own conditions would be.
+/// A mask has the bool store to which its device is configured. The reference's own conditions may have another store.
 #[test]
-fn masks_of_every_store() {
+fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);
-    configured("masks_of_every_store", &stores, check_counts);
+    configured(
+        "settings_masks_of_every_bool_store_hide_the_same_keys",
+        &stores,
+        check_counts,
+    );
 }
 
-/// Positions before the first key are negative, and longer than the narrowest integers.
+/// Positions before the first key are negative, and the narrowest integer dtypes cannot hold all positions.
 #[test]
-fn positions_beside_integers_of_every_dtype() {
+fn settings_integers_of_every_dtype_hide_the_same_keys() {
     let dtypes = [DType::U32, DType::I64, DType::I8];
     configured(
-        "positions_beside_integers_of_every_dtype",
+        "settings_integers_of_every_dtype_hide_the_same_keys",
         &dtypes,
         check_counts,
     );

@@ -1,14 +1,15 @@
-//! Sinks as large as the largest scores, where a logsumexp in one f32 does not tell what keys add to a sink.
+//! Sinks as large as the largest scores. If the logsumexp is a single f32, rounding loses the keys' share beside such a
+//! sink.
 
 use crate::dense::read;
 use crate::devices::devices;
 use attention_cube::{AttentionOptions, attention_with_lse, fused_attention};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Columns of queries, keys and values: what every engine has tiles for.
+/// Number of columns of queries, keys and values, which every engine serves.
 const WIDTH: usize = 16;
 
-/// A row whose first columns are these, and the others 0.
+/// Returns a row that starts with `columns`, followed by zeros.
 fn row(columns: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
     let mut values = vec![0.0; WIDTH];
     values[..columns.len()].copy_from_slice(columns);
@@ -16,15 +17,16 @@ fn row(columns: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
     Tensor::from_data(data.convert_dtype(dtype), (device, dtype))
 }
 
-/// The sink of the only head.
+/// Returns the sink of the only head.
 fn sink(value: f64, device: &Device) -> Tensor<1> {
     let data = TensorData::new(vec![value as f32], [1]);
     Tensor::from_data(data, (device, DType::F32))
 }
 
-/// The sink and the only score are equal, so each has half of the row: of a value that sums to 1 the sink's gradient is −½ · ½.
+/// The sink equals the only score, so the sink and the key have a probability of ½ each. For a value that sums to 1,
+/// the sink's gradient is −½ · ½.
 #[test]
-fn a_sink_beside_an_equal_score_has_half_of_the_row() {
+fn sink_equal_to_the_only_score_has_half_of_the_row() {
     for device in devices() {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 1e-3), (DType::BF16, 1e-3)] {
             if !device.supports(dtype) {
@@ -50,10 +52,11 @@ fn a_sink_beside_an_equal_score_has_half_of_the_row() {
     }
 }
 
-/// A key whose score is 3 below a large sink and whose value is 0: the output is that of a query that sees nothing, and the value's
-/// gradient is the key's share of the row. In half precision beside a bias, where the backward has reference and logarithm apart.
+/// A key with a score of 3 below a large sink has the value 0. The output equals that of a query without keys, and the
+/// value's gradient is the key's probability. In half precision the case has a bias, for which the backward keeps row
+/// maximum and logarithm apart.
 #[test]
-fn a_key_below_a_large_sink_is_seen() {
+fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());
     for device in devices() {
         for (dtype, has_bias, tolerance) in [
@@ -87,10 +90,11 @@ fn a_key_below_a_large_sink_is_seen() {
     }
 }
 
-/// A key below a sink by so much that f32 loses the key's share of the sum, over values of 0: its gradients are small, not 0. The
-/// output is that of a query that sees no key, so that only the saved logsumexp tells the two apart.
+/// A key's score is so far below a sink that f32 loses the key's share of the row sum. The values are 0, so the
+/// gradients are small but not 0. The output equals that of a query without keys, so only the saved logsumexp
+/// distinguishes the two cases.
 #[test]
-fn backward_sink_above_zero_outputs_keeps_gradients() {
+fn sink_far_above_a_key_keeps_small_gradients() {
     const WEIGHT: f64 = 16384.0;
     for device in devices() {
         for (dtype, gap, tolerance) in [
@@ -113,13 +117,13 @@ fn backward_sink_above_zero_outputs_keeps_gradients() {
                 }
                 let (output, lse) =
                     attention_with_lse(query.clone(), key.clone(), value.clone(), options)
-                        .expect("attention");
+                        .expect("the arguments are valid");
                 let loss = output.cast(DType::F32).sum() * WEIGHT + lse.sum() * WEIGHT;
                 let gradients = loss.backward();
                 let first = |tensor: &Tensor<4>, column: usize| {
-                    read(tensor.grad(&gradients).expect("a gradient"))[column]
+                    read(tensor.grad(&gradients).expect("the leaf has a gradient"))[column]
                 };
-                // Through the output, and through the logsumexp.
+                // The gradients flow through the output and through the logsumexp.
                 for (name, found) in [
                     ("value", first(&value, 0)),
                     ("query", first(&query, 1)),

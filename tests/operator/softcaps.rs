@@ -1,5 +1,5 @@
-//! Softcaps of every size: far below the scores, among them, and so far above that they are none to the dtype's
-//! precision; as biases are added, and in every engine's kernels.
+//! Softcaps of every size: far below the scores, close to them, and so far above that they have no effect in the
+//! dtype's precision. They combine with added biases, and run in every engine.
 
 use crate::case::{Case, FULL};
 use crate::compare::assert_close;
@@ -8,7 +8,7 @@ use crate::run::Operator;
 use attention_cube::CausalAlignment;
 use burn::tensor::{DType, Device};
 
-/// From a hundredth to the largest number there is.
+/// The softcaps range from a hundredth to the largest f32.
 const SOFTCAPS: [f64; 16] = [
     1e-2,
     0.1,
@@ -33,9 +33,9 @@ fn case() -> Case {
 }
 
 #[test]
-fn of_every_size() {
+fn softcap_of_every_size_matches_reference() {
     for softcap in SOFTCAPS {
-        // Scores about 1, and about 100.
+        // The scores are about 1 with the first amplitude, and about 100 with the second.
         for amplitude in [1.0, 10.0] {
             Case {
                 softcap: Some(softcap),
@@ -48,7 +48,7 @@ fn of_every_size() {
 }
 
 #[test]
-fn of_every_size_beside_other_options() {
+fn softcap_with_other_options_matches_reference() {
     for softcap in [0.1, 50.0, 1e3, 1e8] {
         Case {
             softcap: Some(softcap),
@@ -58,7 +58,7 @@ fn of_every_size_beside_other_options() {
             ..case()
         }
         .check();
-        // Decoding.
+        // This case is a decode call.
         Case {
             softcap: Some(softcap),
             q_len: 1,
@@ -70,9 +70,9 @@ fn of_every_size_beside_other_options() {
     }
 }
 
-/// In half precision, whose kernels are others on some devices, at widths that are divided differently there.
+/// Half precision has other kernels on some devices. The widths are those that these kernels split differently.
 #[test]
-fn of_every_size_in_half_precision() {
+fn softcap_in_half_precision_matches_reference() {
     let case = |width, dtype, softcap| Case {
         softcap: Some(softcap),
         dtype,
@@ -95,10 +95,10 @@ fn of_every_size_in_half_precision() {
     }
 }
 
-/// So far below the scale that the quotient of both is beyond f32 in powers of two: scores of 0 stay and have the scale as their slope, and
-/// all others are at the cap.
+/// The softcap is so much smaller than the scale that scale / softcap, times log2 e, overflows f32. Scores of 0 stay 0,
+/// and their gradient is the scale. All other scores reach the cap.
 #[test]
-fn far_below_the_scale() {
+fn softcap_far_below_the_scale_matches_reference() {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for bias in [None, Some(FULL)] {
             let case = Case {
@@ -115,9 +115,9 @@ fn far_below_the_scale() {
     }
 }
 
-/// What is so far above the scores changes nothing, of the operator and of its definition.
+/// A softcap far above the scores changes no result, of the operator or of the reference.
 #[test]
-fn the_largest_are_none() {
+fn softcap_far_above_the_scores_has_no_effect() {
     let without = case();
     let inputs = without.inputs();
     let exact = without.run(&inputs, &Device::flex(), DType::F64, Operator::Reference);

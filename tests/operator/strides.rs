@@ -1,6 +1,5 @@
-//! Inputs and gradients that do not lie contiguously: permuted, sliced, broadcast with stride 0, with a
-//! last dimension that is not contiguous. The result is that of the contiguous copy, and every gradient
-//! has its input's shape.
+//! Inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last dimension
+//! that is not contiguous. The result equals that of the contiguous copy, and every gradient has its input's shape.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Layout, read};
@@ -13,9 +12,9 @@ fn case(q_len: usize) -> Case {
     Case::new([2, 4, 2, q_len, 70, 32, 32])
 }
 
-/// Each layout for all three inputs at once.
+/// All three inputs have the same layout.
 #[test]
-fn every_layout() {
+fn strides_of_every_layout_match_contiguous() {
     for layout in Layout::ALL {
         for q_len in [66, 3] {
             Case {
@@ -27,9 +26,10 @@ fn every_layout() {
     }
 }
 
-/// One input apart from the others: strides must not be taken from a neighbour.
+/// One input has another layout than the other inputs. The test detects a kernel that applies one input's strides to
+/// another.
 #[test]
-fn one_input_apart() {
+fn strides_of_one_input_apart_match_contiguous() {
     for index in 0..3 {
         for layout in [Layout::HeadsLast, Layout::Transposed, Layout::SharedHeads] {
             let mut layouts = [Layout::Contiguous; 4];
@@ -44,7 +44,7 @@ fn one_input_apart() {
 }
 
 #[test]
-fn gradients_of_the_output() {
+fn strides_of_the_output_gradient_match_contiguous() {
     for layout in [
         Layout::HeadsLast,
         Layout::Transposed,
@@ -68,7 +68,7 @@ fn gradients_of_the_output() {
 }
 
 #[test]
-fn everything_apart() {
+fn strides_of_all_inputs_apart_match_contiguous() {
     Case {
         layouts: [
             Layout::HeadsLast,
@@ -87,9 +87,9 @@ fn everything_apart() {
     .check();
 }
 
-/// A bias that the caller expanded: its gradient sums over what it was expanded along.
+/// The caller expanded the bias. Its gradient sums over the expanded dimensions.
 #[test]
-fn expanded_biases() {
+fn strides_of_expanded_bias_sum_its_gradient() {
     for bias in [
         FULL,
         [false, true, true, true],
@@ -105,9 +105,9 @@ fn expanded_biases() {
     }
 }
 
-/// Sizes that no vector of four divides, so that every row starts elsewhere.
+/// These head sizes are not multiples of four, so consecutive rows start at different alignments.
 #[test]
-fn odd_columns() {
+fn strides_of_odd_columns_match_contiguous() {
     for layout in [
         Layout::Contiguous,
         Layout::HeadsLast,
@@ -124,11 +124,11 @@ fn odd_columns() {
     }
 }
 
-/// The stride of an only row may be any number, and no address of a copy may come from it.
+/// A dimension of size 1 may have any stride. A kernel must not compute an address from that stride.
 #[test]
-fn one_row_of_any_stride() {
+fn strides_of_a_single_row_are_not_read() {
     for (q_len, kv_len) in [(1, 70), (3, 1), (70, 1)] {
-        // The rows of the last two start at multiples of 8 and of 16 bytes in half precision.
+        // In half precision, rows of the last two widths start at multiples of 8 and of 16 bytes.
         for width in [33, 261, 100, 64] {
             for layout in [Layout::Contiguous, Layout::Transposed] {
                 for dtype in [DType::F32, DType::BF16] {
@@ -144,9 +144,9 @@ fn one_row_of_any_stride() {
     }
 }
 
-/// Lengths, ids and sinks of one sequence or head, expanded to all.
+/// The lengths, ids and sinks of one sequence or head are expanded to all.
 #[test]
-fn expanded_integers_and_sinks() {
+fn strides_of_expanded_lengths_segments_and_sinks_match_contiguous() {
     let ids = |length: i64| -> Vec<i64> { (0..length).map(|token| token / 40).collect() };
     for q_len in [66, 3] {
         let plain = Case {
@@ -167,9 +167,9 @@ fn expanded_integers_and_sinks() {
     }
 }
 
-/// Lengths, ids and sinks that are columns of wider tensors, and a mask whose rows and columns swap.
+/// The lengths, ids and sinks are columns of wider tensors. The mask is a transposed view.
 #[test]
-fn sliced_integers_sinks_and_masks() {
+fn strides_of_sliced_lengths_segments_sinks_and_masks_match_contiguous() {
     for device in devices() {
         let on = &device.device;
         let normal = |heads: usize, length: usize| {
@@ -178,7 +178,7 @@ fn sliced_integers_sinks_and_masks() {
             Tensor::<4>::from_data(data, on)
         };
         let (query, key) = (normal(4, 66), normal(2, 70));
-        // Each value the first of `wide` columns; −9 in the others.
+        // Each value is the first of `wide` columns; the other columns are −9.
         let spread = |values: Vec<i64>, wide: usize| -> Vec<i64> {
             let row = |value| iter::once(value).chain(iter::repeat(-9)).take(wide);
             values.into_iter().flat_map(row).collect()

@@ -1,5 +1,5 @@
-//! Lengths that fill no tile, and what lies beyond them: keys past a sequence's length, rows and columns
-//! around a slice. All of it is NaN or infinite here, and none of it may be seen.
+//! Lengths that fill no tile, and the memory beyond them: keys past a sequence's length, and rows and columns around a
+//! slice. That memory is NaN or infinite here, and no result may depend on it.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};
@@ -11,7 +11,7 @@ use attention_cube::CausalAlignment;
 use burn::tensor::{DType, Device};
 
 #[test]
-fn lengths_around_tile_sizes() {
+fn lengths_around_tile_sizes_match_reference() {
     for (q_len, kv_len) in [
         (1, 1),
         (1, 33),
@@ -31,7 +31,7 @@ fn lengths_around_tile_sizes() {
 }
 
 #[test]
-fn causal_lengths_around_tile_sizes() {
+fn lengths_around_tile_sizes_with_causal_mask_match_reference() {
     for (q_len, kv_len) in [(2, 2), (33, 33), (64, 65), (65, 64), (128, 129), (3, 127)] {
         Case {
             causal: Some(CausalAlignment::BottomRight),
@@ -41,15 +41,15 @@ fn causal_lengths_around_tile_sizes() {
     }
 }
 
-/// More steps than a software driver's compiler grants one unit's loops.
+/// The sequences are so long that one loop over the keys would exceed a software driver's limit of iterations.
 #[test]
-fn long_sequences() {
+fn lengths_of_more_than_a_thousand_match_reference() {
     Case::new([2, 1, 1, 1500, 1300, 16, 16]).check();
 }
 
 const LENGTHS: [i64; 6] = [0, 1, 63, 64, 70, 101];
 
-/// Poison in the keys and values past each sequence's length; zeros there are equivalent.
+/// Returns the inputs with NaN keys and infinite values past each sequence's length, and the same inputs without them.
 fn poisoned(case: &Case) -> (Inputs, Inputs) {
     let clean = case.inputs();
     let mut given = clean.clone();
@@ -61,7 +61,7 @@ fn poisoned(case: &Case) -> (Inputs, Inputs) {
 }
 
 #[test]
-fn nothing_past_the_length_is_seen() {
+fn kv_lengths_hide_nan_in_prefill() {
     for causal in [
         None,
         Some(CausalAlignment::BottomRight),
@@ -78,7 +78,7 @@ fn nothing_past_the_length_is_seen() {
 }
 
 #[test]
-fn nothing_past_the_length_is_seen_when_decoding() {
+fn kv_lengths_hide_nan_in_decode() {
     for q_len in [1, 3] {
         let case = Case {
             causal: Some(CausalAlignment::BottomRight),
@@ -91,7 +91,7 @@ fn nothing_past_the_length_is_seen_when_decoding() {
 }
 
 #[test]
-fn lengths_beyond_the_keys_are_clamped() {
+fn kv_lengths_beyond_the_keys_are_clamped() {
     let case = Case {
         causal: Some(CausalAlignment::BottomRight),
         kv_lengths: Some(vec![-5, 1000, 40]),
@@ -105,9 +105,9 @@ fn lengths_beyond_the_keys_are_clamped() {
     case.check_inputs(&given, &clamped);
 }
 
-/// A sequence with a length gives what its trimmed keys give without one.
+/// A sequence with a length gives the same results as a sequence that is trimmed to that length.
 #[test]
-fn a_length_is_a_trimmed_sequence() {
+fn kv_lengths_equal_trimmed_sequences() {
     let case = Case {
         causal: Some(CausalAlignment::BottomRight),
         kv_lengths: Some(LENGTHS.to_vec()),
@@ -149,7 +149,8 @@ fn a_length_is_a_trimmed_sequence() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // One sequence's part, and of that the rows of its keys: there is one head of them.
+                // The values are one sequence's part of each result. A key gradient has only the rows of the trimmed
+                // keys, since there is one key head.
                 let precision = Precision {
                     dtype: case.dtype,
                     terms: 101,
@@ -162,7 +163,7 @@ fn a_length_is_a_trimmed_sequence() {
 }
 
 #[test]
-fn nothing_around_a_slice_is_seen() {
+fn slice_surroundings_of_nan_are_not_read() {
     for layout in [
         Layout::Sliced {
             before: 8,

@@ -1,4 +1,4 @@
-//! Several threads and devices at once: forward and backward give the bits that they give one after the other.
+//! Several threads and devices at the same time: forward and backward give the bits of serial runs.
 
 use crate::case::{Case, FULL};
 use crate::devices::{TestDevice, devices};
@@ -9,15 +9,14 @@ use burn::tensor::{Device, DeviceType, TensorData};
 use std::sync::Barrier;
 use std::thread;
 
-/// Runs that each thread makes while the others do.
+/// The number of runs of each thread, while the other threads run.
 const RUNS: usize = 3;
 
-/// Two problems of different kernels, so that launches of both are in flight.
+/// Returns two problems with different kernels, so launches of both are in flight.
 fn cases() -> [(Case, Inputs); 2] {
     let causal = Case {
         causal: Some(CausalAlignment::BottomRight),
         sinks: true,
-        deterministic: true,
         ..Case::new([2, 4, 2, 70, 90, 16, 16])
     };
     let masked = Case {
@@ -37,7 +36,7 @@ fn run((case, inputs): &(Case, Inputs), device: &TestDevice) -> Vec<(&'static st
     prepared.run(Operator::Fused)
 }
 
-/// Runs each pair in a thread of its own, all at once, and compares with what it gave alone.
+/// Runs each pair in its own thread, all at the same time, and compares with the result of a run alone.
 fn check(pairs: &[(&(Case, Inputs), &TestDevice)]) {
     let alone: Vec<_> = pairs.iter().map(|(case, on)| run(case, on)).collect();
     let start = Barrier::new(pairs.len());
@@ -78,7 +77,7 @@ fn threads_on_all_devices_give_the_bits_of_serial_runs() {
     check(&pairs);
 }
 
-/// The kind of a device under test, where a machine may have several.
+/// Returns the kind of a device under test if a machine may have several devices of that kind.
 fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     match device.name {
         #[cfg(feature = "cuda")]
@@ -89,7 +88,7 @@ fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     }
 }
 
-/// All devices of each kind under test of which there are several.
+/// Returns all devices of each kind under test that has several devices.
 fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     let kinds = devices().into_iter().filter_map(|device| {
         let of_kind = Device::enumerate(kind_of(&device)?).into_vec().into_iter();
@@ -102,7 +101,7 @@ fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     kinds.filter(|kind| kind.len() > 1).collect()
 }
 
-/// Both problems on each device of a kind, all at once.
+/// Both problems run on each device of a kind, all at the same time.
 #[test]
 fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
     let [first, second] = cases();

@@ -1,11 +1,13 @@
-//! Faults of Burn's own operations that reach a gradient of attention: `docs/upstream.md` reports them.
-//! Each test passes while the fault is there, and fails with what to remove once Burn is mended.
+//! Faults of Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them.
+//! Each test passes as long as Burn has the fault. Once Burn is fixed, the test fails and names the workaround to
+//! remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// The sum over `axis` of a random tensor of `stored` permuted by `order`: on `device`, and on the processor.
+/// Returns the sum over `axis` of a random tensor of shape `stored` permuted by `order`, computed on `device` and on
+/// the processor.
 fn sums<const D: usize>(
     device: &Device,
     stored: [usize; D],
@@ -39,7 +41,7 @@ fn sum_of_a_permuted_tensor_of_rank_4_is_wrong_in_burn() {
     }
 }
 
-/// The gradient of `x.sum_dim(1).permute(…) * w`, which contains such a sum, without any attention.
+/// The gradient of `x.sum_dim(1).permute(…) * w` contains such a sum, without any attention.
 #[test]
 fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     let flex = Device::flex();
@@ -62,7 +64,7 @@ fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     }
 }
 
-/// The model sums tensors of at most three dimensions where they may be permuted.
+/// The model sums permuted tensors only if they have at most three dimensions.
 #[test]
 fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     let orders = [
@@ -83,7 +85,8 @@ fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     }
 }
 
-/// Reducing the last dimension in memory is right at any rank: a norm over heads that were moved.
+/// A sum over the dimension that is contiguous in memory is right at any rank. An example is a norm over permuted
+/// heads.
 #[test]
 fn sum_over_contiguous_columns_of_rank_4_is_right_in_burn() {
     for TestDevice { name, device } in cube_devices() {

@@ -1,5 +1,6 @@
-//! Numbered problems shared among processes, each with the device to itself as far as it knows: compiling a kernel takes
-//! longer than running it, and a process compiles one at a time. A worker that ends or hangs at a problem is replaced.
+//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling
+//! takes longer than running, so several processes are faster. All workers use the same device. A worker that ends or
+//! hangs at a problem is replaced.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -12,62 +13,63 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Set in the environment of a worker.
+/// Environment variable that is set in a worker process.
 const WORKER: &str = "ATTENTION_TEST_WORKER";
 
-/// A problem takes seconds where all its kernels have to be compiled; after this time it hangs.
+/// Time without an answer after which a worker counts as hung. A problem takes seconds if all its kernels must be
+/// compiled.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// After so many problems, how many there were is said.
+/// The number of checked problems is printed after each multiple of this number.
 const PROGRESS: u64 = 500;
 
-/// What a worker says of a problem.
+/// A worker's verdict on a problem.
 pub enum Verdict {
-    /// It is right; what should be counted of it.
+    /// The results are right. The texts name the kinds of the problem, for the counts.
     Right(Vec<String>),
-    /// What is wrong.
+    /// The results are wrong, as the text says.
     Wrong(String),
-    /// The operator panicked: after that a device may refuse everything.
+    /// The operator panicked. The device may refuse all later calls.
     Panicked(String),
 }
 
-/// What came of the problems.
+/// The results of the checked problems.
 #[derive(Default)]
 pub struct Tally {
-    /// How many were checked.
+    /// The number of checked problems.
     pub checked: u64,
-    /// Those that are wrong, with what is.
+    /// The numbers of the wrong problems, each with a description of the fault.
     pub wrong: BTreeMap<u64, String>,
-    /// How many were of each kind.
+    /// The number of problems of each kind.
     pub kinds: BTreeMap<String, u64>,
 }
 
 impl Tally {
-    /// Says it at once: a run may be stopped before its end.
+    /// Records a wrong problem and prints it at once, since a run may be stopped before its end.
     fn add_wrong(&mut self, number: u64, fault: String) {
         println!("problem {number} is wrong: {fault}");
         self.wrong.insert(number, fault);
     }
 }
 
-/// Whether this process is a worker.
+/// Returns true if this process is a worker.
 pub fn is_worker() -> bool {
     std::env::var_os(WORKER).is_some()
 }
 
-/// Draws and checks the problems whose numbers come through the standard input, until it ends.
+/// Draws and checks the problems whose numbers arrive on the standard input, until the input ends.
 ///
 /// # Panics
-/// Where the input is no range of numbers.
+/// Panics if a line of the input is not a range of numbers.
 pub fn work<P: Debug>(draw: impl Fn(u64) -> P, check: impl Fn(&P) -> Verdict) {
-    // The test harness may have begun a line.
+    // The test harness may have printed the start of a line.
     println!();
     for line in std::io::stdin().lines() {
-        let line = line.expect("lines of numbers");
+        let line = line.expect("the standard input is readable");
         let bound = |text: Option<&str>| text.and_then(|text| text.parse::<u64>().ok());
         let mut words = line.split(' ');
         let (first, end) = (bound(words.next()), bound(words.next()));
-        for number in first.expect("a number")..end.expect("a number") {
+        for number in first.expect("the first number")..end.expect("the end") {
             let problem = draw(number);
             println!("begin {problem:?}");
             match check(&problem) {
@@ -92,7 +94,7 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " ")
 }
 
-/// A process that runs the calling test as [`work`].
+/// A process that runs the calling test in [`work`].
 struct Worker {
     process: Child,
     orders: ChildStdin,
@@ -101,12 +103,13 @@ struct Worker {
 
 impl Worker {
     fn start(test: &str) -> Self {
-        let mut process = Command::new(std::env::current_exe().expect("the path of this test"))
+        let mut process = Command::new(std::env::current_exe().expect("the test has a path"))
             .args(["--exact", test, "--nocapture"])
             .env(WORKER, "1")
-            // The definition runs on the processor, whose cores have a worker each.
+            // The reference runs on the processor, and each core runs one worker.
             .env("RAYON_NUM_THREADS", "1")
-            // Its tensors come and go: glibc would fetch the pages from the system each time.
+            // The worker often frees and allocates tensors. With its defaults, glibc would return the pages to the
+            // system each time.
             .envs([
                 ("MALLOC_ARENA_MAX", "1"),
                 ("MALLOC_MMAP_MAX_", "0"),
@@ -116,9 +119,9 @@ impl Worker {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("a process");
-        let orders = process.stdin.take().expect("it is piped");
-        let output = BufReader::new(process.stdout.take().expect("it is piped"));
+            .expect("the test binary starts");
+        let orders = process.stdin.take().expect("the standard input is piped");
+        let output = BufReader::new(process.stdout.take().expect("stdout is piped"));
         let (sender, answers) = channel();
         thread::spawn(move || {
             let lines = output.lines().map_while(Result::ok);
@@ -131,14 +134,15 @@ impl Worker {
         }
     }
 
-    /// Has `numbers` checked; what is left of them where the worker came to an end, `None` where it never began.
+    /// Sends `numbers` to the worker and waits for its verdicts. Returns the numbers that the worker left unchecked, or
+    /// `None` if the worker never started.
     fn check(
         &mut self,
         numbers: Range<u64>,
         tally: &Mutex<Tally>,
         deadline: Option<Instant>,
     ) -> Option<Range<u64>> {
-        let tally = || tally.lock().expect("no holder panics");
+        let tally = || tally.lock().expect("no thread panics with the lock");
         let left = || deadline.map(|end| end.saturating_duration_since(Instant::now()));
         let patience = || left().map_or(PATIENCE, |left| left.min(PATIENCE));
         let mut at = numbers.start;
@@ -165,12 +169,13 @@ impl Worker {
                 }
             }
         }
-        // Where it came to an end between two problems the next worker goes on, and where time is up nobody does.
+        // A worker that ended between two problems is replaced, and the next worker continues. After the deadline no
+        // worker continues.
         let in_time = left().is_none_or(|left| !left.is_zero());
         if let Some(problem) = begun.filter(|_| in_time) {
             let fault = match self.process.try_wait() {
                 Ok(Some(status)) => format!("its process ended: {status}"),
-                _ => format!("nothing for {} s", PATIENCE.as_secs()),
+                _ => format!("no answer for {} s", PATIENCE.as_secs()),
             };
             let mut tally = tally();
             tally.checked += 1;
@@ -182,14 +187,14 @@ impl Worker {
 
     fn end(mut self) {
         drop(self.orders);
-        // It has nothing left to do, or hangs.
+        // The worker is idle or hangs at this point, so it is ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Has the numbers below `count` checked by `jobs` processes, which run `test` and [`work`] there, `bundle` at a time,
-/// until the time is up.
+/// Checks all numbers below `count` in `jobs` processes, `bundle` numbers at a time, until the time is up. The
+/// processes run `test`, which calls [`work`].
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
     let deadline = time.map(|time| Instant::now() + time);
@@ -205,7 +210,7 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
                     }
                     let mut left = first..(first + bundle).min(count);
                     while !left.is_empty() && !is_late() {
-                        // Why it cannot start is on its standard error.
+                        // A worker that cannot start prints the reason on its standard error.
                         let Some(rest) = worker.check(left, &tally, deadline) else {
                             return worker.end();
                         };
@@ -219,5 +224,5 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
             });
         }
     });
-    tally.into_inner().expect("no holder panics")
+    tally.into_inner().expect("no thread panics with the lock")
 }

@@ -1,9 +1,9 @@
-//! `cargo xtask ci`: every check, in order, up to the first that fails.
+//! `cargo xtask ci`: runs all checks in order and stops at the first failure.
 
 use std::time::{Duration, Instant};
 
 use crate::{
-    fuzz,
+    fuzz, layers,
     process::{self, Result},
     setup, test,
 };
@@ -17,6 +17,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "formatting",
         run: formatting,
+    },
+    Step {
+        name: "layers",
+        run: layers::check,
     },
     Step {
         name: "LLVM for the cuda feature",
@@ -46,7 +50,7 @@ const STEPS: &[Step] = &[
         name: "broken files",
         run: broken_files,
     },
-    // Last, so that the output ends with the verdict on the tests.
+    // The tests are last, so that their result is at the end of the output.
     Step {
         name: "tests",
         run: tests,
@@ -77,12 +81,12 @@ fn print_times(times: &[(&str, Duration)]) {
         println!("{:8.1} s  {name}", time.as_secs_f64());
     }
     let total: Duration = times.iter().map(|(_, time)| time).sum();
-    println!("{:8.1} s  in all", total.as_secs_f64());
+    println!("{:8.1} s  in total", total.as_secs_f64());
 }
 
 fn formatting() -> Result<()> {
     process::run(process::cargo().args(["fmt", "--all", "--check"]))
-        .map_err(|error| format!("{error}; `cargo fmt --all` puts it right"))
+        .map_err(|error| format!("{error}; run `cargo fmt --all` to fix the formatting"))
 }
 
 fn llvm() -> Result<()> {
@@ -114,21 +118,22 @@ fn documentation() -> Result<()> {
     )
 }
 
-/// Packs what is published. Named in one command, the packages may depend on each other's
-/// unpublished versions; they are not built again from the archives, since that would compile every
-/// dependency once more.
+/// Packs the crates that are published. One command packs them all, because a crate may depend on another crate's unpublished
+/// version. The packed crates are not built, because that would compile every dependency once more.
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",
         "--package=cube-kit",
         "--package=attention-cube",
         "--package=burn-gemma4",
+        "--package=gemma4-train",
+        "--package=gemma4-cli",
         "--no-verify",
         "--allow-dirty",
     ]))
 }
 
-/// Half of what `cargo xtask fuzz` takes: the checks are to be done within an hour on a new machine.
+/// Runs the fuzzing for half the time of `cargo xtask fuzz`, so that all checks finish within an hour on a new machine.
 fn broken_files() -> Result<()> {
     fuzz::run(&["--seconds", "30"].map(String::from))
 }

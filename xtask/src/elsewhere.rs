@@ -1,5 +1,5 @@
-//! Set-up outside Linux: there is none. The system brings its graphics driver, and CubeCL's build
-//! downloads its LLVM.
+//! Sets up systems other than Linux. Nothing needs to be installed there, because the system has a graphics driver, and CubeCL's
+//! build downloads LLVM.
 
 use std::process::Command;
 
@@ -22,7 +22,7 @@ pub fn llvm() -> Result<()> {
 
 pub fn llvm_if_possible() {}
 
-/// Nobody has tried it here.
+/// Returns false, because MPI has not been tried on these systems.
 pub fn has_mpi() -> bool {
     false
 }

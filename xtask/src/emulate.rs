@@ -1,4 +1,4 @@
-//! `cargo xtask emulate`: the operator's tests with CUDA, without a GPU. `docs/emulator.md` says what that checks.
+//! `cargo xtask emulate`: runs the operator's CUDA tests without a GPU. `docs/emulator.md` describes the checks.
 
 use std::{
     env, fs,
@@ -11,11 +11,11 @@ use crate::{
     setup,
 };
 
-/// The names under which programs look for CUDA's driver and its compiler. Not `libcuda.so.1`: the real compiler looks for a driver
-/// under that name, and expects more of it.
+/// The file names under which programs load CUDA's driver and its compiler. `libcuda.so.1` is left out, because the real
+/// compiler loads a driver under that name and needs functions that the emulator lacks.
 const NAMES: [&str; 2] = ["libcuda.so", "libnvrtc.so"];
 
-/// How the tests are built.
+/// The cargo options of the build.
 const PROFILE: [&str; 4] = [
     "--release",
     "--no-default-features",
@@ -23,13 +23,13 @@ const PROFILE: [&str; 4] = [
     "cuda,flex",
 ];
 
-/// What Python knows of NVIDIA's packages, a folder a line.
+/// A Python program that prints the folders of NVIDIA's Python packages, one per line.
 const PACKAGES: &str = "import nvidia; print('\\n'.join(nvidia.__path__))";
 
 /// Builds the emulator, runs the tests with it and returns their exit code.
 pub fn run(args: &[String]) -> Result<u8> {
     if !cfg!(target_os = "linux") {
-        return Err("the emulator stands in for CUDA's libraries on Linux only".into());
+        return Err("the emulator supports only Linux".into());
     }
     let (card, args) = card(args)?;
     let cuda = Cuda::find()?;
@@ -57,12 +57,13 @@ pub fn run(args: &[String]) -> Result<u8> {
     }
 
     let mut command = process::cargo();
-    // For the programs alone: cargo itself would build CUDA's crates again for another CUDA_PATH.
+    // The variables are set through cargo's runner, so that only the programs that cargo runs see them. If cargo itself saw
+    // another CUDA_PATH, it would rebuild CUDA's crates.
     command.arg("--config").arg(runner(&environment));
     command.arg("test").args(PROFILE);
     if !chooses_test(args) {
         command.args(["--test", "operator"]);
-        // One of the operator's tests starts it.
+        // The example program is built here, because one of the operator's tests starts it.
         process::run(
             process::cargo()
                 .args(["build", "--example", "attention"])
@@ -72,11 +73,11 @@ pub fn run(args: &[String]) -> Result<u8> {
     let status = process::status(command.args(args))?;
     match status.code() {
         Some(code) => Ok(u8::try_from(code).unwrap_or(1)),
-        None => Err(format!("the tests were ended ({status})")),
+        None => Err(format!("the tests were stopped ({status})")),
     }
 }
 
-/// The card that is asked for, and the arguments that are cargo's.
+/// Splits the arguments into the requested card and the arguments for cargo.
 fn card(args: &[String]) -> Result<(Option<&str>, &[String])> {
     match args {
         [option, card, rest @ ..] if option == "--card" => Ok((Some(card), rest)),
@@ -94,9 +95,9 @@ fn chooses_test(args: &[String]) -> bool {
     for_cargo.any(|arg| arg == "--test" || arg.starts_with("--test="))
 }
 
-/// A setting of cargo's by which programs are run with these variables.
+/// Returns the cargo setting that runs programs with these environment variables.
 fn runner(environment: &[String]) -> String {
-    // TOML's strings have the escapes that Rust's have, as far as paths need any.
+    // Rust's escapes are valid in TOML strings for all characters that paths contain.
     let words = environment.iter().map(|variable| format!("{variable:?}"));
     let words: Vec<_> = std::iter::once("\"env\"".to_string())
         .chain(words)
@@ -109,7 +110,7 @@ fn target_folder() -> PathBuf {
     process::workspace_root().join(folder)
 }
 
-/// Builds the emulator for this processor, and lays it out under the names that programs look for.
+/// Builds the emulator for this CPU, and copies it to the file names under which programs load CUDA.
 fn build(target: &Path) -> Result<PathBuf> {
     let mut flags = env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-cpu=native");
@@ -129,11 +130,11 @@ fn build(target: &Path) -> Result<PathBuf> {
                 .iter()
                 .try_for_each(|name| fs::copy(&built, libraries.join(name)).map(drop))
         })
-        .map_err(|error| format!("{} could not be laid out: {error}", libraries.display()))?;
+        .map_err(|error| format!("{} could not be filled: {error}", libraries.display()))?;
     Ok(libraries)
 }
 
-/// NVIDIA's compiler for CUDA C++, and its headers. Neither needs a GPU.
+/// The folders of CUDA's headers and of NVRTC, NVIDIA's compiler for CUDA C++. Neither needs a GPU.
 struct Cuda {
     root: PathBuf,
     libraries: PathBuf,
@@ -160,7 +161,7 @@ impl Cuda {
             .chain([PathBuf::from("/usr/local/cuda")])
             .find_map(|root| Self::at(&root))
             .ok_or_else(|| {
-                "NVIDIA's compiler NVRTC and the CUDA headers are not here; they need no GPU. Either set CUDA_PATH to a CUDA \
+                "NVIDIA's compiler NVRTC and the CUDA headers were not found; they need no GPU. Either set CUDA_PATH to a CUDA \
                  toolkit, or let Python install them and run this again:\n  \
                  python3 -m pip install nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-cccl\n\
                  (in a virtual environment: activate it, or set CUDA_PATH to its `lib/python3.*/site-packages/nvidia/cu13`)"
@@ -168,7 +169,7 @@ impl Cuda {
             })
     }
 
-    /// The CUDA in this folder, if it has all that is needed.
+    /// Returns the CUDA installation in the folder `root`, or `None` if it is not complete.
     fn at(root: &Path) -> Option<Self> {
         if !root.join("include/cuda_runtime.h").exists() {
             return None;
@@ -188,7 +189,7 @@ impl Cuda {
     }
 }
 
-/// What is in a folder, by name; nothing where it cannot be read.
+/// Returns the paths in a folder, sorted by name. The list is empty if the folder cannot be read.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut entries: Vec<_> = entries.map(|entry| entry.path()).collect();
@@ -205,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_card_comes_first() {
+    fn card_with_leading_option_is_split_off() {
         for (line, expected, left) in [
             ("--card h100 -- masks", Some("h100"), 2),
             ("--card=a100", Some("a100"), 0),
@@ -220,13 +221,13 @@ mod tests {
     }
 
     #[test]
-    fn another_test_replaces_the_operators() {
+    fn chooses_test_with_test_option_is_true() {
         assert!(chooses_test(&args("--test memory -- x")));
         assert!(!chooses_test(&args("-- --test")));
     }
 
     #[test]
-    fn programs_are_run_with_variables() {
+    fn runner_with_variables_escapes_them() {
         let variables = ["A=b c".to_string(), "D=\"".to_string()];
         let expected = r#"target.'cfg(unix)'.runner = ["env", "A=b c", "D=\""]"#;
         assert_eq!(runner(&variables), expected);

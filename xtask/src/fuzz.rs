@@ -1,14 +1,14 @@
-//! `cargo xtask fuzz`: reads broken files of every format.
+//! `cargo xtask fuzz`: passes broken files of every format to the code that reads them.
 
 use crate::process::{self, Result};
 
-/// How long files of one format are broken where nobody says otherwise.
+/// The default time per format, in seconds.
 const SECONDS: &str = "60";
 
-/// Runs the fuzzing program of the tests, with `args` for it.
+/// Runs the fuzzing test program with `args`.
 pub fn run(args: &[String]) -> Result<()> {
     let mut command = process::cargo();
-    // As the tests are built, so that dependencies are not compiled once more.
+    // The build uses the options of `cargo xtask test`, so that dependencies are not compiled a second time.
     command.args(["test", "--release", "--workspace"]);
     command
         .args(process::programs())
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_minute_unless_it_is_said() {
+    fn says_how_long_with_seconds_option_is_true() {
         let args = |line: &str| -> Vec<String> { line.split(' ').map(String::from).collect() };
         for line in ["--seconds 3600", "config --seconds=5 --seed 3"] {
             assert!(says_how_long(&args(line)), "{line}");

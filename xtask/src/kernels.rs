@@ -1,8 +1,8 @@
-//! `cargo xtask kernels`: what compilers make of kernels for cards that are not here.
+//! `cargo xtask kernels`: compiles kernels for cards that this machine does not have, and writes tables of the results.
 //!
-//! The library writes kernels without a card: the CUDA C++ of the mma engine's, which `nvcc` compiles, or the machine code of the cmma
-//! and the unit engine's for AMD's cards, which CubeCL's own compiler makes. Tables of registers, shared memory and spills go into
-//! `docs`. A spill counts as hot where a loop that multiplies runs over it.
+//! The library emits kernels without a card. For NVIDIA it emits CUDA C++ of the mma engine, which `nvcc` compiles. For AMD,
+//! CubeCL's own compiler generates machine code of the cmma and unit engines. The tables of registers, shared memory and spills
+//! go into `docs`. A spill is hot if it is executed in a loop that multiplies.
 
 mod amd;
 mod nvidia;
@@ -17,22 +17,22 @@ use crate::{
     setup,
 };
 
-/// The fewest options, and the most that meet.
+/// The suffixes of kernel names: one without options, and one with as many options as can be combined.
 const OPTIONS: &[&str] = &["", "-softcap-bias-mask-lengths-segments"];
 
-/// Writes, compiles and tells of NVIDIA's cards.
+/// Emits and compiles kernels for NVIDIA's cards, and writes the table.
 pub fn nvidia() -> Result<()> {
     setup::llvm_if_possible();
     nvidia::run()
 }
 
-/// Writes, compiles and tells of AMD's cards.
+/// Emits and compiles kernels for AMD's cards, and writes the table.
 pub fn amd() -> Result<()> {
     setup::llvm_if_possible();
     amd::run()
 }
 
-/// Kernels without options, and with those that meet.
+/// Returns the names of all kernels, without options and with the combined options.
 fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
     kernels
         .flat_map(|kernel| {
@@ -43,14 +43,14 @@ fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
         .collect()
 }
 
-/// The library, built with a feature, and its test that writes kernels.
+/// The library with one of its features, and the name of the test that emits kernels.
 struct Library {
     feature: &'static str,
     test: &'static str,
 }
 
 impl Library {
-    /// Has it write kernels into `kernels` in a folder.
+    /// Runs the test that emits kernels into `folder/kernels`.
     fn write(&self, names: &[String], folder: &Path, environment: &[(&str, String)]) -> Result<()> {
         fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         process::run(
@@ -75,14 +75,14 @@ fn without(folder: &Path) -> Result<()> {
     fs::remove_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))
 }
 
-/// The number between two words of a compiler's log.
+/// Returns the number that stands between the texts `after` and `before` in a compiler's log.
 fn number_between(log: &str, after: &str, before: &str) -> Option<usize> {
     let rest = &log[log.find(after)? + after.len()..];
     rest[..rest.find(before)?].trim().parse().ok()
 }
 
-/// Instructions on spilled registers in loops that multiply: between a branch backward and its target. Instructions are where they lie
-/// and their text.
+/// Counts the instructions on spilled registers in loops that multiply. A loop is the code from the target of a backward branch
+/// to the branch. Each instruction is given by its address and its text.
 fn hot_spills(
     instructions: &[(usize, &str)],
     branch_target: impl Fn(&str) -> Option<usize>,
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_off_the_compilers_log() {
+    fn number_between_of_compiler_log_gives_its_numbers() {
         let log = "ptxas info    : Used 255 registers, used 1 barriers\n 8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads";
         assert_eq!(number_between(log, "Used", "registers"), Some(255));
         assert_eq!(

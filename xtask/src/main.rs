@@ -4,6 +4,7 @@ mod ci;
 mod emulate;
 mod fuzz;
 mod kernels;
+mod layers;
 mod process;
 mod test;
 
@@ -25,15 +26,15 @@ Usage: cargo xtask <command>
   test [CARGO_TEST_ARGS...]  set this machine up, then run the tests of the whole workspace
   emulate [--card NAME] [CARGO_TEST_ARGS...]
                              run the operator's CUDA tests without a GPU, as an a100, rtx3090, rtx4090, h100 or rtx5090 would
-  fuzz [FORMATS...]          read broken files of every format for a minute each, or --seconds N, by --seed N
-  kernels                    have nvcc compile the mma engine's kernels for cards that are not here: docs/mma-compiled.md
-  kernels --cards amd        have CubeCL compile the cmma and the unit engine's for AMD's cards: docs/amd-compiled.md
-  llvm                       lay Debian's LLVM out for builds with the feature `cuda` or `rocm`
+  fuzz [FORMATS...]          feed broken files to the readers, a minute for each format, or --seconds N, by --seed N
+  kernels                    compile the mma engine's kernels with nvcc for cards that need not be present: docs/mma-compiled.md
+  kernels --cards amd        compile the cmma and unit engines' kernels with CubeCL for AMD's cards: docs/amd-compiled.md
+  llvm                       install Debian's LLVM for builds with the feature `cuda` or `rocm`
   ci                         run every check that continuous integration runs
   help                       show this text
 ";
 
-/// The exit code of a command line that cannot be understood, as opposed to 1 for work that failed.
+/// The exit code for an invalid command line. A command that fails has the exit code 1.
 const USAGE_ERROR: u8 = 2;
 
 fn main() -> ExitCode {

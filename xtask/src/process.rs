@@ -1,4 +1,4 @@
-//! Running other programs.
+//! Runs other programs.
 
 use crate::setup;
 use std::{
@@ -8,10 +8,11 @@ use std::{
     sync::LazyLock,
 };
 
-/// A result whose error is the message to print: what was tried and what to do about it.
+/// A result whose error is the message to print. The message says what failed and how to fix it.
 pub type Result<T> = std::result::Result<T, String>;
 
-/// With what every program of the workspace is built, and one dependency graph serves all steps: MPI where it is there.
+/// Returns the cargo options that select all programs of the workspace, with MPI if it is installed. Every step uses the same
+/// features, so that dependencies are compiled only once.
 pub fn programs() -> [&'static str; 2] {
     let features = match setup::has_mpi() {
         true => "training,mpi",
@@ -20,7 +21,8 @@ pub fn programs() -> [&'static str; 2] {
     ["--features", features]
 }
 
-/// Where cargo has started this program: one that was built in another clone, with the same target folder, is this one's, too.
+/// Returns the root of the workspace in which cargo started this program. The folder in which this program was built may be
+/// another one, because clones that share a target folder also share this program.
 pub fn workspace_root() -> &'static Path {
     static PACKAGE: LazyLock<PathBuf> = LazyLock::new(|| {
         let started = env::var_os("CARGO_MANIFEST_DIR");
@@ -29,21 +31,21 @@ pub fn workspace_root() -> &'static Path {
     PACKAGE.parent().unwrap_or(&PACKAGE)
 }
 
-/// The cargo that runs this program, started in the workspace root.
+/// Returns a command for the cargo that runs this program. It will start in the workspace root.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace_root());
     command
 }
 
-/// Runs `command` on this terminal and waits for it. An error means that it could not be started.
+/// Runs `command` on this terminal and waits for its end. Returns an error only if the command cannot be started.
 pub fn status(command: &mut Command) -> Result<ExitStatus> {
     command
         .status()
         .map_err(|error| format!("`{}` could not be started: {error}", display(command)))
 }
 
-/// Runs `command` on this terminal. Any outcome but success is an error.
+/// Runs `command` on this terminal. Returns an error if the command does not succeed.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = status(command)?;
     if status.success() {
@@ -53,14 +55,14 @@ pub fn run(command: &mut Command) -> Result<()> {
     }
 }
 
-/// What `command` prints, or `None` if it is not there or fails.
+/// Returns the output of `command`, or `None` if the command is missing or fails.
 pub fn output(command: &mut Command) -> Option<String> {
     let output = command.output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     output.status.success().then_some(text)
 }
 
-/// The command line as one would type it.
+/// Returns the command line as a user would type it.
 pub fn display(command: &Command) -> String {
     let program = Path::new(command.get_program());
     let name = program.file_stem().unwrap_or(program.as_os_str());
@@ -76,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_is_displayed_as_typed() {
+    fn display_of_command_is_as_typed() {
         let mut command = Command::new("/opt/rust/bin/cargo");
         command.args(["test", "--release"]);
         assert_eq!(display(&command), "cargo test --release");

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: the whole test suite, on a machine that has nothing but Rust.
+//! `cargo xtask test`: runs the whole test suite on a machine on which only Rust needs to be installed.
 
 use crate::{
     process::{self, Result},
@@ -14,7 +14,8 @@ pub fn run(args: &[String]) -> Result<u8> {
 
     let mut command = process::cargo();
     command.args(["test", "--release"]);
-    // With both, cargo would ignore the choice of packages and test everything.
+    // The workspace is selected only if the arguments select no packages. With both options, cargo would ignore the selected
+    // packages and test everything.
     if !chooses_packages(args) {
         command.arg("--workspace").args(process::programs());
     }
@@ -25,20 +26,20 @@ pub fn run(args: &[String]) -> Result<u8> {
     match status.code() {
         Some(code) => Ok(u8::try_from(code).unwrap_or(1)),
         None => Err(format!(
-            "`{}` was ended ({status})",
+            "`{}` was stopped ({status})",
             process::display(&command)
         )),
     }
 }
 
-/// The arguments that are cargo's own, not the test programs'.
+/// Returns the arguments for cargo. The arguments for the test programs are left out.
 fn for_cargo(args: &[String]) -> impl Iterator<Item = &str> {
     args.iter()
         .map(String::as_str)
         .take_while(|arg| *arg != "--")
 }
 
-/// Whether the features asked for pull in CubeCL's LLVM.
+/// True if the requested features need CubeCL's LLVM.
 fn needs_llvm(args: &[String]) -> bool {
     let mut args = for_cargo(args);
     while let Some(arg) = args.next() {
@@ -56,7 +57,7 @@ fn needs_llvm(args: &[String]) -> bool {
     false
 }
 
-/// Whether a feature list such as `wgpu,attention-cube/cuda` names a backend that links LLVM.
+/// True if a list of features, such as `wgpu,attention-cube/cuda`, contains a backend that links LLVM.
 fn names_llvm_backend(list: &str) -> bool {
     list.split([',', ' ', '='])
         .filter_map(|feature| feature.rsplit('/').next())
@@ -79,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_to_ask_for_cuda_or_rocm_is_seen() {
+    fn needs_llvm_with_cuda_or_rocm_is_true() {
         for line in [
             "--features cuda",
             "--features=flex,cuda",
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn other_arguments_do_not_ask_for_llvm() {
+    fn needs_llvm_with_other_arguments_is_false() {
         for line in [
             "",
             "cuda",
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_choice_of_packages_is_seen() {
+    fn chooses_packages_with_package_option_is_true() {
         for line in ["-p xtask", "-pxtask", "--package xtask", "--package=xtask"] {
             assert!(chooses_packages(&args(line)), "{line}");
         }

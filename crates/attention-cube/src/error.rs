@@ -1,81 +1,81 @@
-//! The error that a call that does not fit gets.
+//! The error that a call returns if an argument does not fit.
 
 use burn::tensor::DType;
 
-/// Why a call was refused: which argument, what it has, and what it should have.
+/// The reason why a call was refused: the argument, its value, and the expected value.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AttentionError {
-    /// A tensor's shape does not fit the others.
+    /// A tensor's shape does not fit the other tensors.
     #[error(
         "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
     )]
     Shape {
         /// The argument's name.
         argument: &'static str,
-        /// Its shape.
+        /// The argument's shape.
         has: Vec<usize>,
         /// The dimension that does not fit.
         dimension: &'static str,
-        /// The size found there.
+        /// The size of that dimension.
         found: usize,
-        /// The size wanted, and why.
+        /// The expected size, and the reason for it.
         expected: String,
     },
-    /// A tensor's dtype does not fit, or no kernel takes it.
+    /// A tensor's dtype does not fit the other tensors, or no kernel supports the dtype.
     #[error("{argument} has dtype {has:?}, and it should have {expected}")]
     Dtype {
         /// The argument's name.
         argument: &'static str,
-        /// Its dtype.
+        /// The argument's dtype.
         has: DType,
-        /// The dtypes wanted.
+        /// The supported dtypes.
         expected: String,
     },
-    /// A tensor is on another device than the first one.
+    /// A tensor is on another device than the query.
     #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
     Device {
         /// The argument's name.
         argument: &'static str,
-        /// Its device.
+        /// The argument's device.
         has: String,
-        /// The first one: the query.
+        /// The argument whose device every tensor must be on: the query, or the first output of shards.
         whose: &'static str,
-        /// Its device.
+        /// The device of that argument.
         expected: String,
     },
-    /// Two tensors are under autodiff by different strategies of gradient checkpointing, which Burn does not mix.
+    /// Two tensors under autodiff have different gradient checkpointing strategies, which Burn cannot mix.
     #[error(
         "{argument} has gradient checkpointing {has}, and it should have the {whose}'s, {expected}"
     )]
     Checkpointing {
         /// The argument's name.
         argument: &'static str,
-        /// Its strategy.
+        /// The argument's checkpointing strategy.
         has: String,
-        /// The first argument under autodiff.
+        /// The name of the first argument under autodiff.
         whose: &'static str,
-        /// Its strategy.
+        /// The checkpointing strategy of the first argument under autodiff.
         expected: String,
     },
-    /// The tensors are on a device whose backend has no attention.
+    /// The tensors are on a device whose backend does not implement attention.
     #[error(
-        "the tensors are on {device}, and attention runs on {served}; its reference runs on every device"
+        "the tensors are on {device}, and this build of attention supports {served}; the `reference` module runs on every device"
     )]
     Backend {
-        /// The device.
+        /// The tensors' device.
         device: String,
-        /// The devices that it runs on.
+        /// The devices that this build of attention supports.
         served: &'static str,
     },
-    /// A number that makes no sense.
+    /// An option's value is outside of its valid range.
     #[error("{argument} is {has}, and it should be {expected}")]
     Value {
         /// The option's name.
         argument: &'static str,
-        /// Its value.
+        /// The option's value.
         has: f64,
-        /// What it should be.
+        /// The valid range.
         expected: &'static str,
     },
 }

@@ -1,24 +1,27 @@
-//! Which kernel serves a problem on a device, and why the faster ones do not.
+//! Reports which kernel serves a problem on a device, and why the faster kernels refuse it.
 
 use crate::backend::check_backend;
-use crate::device::DeviceProfile;
 use crate::engine::Kernel;
-use crate::select::{Layouts, Pass, Selection, select};
-use crate::{AttentionError, AttentionProblem};
+use crate::error::AttentionError;
+use crate::problem::AttentionProblem;
+use crate::select::{Selection, select};
+use crate::types::device::DeviceProfile;
+use crate::types::request::{Layouts, Pass};
 use burn::tensor::Device;
 use std::fmt;
 
-/// The answer of [`explain`]; `Display` puts it in a few lines.
+/// The report that [`explain`] returns. `Display` prints it in a few lines.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Explanation {
-    /// The device's runtime and limits; `None` where it runs no CubeCL kernels.
+    /// The device's runtime and limits, or `None` if the device runs no CubeCL kernels.
     pub device: Option<DeviceProfile>,
-    /// The error that every call gets there, where the device is of a backend without attention: then nothing else here
-    /// is of any use.
+    /// The error that every call returns on this device, or `None` if attention supports the device's backend. With an error,
+    /// the other fields are meaningless.
     pub error: Option<AttentionError>,
-    /// The choice for the forward.
+    /// The kernel choice for the forward pass.
     pub forward: Selection,
-    /// The choice for the backward.
+    /// The kernel choice for the backward pass.
     pub backward: Selection,
 }
 
@@ -47,8 +50,9 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Which kernel would serve `problem` on `device`, for contiguous inputs, and why the
-/// faster ones refuse. The same choice is logged at debug level with every call.
+/// Reports which kernel would serve `problem` on `device` for contiguous inputs, and why the faster kernels refuse it.
+///
+/// Every call also logs its own kernel choice at debug level.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, AttentionProblem, explain};

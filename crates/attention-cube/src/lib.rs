@@ -1,6 +1,6 @@
 //! Fused attention for [Burn](https://burn.dev), forward and backward, written once in
-//! [CubeCL](https://github.com/tracel-ai/cubecl): any head size from 1 to 1024, every option in one
-//! operator, memory linear in the sequence length, on every device that Burn's CubeCL backend reaches.
+//! [CubeCL](https://github.com/tracel-ai/cubecl). One operator has every option and serves any head size from 1 to 1024. Its
+//! memory grows linearly with the sequence length. It runs on every device that Burn's CubeCL backend reaches.
 //!
 //! ```
 //! use attention_cube::{AttentionOptions, fused_attention};
@@ -17,79 +17,97 @@
 //!
 //! # Contract
 //! `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
-//! `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. Query head `h`
-//! reads key head `h / (q_heads / kv_heads)`. f32, f16 and bf16, where the device has them; f64 where
-//! the device runs the [reference](mod@reference).
+//! `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`. Query head `h` reads key head
+//! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served on devices
+//! that run the [reference](mod@reference).
 //!
-//! Scores are f32, whatever the inputs: × scale → softcap → + bias → visibility → (sink) → softmax in
-//! f32 → values, accumulated in f32 → the input's dtype.
+//! Scores are f32 for every input dtype. The operations on a score are, in order: × scale, softcap, + bias, visibility, sink
+//! (if any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
+//! dtype. The softmax and all sums are f32.
 //!
 //! | case | result |
 //! |---|---|
-//! | a query that sees no key | output 0, gradients 0, logsumexp −∞ (with a sink: the sink); never NaN |
+//! | a query that sees no key | output 0, gradients 0, logsumexp −∞ (with sinks, the logsumexp is the head's sink); never NaN |
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
-//! | NaN or infinity in keys or values that some queries see | may reach others of their head and those that share its keys; never one that sees no key |
-//! | a bias of −∞; of a precision's lowest number | hides its key; is a score like others |
-//! | scores of any size | as exact as their own f32: the gradients have reference and logarithm of a logsumexp apart |
-//! | values beyond `f32::MAX / (256 · kv_len)` | may give an infinite output: kernels sum the values before they divide by the softmax's denominator |
-//! | a sink of −∞ | none |
-//! | inputs of any width, permuted, sliced, broadcast with stride 0 | read through their strides, or copied first where copies by hardware cannot read them (the debug log of a call says which; [`explain`] is about contiguous inputs); same result |
+//! | NaN or infinity in keys or values that some queries see | may reach other queries of the same head and of heads that share its keys; never reaches a query that sees no key |
+//! | a bias of −∞ | hides its key |
+//! | a bias equal to the dtype's lowest finite number | is added to the score like any other bias |
+//! | scores of any magnitude | as exact as f32 scores: the gradients use the logsumexp in two parts, a reference score and a logarithm |
+//! | values beyond `f32::MAX / (256 · kv_len)` | may give an infinite output, because kernels sum the weighted values before they divide by the softmax's denominator |
+//! | a sink of −∞ | same as no sink |
+//! | contiguous, permuted, sliced or broadcast (stride 0) inputs of any size | same result. Kernels read the inputs through their strides. Inputs that TMA or another hardware copy cannot read are first copied to contiguous tensors. The debug log of a call lists these copies; [`explain`] assumes contiguous inputs |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
-//! | f16 gradients, by matrix units (wgmma, mma, and cmma where it multiplies f16) | the gradients of the scores, `P ∘ (dP − Δ)`, are f16 there: beyond 65,504 the gradients of query and keys are infinite even if they would fit; [`explain`] warns |
-//! | shapes, dtypes, devices, strategies of checkpointing that do not fit | [`AttentionError`] naming the argument |
-//! | a device or a problem that a kernel cannot serve | the next one takes it; [`explain`] says which and why |
+//! | f16 gradients on matrix units (wgmma, mma, and cmma with f16 operands) | kernels round the score gradients `P ∘ (dP − Δ)` to f16. Beyond 65,504 the gradients of query and keys become infinite, even if their own values would fit f16; [`explain`] warns |
+//! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
+//! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] names that kernel and the reason of each refusal |
 //!
-//! Keys and values in int8 have a [module](quantized) of their own.
+//! Int8 keys and values have their own module, [`quantized`].
 //!
-//! Gradients are first-order, of the query, the keys, the values, the bias and the sinks, through
-//! output and logsumexp, with Burn's autodiff and both of its checkpointing strategies. For inputs
-//! that are not tracked nothing is computed.
+//! Gradients are first-order. They flow from the output and the logsumexp to the query, the keys, the values, the bias and
+//! the sinks. Both checkpointing strategies of Burn's autodiff are supported. No gradient is computed for inputs that
+//! autodiff does not track.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
+#![cfg_attr(
+    not(feature = "internals"),
+    allow(
+        dead_code,
+        unused_imports,
+        reason = "tests and benchmarks reach these items through the feature `internals`, with which the lints hold"
+    )
+)]
 
-#[cfg(feature = "cube")]
-mod arguments;
+mod auxiliary;
 mod backend;
-pub mod device;
-pub mod division;
-pub mod engine;
+mod device;
+mod engine;
 mod error;
 mod explain;
-#[cfg(feature = "cuda")]
-mod fragment;
+#[cfg(feature = "internals")]
+#[doc(hidden)]
+pub mod internals;
+#[cfg(feature = "cube")]
+mod kernel_args;
 mod math;
 mod options;
-pub mod passes;
 mod problem;
 pub mod quantized;
 pub mod reference;
-#[cfg(feature = "cube")]
-mod restriction;
-pub mod select;
+mod select;
+pub mod shards;
 #[cfg(all(test, any(feature = "cuda", feature = "rocm")))]
 mod source;
 #[cfg(test)]
 mod testing;
-pub mod tile;
-pub mod tiled;
+mod tile_ops;
+mod types;
 
+pub use engine::Kernel;
 pub use error::AttentionError;
 pub use explain::{Explanation, explain};
-pub use math::side::Side;
 pub use options::{AttentionOptions, CausalAlignment};
 pub use problem::{AttentionProblem, MAX_HEAD_DIM};
+pub use select::Selection;
+pub use types::device::DeviceProfile;
+pub use types::engine::Engine;
+pub use types::refusal::{Feature, Refusal, Warning};
 
-use backend::{AttentionBackend, AttentionInputs, AttentionOutput};
+use backend::AttentionBackend;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
+use types::tensors::{AttentionOutput, inputs};
 
-/// Attention, by the fastest kernel that serves the problem on the tensors' device.
+/// Computes attention by the fastest kernel that serves the problem on the tensors' device.
 ///
-/// The contract is in the [crate's documentation](crate).
+/// The [crate's documentation](crate) states the contract.
+///
+/// # Shapes
+/// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
+/// `value [batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`, all of one float dtype.
 ///
 /// # Panics
-/// With the text of [`AttentionError`] where an argument does not fit, as Burn's operators do;
-/// [`try_fused_attention`] returns it instead.
+/// Panics with the text of [`AttentionError`] if an argument does not fit, as Burn's operators do. [`try_fused_attention`]
+/// returns the error instead.
 pub fn fused_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -102,10 +120,13 @@ pub fn fused_attention(
     }
 }
 
-/// [`fused_attention`], with an error instead of a panic.
+/// Computes [`fused_attention`]; returns an error where that function panics.
+///
+/// # Shapes
+/// The shapes are those of [`fused_attention`].
 ///
 /// # Errors
-/// [`AttentionError`] where an argument does not fit.
+/// Returns [`AttentionError`] if an argument does not fit.
 pub fn try_fused_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -116,8 +137,12 @@ pub fn try_fused_attention(
     Ok(Tensor::from_dispatch(result.output))
 }
 
-/// [`fused_attention`] and the logsumexp of every query's scores, `[batch, q_heads, q_len]` in f32,
-/// natural logarithm; both differentiable. Two attentions over different keys merge by it.
+/// Computes [`fused_attention`] and the logsumexp (LSE) of every query's scores, as an f32 natural logarithm.
+///
+/// Both results are differentiable. With the logsumexp, [`shards::merge`] merges attentions over different keys.
+///
+/// # Shapes
+/// The inputs and the output have the shapes of [`fused_attention`]; the logsumexp is `[batch, q_heads, q_len]`.
 ///
 /// ```
 /// use attention_cube::{AttentionOptions, attention_with_lse};
@@ -134,7 +159,7 @@ pub fn try_fused_attention(
 /// ```
 ///
 /// # Errors
-/// [`AttentionError`] where an argument does not fit.
+/// Returns [`AttentionError`] if an argument does not fit.
 pub fn attention_with_lse(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -149,7 +174,7 @@ pub fn attention_with_lse(
     ))
 }
 
-/// The operator's results, with the logsumexp in parts, and what it was asked.
+/// Returns the output, the two-part logsumexp and the validated problem.
 fn attend(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -163,25 +188,4 @@ fn attend(
         Dispatch::attention_forward(inputs, problem.clone()),
         problem,
     ))
-}
-
-/// The tensors of a call, as Burn's dispatch takes them.
-fn inputs(
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    options: AttentionOptions,
-) -> AttentionInputs<Dispatch> {
-    let (query_segments, key_segments) = options.segments.unzip();
-    AttentionInputs {
-        query: query.into_dispatch(),
-        key: key.into_dispatch(),
-        value: value.into_dispatch(),
-        mask: options.mask.map(Tensor::into_dispatch).into(),
-        bias: options.bias.map(Tensor::into_dispatch).into(),
-        kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
-        query_segments: query_segments.map(Tensor::into_dispatch).into(),
-        key_segments: key_segments.map(Tensor::into_dispatch).into(),
-        sinks: options.sinks.map(Tensor::into_dispatch).into(),
-    }
 }

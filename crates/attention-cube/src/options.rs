@@ -1,13 +1,14 @@
-//! What a caller can ask of attention beyond the query, the keys and the values.
+//! The options of an attention call, beyond the query, the keys and the values.
 
 use burn::tensor::{Bool, Int, Tensor};
 
-/// Where the diagonal of the causal mask lies when the query and the keys differ in length.
+/// Position of the causal mask's diagonal if the query and the keys differ in length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum CausalAlignment {
     /// The last query sees the last key: query `i` sees the keys `j ≤ i + kv_len − q_len`. With
-    /// [`kv_lengths`](AttentionOptions::kv_lengths), the sequence's own length takes `kv_len`'s
-    /// place. This is what decoding with a cache needs.
+    /// [`kv_lengths`](AttentionOptions::kv_lengths), each sequence's own length replaces `kv_len`. Decoding with a KV cache
+    /// needs this alignment.
     #[default]
     BottomRight,
     /// The first query sees the first key: query `i` sees the keys `j ≤ i`.
@@ -16,14 +17,14 @@ pub enum CausalAlignment {
 
 /// Options of [`fused_attention`](crate::fused_attention), built by chaining.
 ///
-/// The score of query `i` and key `j` is computed in f32, in this order: `q·k` × `scale`, then
-/// `softcap · tanh(score / softcap)`, then `+ bias`; then whatever the query does not see is left out:
-/// a key is visible when *all* of causal, window, mask, lengths and segments allow it.
+/// The score of query `i` and key `j` is computed in f32. It is `q·k` times `scale`, then `softcap · tanh(score / softcap)`,
+/// then `+ bias`. Keys that the query does not see are left out of the softmax. A key is visible if *all* of causal mask,
+/// window, mask, lengths, segments and intervals allow it.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
 ///
-/// // A sliding layer of Gemma 4: scale 1, causal, the last 512 keys including the query's own.
+/// // A sliding-window layer of Gemma 4: scale 1, causal, the last 512 keys including the query's own.
 /// let options = AttentionOptions::new().scale(1.0).causal().window(Some(511), Some(0));
 /// # let _ = options;
 /// ```
@@ -39,102 +40,162 @@ pub struct AttentionOptions {
     pub(crate) kv_lengths: Option<Tensor<1, Int>>,
     pub(crate) kv_lengths_ahead: bool,
     pub(crate) segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
+    pub(crate) intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) sinks: Option<Tensor<1>>,
-    pub(crate) deterministic: bool,
 }
 
 impl AttentionOptions {
-    /// Full attention with the scale `1/√head_dim`.
+    /// Returns the options of full attention with the scale `1/√head_dim`.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Factor on `q·k`; any finite value. Default `1/√head_dim`.
+    /// Sets the factor that multiplies `q·k`. Any finite value is valid. The default is `1/√head_dim`.
     pub fn scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
     }
 
-    /// Bounds the scores smoothly: `softcap · tanh(score / softcap)`. Finite and above zero.
+    /// Caps the scores smoothly: `softcap · tanh(score / softcap)`. The value must be finite and above zero.
     pub fn softcap(mut self, softcap: f64) -> Self {
         self.softcap = Some(softcap);
         self
     }
 
-    /// No query sees a key after its own position, aligned at the bottom right.
+    /// Hides all keys after the query's own position, with positions aligned at the bottom right.
     pub fn causal(self) -> Self {
         self.causal_aligned(CausalAlignment::BottomRight)
     }
 
-    /// No query sees a key after its own position, under the alignment given.
+    /// Hides all keys after the query's own position, under the given alignment.
     pub fn causal_aligned(mut self, alignment: CausalAlignment) -> Self {
         self.causal = Some(alignment);
         self
     }
 
-    /// A query at position `p` sees the keys `p − left ..= p + right`; `None` leaves a side open.
+    /// Restricts a query at position `p` to the keys `p − left ..= p + right`; `None` leaves that side unbounded.
     ///
-    /// Positions are aligned as for causal attention (at the bottom right unless
-    /// [`causal_aligned`](Self::causal_aligned) says otherwise). A "sliding window of n" that counts
-    /// the query's own key, as Hugging Face models do, is `window(Some(n − 1), Some(0))`.
+    /// Positions are aligned at the bottom right, unless [`causal_aligned`](Self::causal_aligned) sets another alignment. A
+    /// "sliding window of n" in Hugging Face models counts the query's own key: use `window(Some(n − 1), Some(0))`.
     pub fn window(mut self, left: Option<usize>, right: Option<usize>) -> Self {
         self.window_left = left;
         self.window_right = right;
         self
     }
 
-    /// Which keys a query may see: **`true` is visible**. Broadcastable to
-    /// `[batch, q_heads, q_len, kv_len]`: each dimension has that size or 1.
+    /// Sets the mask, `[batch, q_heads, q_len, kv_len]`: **`true` means visible**. A dimension of size 1 is broadcast.
     ///
-    /// Burn's own `attention` takes the opposite convention (`true` hides): pass `mask.bool_not()`
-    /// of such a mask.
+    /// Burn's own `attention` uses the opposite convention (`true` hides a key): use [`hidden`](Self::hidden) for such a mask.
     pub fn mask(mut self, mask: Tensor<4, Bool>) -> Self {
         self.mask = Some(mask);
         self
     }
 
-    /// Added to the scores after scale and softcap; differentiable. Broadcastable to
-    /// `[batch, q_heads, q_len, kv_len]`: each dimension has that size or 1. Of the query's dtype,
-    /// or f32. A bias of −∞ hides the key.
+    /// Sets a bias, `[batch, q_heads, q_len, kv_len]`, which is added to the scores after scale and softcap. A dimension of
+    /// size 1 is broadcast. The bias is differentiable. Its dtype is the query's dtype or f32. A bias of −∞ hides the key.
     pub fn bias(mut self, bias: Tensor<4>) -> Self {
         self.bias = Some(bias);
         self
     }
 
-    /// How many keys of each sequence exist, `[batch]`; the keys after them are never seen, whatever
-    /// they hold. Values are clamped to `0..=kv_len`.
+    /// Sets the number of valid keys per sequence, `[batch]`. No query sees a key at or after this position, whatever the key
+    /// holds. Lengths are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
         self
     }
 
-    /// Whether [`kv_lengths`](Self::kv_lengths) are there before anything that is launched together with the attention, as a graph's
-    /// launches are: no launch of it writes them. Kernels that begin before the launch before has ended then read them at once.
+    /// Promises that no launch of the same CUDA graph writes [`kv_lengths`](Self::kv_lengths), because the lengths are
+    /// written before the graph starts.
+    ///
+    /// Kernels with programmatic dependent launch (PDL) then read the lengths immediately, before the previous launch has
+    /// ended. If the promise is false, results are wrong.
+    #[cfg(feature = "internals")]
+    #[doc(hidden)]
     pub fn kv_lengths_ahead(mut self, ahead: bool) -> Self {
         self.kv_lengths_ahead = ahead;
         self
     }
 
-    /// Packed documents: ids of the queries `[batch, q_len]` and of the keys `[batch, kv_len]`. Only
-    /// equal ids see each other. Ids fit in 32 bits. Blocks are skipped best when each document's
-    /// tokens lie together.
+    /// Sets the segment ids of packed documents: `[batch, q_len]` for the queries, `[batch, kv_len]` for the keys. A query
+    /// sees only keys with the query's own id. Ids must fit in 32 bits. Kernels skip the most blocks if the tokens of each
+    /// document are contiguous.
     pub fn segments(mut self, query: Tensor<2, Int>, key: Tensor<2, Int>) -> Self {
         self.segments = Some((query, key));
         self
     }
 
-    /// One more score per query head, `[q_heads]`, that takes part in the softmax but has no value;
-    /// differentiable. Neither scale, softcap nor bias applies to it. The logsumexp includes it. Of
-    /// the query's dtype, or f32.
+    /// Sets the mask in the sense of Burn's own `attention` and of `burn-nn`: **`true` means hidden**. It replaces an
+    /// earlier [`mask`](Self::mask).
+    ///
+    /// # Shapes
+    /// `mask [batch, q_heads, q_len, kv_len]`, where a dimension of size 1 is broadcast.
+    pub fn hidden(self, mask: Tensor<4, Bool>) -> Self {
+        self.mask(mask.bool_not())
+    }
+
+    /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second call
+    /// adds a second interval. A query then sees the keys of either interval.
+    ///
+    /// Intervals describe image blocks that see both ways, prefix-LM masks, packed documents and windows of any shape, in memory
+    /// that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the range that spans its
+    /// queries' intervals. An interval with `end <= start` is empty, and values are clamped to `0..=kv_len`.
+    ///
+    /// Like all options, intervals only hide keys: with [`causal`](Self::causal), a query also needs the key to be at or before
+    /// its own position. Express the causal part in the intervals if some queries see later keys.
+    ///
+    /// # Shapes
+    /// `start [batch, q_len]`, `end [batch, q_len]`, of one int dtype, also over both intervals.
+    ///
+    /// ```
+    /// use attention_cube::AttentionOptions;
+    /// use burn::tensor::{Device, Int, Tensor};
+    ///
+    /// // Causal attention over six tokens, in which the image tokens 2, 3 and 4 also see each other.
+    /// let device = Device::default();
+    /// let start = Tensor::<2, Int>::from_ints([[0, 0, 0, 0, 0, 0]], &device);
+    /// let end = Tensor::<2, Int>::from_ints([[1, 2, 5, 5, 5, 6]], &device);
+    /// let options = AttentionOptions::new().visible_between(start, end);
+    /// # let _ = options;
+    /// ```
+    pub fn visible_between(mut self, start: Tensor<2, Int>, end: Tensor<2, Int>) -> Self {
+        self.intervals.push((start, end));
+        self
+    }
+
+    /// Sets the sinks, `[q_heads]`. A sink is one more score per query head, which takes part in the softmax but has no value
+    /// row.
+    ///
+    /// Sinks are differentiable. Their dtype is the query's dtype or f32. Scale, softcap and bias do not apply to them. The
+    /// logsumexp includes the sink.
     pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
         self.sinks = Some(sinks);
         self
     }
 
-    /// Asks for gradients that are equal bit by bit between runs, at whatever that costs. Every kernel
-    /// of today is deterministic as it stands.
-    pub fn deterministic(mut self, deterministic: bool) -> Self {
-        self.deterministic = deterministic;
+    /// Expands a bias with one element per query over `kv_len` keys.
+    pub(crate) fn with_bias_of_keys(mut self, kv_len: usize) -> Self {
+        self.bias = self.bias.map(|bias| {
+            let [batch, q_heads, q_len, _] = bias.dims();
+            bias.expand([batch, q_heads, q_len, kv_len])
+        });
         self
+    }
+
+    /// Removes the autodiff nodes of all tensors.
+    pub(crate) fn without_autodiff(self) -> Self {
+        Self {
+            mask: self.mask.map(Tensor::without_autodiff),
+            bias: self.bias.map(Tensor::without_autodiff),
+            kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
+            segments: self
+                .segments
+                .map(|(query, key)| (query.without_autodiff(), key.without_autodiff())),
+            intervals: (self.intervals.into_iter())
+                .map(|(start, end)| (start.without_autodiff(), end.without_autodiff()))
+                .collect(),
+            sinks: self.sinks.map(Tensor::without_autodiff),
+            ..self
+        }
     }
 }

@@ -1,33 +1,36 @@
-//! The problem: shapes, dtype and options of one attention, validated once.
+//! The attention problem: shapes, dtype and options of one attention call, validated once.
 
-use crate::quantized::QuantizedRows;
-use crate::{AttentionError, AttentionOptions, CausalAlignment};
+use crate::error::AttentionError;
+use crate::options::{AttentionOptions, CausalAlignment};
+use crate::types::quantized::QuantizedRows;
 use burn::tensor::{DType, Device, Tensor, kind::Basic};
 
-/// The largest `head_dim` and `value_dim` served.
+/// The largest supported `head_dim` and `value_dim`.
 pub const MAX_HEAD_DIM: usize = 1024;
 
-/// One attention: `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`,
-/// by its sizes and options, without its data. What [`select`](crate::select) chooses a kernel for.
+/// The sizes and options of one attention call, without its data. [`explain`](crate::explain()) says which kernel serves it.
+///
+/// The call computes `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AttentionProblem {
-    /// Sequences.
+    /// The number of sequences.
     pub batch: usize,
-    /// Query heads: a multiple of `kv_heads`.
+    /// The number of query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// Key and value heads. Query head `h` reads head `h / (q_heads / kv_heads)`.
+    /// The number of key heads, which is also the number of value heads. Query head `h` reads head `h / (q_heads /
+    /// kv_heads)`.
     pub kv_heads: usize,
-    /// Queries a sequence.
+    /// The number of queries per sequence.
     pub q_len: usize,
-    /// Keys a sequence.
+    /// The number of keys per sequence.
     pub kv_len: usize,
-    /// Columns of queries and keys.
+    /// The number of columns of queries and keys.
     pub head_dim: usize,
-    /// Columns of values and of the output.
+    /// The number of columns of values and of the output.
     pub value_dim: usize,
-    /// Of the query, the keys, the values and the output.
+    /// The dtype of query, keys, values and output.
     pub dtype: DType,
-    /// Factor on `q·k`.
+    /// The factor that multiplies `q·k`.
     pub scale: f64,
     /// See [`AttentionOptions::softcap`].
     pub softcap: Option<f64>,
@@ -37,26 +40,26 @@ pub struct AttentionProblem {
     pub window_left: Option<usize>,
     /// See [`AttentionOptions::window`].
     pub window_right: Option<usize>,
-    /// The mask's shape, where there is one.
+    /// The mask's shape, or `None` if the call has no mask.
     pub mask: Option<[usize; 4]>,
-    /// The bias's shape and dtype, where there is one.
+    /// The bias's shape and dtype, or `None` if the call has no bias.
     pub bias: Option<([usize; 4], DType)>,
-    /// Whether sequences have their own lengths.
+    /// True if every sequence has its own key count ([`AttentionOptions::kv_lengths`]).
     pub kv_lengths: bool,
     /// See [`AttentionOptions::kv_lengths_ahead`].
     pub kv_lengths_ahead: bool,
-    /// Whether documents are packed.
+    /// True if every token has a segment id, for packed documents (varlen).
     pub segments: bool,
-    /// The dtype of the sinks, where there are some.
+    /// The number of intervals of keys per query, 0, 1 or 2 ([`AttentionOptions::visible_between`]).
+    pub intervals: usize,
+    /// The dtype of the sinks, or `None` if the call has no sinks.
     pub sinks: Option<DType>,
-    /// See [`AttentionOptions::deterministic`].
-    pub deterministic: bool,
-    /// Whether keys and values are [quantized](crate::quantized). The reference in a selection's place then stands for a dequantized copy of
-    /// them, read by the kernel that the same problem has without.
+    /// True if keys and values are [quantized](crate::quantized). If selection chooses the reference engine, keys and values
+    /// are dequantized first. The kernel of the unquantized problem then reads the dequantized copies.
     pub quantized: bool,
 }
 
-/// What is known of keys and values before their elements are looked at.
+/// The shapes and devices of keys and values, quantized or not.
 struct KeyValueShapes {
     key: [usize; 4],
     value: [usize; 4],
@@ -65,10 +68,14 @@ struct KeyValueShapes {
 }
 
 impl AttentionProblem {
-    /// The problem that these arguments pose.
+    /// Validates the arguments and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
+    /// `value [batch, kv_heads, kv_len, value_dim]`.
     ///
     /// # Errors
-    /// [`AttentionError`] where a shape, a dtype, a device or a number does not fit.
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
     pub fn new(
         query: &Tensor<4>,
         key: &Tensor<4>,
@@ -87,10 +94,14 @@ impl AttentionProblem {
         Ok(problem)
     }
 
-    /// The problem that these arguments pose over quantized keys and values.
+    /// Validates the arguments of a call with quantized keys and values, and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
+    /// `value [batch, kv_heads, kv_len, value_dim]`.
     ///
     /// # Errors
-    /// [`AttentionError`] where a shape, a dtype, a device or a number does not fit.
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
     pub fn quantized(
         query: &Tensor<4>,
         key: &QuantizedRows,
@@ -198,6 +209,7 @@ impl AttentionProblem {
                 check_device(argument, ids, &device)?;
             }
         }
+        check_intervals(options, [batch, q_len], &device)?;
         if let Some(sinks) = &options.sinks {
             let heads = Some((q_heads, "the query's heads"));
             check_dims("sinks", &sinks.dims(), &["q_heads"], [heads])?;
@@ -247,18 +259,18 @@ impl AttentionProblem {
             kv_lengths: options.kv_lengths.is_some(),
             kv_lengths_ahead: options.kv_lengths_ahead,
             segments: options.segments.is_some(),
+            intervals: options.intervals.len(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
-            deterministic: options.deterministic,
             quantized,
         })
     }
 
-    /// Query heads that read one key and value head.
+    /// Returns the number of query heads that share one key and value head (the GQA group).
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads.max(1)
     }
 
-    /// Whether nothing is asked for, or no key exists that a query could see.
+    /// True if `batch`, `q_heads`, `q_len` or `kv_len` is 0.
     pub fn is_empty(&self) -> bool {
         [self.batch, self.q_heads, self.q_len, self.kv_len].contains(&0)
     }
@@ -273,14 +285,15 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// The shape in which the operator of a backend gives the logsumexps: of all sequences the references, which are scores, and
-    /// then the logarithms of the sums by these.
+    /// The shape `[2 · batch, q_heads, q_len]` of the two logsumexp parts that a backend returns. The first `batch` entries
+    /// are the reference scores. The last `batch` entries are the logarithms of the softmax sums relative to these reference
+    /// scores.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }
 
-    /// The furthest key to the right of its own position that a query sees, if there is a limit: the
-    /// causal mask is a window that ends at 0.
+    /// Returns the largest number of keys that a query sees to the right of its own position, or `None` if there is no limit.
+    /// The causal mask counts as a window whose right side is 0.
     pub fn right(&self) -> Option<usize> {
         match self.causal {
             Some(_) => Some(0),
@@ -288,12 +301,18 @@ impl AttentionProblem {
         }
     }
 
-    /// Whether positions are aligned at the bottom right.
+    /// True if segments or intervals give each query keys of its own, so that kernels read bounds of blocks.
+    pub(crate) fn has_bounds(&self) -> bool {
+        self.segments || self.intervals > 0
+    }
+
+    /// True if positions are aligned at the bottom right: the last query is aligned with the last key.
     pub fn is_bottom_right(&self) -> bool {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
-    /// Keys that `queries` neighbouring ones see at most by causal mask and window.
+    /// Returns an upper bound of the number of keys that `queries` neighbouring queries see under the causal mask and the
+    /// window.
     pub(crate) fn visible_keys(&self, queries: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -304,8 +323,20 @@ impl AttentionProblem {
         }
     }
 
-    /// Pairs of a query and a key that causal mask and window leave visible, over the batch and the
-    /// query heads; what benchmarks count operations by.
+    /// Returns an upper bound of the number of queries that see any of `keys` neighbouring keys under the causal mask and the
+    /// window.
+    pub(crate) fn visible_queries(&self, keys: usize) -> usize {
+        match (self.window_left, self.right()) {
+            (Some(left), Some(right)) => left
+                .saturating_add(right)
+                .saturating_add(keys)
+                .min(self.q_len),
+            _ => self.q_len,
+        }
+    }
+
+    /// Counts the (query, key) pairs that the causal mask and the window leave visible, over the batch and all query heads.
+    /// Benchmarks compute operation counts from this number.
     pub fn visible_pairs(&self) -> u64 {
         let (q_len, kv_len) = (self.q_len as i64, self.kv_len as i64);
         let offset = if self.is_bottom_right() {
@@ -313,7 +344,7 @@ impl AttentionProblem {
         } else {
             0
         };
-        // A side that is open, or wider than the sequences, ends beyond all of them.
+        // A window side that is open, or wider than the sequences, is clamped to a distance beyond all positions.
         let side = |side: Option<usize>| {
             let beyond = self.q_len + self.kv_len;
             side.map_or(beyond, |side| side.min(beyond)) as i64
@@ -349,7 +380,7 @@ fn check_head_dim(
     })
 }
 
-fn check_dims<const D: usize>(
+pub(crate) fn check_dims<const D: usize>(
     argument: &'static str,
     has: &[usize; D],
     names: &[&'static str; D],
@@ -391,6 +422,42 @@ fn check_broadcast(
     Ok(())
 }
 
+/// The largest number of intervals per query.
+const MAX_INTERVALS: usize = 2;
+
+fn check_intervals(
+    options: &AttentionOptions,
+    [batch, q_len]: [usize; 2],
+    device: &Device,
+) -> Result<(), AttentionError> {
+    if options.intervals.len() > MAX_INTERVALS {
+        return Err(AttentionError::Value {
+            argument: "visible_between",
+            has: options.intervals.len() as f64,
+            expected: "at most 2 intervals per query",
+        });
+    }
+    let dtype = options.intervals.first().map(|(start, _)| start.dtype());
+    for (start, end) in &options.intervals {
+        for (argument, keys) in [("interval start", start), ("interval end", end)] {
+            check_dims(
+                argument,
+                &keys.dims(),
+                &["batch", "q_len"],
+                [
+                    Some((batch, "the query's batch")),
+                    Some((q_len, "the query's q_len")),
+                ],
+            )?;
+            check_device(argument, keys, device)?;
+            if let Some(dtype) = dtype {
+                check_dtype(argument, keys.dtype(), &[(dtype, "the first start's")])?;
+            }
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn check_dtype(
     argument: &'static str,
     has: DType,
@@ -423,7 +490,7 @@ pub(crate) fn check_place(
     has: Device,
     expected: &Device,
 ) -> Result<(), AttentionError> {
-    // A constant on the plain device may meet a tracked query: autodiff is not part of the place.
+    // Devices are compared without their autodiff flag, because an untracked constant may be combined with a tracked query.
     let has = has.without_autodiff();
     let expected = expected.clone().without_autodiff();
     if has == expected {
@@ -437,13 +504,18 @@ pub(crate) fn check_place(
     })
 }
 
-/// Burn merges the graphs of all tensors of a call, the integer ones under autodiff, too.
+/// Checks that all tensors use one checkpointing strategy. Burn merges the autodiff graphs of all tensors of a call,
+/// including the integer tensors.
 fn check_checkpointing(
     query: &Device,
     [key, value]: [Device; 2],
     options: &AttentionOptions,
 ) -> Result<(), AttentionError> {
     let segments = options.segments.as_ref();
+    let intervals = options.intervals.iter().flat_map(|(start, end)| {
+        [("interval start", start), ("interval end", end)]
+            .map(|(argument, keys)| (argument, Some(keys.device())))
+    });
     let devices = [
         ("query", Some(query.clone())),
         ("key", Some(key)),
@@ -458,6 +530,13 @@ fn check_checkpointing(
         ("key segments", segments.map(|(_, ids)| ids.device())),
         ("sinks", options.sinks.as_ref().map(Tensor::device)),
     ];
+    check_strategies(devices.into_iter().chain(intervals))
+}
+
+/// Checks that all devices under autodiff have one checkpointing strategy.
+pub(crate) fn check_strategies(
+    devices: impl IntoIterator<Item = (&'static str, Option<Device>)>,
+) -> Result<(), AttentionError> {
     let mut strategies = devices.into_iter().filter_map(|(argument, device)| {
         let strategy = device?.gradient_checkpointing_strategy()?;
         Some((argument, strategy))

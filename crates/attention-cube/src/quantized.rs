@@ -1,4 +1,4 @@
-//! Keys and values in int8: a code from −127 to 127 a number, a scale in f32 a row, half of what bf16 takes.
+//! Int8 keys and values: one code from −127 to 127 per element and one f32 scale per row, half the memory of bf16.
 //!
 //! ```
 //! use attention_cube::quantized::{QuantizedRows, quantized_attention};
@@ -8,66 +8,61 @@
 //! # #[cfg(feature = "flex")] {
 //! let device = Device::flex();
 //! let random = |heads, length| Tensor::<4>::random([1, heads, length, 64], Distribution::Default, &device);
-//! // Once a token:
+//! // Quantize each token once:
 //! let (key, value) = (QuantizedRows::new(random(2, 300)), QuantizedRows::new(random(2, 300)));
-//! // As often as they are read:
+//! // Read the int8 rows in every step:
 //! let output = quantized_attention(random(8, 1), key, value, AttentionOptions::new().causal());
 //! assert_eq!(output.dims(), [1, 8, 1, 64]);
 //! # }
 //! ```
 //!
 //! # Contract
-//! A row of `columns` numbers, a multiple of 4, is `columns / 4` words, each of four codes, the first column's in the lowest byte, and a scale.
-//! It stands for `code · scale`. Words are a tensor of integers in 32 bits, `[batch, kv_heads, kv_len, columns / 4]`, scales
-//! `[batch, kv_heads, kv_len]` in f32; both may be views.
+//! A row of `columns` elements is stored as `columns / 4` words of four codes each, and one scale. `columns` is a multiple of
+//! 4. The first column's code is in the lowest byte of its word. An element equals `code · scale`.
+//!
+//! The words are a 32-bit integer tensor, `[batch, kv_heads, kv_len, columns / 4]`. The scales are an f32 tensor,
+//! `[batch, kv_heads, kv_len]`. Both tensors may be views.
 //!
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over these numbers, with every option of [`AttentionOptions`] |
-//! | up to 32 rows, `q_len` times the heads that share a key, forward | words are read where they lie: scores in f32 of the exact codes, times the scale; a value's scale is multiplied into its probability |
-//! | these in bf16 on matrix units | codes and products stay exact; a probability times its value's scale is rounded to bf16, as a probability is over whole numbers |
-//! | more rows, other devices, a query under autodiff | read through a copy in the query's dtype, of this call's keys and values alone, and where there are kernels of those alone that queries see by causal mask, window and length: a number is rounded once more, to that dtype |
-//! | [`QuantizedRows::new`] | the scale is a row's largest magnitude / 127, each number the nearest multiple: off by at most half of the scale, and a rounding in f32 |
-//! | a row of zeros, or of nothing above 2⁻¹¹⁶ | zeros, scale 0 |
-//! | a row with NaN or infinity | scale NaN: whoever sees the row may get NaN, and as with whole numbers, where some queries see it, others of their head and those that share its keys; what no query sees reaches nobody |
-//! | queries | up to 2¹⁰⁰: their products with codes are summed before the scale makes them smaller |
-//! | gradients | the query's (by the copy), the bias's and the sinks' as ever; keys and values have none |
+//! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
+//! | forward with up to 32 rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. A score is an f32 dot product with the exact codes, times the key's scale. A value's scale is multiplied into its probability |
+//! | forward with up to 32 rows in bf16 on matrix units | the codes and their QK products stay exact. Probability times value scale is rounded to bf16, as probabilities are for unquantized values |
+//! | more rows, other devices, or a query under autodiff | kernels read a dequantized copy of the call's keys and values in the query's dtype, which adds one rounding. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
+//! | [`QuantizedRows::new`] | the scale is the row's largest magnitude / 127, and each code is the nearest multiple of the scale. The error is at most half of the scale, plus one f32 rounding |
+//! | a row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |
+//! | a row with NaN or infinity | the scale is NaN. Queries that see the row may get NaN, and so may other queries of its head and of heads that share its keys. A row that no query sees has no effect |
+//! | query elements | magnitudes up to 2¹⁰⁰ are supported, because kernels sum `q · code` before the scale makes the sum smaller |
+//! | gradients | the query (through the dequantized copy), the bias and the sinks receive gradients; keys and values receive none |
 
-use crate::backend::{AttentionBackend, QuantizedInputs, QuantizedTensors, check_backend};
-use crate::problem::{check_dtype, check_place};
-use crate::{AttentionError, AttentionOptions, AttentionProblem, reference};
+use crate::backend::{AttentionBackend, check_backend};
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
+use crate::problem::{AttentionProblem, check_dtype, check_place};
+use crate::reference;
+use crate::types::quantized::CODES;
+pub use crate::types::quantized::QuantizedRows;
+use crate::types::tensors::{QuantizedInputs, QuantizedTensors, intervals};
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, Int, Tensor};
-
-/// Numbers of a word.
-pub(crate) const CODES: usize = 4;
-
-/// Bits of the magnitude below which a row is zero: 2⁻¹¹⁶, so that no scale is below the least normal number.
-pub(crate) const ZERO_BELOW: u32 = (127 - 116) << 23;
-
-/// The largest code.
-pub(crate) const LARGEST: f32 = 127.0;
-
-/// Rows of int8 with a scale each, `[batch, kv_heads, kv_len, columns]`: the keys or the values of an attention.
-#[derive(Clone, Debug)]
-pub struct QuantizedRows {
-    words: Tensor<4, Int>,
-    scales: Tensor<3>,
-}
+use burn::tensor::{DType, Int, Tensor};
 
 impl QuantizedRows {
-    /// Quantizes rows of f32, f16 or bf16 (f64 where there are no kernels), whatever their strides. They get no gradients.
+    /// Quantizes rows in f32, f16 or bf16 with any strides (on devices without kernels also f64). The rows receive no
+    /// gradients.
+    ///
+    /// # Shapes
+    /// `rows [batch, kv_heads, kv_len, columns]`.
     ///
     /// # Panics
-    /// With the text of [`AttentionError`], as [`try_new`](Self::try_new) returns it.
+    /// Panics with the text of the [`AttentionError`] that [`try_new`](Self::try_new) returns.
     pub fn new(rows: Tensor<4>) -> Self {
         Self::try_new(rows).unwrap_or_else(|error| panic!("QuantizedRows::new: {error}"))
     }
 
-    /// [`new`](Self::new), with an error instead of a panic.
+    /// Quantizes rows like [`new`](Self::new), but returns an error instead of a panic.
     ///
     /// # Errors
-    /// [`AttentionError`] where columns are no multiple of 4, or there are none, or the device is not served.
+    /// Returns [`AttentionError`] if `columns` is 0 or not a multiple of 4, or if attention does not support the device.
     pub fn try_new(rows: Tensor<4>) -> Result<Self, AttentionError> {
         let columns = rows.dims()[3];
         check_backend(&rows.device())?;
@@ -77,10 +72,10 @@ impl QuantizedRows {
                 has: rows.dims().to_vec(),
                 dimension: "columns",
                 found: columns,
-                expected: format!("a multiple of {CODES}, the codes of a word"),
+                expected: format!("a multiple of {CODES}, the int8 codes per word"),
             });
         }
-        // Words have no gradients, and tensors of integers no autodiff.
+        // Autodiff is removed from the rows, because the words are an integer tensor and have no gradients.
         let rows = rows.without_autodiff().into_dispatch();
         let QuantizedTensors { words, scales } = Dispatch::quantize_rows(rows);
         Ok(Self {
@@ -89,10 +84,13 @@ impl QuantizedRows {
         })
     }
 
-    /// Rows that were quantized before: the words, and the scales of each. They get no gradients.
+    /// Builds the rows from words and scales that were quantized earlier. The rows receive no gradients.
+    ///
+    /// # Shapes
+    /// `words [batch, kv_heads, kv_len, columns / 4]` in i32, `scales [batch, kv_heads, kv_len]` in f32.
     ///
     /// # Errors
-    /// [`AttentionError`] where they do not fit each other.
+    /// Returns [`AttentionError`] if the words and the scales do not fit each other.
     pub fn of_parts(words: Tensor<4, Int>, scales: Tensor<3>) -> Result<Self, AttentionError> {
         let [batch, heads, length, of_row] = words.dims();
         if of_row == 0 {
@@ -121,42 +119,40 @@ impl QuantizedRows {
                 });
             }
         }
-        check_dtype("words", words.dtype(), &[(DType::I32, "four codes")])?;
-        check_dtype("scales", scales.dtype(), &[(DType::F32, "of any rows")])?;
+        check_dtype(
+            "words",
+            words.dtype(),
+            &[(DType::I32, "four int8 codes per word")],
+        )?;
+        check_dtype(
+            "scales",
+            scales.dtype(),
+            &[(DType::F32, "one scale per row")],
+        )?;
         check_place("scales", scales.device(), &words.device())?;
-        // Else they would have a strategy of gradient checkpointing, which might not be the query's.
+        // Autodiff is removed from words and scales, because their gradient checkpointing strategy might differ from the
+        // query's.
         Ok(Self {
             words: words.without_autodiff(),
             scales: scales.without_autodiff(),
         })
     }
 
-    /// Words `[batch, kv_heads, kv_len, columns / 4]`, and the scales of their rows.
+    /// Returns the words, `[batch, kv_heads, kv_len, columns / 4]`, and the scales, `[batch, kv_heads, kv_len]`.
     pub fn into_parts(self) -> (Tensor<4, Int>, Tensor<3>) {
         (self.words, self.scales)
     }
 
-    /// `[batch, kv_heads, kv_len, columns]`.
-    pub fn dims(&self) -> [usize; 4] {
-        let [batch, heads, length, words] = self.words.dims();
-        [batch, heads, length, words * CODES]
-    }
-
-    /// Where they are.
-    pub fn device(&self) -> Device {
-        self.words.device()
-    }
-
-    /// Bytes of words and scales.
+    /// Returns the size of words and scales in bytes.
     pub fn bytes(&self) -> usize {
         let numbers = self.words.shape().num_elements() + self.scales.shape().num_elements();
         numbers * size_of::<u32>()
     }
 
-    /// What the rows stand for, in `dtype`.
+    /// Dequantizes the rows to `dtype`, `[batch, kv_heads, kv_len, columns]`.
     ///
     /// # Errors
-    /// [`AttentionError`] where the device is not served, or has no numbers of `dtype`.
+    /// Returns [`AttentionError`] if attention does not support the device, or if the device does not support `dtype`.
     pub fn dequantize(self, dtype: DType) -> Result<Tensor<4>, AttentionError> {
         let device = self.device();
         check_backend(&device)?;
@@ -164,7 +160,7 @@ impl QuantizedRows {
         let of_device: Vec<_> = floats
             .into_iter()
             .filter(|dtype| device.supports_dtype(*dtype))
-            .map(|dtype| (dtype, "a float of the device"))
+            .map(|dtype| (dtype, "a float dtype of the device"))
             .collect();
         check_dtype("rows", dtype, &of_device)?;
         Ok(Tensor::from_dispatch(Dispatch::dequantize_rows(
@@ -181,12 +177,17 @@ impl QuantizedRows {
     }
 }
 
-/// Attention over quantized keys and values, by the fastest kernel that serves the problem on the tensors' device.
+/// Computes attention over int8 keys and values, by the fastest kernel that serves the problem on the tensors' device.
 ///
-/// The contract is in the [module's documentation](self).
+/// The [module's documentation](self) states the contract.
+///
+/// # Shapes
+/// `query [batch, q_heads, q_len, head_dim]`, `key` rows of `[batch, kv_heads, kv_len, head_dim]`, `value` rows of
+/// `[batch, kv_heads, kv_len, value_dim]` → `[batch, q_heads, q_len, value_dim]`.
 ///
 /// # Panics
-/// With the text of [`AttentionError`] where an argument does not fit; [`try_quantized_attention`] returns it instead.
+/// Panics with the text of [`AttentionError`] if an argument does not fit; [`try_quantized_attention`] returns the error
+/// instead.
 pub fn quantized_attention(
     query: Tensor<4>,
     key: QuantizedRows,
@@ -199,11 +200,13 @@ pub fn quantized_attention(
     }
 }
 
-/// [`quantized_attention`] and the logsumexp of every query's scores, as [`attention_with_lse`](crate::attention_with_lse) gives it, with an
-/// error instead of a panic.
+/// Computes [`quantized_attention`] and the logsumexp, and returns an error instead of a panic.
+///
+/// The logsumexp is `[batch, q_heads, q_len]`, an f32 natural logarithm as in
+/// [`attention_with_lse`](crate::attention_with_lse).
 ///
 /// # Errors
-/// [`AttentionError`] where an argument does not fit.
+/// Returns [`AttentionError`] if an argument does not fit.
 pub fn try_quantized_attention(
     query: Tensor<4>,
     key: QuantizedRows,
@@ -212,6 +215,7 @@ pub fn try_quantized_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::quantized(&query, &key, &value, &options)?;
     check_backend(&query.device())?;
+    let intervals = intervals(&options);
     let (query_segments, key_segments) = options.segments.unzip();
     let inputs = QuantizedInputs {
         query: query.into_dispatch(),
@@ -222,6 +226,7 @@ pub fn try_quantized_attention(
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
         query_segments: query_segments.map(Tensor::into_dispatch).into(),
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
+        intervals,
         sinks: options.sinks.map(Tensor::into_dispatch).into(),
     };
     let result = Dispatch::quantized_attention_forward(inputs, problem.clone());

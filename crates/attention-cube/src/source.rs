@@ -1,11 +1,12 @@
-//! What kernels compile to, written on a machine that needs no GPU:
+//! Writes the source or machine code that the compiler produces for kernels, on a machine without a GPU:
 //!
 //! ```sh
-//! KERNELS="forward-128-128-mask backward-64-64" cargo test --features cuda --lib wgmma::source -- --ignored --nocapture
-//! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib tiled::source -- --ignored --nocapture
+//! KERNELS="forward-128-128-mask backward-64-64" cargo test --features cuda --lib tensor_core::wgmma::source -- --ignored --nocapture
+//! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored --nocapture
 //! ```
 //!
-//! A name is a pass, head_dim, value_dim, and options of [`Wanted`]: [`nvidia`] writes CUDA C++, [`amd`] machine code.
+//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`]. [`nvidia`] writes CUDA C++, and
+//! [`amd`] writes machine code.
 
 #[cfg(feature = "rocm")]
 pub(crate) mod amd;
@@ -14,11 +15,11 @@ pub(crate) mod nvidia;
 
 use crate::math::schedule::GridCompilationArg;
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
-use crate::math::visibility::{ExtentCompilationArg, Structure};
+use crate::math::visibility::{SeqLensCompilationArg, Structure};
 use cubecl::{ir::settings::*, ir::*, prelude::*};
 use std::{env, fs, path::Path};
 
-/// A tensor that is there or not, as kernels are compiled for it.
+/// Builds the compile-time argument of an optional tensor, present or absent.
 macro_rules! optional {
     ($present:expr) => {
         match $present {
@@ -29,17 +30,17 @@ macro_rules! optional {
 }
 pub(crate) use optional;
 
-/// Has the kernels that `KERNELS` names written into `kernels` in the folder for temporary files.
+/// Writes the kernels that the variable `KERNELS` names, into the folder `kernels` of the temporary directory.
 pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     let names = env::var("KERNELS").unwrap_or_else(|_| default.into());
     let folder = env::temp_dir().join("kernels");
-    fs::create_dir_all(&folder).expect("a folder");
+    fs::create_dir_all(&folder).expect("the folder `kernels` can be created");
     for name in names.split_whitespace() {
         write(&Wanted::of(name), &folder, name);
     }
 }
 
-/// What kernels are compiled for.
+/// The compile-time settings of a kernel.
 pub(crate) struct Wanted {
     pub head_dim: usize,
     pub value_dim: usize,
@@ -55,13 +56,26 @@ impl Wanted {
         let parts: Vec<&str> = name.split('-').collect();
         let width = |index: usize| -> usize {
             let part = parts.get(index).and_then(|part| part.parse().ok());
-            part.unwrap_or_else(|| panic!("{name} is not PASS-HEAD_DIM-VALUE_DIM…"))
+            part.unwrap_or_else(|| panic!("{name}: expected PASS-HEAD_DIM-VALUE_DIM…"))
         };
         let known = [
-            "causal", "softcap", "wide", "bias", "headbias", "mask", "lengths", "segments", "sinks",
+            "causal",
+            "softcap",
+            "wide",
+            "bias",
+            "headbias",
+            "mask",
+            "lengths",
+            "segments",
+            "interval",
+            "intervals",
+            "sinks",
         ];
         for option in parts.iter().skip(3) {
-            assert!(known.contains(option), "{option} is none of {known:?}");
+            assert!(
+                known.contains(option),
+                "option `{option}` is unknown; expected one of {known:?}"
+            );
         }
         let has = |option: &str| parts[3..].contains(&option);
         Self {
@@ -72,6 +86,7 @@ impl Wanted {
                 lengths: has("lengths"),
                 lengths_ahead: false,
                 segments: has("segments"),
+                intervals: usize::from(has("interval")) + 2 * usize::from(has("intervals")),
                 mask: has("mask"),
             },
             score: ScoreKind {
@@ -82,6 +97,11 @@ impl Wanted {
             bias_of_head: has("headbias"),
             sinks: has("sinks"),
         }
+    }
+
+    /// True if the kernel reads sequence lengths, segment ids or intervals.
+    pub(crate) fn has_lengths_or_ids(&self) -> bool {
+        self.structure.has_bounds() || self.structure.lengths
     }
 }
 
@@ -101,7 +121,7 @@ pub(crate) const GRID: GridCompilationArg = GridCompilationArg {
     cubes: (),
 };
 
-pub(crate) const EXTENT: ExtentCompilationArg = ExtentCompilationArg {
+pub(crate) const SEQ_LENS: SeqLensCompilationArg = SeqLensCompilationArg {
     q_len: (),
     kv_len: (),
     left: (),

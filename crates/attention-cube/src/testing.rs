@@ -1,4 +1,4 @@
-//! What unit tests share.
+//! Problems and device profiles for unit tests.
 
 #[cfg(feature = "cube")]
 mod devices;
@@ -6,11 +6,11 @@ mod devices;
 #[cfg(feature = "cube")]
 pub(crate) use self::devices::{cube_device, device};
 
-use crate::AttentionProblem;
-use crate::device::{DeviceProfile, FragmentSupport};
+use crate::problem::AttentionProblem;
+use crate::types::device::{DeviceProfile, FragmentSupport};
 use burn::tensor::DType;
 
-/// A problem in bf16 without options, whose keys and values are equally wide.
+/// Returns a bf16 problem without options. Keys and values have the same `head_dim`.
 pub(crate) fn problem(
     [batch, q_heads, kv_heads, q_len, kv_len, head_dim]: [usize; 6],
 ) -> AttentionProblem {
@@ -33,16 +33,16 @@ pub(crate) fn problem(
         kv_lengths: false,
         kv_lengths_ahead: false,
         segments: false,
+        intervals: 0,
         sinks: None,
-        deterministic: false,
         quantized: false,
     }
 }
 
-/// Bytes of shared memory that a cube may have on an H100, an A100, and a GeForce.
+/// The shared memory per cube of an H100, an A100 and a GeForce card, in bytes.
 pub(crate) const SHARED_MEMORY: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
 
-/// A card with so much shared memory a cube.
+/// Returns a device profile with `shared_memory` bytes of shared memory per cube.
 pub(crate) fn card(shared_memory: usize) -> DeviceProfile {
     DeviceProfile {
         name: "test".into(),
@@ -56,7 +56,7 @@ pub(crate) fn card(shared_memory: usize) -> DeviceProfile {
         multiprocessors: None,
         features: Vec::new(),
         fragments: FragmentSupport::default(),
-        left_out: Vec::new(),
+        disabled_engines: Vec::new(),
         not_built: Vec::new(),
     }
 }

@@ -1,160 +1,162 @@
-//! What can be wrong with a checkpoint, a prompt or a request.
+//! The errors about checkpoints, prompts and requests, and the conversion of panics to errors.
 
 use crate::escaped::Escaped;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::{Path, PathBuf};
 
-/// Why a model could not be loaded or asked. Every message names the file, tensor or argument at fault.
+/// An error from loading or running a model. Every message names the file, tensor or argument at fault.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Gemma4Error {
-    /// A file or folder that cannot be read.
+    /// A file or folder cannot be read.
     #[error("{}: {source}", escaped_path(path))]
     Io {
-        /// The file or folder.
+        /// The path of the file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The error that the operating system returned.
         #[source]
         source: std::io::Error,
     },
-    /// A file that is there and does not hold what it should.
+    /// A file exists but has malformed contents.
     #[error("{}: {}", escaped_path(path), Escaped::lines(reason))]
     Malformed {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The defect that was found in the file.
         reason: String,
     },
-    /// A file, or a checkpoint, of a kind that this crate does not load.
+    /// A file or a checkpoint has a format that this crate cannot load.
     #[error("{}: {}", escaped_path(path), Escaped::lines(reason))]
     Unsupported {
-        /// The file, or the checkpoint's folder.
+        /// The path of the file or of the checkpoint's folder.
         path: PathBuf,
-        /// What it is.
+        /// The format that was found, and what the user can do.
         reason: String,
     },
-    /// A configuration that no Gemma 4 text model has, or that this crate does not compute.
+    /// A configuration that is impossible for a Gemma 4 text model, or that this crate does not support.
     #[error("config.json: {}", Escaped::lines(_0))]
     Config(String),
-    /// Tensors of the checkpoint that do not fit the model.
+    /// Some tensors of the checkpoint do not fit the model.
     #[error("{}: {}", escaped_path(path), list(problems))]
     Tensors {
-        /// The checkpoint's folder or file.
+        /// The path of the checkpoint's folder or file.
         path: PathBuf,
-        /// What is wrong, tensor by tensor.
+        /// The problems. Each problem concerns one tensor.
         problems: Vec<TensorProblem>,
     },
-    /// Text that the tokenizer does not take, or tokens that it does not know.
+    /// The tokenizer cannot encode a text, or its vocabulary lacks a token.
     #[error("tokenizer: {}", Escaped::lines(_0))]
     Tokenizer(String),
-    /// A chat template that does not parse, or that refuses the conversation.
+    /// A chat template cannot be parsed, or rejects the conversation.
     #[error("chat template: {}", Escaped::lines(_0))]
     ChatTemplate(String),
-    /// An argument that does not fit the model.
+    /// An argument has a value that is invalid for the model.
     #[error("{argument}: {}", Escaped::lines(reason))]
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it is and what it should be.
+        /// The value that the argument has, and the values that are valid.
         reason: String,
     },
-    /// A model with [quantized weights](crate::layer::Weight), of which others than those of an adapter are to be trained.
+    /// The caller wanted to train all weights of a model that has [quantized weights](crate::model::layer::Weight). Only LoRA
+    /// adapters can be trained on such a model.
     #[error(
-        "the model's weights are quantized: an adapter over them is trained, or all weights of a model that is loaded whole"
+        "cannot train quantized weights: attach a LoRA adapter, or load the model unquantized for full fine-tuning"
     )]
     Quantized,
-    /// A device that does not do what the model needs.
+    /// The device failed, or does not support an operation or dtype that the model needs.
     #[error("device: {}", Escaped::lines(_0))]
     Device(String),
 }
 
-/// One tensor of a checkpoint that does not fit.
+/// The reason why a tensor of a checkpoint does not fit the model.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorProblem {
-    /// The model has it, the checkpoint does not.
+    /// The model needs the tensor, but the checkpoint does not contain it.
     #[error("{} is missing", Escaped::line(name))]
     Missing {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
     },
-    /// The checkpoint has it, the model does not.
+    /// The checkpoint contains the tensor, but the model does not need it.
     #[error(
         "{} is not part of the model that the configuration describes",
         Escaped::line(name)
     )]
     Extra {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
     },
-    /// Its shape is not the model's.
+    /// The tensor's shape in the file differs from its shape in the model.
     #[error(
         "{} has the shape {found:?}, the model that the configuration describes has {expected:?}",
         Escaped::line(name)
     )]
     Shape {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
-        /// The file's shape.
+        /// The shape in the file.
         found: Vec<usize>,
-        /// The model's shape.
+        /// The shape in the model.
         expected: Vec<usize>,
     },
-    /// A factor of an adapter that is not of the rank that the adapter's configuration says.
+    /// A LoRA matrix of an adapter has another rank than the adapter's configuration says.
     #[error(
         "{} has the rank {found}, but r is {expected} in adapter_config.json",
         Escaped::line(name)
     )]
     Rank {
-        /// Its name in the file.
+        /// The name of the LoRA matrix in the file.
         name: String,
-        /// The factor's rank.
+        /// The rank of the LoRA matrix.
         found: usize,
-        /// The configuration's.
+        /// The rank according to the configuration.
         expected: usize,
     },
-    /// Its elements are not floating-point numbers that a model computes in.
+    /// The tensor's dtype is not one of the floating-point dtypes in which a model computes.
     #[error(
-        "{} has the dtype {found}, which is none of F64, F32, F16, BF16",
+        "{} has the dtype {found}; expected F64, F32, F16 or BF16",
         Escaped::line(name)
     )]
     Dtype {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
-        /// The file's dtype.
+        /// The dtype in the file.
         found: String,
     },
-    /// Some of it cannot be quantized.
+    /// Some elements of the tensor cannot be quantized.
     #[error(
-        "{} has something that is no finite number, or too large for a block's scale",
+        "{} has an element that is no finite number, or too large for a block's scale",
         Escaped::line(name)
     )]
     NoNumber {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
     },
-    /// It is packed in another way than the configuration says.
+    /// The packed tensors of a matrix differ from the configuration's description of the packing.
     #[error("{}: {}", Escaped::line(name), Escaped::line(reason))]
     Packing {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
-        /// What is wrong.
+        /// The problem with the packing.
         reason: String,
     },
-    /// It is quantized in a way that is not read.
+    /// The tensor has a type that this crate cannot read, such as an unsupported quantization format.
     #[error(
-        "{} is in {found}, which is none of F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K",
+        "{} is in {found}; supported are F64, F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K",
         Escaped::line(name)
     )]
     Encoding {
-        /// Its name in the file.
+        /// The tensor's name in the file.
         name: String,
-        /// The file's type of it.
+        /// The tensor's type in the file.
         found: String,
     },
 }
 
 impl Gemma4Error {
-    /// Logits none of which says anything, so that there is no token to take.
+    /// Returns the error for a row of logits that are all NaN or −∞. No token can be chosen from such logits.
     pub(crate) fn no_number(logits: usize) -> Self {
         Self::Argument {
             argument: "logits",
@@ -163,12 +165,13 @@ impl Gemma4Error {
     }
 }
 
-/// A path for a message: an index of shards names files, too.
+/// Escapes a path for a message. The path may come from the index of a checkpoint's weight files, and that index is not
+/// trusted.
 fn escaped_path(path: &Path) -> Escaped<std::path::Display<'_>> {
     Escaped::line(path.display())
 }
 
-/// A file's contents.
+/// Reads the contents of a file.
 pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Gemma4Error> {
     std::fs::read(path).map_err(|source| Gemma4Error::Io {
         path: path.into(),
@@ -176,7 +179,7 @@ pub(crate) fn read(path: &Path) -> Result<Vec<u8>, Gemma4Error> {
     })
 }
 
-/// The path of a file that a checkpoint may have.
+/// Returns the path of an optional file in a checkpoint, or `None` if the file does not exist.
 pub(crate) fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gemma4Error> {
     let path = folder.join(name);
     match path.try_exists() {
@@ -186,7 +189,7 @@ pub(crate) fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gem
     }
 }
 
-/// Enough to see what is wrong, not a screen for every layer of the model.
+/// Joins the first few problems to one text. If every layer has a problem, the text does not list all of them.
 fn list(problems: &[TensorProblem]) -> String {
     const SHOWN: usize = 5;
     let mut text = problems
@@ -199,4 +202,31 @@ fn list(problems: &[TensorProblem]) -> String {
         text += &format!("; and {} more tensors", problems.len() - SHOWN);
     }
     text
+}
+
+/// Runs `work`. If `work` panics, returns the panic's message as an error. Drivers and Burn's operators panic if a device is
+/// missing or out of memory, or if an operation is not supported.
+///
+/// While `work` runs, the process's panic hook is replaced by one that prints nothing. This also affects other threads.
+///
+/// # Errors
+/// Returns the message of the panic.
+///
+/// ```
+/// let outcome = burn_gemma4::catch_panic(|| -> u32 { panic!("no device") });
+/// assert_eq!(outcome, Err("no device".to_string()));
+/// ```
+pub fn catch_panic<O>(work: impl FnOnce() -> O) -> Result<O, String> {
+    // Replace the panic hook. The caller reports the panic's message, and the original hook would print it a second time.
+    let hook = take_hook();
+    set_hook(Box::new(|_| ()));
+    let result = catch_unwind(AssertUnwindSafe(work));
+    set_hook(hook);
+    result.map_err(|payload| {
+        payload
+            .downcast_ref::<String>()
+            .cloned()
+            .or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()))
+            .unwrap_or_else(|| "the program panicked without a message".into())
+    })
 }

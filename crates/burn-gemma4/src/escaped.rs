@@ -1,8 +1,10 @@
-//! Text from files in messages: a terminal must not obey control characters that a checkpoint brings.
+//! Escapes text from files before it is shown in messages. Without the escapes, a checkpoint could contain control characters
+//! that a terminal obeys.
 
 use std::fmt::{self, Display, Write};
 
-/// Text whose control characters, and characters that reorder text, are written as `\u{1b}`.
+/// A text for display, in which some characters are replaced by escapes such as `\u{1b}`. These are control characters, and
+/// characters that change the direction of text.
 ///
 /// ```
 /// use burn_gemma4::Escaped;
@@ -17,7 +19,7 @@ pub struct Escaped<T> {
 }
 
 impl<T: Display> Escaped<T> {
-    /// For a name: line feeds and tabs are escaped, too.
+    /// Wraps a text that must stay on one line, such as a name. Line feeds and tabs are escaped too.
     pub fn line(text: T) -> Self {
         Self {
             text,
@@ -25,7 +27,7 @@ impl<T: Display> Escaped<T> {
         }
     }
 
-    /// For a message that may have several lines: line feeds and tabs stay.
+    /// Wraps a message of several lines. Line feeds and tabs are not escaped.
     pub fn lines(text: T) -> Self {
         Self {
             text,
@@ -41,7 +43,7 @@ impl<T: Display> Display for Escaped<T> {
     }
 }
 
-/// Escapes text on its way to a formatter.
+/// A writer that escapes text and passes it on to a formatter.
 struct Escaping<'a, 'b> {
     f: &'a mut fmt::Formatter<'b>,
     keeps_lines: bool,
@@ -60,7 +62,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// True if a terminal acts on a character: control characters, line separators, and marks of writing direction.
+/// True if a terminal acts on the character instead of showing it. Such characters are control characters, line separators and
+/// marks of writing direction.
 fn is_obeyed(character: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',
@@ -74,7 +77,7 @@ fn is_obeyed(character: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Gemma4Error, TensorProblem};
+    use crate::error::{Gemma4Error, TensorProblem};
 
     const HOSTILE: &str = "a\x1b]0;owned\x07\u{9b}2J\u{202e}\rz";
 
@@ -87,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_with_control_characters_escape_them() {
+    fn errors_with_control_characters_display_them_escaped() {
         let text = || HOSTILE.to_owned();
         let io = || std::io::Error::other("gone");
         for error in [

@@ -1,19 +1,30 @@
-//! A checkpoint, ready to be asked: model, tokenizer, chat template and defaults.
+//! A loaded checkpoint: the model, the tokenizer, the chat template and the generation defaults.
 
+use crate::cancellation::Cancellation;
 use crate::checkpoint::gguf::Gguf;
+use crate::checkpoint::{LoadOptions, Quantization};
+use crate::config::Gemma4Config;
+use crate::config::drafter::DrafterConfig;
+use crate::config::generation::GenerationDefaults;
+use crate::error::Gemma4Error;
 use crate::error::existing;
-use crate::{
-    Cache, Cancellation, ChatOptions, ChatTemplate, Drafter, DrafterConfig, Drafts, Gemma4Config,
-    Gemma4Error, Gemma4Model, GenerateOptions, Generation, GenerationDefaults, KvPrecision,
-    LoadOptions, Message, Quantization, Session, Token, Tokenizer, generate,
-};
+use crate::generate;
+use crate::generate::{GenerateOptions, Generation, Token};
+use crate::model::Gemma4Model;
+use crate::model::cache::Cache;
+use crate::model::cache::precision::KvPrecision;
+use crate::session::Session;
+use crate::speculative::drafter::Drafter;
+use crate::speculative::drafts::Drafts;
+use crate::text::chat::{ChatOptions, ChatTemplate, Message};
+use crate::text::tokenizer::Tokenizer;
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
 
-/// Tokens that a generation has at most where nobody says otherwise.
+/// The default maximum number of generated tokens, if neither the caller nor the checkpoint sets a maximum.
 const DEFAULT_MAX_TOKENS: usize = 256;
 
-/// A Gemma 4 with all that belongs to its checkpoint.
+/// A Gemma 4 model with its tokenizer, its chat template and its generation defaults.
 ///
 /// ```no_run
 /// use burn::tensor::Device;
@@ -38,16 +49,16 @@ pub struct Gemma4 {
     drafter: Option<Drafter>,
 }
 
-/// What to go on from.
+/// The prompt of a generation: a text, a conversation or tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// Text to continue. Special tokens in it are meant; the token that begins every text is put before it, if it does not
-    /// begin with that itself.
+    /// A text to continue. Special tokens in the text are encoded as special tokens. The BOS token is prepended unless the text
+    /// already begins with it.
     Text(String),
-    /// A conversation to answer, by the checkpoint's chat template. Special tokens in its messages are text, unless
-    /// [`ChatOptions::special_tokens`] says that they are meant.
+    /// A conversation to answer. The checkpoint's chat template renders it. Special tokens in the messages are encoded as plain
+    /// text, unless [`ChatOptions::special_tokens`] is set.
     Chat(Vec<Message>),
-    /// Tokens as they are.
+    /// Token ids to continue. They are passed to the model unchanged.
     Tokens(Vec<u32>),
 }
 
@@ -76,20 +87,21 @@ impl From<Vec<u32>> for Prompt {
 }
 
 impl Gemma4 {
-    /// Loads a checkpoint's folder as Hugging Face has it, or a GGUF file, in the checkpoint's dtype; in f32 where the device does not
-    /// compute in that.
+    /// Loads a checkpoint from a Hugging Face folder or from a GGUF file. The model computes in the checkpoint's dtype, or in f32
+    /// if the device does not support that dtype.
     ///
     /// # Errors
-    /// As [`load`](Self::load).
+    /// Passes on the errors of [`load`](Self::load).
     pub fn from_pretrained(path: impl AsRef<Path>, device: &Device) -> Result<Self, Gemma4Error> {
         Self::load(path, device, LoadOptions::new())
     }
 
-    /// Loads a checkpoint: a folder with `config.json`, safetensors, `tokenizer.json`, and where they are there `chat_template.jinja`
-    /// and `generation_config.json`; or a GGUF file, which has all of it.
+    /// Loads a checkpoint from a folder or from a GGUF file. A folder contains `config.json`, safetensors files and
+    /// `tokenizer.json`, and optionally `chat_template.jinja` and `generation_config.json`. A GGUF file contains the data of all
+    /// these files.
     ///
     /// # Errors
-    /// Where a file is missing or not what it should be, naming it; as [`Gemma4Model::load`].
+    /// Returns an error that names the file if a file is missing or malformed. Passes on the errors of [`Gemma4Model::load`].
     pub fn load(
         path: impl AsRef<Path>,
         device: &Device,
@@ -125,7 +137,7 @@ impl Gemma4 {
         device: &Device,
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
-        // The small files first: what is wrong with them need not wait for the weights.
+        // Read the small files first. An error in them is then reported before the long loading of the weights.
         let config = Gemma4Config::from_file(folder.join("config.json"))?;
         let tokenizer = Tokenizer::from_file(folder.join("tokenizer.json"))?;
         let chat_template = ChatTemplate::from_folder(folder)?;
@@ -142,11 +154,11 @@ impl Gemma4 {
         })
     }
 
-    /// The small model that is part of this crate: 1.4 million parameters, trained on this project's Rust and Markdown, whose
-    /// look it has and little of their sense.
+    /// Loads the small model that is embedded in this crate. It has 1.4 million parameters and was trained on this project's Rust
+    /// and Markdown files. Its output looks like these files but makes little sense.
     ///
     /// # Errors
-    /// Where the device does not compute in the dtype asked for.
+    /// Returns an error if the device does not support the requested dtype.
     pub fn embedded(device: &Device, options: LoadOptions<'_>) -> Result<Self, Gemma4Error> {
         let config = include_str!("../embedded/config.json");
         let model = Gemma4Model::from_bytes(
@@ -166,38 +178,39 @@ impl Gemma4 {
         })
     }
 
-    /// With the low-rank adapter in `folder` added to the weights.
+    /// Merges the LoRA adapter in `folder` into the weights.
     ///
     /// # Errors
-    /// As [`Gemma4Model::merge_adapter`].
+    /// Passes on the errors of [`Gemma4Model::merge_adapter`].
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let model = self.model.merge_adapter(folder)?;
         Ok(Self { model, ..self })
     }
 
-    /// With the low-rank adapter in `folder`, beside the layers' weights where these are quantized, and else added to them.
+    /// Adds the LoRA adapter in `folder` to the model. For quantized weights the adapter stays separate. For all other weights
+    /// the adapter is merged into the weights.
     ///
     /// # Errors
-    /// As [`Gemma4Model::attach_adapter`].
+    /// Passes on the errors of [`Gemma4Model::attach_adapter`].
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let model = self.model.attach_adapter(folder)?;
         Ok(Self { model, ..self })
     }
 
-    /// With the weights in another form.
+    /// Quantizes the weights.
     ///
     /// # Errors
-    /// As [`Gemma4Model::quantize`].
+    /// Passes on the errors of [`Gemma4Model::quantize`].
     pub fn quantize(self, quantization: Quantization) -> Result<Self, Gemma4Error> {
         let model = self.model.quantize(quantization)?;
         Ok(Self { model, ..self })
     }
 
-    /// With the drafter in `folder`, in the model's dtype and on its device, for generations whose options ask for
-    /// [`Drafts::Drafter`].
+    /// Loads the drafter in `folder`, in the model's dtype and on the model's device. A generation uses the drafter if its
+    /// options select [`Drafts::Drafter`].
     ///
     /// # Errors
-    /// As [`Drafter::load`], and where its sizes are not those of a drafter for this model.
+    /// Passes on the errors of [`Drafter::load`]. Returns an error if the drafter's sizes do not fit this model.
     pub fn with_drafter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
         let options = LoadOptions::new().dtype(self.dtype());
@@ -209,12 +222,12 @@ impl Gemma4 {
         })
     }
 
-    /// Who can guess tokens for the model.
+    /// The drafter for speculative decoding, if one has been loaded.
     pub fn drafter(&self) -> Option<&Drafter> {
         self.drafter.as_ref()
     }
 
-    /// The model's shape.
+    /// The model's configuration, which holds its sizes and hyperparameters.
     pub fn config(&self) -> &Gemma4Config {
         self.model.config()
     }
@@ -229,34 +242,35 @@ impl Gemma4 {
         &self.tokenizer
     }
 
-    /// How conversations become prompts.
+    /// The chat template, which renders a conversation to a prompt.
     pub fn chat_template(&self) -> &ChatTemplate {
         &self.chat_template
     }
 
-    /// How the checkpoint's authors sample from it.
+    /// The generation settings that the checkpoint recommends.
     pub fn defaults(&self) -> &GenerationDefaults {
         &self.defaults
     }
 
-    /// Settings of the checkpoint's files that are not computed, one sentence each, for people to read.
+    /// Warnings about settings in the checkpoint's files that this crate ignores. Each warning is one sentence for the user.
     pub fn warnings(&self) -> impl Iterator<Item = &str> {
         let of_model = self.model.warnings().iter();
         let all = self.defaults.unsupported.iter().chain(of_model);
         all.map(String::as_str)
     }
 
-    /// The dtype that it computes in.
+    /// The dtype in which the model computes.
     pub fn dtype(&self) -> DType {
         self.model.dtype()
     }
 
-    /// The device that it is on.
+    /// The device that holds the model.
     pub fn device(&self) -> Device {
         self.model.device()
     }
 
-    /// The checkpoint's own sampling, stop tokens and number of tokens, which is 256 where it names none.
+    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. If the checkpoint has no limit, the
+    /// limit is 256 tokens.
     pub fn options(&self) -> GenerateOptions {
         let positions = self.config().max_position_embeddings;
         let (max_tokens, max_length) =
@@ -287,15 +301,16 @@ impl Gemma4 {
         }
     }
 
-    /// A prompt's tokens.
+    /// Encodes a prompt to token ids.
     ///
     /// # Errors
-    /// Where the chat template refuses the conversation, or the tokenizer the text.
+    /// Returns an error if the chat template rejects the conversation, or the tokenizer rejects the text.
     pub fn tokens(&self, prompt: &Prompt, chat: ChatOptions) -> Result<Vec<u32>, Gemma4Error> {
         self.tokens_until(prompt, chat, None)
     }
 
-    /// As [`tokens`](Self::tokens), until `cancellation` is cancelled, which is an error where a chat template is rendered.
+    /// Encodes a prompt like [`tokens`](Self::tokens). If `cancellation` is cancelled while the chat template renders, returns
+    /// an error immediately.
     pub(crate) fn tokens_until(
         &self,
         prompt: &Prompt,
@@ -312,7 +327,7 @@ impl Gemma4 {
                 }
                 Ok(tokens)
             }
-            // The template writes the token that begins every text.
+            // Encode the rendered text without adding a BOS token, because the chat template has written one.
             Prompt::Chat(messages) if chat.special_tokens => self
                 .tokenizer
                 .encode(&template.render_until(messages, chat, cancellation)?),
@@ -337,10 +352,11 @@ impl Gemma4 {
         }
     }
 
-    /// Goes on from a prompt. `on_token` gets each token as it comes, and ends the generation by breaking.
+    /// Generates a continuation of a prompt. `on_token` receives each token as soon as it is generated, and can return `Break` to
+    /// stop the generation.
     ///
     /// # Errors
-    /// Where the prompt or the options do not fit the model, and where the device fails.
+    /// Returns an error if the prompt or the options do not fit the model, or if the device fails.
     pub fn generate(
         &self,
         prompt: impl Into<Prompt>,
@@ -355,10 +371,10 @@ impl Gemma4 {
         self.run(tokens, &mut cache, options, max_tokens, &mut on_token)
     }
 
-    /// Goes on from several prompts at once, of any lengths.
+    /// Generates a continuation of each prompt, in one batch. The prompts may differ in length.
     ///
     /// # Errors
-    /// As [`generate`](Self::generate).
+    /// Passes on the errors of [`generate`](Self::generate).
     pub fn generate_batch(
         &self,
         prompts: &[Prompt],
@@ -388,7 +404,8 @@ impl Gemma4 {
         )
     }
 
-    /// Goes on from the only prompt, which has been checked, and whose first tokens `cache` may hold.
+    /// Generates a continuation of a single prompt. The caller must have checked the prompt and the options. `cache` may
+    /// already hold the first tokens of the prompt.
     pub(crate) fn run(
         &self,
         tokens: Vec<u32>,
@@ -416,7 +433,8 @@ impl Gemma4 {
         }
     }
 
-    /// Generations that share what they have read: a conversation, each turn of which begins with all turns before.
+    /// Starts a session, which keeps its KV cache between generations. Two consecutive prompts often begin with the same
+    /// tokens, as in the turns of a conversation. For these tokens a generation reuses the cache.
     pub fn session(&self) -> Session<'_> {
         Session::new(self)
     }

@@ -1,9 +1,9 @@
-//! JSON files whose errors name the field at fault by its path.
+//! Parses JSON. An error names the path of the field at fault.
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// The value of a JSON text. An error begins with the path of the field, such as `text_config.head_dim: invalid type …`.
+/// Parses a JSON text. An error begins with the path of the field at fault, such as `text_config.head_dim: invalid type …`.
 pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut json).map_err(at_path)?;
@@ -11,12 +11,12 @@ pub(crate) fn from_slice<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String>
     Ok(value)
 }
 
-/// [`from_slice`] of a value that has been read.
+/// Converts a parsed JSON value. An error begins with the path of the field at fault, as in [`from_slice`].
 pub(crate) fn from_value<T: DeserializeOwned>(value: &Value) -> Result<T, String> {
     serde_path_to_error::deserialize(value).map_err(at_path)
 }
 
-/// [`from_value`] of the field called `name`, whose path then begins with that name.
+/// Converts the value of the field `name` like [`from_value`]. The path in an error begins with `name`.
 pub(crate) fn from_field<T: DeserializeOwned>(name: &str, value: &Value) -> Result<T, String> {
     serde_path_to_error::deserialize(value).map_err(|error| {
         let is_inside = error.path().iter().next().is_some();

@@ -1,11 +1,13 @@
-//! Gemma 4 in [Burn](https://burn.dev): checkpoints from Hugging Face and GGUF files as they are, generation, training.
+//! Gemma 4 in [Burn](https://burn.dev). The crate loads checkpoints from Hugging Face and GGUF files without conversion,
+//! generates text and trains models.
 //!
-//! [`Gemma4`] is a checkpoint that can be asked; [`Gemma4Model`] is the model alone, differentiable. Every attention goes
-//! through [`attention_cube::fused_attention`], at head sizes 256 and 512 alike, on every device that it serves.
+//! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model alone. On every device
+//! that [`attention_cube::fused_attention`] supports, all attention runs through that function, at head sizes 256 and 512
+//! alike.
 
+mod cancellation;
 mod checkpoint;
 mod config;
-mod drafter;
 mod error;
 mod escaped;
 mod gemma;
@@ -13,58 +15,52 @@ mod generate;
 mod json;
 mod model;
 mod op;
-mod quantized;
+mod quant;
 mod session;
+mod speculative;
 mod text;
 mod train;
 
+pub use cancellation::Cancellation;
+pub use checkpoint::adapter::Adapter;
 pub use checkpoint::{
-    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint,
-    adapter::Adapter,
-    copy_beside,
-    placement::{DeviceMemory, PerLayerTable, TablePlacement},
-    quantize_checkpoint,
+    LoadOptions, LoadProgress, Quantization, QuantizedCheckpoint, copy_beside, quantize_checkpoint,
 };
+pub use config::generation::GenerationDefaults;
+pub use config::sampling::Sampling;
 pub use config::{
     ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
     drafter::{DrafterConfig, OrderedEmbeddings},
 };
-pub use drafter::{Drafter, Guesses, MaskedEmbedding};
-pub use error::{Gemma4Error, TensorProblem};
+pub use error::{Gemma4Error, TensorProblem, catch_panic};
 pub use escaped::Escaped;
 pub use gemma::{Gemma4, Prompt};
-pub use generate::{
-    FinishReason, GenerateOptions, Generation, Timings, Token,
-    cancellation::Cancellation,
-    decode::{DecodeMode, Decoder, GuessedTokens, Next},
-    defaults::GenerationDefaults,
-    draft::{DraftCounts, Drafts},
-    logprobs::TokenLogprobs,
-    sampling::{Sampling, sampler::Sampler},
-};
+pub use generate::decode::{DecodeMode, Decoder, DraftTokens, Next};
+pub use generate::logprobs::TokenLogprobs;
+pub use generate::sampling::sampler::Sampler;
+pub use generate::{FinishReason, GenerateOptions, Generation, Timings, Token};
+pub use model::placement::{PerLayerTable, TablePlacement};
 pub use model::{
     Gemma4Model, Logits,
-    cache::{
-        Cache,
-        kind::{CacheKind, KvPrecision},
-    },
+    cache::{Cache, kind::CacheKind, precision::KvPrecision},
     layer, observe,
     observe::Part,
 };
+pub use op::device_memory::DeviceMemory;
 pub use session::{SavedSession, Session};
+pub use speculative::drafter::{Draft, Drafter, MaskedEmbedding};
+pub use speculative::drafts::{DraftCounts, Drafts};
 pub use text::{
     chat::{ChatOptions, ChatTemplate, Message, Role},
     parts::TextKind,
     tokenizer::{Marking, Tokenizer, stream::TextStream},
 };
-pub use train::{
-    packing::Packing,
-    recorder::{GradientRecorder, Lesson},
-};
+pub use train::graph_capture::{GradientRecorder, TrainBatch};
+pub use train::packing::Packing;
 
 pub mod update {
-    //! What a step of training does with each parameter, in one launch on a GPU: a share of the norm of all gradients, their factor,
-    //! AdamW in f32.
+    //! The last part of a training step, which updates the parameters: the sum of squares for the global gradient norm, the
+    //! clipping factor, and AdamW in f32. On a GPU one fused launch replaces Burn's separate operations.
 
-    pub use crate::op::update::{AdamW, SumOfSquares, Trained, rounded};
+    pub use crate::op::adamw::{AdamW, ParamUpdate, SumOfSquares, rounded};
 }

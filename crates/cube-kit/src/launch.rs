@@ -1,11 +1,11 @@
-//! Launches: new outputs, grids, the width of addresses.
+//! Launch helpers: output tensors, grid sizes, and the width of addresses.
 
 use burn::tensor::{DType, Shape};
 use burn_cubecl::{cubecl, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor};
 use cubecl::client::Client;
 use cubecl::prelude::{AddressType, CubeCount};
 
-/// A new contiguous tensor beside `like`.
+/// Allocates an uninitialized contiguous tensor on the device of `like`.
 pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTensor {
     empty_device_contiguous_dtype(
         like.client.clone(),
@@ -15,7 +15,8 @@ pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTe
     )
 }
 
-/// The launch of `cubes` cubes, which may be more than fit one dimension.
+/// Returns a grid of at least `cubes` cubes. If one dimension is too short, the grid has a second dimension and may have a
+/// few more cubes.
 pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     let limit = client.properties().hardware.max_cube_count.0 as usize;
     let cubes = cubes.max(1);
@@ -23,7 +24,7 @@ pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
-/// The width of addresses that reach every element of `tensors`.
+/// Returns the address width that suffices to reach every element of `tensors`.
 pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors
         .into_iter()
@@ -32,19 +33,19 @@ pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> Ad
         .unwrap_or_default()
 }
 
-/// The launch of `cubes` cubes and no more.
+/// Returns a grid of exactly `cubes` cubes.
 ///
 /// # Panics
-/// Where no grid of the device has so many.
+/// Panics if the device supports no grid of exactly this size.
 pub fn exact_cube_count(client: &Client, cubes: usize) -> CubeCount {
     let count = cube_count(client, cubes);
     let CubeCount::Static(columns, rows, _) = count else {
-        unreachable!("it is static");
+        unreachable!("cube_count returns a static count");
     };
     assert_eq!(
         columns as usize * rows as usize,
         cubes,
-        "{cubes} cubes fit no grid of this device"
+        "no grid of this device has exactly {cubes} cubes"
     );
     count
 }

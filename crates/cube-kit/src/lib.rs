@@ -1,5 +1,8 @@
-//! What CubeCL kernels for Burn stand on: [launches](launch) and [rounding] on any device, and for NVIDIA's [Ampere](ampere) and [Hopper](hopper)
-//! their instructions behind names and, on the latter, a [matrix product](matmul).
+//! Building blocks of CubeCL kernels for Burn. For any device: [launches](launch), [rounding] and
+//! [programmatic dependent launch](pdl).
+//!
+//! For NVIDIA GPUs: parts common to all tensor cores ([nvidia]), the instructions of [Ampere](ampere) and [Hopper](hopper),
+//! and a [GEMM](hopper::gemm) for Hopper.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 
@@ -7,8 +10,8 @@ pub mod ampere;
 pub mod hopper;
 #[cfg(feature = "cube")]
 pub mod launch;
-pub mod matmul;
+pub mod nvidia;
 #[cfg(feature = "cube")]
-pub mod overlap;
+pub mod pdl;
 #[cfg(feature = "cube")]
 pub mod rounding;

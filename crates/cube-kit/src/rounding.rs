@@ -1,23 +1,23 @@
-//! Rounding f32 to the element of an output: to the nearest, of two to the even one.
+//! Rounds f32 values to the element type of an output: to nearest, ties to even.
 //!
-//! Vulkan leaves it to the driver how a conversion to bf16 rounds, and NVIDIA's cuts the lower bits off. So
-//! bf16 is rounded in integers first: the conversion then finds nothing left to round.
+//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. Values are therefore
+//! first rounded to bf16 by integer operations, so that the conversion is exact.
 
 #![allow(
     missing_docs,
-    reason = "CubeCL's macros make public items beside those that are documented here"
+    reason = "CubeCL's macros generate public items without docs"
 )]
 
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-/// The element nearest to `value`.
+/// Rounds `value` to the nearest value of `E`.
 #[cube]
 pub fn rounded<E: Float>(value: f32) -> E {
     E::cast_from(convertible::<E>(value))
 }
 
-/// The elements nearest to `values`.
+/// Rounds `values` to the nearest values of `E`.
 #[cube]
 pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N> {
     if is_bfloat16::<E>() {
@@ -32,7 +32,7 @@ pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N>
     }
 }
 
-/// A value that conversion to `E` rounds to the element nearest to `value`.
+/// Rounds `value` in f32 so that the conversion to `E` gives the value of `E` that is nearest to `value`.
 #[cube]
 pub fn convertible<E: Float>(value: f32) -> f32 {
     if is_bfloat16::<E>() {
@@ -48,24 +48,25 @@ fn is_bfloat16<E: Float>() -> comptime_type!(bool) {
     comptime!(element == ElemType::Float(FloatKind::BF16))
 }
 
-/// The nearest value whose lower 16 bits are zero, as bf16's are. A carry grows the exponent, up to infinity's.
+/// Returns the nearest bf16 value: an f32 whose lower 16 bits are zero. A carry increments the exponent, up to infinity.
 #[cube]
 pub fn nearest_bfloat16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let is_nan = (bits & 0x7fff_ffffu32) > 0x7f80_0000u32;
     let to_nearest = bits + 0x7fffu32 + ((bits >> 16u32) & 1u32);
-    // Quiet, since a NaN may have nothing but lower bits.
+    // Makes a NaN quiet before the lower 16 bits are cleared. Otherwise a NaN whose set mantissa bits are all among the lower
+    // 16 would become infinity.
     let kept = select(is_nan, bits | 0x0040_0000u32, to_nearest);
     f32::reinterpret(kept & 0xffff_0000u32)
 }
 
-/// The nearest value that f16 has, of two the even one.
+/// Returns the nearest f16 value, ties to even.
 #[cube]
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // Below its smallest normal number f16 has the multiples of 2⁻²⁴. In integers, since compilers make nothing of adding what is
-    // subtracted again.
+    // Rounds to multiples of 2⁻²⁴ where the f16 result is subnormal. The rounding uses integers: with floats, it would be an
+    // addition followed by the same subtraction, which compilers remove.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

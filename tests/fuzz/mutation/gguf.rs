@@ -1,13 +1,14 @@
-//! GGUF files broken by their keys and tensors.
+//! Mutations of GGUF files by their keys and tensors.
 
 use super::{bytes, json};
 use attention_workspace::testing::gguf::Gguf;
 use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 
-/// The numbers of types that there are, and one more.
+/// The number of known types plus one.
 const TYPES: u32 = 43;
 
-/// `input` with one of its keys or tensors broken, perhaps by one of `other`'s; nothing where it is no such file any more.
+/// Returns `input` with one key or tensor broken, possibly by one of `other`. Returns `None` if `input` is no longer a
+/// GGUF file.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();
@@ -32,7 +33,7 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // Its number, or the length that a text or a list begins with.
+            // The bytes are the value's number, or the length at the beginning of a text or a list.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

@@ -1,9 +1,9 @@
-//! JSON broken by its values.
+//! Mutations of JSON texts by their values.
 
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::{Map, Number, Value, json};
 
-/// Numbers at which something ends.
+/// Numbers at the limits of types and buffers.
 const NUMBERS: &[u64] = &[
     0,
     1,
@@ -39,18 +39,18 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// How deep a value is buried at most. serde_json itself reads no deeper than 128.
+/// Largest depth at which a value is nested. serde_json itself reads at most 128 levels.
 const DEEPEST: usize = 140;
 
-/// A number at which something ends.
+/// Returns a number at a limit.
 pub fn number(random: &mut StdRng) -> u64 {
-    *NUMBERS.choose(random).expect("numbers")
+    *NUMBERS.choose(random).expect("NUMBERS is not empty")
 }
 
-/// Breaks one of the values that `root` is made of, perhaps by one of `other`.
+/// Breaks one of the values in `root`, possibly by a value of `other`.
 pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
     let place = random.random_range(0..count(root));
-    let value = nth(root, &mut place.clone()).expect("a place within");
+    let value = nth(root, &mut place.clone()).expect("the index is within the values");
     match random.random_range(0..10) {
         0..=3 => change(value, random),
         4 | 5 => *value = any(random),
@@ -58,7 +58,7 @@ pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
             let mut from = other.clone();
             let place = random.random_range(0..count(&from));
             *value = nth(&mut from, &mut place.clone())
-                .expect("a place within")
+                .expect("the index is within the values")
                 .take();
         }
         8 => {
@@ -69,7 +69,7 @@ pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
     }
 }
 
-/// How many values there are, `value` included.
+/// Counts the values, including `value`.
 fn count(value: &Value) -> usize {
     let inner: usize = match value {
         Value::Array(values) => values.iter().map(count).sum(),
@@ -79,7 +79,7 @@ fn count(value: &Value) -> usize {
     1 + inner
 }
 
-/// The value that `left` others come before.
+/// Returns the value after `left` other values, in depth-first order.
 fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     if *left == 0 {
         return Some(value);
@@ -92,7 +92,7 @@ fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Another value of the same kind.
+/// Replaces a value by another one of the same kind.
 fn change(value: &mut Value, random: &mut StdRng) {
     match value {
         Value::Null => *value = any(random),
@@ -158,7 +158,7 @@ fn changed(text: &str, random: &mut StdRng) -> String {
         }
         2 if at < characters.len() => drop(characters.remove(at)),
         3 if at < characters.len() => {
-            // The next character, so that a digit becomes another.
+            // The next character turns a digit into another digit.
             let next = u32::from(characters[at]) + 1;
             characters[at] = char::from_u32(next).unwrap_or('\u{FFFD}');
         }
@@ -171,13 +171,16 @@ fn text(random: &mut StdRng) -> String {
     match random.random_range(0..12) {
         0 => "a".repeat(random.random_range(1..5000)),
         1 => number(random).to_string(),
-        _ => TEXTS.choose(random).expect("texts").to_string(),
+        _ => TEXTS
+            .choose(random)
+            .expect("TEXTS is not empty")
+            .to_string(),
     }
 }
 
 fn any_number(random: &mut StdRng) -> Value {
     match random.random_range(0..4) {
-        0 => json!(*FRACTIONS.choose(random).expect("fractions")),
+        0 => json!(*FRACTIONS.choose(random).expect("FRACTIONS is not empty")),
         1 => json!((number(random) as i64).wrapping_neg()),
         _ => Value::Number(Number::from(number(random))),
     }

@@ -1,5 +1,5 @@
-//! Inputs broken by what they are made of: JSON by its values, templates by their words, tensors by their header or keys, and all of
-//! them by their bytes.
+//! Mutations of inputs by their structure: JSON by values, templates by words, tensor files by headers or keys, and all
+//! formats by bytes.
 
 mod gguf;
 mod json;
@@ -8,27 +8,27 @@ mod text;
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::Value;
 
-/// What inputs are made of.
+/// The structure of inputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// A JSON text.
     Json,
     /// A JSON text in every line.
     JsonLines,
-    /// A template of Jinja's kind.
+    /// A Jinja template.
     Template,
-    /// A length in 8 bytes, a header in JSON of that length, and numbers.
+    /// A header length in 8 bytes, a JSON header of that length, and the tensors' bytes.
     Safetensors,
     /// A JSON text, a byte of 0, and [`Format::Safetensors`].
     JsonAndSafetensors,
-    /// Keys with values, the places of tensors, and numbers.
+    /// Keys with values, descriptions of tensors, and the tensors' bytes.
     Gguf,
 }
 
-/// What parts an input of two files.
+/// The byte between the two files of an input.
 pub const BETWEEN: u8 = 0;
 
-/// One of `inputs`, broken in one place or in a few.
+/// Returns one of `inputs`, broken in one place or in a few.
 pub fn broken(format: Format, inputs: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut input = one(inputs, random).clone();
     let mut more = true;
@@ -44,7 +44,7 @@ pub fn broken(format: Format, inputs: &[Vec<u8>], random: &mut StdRng) -> Vec<u8
 }
 
 fn one<'a>(inputs: &'a [Vec<u8>], random: &mut StdRng) -> &'a Vec<u8> {
-    inputs.choose(random).expect("a corpus is not empty")
+    inputs.choose(random).expect("the corpus is not empty")
 }
 
 fn parts(format: Format, input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
@@ -130,7 +130,7 @@ fn of_safetensors(input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> 
     [&length.to_le_bytes()[..], &header, &numbers].concat()
 }
 
-/// Breaks bytes, whatever they mean.
+/// Breaks bytes without regard to their meaning.
 fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
     let (from, to) = stretch(input.len(), random);
     match random.random_range(0..6) {
@@ -156,7 +156,7 @@ fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
     input
 }
 
-/// The ends of a part of so many things, often a short one.
+/// Returns the bounds of a random part of `count` elements, often a short one.
 fn stretch(count: usize, random: &mut StdRng) -> (usize, usize) {
     let from = random.random_range(0..=count);
     let most = match random.random_bool(0.7) {

@@ -1,9 +1,9 @@
-//! Templates broken by their words.
+//! Mutations of templates by their words.
 
 use super::{json, stretch};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// What chat templates are made of, and what bounds would be passed by.
+/// Parts of chat templates, and templates that would exceed the limits.
 const WORDS: &[&str] = &[
     "{{ messages }}",
     "{{ messages[0]['content'] }}",
@@ -50,7 +50,7 @@ const WORDS: &[&str] = &[
     ".split('').strip().items().get(0)",
 ];
 
-/// `template` with some words more, less, or otherwise, perhaps some of `other`.
+/// Returns `template` with words removed, added or changed, possibly with words of `other`.
 pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     let (mut words, other) = (words(template), words(other));
     let (from, to) = stretch(words.len(), random);
@@ -65,7 +65,7 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
             words.splice(from..to, other[start..end].iter().cloned());
         }
         3 => {
-            // What is repeated within what is repeated.
+            // The loop may contain other loops.
             words.insert(to, "{% endfor %}".into());
             words.insert(
                 from,
@@ -78,12 +78,18 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
                 *word = json::number(random).to_string();
             }
         }
-        _ => words.insert(from, WORDS.choose(random).expect("words").to_string()),
+        _ => words.insert(
+            from,
+            WORDS
+                .choose(random)
+                .expect("WORDS is not empty")
+                .to_string(),
+        ),
     }
     words.concat()
 }
 
-/// Runs of letters and digits, of spaces, and signs one by one; none is empty.
+/// Splits a text into runs of letters and digits, runs of spaces, and single signs. No part is empty.
 fn words(text: &str) -> Vec<String> {
     let kind = |character: char| match character {
         _ if character.is_alphanumeric() => 0,

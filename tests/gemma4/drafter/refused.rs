@@ -1,4 +1,4 @@
-//! What is no drafter, none for its model, and no call of one: refused by name.
+//! Folders that hold no drafter, drafters for other models, and wrong calls. Each error names the problem.
 
 use super::{PAIRS, load};
 use crate::fixture::{Fixture, folder, tokens};
@@ -8,7 +8,7 @@ use burn_gemma4::{Drafter, DrafterConfig, Gemma4Config, Gemma4Error, LoadOptions
 use safetensors::tensor::Dtype;
 use serde_json::json;
 
-/// What `spoil` makes of a drafter's folder is refused in these words.
+/// Changes a drafter's folder by `spoil`, and asserts that the error of loading it contains `words`.
 #[track_caller]
 fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     let folder = Folder::drafter("assistant-ple");
@@ -16,19 +16,20 @@ fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
     let error = gemma
         .with_drafter(folder.path())
-        .expect_err("refused")
+        .expect_err("the input is refused")
         .to_string();
     for word in words {
-        assert!(error.contains(word), "no {word:?}: {error}");
+        assert!(error.contains(word), "{word:?} is missing from: {error}");
     }
 }
 
-/// Sets a field of the drafter's own layers.
+/// Sets a field of the configuration of the drafter's own layers.
 fn text(field: &'static str, value: serde_json::Value) -> impl FnOnce(&Folder) {
     move |folder| {
         let path = folder.file("config.json");
-        let config = std::fs::read_to_string(path).expect("a file");
-        let mut config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+        let config = std::fs::read_to_string(path).expect("the file is readable");
+        let mut config: serde_json::Value =
+            serde_json::from_str(&config).expect("the text is JSON");
         config["text_config"][field] = value;
         folder.write("config.json", config.to_string());
     }
@@ -39,7 +40,7 @@ fn top(field: &'static str, value: serde_json::Value) -> impl FnOnce(&Folder) {
 }
 
 #[test]
-fn drafters_for_other_models_are_refused() {
+fn drafter_for_another_model_is_refused() {
     for (field, value) in [
         ("vocab_size", json!(640)),
         ("head_dim", json!(16)),
@@ -59,7 +60,7 @@ fn drafters_for_other_models_are_refused() {
     let gemma = Fixture::open("dense-keqv").load(&Device::flex(), DType::F32);
     let error = gemma
         .with_drafter(folder("assistant-ple"))
-        .expect_err("another");
+        .expect_err("the drafter is for another model");
     assert!(
         error
             .to_string()
@@ -69,7 +70,7 @@ fn drafters_for_other_models_are_refused() {
 }
 
 #[test]
-fn what_no_drafter_has_is_refused() {
+fn drafter_with_unsupported_configuration_is_refused() {
     refused(
         text("num_kv_shared_layers", json!(2)),
         &["config.json", "num_kv_shared_layers"],
@@ -104,13 +105,14 @@ fn what_no_drafter_has_is_refused() {
     );
     refused(|folder| folder.remove("config.json"), &["config.json"]);
     let gguf = folder("gguf").join("dense-ple.Q8_0.gguf");
-    let error = Drafter::load(&gguf, &Device::flex(), LoadOptions::new()).expect_err("a file");
+    let error = Drafter::load(&gguf, &Device::flex(), LoadOptions::new())
+        .expect_err("a drafter is not a single file");
     assert!(
         error.to_string().contains("Q8_0.gguf: is a file"),
         "{error}"
     );
     refused(|folder| folder.write("config.json", "{"), &["config.json"]);
-    // A head without groups has no centroids.
+    // A head without token groups has no centroids.
     refused(
         top("use_ordered_embeddings", json!(false)),
         &["masked_embedding.centroids.weight is not part of the model"],
@@ -120,23 +122,28 @@ fn what_no_drafter_has_is_refused() {
         &["masked_embedding.centroids.weight has the shape [16, 32]"],
     );
     let config = DrafterConfig::from_file(folder("assistant-keqv").join("config.json"));
-    assert_eq!(config.expect("a drafter").ordered_embeddings, None);
-    // Either dialect of the file says the same.
+    assert_eq!(
+        config.expect("the drafter is valid").ordered_embeddings,
+        None
+    );
+    // Both dialects of the configuration file have the same meaning.
     for (name, _) in PAIRS {
         let [hub, saved] = ["config.json", "config.transformers5.json"]
-            .map(|file| DrafterConfig::from_file(folder(name).join(file)).expect("a drafter"));
+            .map(|file| DrafterConfig::from_file(folder(name).join(file)).expect("is valid"));
         assert_eq!(hub, saved);
     }
     assert!(Gemma4Config::from_file(folder("assistant-ple").join("config.json")).is_err());
 }
 
 #[test]
-fn groups_have_every_token_once() {
+fn drafter_token_ordering_with_duplicates_is_refused() {
     const ORDERING: &str = "masked_embedding.token_ordering";
     let second = |number: i64| {
         move |folder: &Folder| {
             folder.edit(|tensors| {
-                let ordering = tensors.get_mut(ORDERING).expect("it");
+                let ordering = tensors
+                    .get_mut(ORDERING)
+                    .expect("the drafter has this tensor");
                 let first = ordering.bytes[..8].to_vec();
                 ordering.bytes[8..16].copy_from_slice(&match number {
                     0 => first,
@@ -154,37 +161,46 @@ fn groups_have_every_token_once() {
     refused(missing, &[ORDERING, "missing"]);
     let short = |folder: &Folder| {
         folder.edit(|tensors| {
-            let ordering = tensors.get_mut(ORDERING).expect("it");
+            let ordering = tensors
+                .get_mut(ORDERING)
+                .expect("the drafter has this tensor");
             ordering.bytes.truncate(8 * 319);
             ordering.shape = vec![319];
         });
     };
     refused(short, &[ORDERING, "[319]"]);
     let floats = |folder: &Folder| {
-        folder.edit(|tensors| tensors.get_mut(ORDERING).expect("it").dtype = Dtype::F64);
+        folder.edit(|tensors| tensors.get_mut(ORDERING).expect("tensor exists").dtype = Dtype::F64);
     };
     refused(floats, &[ORDERING, "F64"]);
 }
 
 #[test]
-fn what_does_not_fit_a_call_is_refused() {
+fn drafter_wrong_arguments_are_refused() {
     let device = Device::flex();
     let gemma = load("assistant-ple", "dense-ple", &device);
-    let (model, drafter) = (gemma.model(), gemma.drafter().expect("loaded"));
+    let (model, drafter) = (
+        gemma.model(),
+        gemma.drafter().expect("the drafter is loaded"),
+    );
     let mut cache = model.cache(vec![0]);
     let hidden = || Tensor::<2>::zeros([1, 64], &device);
     let words = |error: Result<_, Gemma4Error>| match error {
         Err(error @ Gemma4Error::Argument { .. }) => error.to_string(),
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it fits"),
+        Ok(_) => panic!("the call should be refused"),
     };
     let empty = drafter.draft(model, &cache, 5, hidden(), 1).map(drop);
     assert!(words(empty).starts_with("cache: has 0 columns"));
     let row = tokens(&[&[2, 50]], &device);
-    model.step(row, &mut cache, Logits::None).expect("a step");
+    model
+        .step(row, &mut cache, Logits::None)
+        .expect("the step succeeds");
     let mut padded = model.cache(vec![1]);
     let row = tokens(&[&[0, 50]], &device);
-    model.step(row, &mut padded, Logits::None).expect("a step");
+    model
+        .step(row, &mut padded, Logits::None)
+        .expect("the step succeeds");
     let wrong = drafter.draft(model, &padded, 5, hidden(), 1).map(drop);
     assert!(words(wrong).starts_with("cache: begins with padding"));
     let draft = |token, hidden, count| drafter.draft(model, &cache, token, hidden, count).map(drop);
@@ -199,7 +215,8 @@ fn what_does_not_fit_a_call_is_refused() {
         .map(drop);
     assert!(words(wrong).contains("is not for this model"));
     let options = LoadOptions::new().dtype(DType::F16);
-    let half = Drafter::load(folder("assistant-ple"), &device, options).expect("a drafter");
+    let half =
+        Drafter::load(folder("assistant-ple"), &device, options).expect("the drafter is valid");
     let wrong = half.draft(model, &cache, 5, hidden(), 1).map(drop);
     assert!(words(wrong).starts_with("drafter: is in f16"));
     let mut decoder = model.decoder(&mut cache);
@@ -211,11 +228,11 @@ fn what_does_not_fit_a_call_is_refused() {
     let mut two = model.cache(vec![0, 0]);
     model
         .step(tokens(&[&[2], &[2]], &device), &mut two, Logits::None)
-        .expect("a step");
+        .expect("the step succeeds");
     let mut decoder = model
         .decoder(&mut two)
         .with_drafter(drafter)
-        .expect("its own");
+        .expect("the drafter fits the model");
     assert!(words(decoder.read(&[5, 6]).map(drop)).contains("the cache has 2"));
     assert!(
         words(decoder.guess(5, hidden(), 1).map(drop)).starts_with("cache: has 1 columns of 2")

@@ -1,4 +1,4 @@
-//! Files that are cut, flipped or made up: errors with words, whatever they say.
+//! Truncated, bit-flipped and made-up GGUF files. Each gives an error with a clear text, whatever its header claims.
 
 use super::{Copy, parts, path};
 use attention_workspace::testing::gguf::text_bytes;
@@ -16,13 +16,13 @@ fn error(bytes: &[u8]) -> String {
             text
         }
         Err(other) => panic!("{other}"),
-        Ok(_) => panic!("it is loaded"),
+        Ok(_) => panic!("loading should fail"),
     }
 }
 
 #[test]
-fn truncated_files_are_told() {
-    let whole = fs::read(path("dense-ple.Q8_0")).expect("a fixture");
+fn gguf_truncated_file_is_refused() {
+    let whole = fs::read(path("dense-ple.Q8_0")).expect("the fixture is readable");
     let many = (8..whole.len()).step_by(whole.len() / 60);
     for length in [4, 5, 7, 8, 12, 20, 24, 31].into_iter().chain(many) {
         let text = error(&whole[..length]);
@@ -33,25 +33,26 @@ fn truncated_files_are_told() {
     error(&whole[..whole.len() - 1]);
 }
 
-/// A header that says so many tensors and keys, and what is after it.
+/// Returns a header that claims these numbers of tensors and keys, followed by `rest`.
 fn header(tensors: u64, keys: u64, rest: &[u8]) -> Vec<u8> {
     let counts = [tensors, keys].map(u64::to_le_bytes).concat();
     [b"GGUF", &3u32.to_le_bytes()[..], &counts, rest].concat()
 }
 
-/// A key and the number of its value's type.
+/// Returns a key followed by the number of its value's type.
 fn key(kind: u32) -> Vec<u8> {
     [text_bytes("a"), kind.to_le_bytes().into()].concat()
 }
 
 #[test]
-fn counts_that_are_too_large_are_not_believed() {
+fn gguf_huge_counts_are_refused() {
     const HUGE: [u64; 4] = [u64::MAX, u64::MAX / 2 + 1, 1 << 61, 1 << 40];
     for huge in HUGE {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // The length of a key, of a text, of lists of bytes, numbers and texts, and of a tensor's name.
+        // The huge number is the length of a key, of a text, of lists of bytes, numbers and texts, and of a tensor's
+        // name.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
         for kind in [0u32, 4, 8, 12] {
@@ -59,7 +60,7 @@ fn counts_that_are_too_large_are_not_believed() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // A tensor's dimensions and its place.
+        // The huge number is one of a tensor's dimensions or its offset.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();
@@ -86,7 +87,7 @@ fn counts_that_are_too_large_are_not_believed() {
 }
 
 #[test]
-fn what_is_no_gguf_of_today_is_named() {
+fn gguf_unsupported_format_is_refused_by_name() {
     for (bytes, word) in [
         (
             [b"GGUF", &1u32.to_le_bytes()[..], &[0; 24]].concat(),
@@ -115,14 +116,14 @@ fn what_is_no_gguf_of_today_is_named() {
         ),
     ] {
         let text = error(&bytes);
-        assert!(text.contains(word), "no {word:?} in {text}");
+        assert!(text.contains(word), "{word:?} is missing from {text}");
     }
 }
 
-/// Bits of the header, at random. What still is a model is one.
+/// Random bits of the header are flipped. A file that is still valid loads.
 #[test]
-fn flipped_bits_end_in_a_model_or_an_error() {
-    let whole = fs::read(path("dense-ple.Q8_0")).expect("a fixture");
+fn gguf_flipped_bits_give_a_model_or_an_error() {
+    let whole = fs::read(path("dense-ple.Q8_0")).expect("the fixture is readable");
     let numbers: usize = parts("dense-ple.Q8_0")
         .tensors
         .values()

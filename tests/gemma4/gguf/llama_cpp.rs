@@ -1,5 +1,5 @@
-//! GGUF files that llama.cpp made mean here what they mean there: its greedy tokens after several prompts, its logits, its tokens of texts.
-//! `tests/fixtures/gguf/continuations.py` asks it.
+//! GGUF files made by llama.cpp give the same results as llama.cpp: greedy tokens after several prompts, logits, and
+//! tokenization of texts. `tests/fixtures/gguf/continuations.py` records llama.cpp's results.
 
 use super::{load, path};
 use crate::fixture::{self, assert_close, greedy, values};
@@ -9,8 +9,9 @@ use burn_gemma4::Gemma4;
 use serde::Deserialize;
 use std::{fs, ops::ControlFlow};
 
-/// Every kind of model and of file: E2B's with per-layer embeddings and keys that are shared, 31B's without values of its own in full layers,
-/// 26B's with experts, heads of 256 and 512; of numbers in f16 and bf16, in blocks and in super-blocks.
+/// Every kind of model and of file. E2B has per-layer embeddings and shared KV layers. 31B has no separate values in
+/// full layers, and 26B has experts. One model has heads of 256 and 512. The numbers are in f16, bf16, blocks and
+/// super-blocks.
 const FILES: [&str; 8] = [
     "dense-keqv.F16",
     "realhead-ple.BF16",
@@ -22,7 +23,7 @@ const FILES: [&str; 8] = [
     "experts.Q4_K_M",
 ];
 
-/// What llama.cpp makes of a file.
+/// The results of llama.cpp for a file.
 #[derive(Deserialize)]
 struct LlamaCpp {
     continuations: Vec<Continuation>,
@@ -33,7 +34,7 @@ struct LlamaCpp {
 struct Continuation {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
-    /// After the prompt, and after all tokens but the last; of the dequantized file, in f32.
+    /// The logits after the prompt, and after all tokens but the last. They are of the dequantized file, in f32.
     logits: [Vec<f32>; 2],
 }
 
@@ -46,11 +47,12 @@ struct Text {
 
 fn llama_cpp(name: &str) -> LlamaCpp {
     let path = fixture::folder("gguf").join(format!("{name}.llama_cpp.json"));
-    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("what llama.cpp makes")
+    serde_json::from_slice(&fs::read(path).expect("the fixture is readable"))
+        .expect("llama.cpp's results parse")
 }
 
 #[test]
-fn continuations_are_llama_cpps() {
+fn gguf_continuations_equal_llama_cpp() {
     for device in devices() {
         for name in FILES {
             let gemma = load(&path(name), &device.device).expect(name);
@@ -69,11 +71,16 @@ fn check(gemma: &Gemma4, expected: &Continuation, what: &str) {
     let options = greedy(gemma, count);
     let prompt = expected.prompt.clone();
     let generation = gemma.generate(prompt, &options, |_| ControlFlow::Continue(()));
-    let generated = generation.expect("a generation").tokens;
+    let generated = generation.expect("the generation succeeds").tokens;
     assert_eq!(generated, expected.tokens, "{what}");
     let text = [&expected.prompt, &expected.tokens[..count - 1]].concat();
     let input = fixture::tokens(&[&text], &gemma.device());
-    let logits = values(gemma.model().forward(input).expect("tokens within"));
+    let logits = values(
+        gemma
+            .model()
+            .forward(input)
+            .expect("the tokens are in the vocabulary"),
+    );
     let positions = [expected.prompt.len() - 1, text.len() - 1];
     let vocabulary = gemma.config().vocab_size;
     for (position, expected) in positions.into_iter().zip(&expected.logits) {
@@ -83,14 +90,20 @@ fn check(gemma: &Gemma4, expected: &Continuation, what: &str) {
 }
 
 #[test]
-fn texts_are_llama_cpps_tokens() {
+fn gguf_tokenization_equals_llama_cpp() {
     for name in FILES {
         let gemma = load(&path(name), &Device::flex()).expect(name);
         for expected in llama_cpp(name).texts {
             let what = format!("{name}: {:?}", expected.text);
-            let tokens = gemma.tokenizer().encode(&expected.text).expect("tokens");
+            let tokens = gemma
+                .tokenizer()
+                .encode(&expected.text)
+                .expect("the text encodes");
             assert_eq!(tokens, expected.tokens, "{what}");
-            let spelled = gemma.tokenizer().decode(&tokens, false).expect("a text");
+            let spelled = gemma
+                .tokenizer()
+                .decode(&tokens, false)
+                .expect("the tokens decode");
             assert_eq!(spelled, expected.spelled, "{what}");
         }
     }

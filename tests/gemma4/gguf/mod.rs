@@ -1,5 +1,6 @@
-//! GGUF files: what llama.cpp's converter and quantizer made of tiny checkpoints is the dequantized checkpoint, bit by bit and token by
-//! token, and so are its tokenizer and its defaults. `tests/fixtures/gguf` says how the files are made and what they stand for.
+//! GGUF files that llama.cpp's converter and quantizer made of tiny checkpoints. They equal the dequantized checkpoints
+//! in every weight bit and every token. Their tokenizers and defaults are equal too. `tests/fixtures/gguf` describes
+//! how the files are made, and their contents.
 
 mod hostile;
 mod llama_cpp;
@@ -22,25 +23,25 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// The files, and the checkpoints that they were made of where that is a fixture: E2B's kind, 26B's, and one with rows that are wide enough
-/// for every type.
+/// The files, and the fixtures that they were made of, if any. One is like E2B, one like 26B, and one has rows that are
+/// wide enough for every type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),
     ("wide.Q4_K_M", None),
 ];
 
-/// What a file stands for.
+/// The expected contents and results of a file.
 #[derive(Deserialize)]
 struct Reference {
     prompt: Vec<u32>,
-    /// By transformers, in f32, of the dequantized weights.
+    /// The tokens of transformers, in f32, with the dequantized weights.
     generated: Vec<u32>,
-    /// Of the position after the prompt.
+    /// The logits of the last position of the prompt.
     logits: Vec<f32>,
-    /// By llama.cpp, of the file itself.
+    /// The tokens of llama.cpp with the file itself.
     llama_cpp: Vec<u32>,
-    /// Types, and the CRC-32 of the numbers in f32.
+    /// Type and CRC-32 of each tensor's numbers in f32.
     tensors: BTreeMap<String, (String, u32)>,
 }
 
@@ -50,22 +51,23 @@ fn path(name: &str) -> PathBuf {
 
 fn reference(name: &str) -> Reference {
     let path = fixture::folder("gguf").join(format!("{name}.json"));
-    serde_json::from_slice(&fs::read(path).expect("a fixture")).expect("a reference")
+    serde_json::from_slice(&fs::read(path).expect("the fixture is readable"))
+        .expect("the reference parses")
 }
 
 fn load(path: &Path, device: &Device) -> Result<Gemma4, Gemma4Error> {
     Gemma4::load(path, device, LoadOptions::new().dtype(DType::F32))
 }
 
-/// A file that is gone after the test.
+/// A file that is deleted after the test.
 struct Copy {
     folder: TempDir,
 }
 
 impl Copy {
     fn of(bytes: &[u8]) -> Self {
-        let folder = TempDir::new().expect("a folder");
-        fs::write(folder.path().join("model.gguf"), bytes).expect("a file");
+        let folder = TempDir::new().expect("a temporary folder");
+        fs::write(folder.path().join("model.gguf"), bytes).expect("the file is written");
         Self { folder }
     }
 
@@ -78,12 +80,13 @@ impl Copy {
     }
 }
 
-/// A fixture's parts.
+/// Returns the parts of a fixture.
 fn parts(name: &str) -> Gguf {
-    Gguf::read(&fs::read(path(name)).expect("a fixture")).expect("a whole file")
+    Gguf::read(&fs::read(path(name)).expect("the fixture is readable"))
+        .expect("the file is complete")
 }
 
-/// A fixture with something changed.
+/// Returns a copy of a fixture that `change` has changed.
 fn changed(name: &str, change: impl FnOnce(&mut Gguf)) -> Copy {
     let mut gguf = parts(name);
     change(&mut gguf);
@@ -92,18 +95,26 @@ fn changed(name: &str, change: impl FnOnce(&mut Gguf)) -> Copy {
 
 fn logits(gemma: &Gemma4, prompt: &[u32]) -> Vec<f32> {
     let tokens = fixture::tokens(&[prompt], &gemma.device());
-    let logits = values(gemma.model().forward(tokens).expect("tokens within"));
+    let logits = values(
+        gemma
+            .model()
+            .forward(tokens)
+            .expect("the tokens are in the vocabulary"),
+    );
     logits[logits.len() - gemma.config().vocab_size..].to_vec()
 }
 
 #[test]
-fn numbers_are_those_of_the_formats_own_package() {
+fn gguf_dequantized_weights_equal_the_gguf_package() {
     for (name, _) in FILES {
         let gemma = load(&path(name), &Device::flex()).expect(name);
-        let saved = TempDir::new().expect("a folder");
-        gemma.model().save(saved.path(), None).expect("saved");
-        let saved = fs::read(saved.path().join("model.safetensors")).expect("a file");
-        let saved = SafeTensors::deserialize(&saved).expect("safetensors");
+        let saved = TempDir::new().expect("a temporary folder");
+        gemma
+            .model()
+            .save(saved.path(), None)
+            .expect("the save succeeds");
+        let saved = fs::read(saved.path().join("model.safetensors")).expect("the file is readable");
+        let saved = SafeTensors::deserialize(&saved).expect("the file is safetensors");
         let expected = reference(name).tensors;
         assert_eq!(saved.len(), expected.len(), "{name}");
         for (tensor, (kind, crc)) in expected {
@@ -118,7 +129,7 @@ fn numbers_are_those_of_the_formats_own_package() {
 }
 
 #[test]
-fn tokens_are_those_of_the_dequantized_model_and_of_llama_cpp() {
+fn gguf_tokens_equal_the_dequantized_model_and_llama_cpp() {
     for device in devices() {
         for (name, _) in FILES {
             let what = format!("{name} {}", device.name);
@@ -129,16 +140,16 @@ fn tokens_are_those_of_the_dequantized_model_and_of_llama_cpp() {
             let options = greedy(&gemma, reference.generated.len());
             let generation =
                 gemma.generate(reference.prompt, &options, |_| ControlFlow::Continue(()));
-            let generated = generation.expect("a generation").tokens;
+            let generated = generation.expect("the generation succeeds").tokens;
             assert_eq!(generated, reference.generated, "{what}");
             assert_eq!(generated, reference.llama_cpp, "{what}");
         }
     }
 }
 
-/// The configuration, the tokenizer and the defaults of the file are those of the folder that it was made of.
+/// The configuration, the tokenizer and the defaults of a GGUF file equal those of the folder from which it was made.
 #[test]
-fn all_but_the_weights_is_as_in_the_folder() {
+fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     for (name, folder) in FILES {
         let Some(folder) = folder else { continue };
         let gguf = load(&path(name), &Device::flex()).expect(name);
@@ -160,13 +171,16 @@ fn all_but_the_weights_is_as_in_the_folder() {
             "<bos><|turn>user\nhi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
             "日本 <|tool_call>call:x{a:<|\"|>b<|\"|>}<tool_call|><unk><0x41>",
         ] {
-            let tokens = folder.tokenizer().encode(text).expect("tokens");
-            assert_eq!(gguf.tokenizer().encode(text).expect("tokens"), tokens);
+            let tokens = folder.tokenizer().encode(text).expect("the text encodes");
+            assert_eq!(
+                gguf.tokenizer().encode(text).expect("the text encodes"),
+                tokens
+            );
             for skip_special in [true, false] {
                 let decoded = |gemma: &Gemma4| gemma.tokenizer().decode(&tokens, skip_special);
                 assert_eq!(
-                    decoded(&gguf).expect("text"),
-                    decoded(&folder).expect("text")
+                    decoded(&gguf).expect("the tokens decode"),
+                    decoded(&folder).expect("the tokens decode")
                 );
             }
             let spelled = |gemma: &Gemma4| {
@@ -181,16 +195,16 @@ fn all_but_the_weights_is_as_in_the_folder() {
     }
 }
 
-/// Quantized weights are computed in bf16 unless it is said, as those of the models that they were made of.
+/// The default dtype of a GGUF model is bf16, the dtype of the original checkpoints.
 #[test]
-fn the_dtype_is_that_before_quantization() {
+fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {
-        Gemma4Model::load(path, &Device::flex(), options).expect("a model")
+        Gemma4Model::load(path, &Device::flex(), options).expect("the model is valid")
     };
     let written = |path: &Path| load(path, LoadOptions::new()).written_dtype();
     let quantized = path("dense-ple.Q8_0");
     assert_eq!(written(&quantized), Some(DType::BF16));
-    // A processor computes in f32 unless it is said.
+    // On a processor the default dtype is f32.
     assert_eq!(load(&quantized, LoadOptions::new()).dtype(), DType::F32);
     let asked = LoadOptions::new().dtype(DType::F16);
     assert_eq!(load(&quantized, asked).dtype(), DType::F16);
@@ -200,18 +214,18 @@ fn the_dtype_is_that_before_quantization() {
         let numbers = table.dimensions.iter().product::<u64>() as usize;
         (table.kind, table.bytes) = (0, vec![0; 4 * numbers]);
     });
-    // One tensor in f32 does not outweigh the others.
+    // One tensor in f32 does not outweigh the quantized ones.
     assert_eq!(written(&whole.path()), Some(DType::BF16));
 }
 
 #[test]
-fn progress_reaches_the_end() {
+fn gguf_progress_reaches_the_end() {
     let mut seen = Vec::new();
     let options = LoadOptions::new().on_progress(|progress| {
         seen.push((progress.tensor.to_owned(), progress.bytes));
         assert!(progress.bytes <= progress.total_bytes);
     });
-    Gemma4Model::load(path("moe.Q4_0"), &Device::flex(), options).expect("a model");
+    Gemma4Model::load(path("moe.Q4_0"), &Device::flex(), options).expect("the model is valid");
     assert!(seen.windows(2).all(|pair| pair[0].1 < pair[1].1));
     assert!(seen.iter().any(|(name, _)| name == "token_embd.weight"));
     let gguf = parts("moe.Q4_0");
@@ -221,20 +235,23 @@ fn progress_reaches_the_end() {
         .filter(|(name, _)| *name != "rope_freqs.weight")
         .map(|(_, tensor)| tensor.bytes.len().div_ceil(32) * 32)
         .sum();
-    let read = seen.last().expect("progress").1;
-    // Tensors are filled up to where the next one begins.
+    let read = seen.last().expect("progress is reported").1;
+    // Tensors are padded up to the beginning of the next tensor.
     assert!((whole - 32 * gguf.tensors.len()..=whole).contains(&read));
 }
 
-/// The halves of the experts' first matrices, which other converters leave apart.
+/// Other converters store the two halves (gate and up) of the experts' first matrices as separate tensors.
 #[test]
-fn halves_that_are_apart_are_put_together() {
+fn gguf_separate_expert_halves_are_joined() {
     let prompt = reference("moe.Q4_0").prompt;
-    let expected = load(&path("moe.Q4_0"), &Device::flex()).expect("a model");
+    let expected = load(&path("moe.Q4_0"), &Device::flex()).expect("the model is valid");
     let copy = changed("moe.Q4_0", |gguf| {
         for layer in 0..4 {
             let name = |part: &str| format!("blk.{layer}.ffn_{part}_exps.weight");
-            let whole = gguf.tensors.remove(&name("gate_up")).expect("experts");
+            let whole = gguf
+                .tensors
+                .remove(&name("gate_up"))
+                .expect("the tensor exists");
             let [columns, rows, experts] = whole.dimensions[..] else {
                 panic!("{:?}", whole.dimensions);
             };
@@ -251,56 +268,65 @@ fn halves_that_are_apart_are_put_together() {
             }
         }
     });
-    let found = copy.load().expect("a model");
+    let found = copy.load().expect("the model is valid");
     assert_eq!(logits(&found, &prompt), logits(&expected, &prompt));
 }
 
-/// Converted files of E2B still have keys and values of layers that read an earlier one's.
+/// Converted files of E2B still have keys and values of the shared KV layers, which read an earlier layer's.
 #[test]
-fn keys_that_nobody_reads_are_ignored() {
+fn gguf_keys_of_shared_kv_layers_are_ignored() {
     let copy = changed("dense-ple.Q8_0", |gguf| {
         for part in ["attn_k", "attn_v", "attn_k_norm"] {
             let tensor = gguf.tensors[&format!("blk.0.{part}.weight")].clone();
             gguf.tensors.insert(format!("blk.3.{part}.weight"), tensor);
         }
     });
-    copy.load().expect("a model");
+    copy.load().expect("the model is valid");
 }
 
 #[test]
-fn its_chat_template_is_its_own() {
+fn gguf_chat_template_of_the_file_is_used() {
     let copy = changed("dense-ple.Q8_0", |gguf| {
         let template = "{{ bos_token }}{{ messages[0]['content'] }}{{ unk_token }}";
         gguf.set_text("tokenizer.chat_template", template);
         gguf.set_number("tokenizer.ggml.unknown_token_id", 4);
     });
-    let gemma = copy.load().expect("a model");
+    let gemma = copy.load().expect("the model is valid");
     let prompt = gemma.chat_template();
     let prompt = prompt.render(&[Message::user("Hi")], ChatOptions::default());
-    assert_eq!(prompt.expect("a prompt"), "<bos>Hi<mask>");
+    assert_eq!(prompt.expect("the prompt is valid"), "<bos>Hi<mask>");
     let broken = changed("dense-ple.Q8_0", |gguf| {
         gguf.set_text("tokenizer.chat_template", "{% if %}");
     });
-    let error = broken.load().expect_err("no template").to_string();
+    let error = broken
+        .load()
+        .expect_err("the template is not valid")
+        .to_string();
     assert!(
         error.contains("model.gguf") && error.contains("chat template"),
         "{error}"
     );
 }
 
-/// A GGUF file is a checkpoint for all that is made of one.
+/// A model from a GGUF file can be saved as a checkpoint.
 #[test]
-fn it_is_saved_as_a_folder() {
-    let gemma = load(&path("dense-ple.Q8_0"), &Device::flex()).expect("a model");
-    let saved = TempDir::new().expect("a folder");
-    gemma.model().save(saved.path(), None).expect("saved");
+fn gguf_model_is_saved_as_a_folder() {
+    let gemma = load(&path("dense-ple.Q8_0"), &Device::flex()).expect("the model is valid");
+    let saved = TempDir::new().expect("a temporary folder");
+    gemma
+        .model()
+        .save(saved.path(), None)
+        .expect("the save succeeds");
     let again = Gemma4Model::load(saved.path(), &Device::flex(), LoadOptions::new());
     let prompt = fixture::tokens(&[&reference("dense-ple.Q8_0").prompt], &gemma.device());
     let logits = |model: &Gemma4Model| values(model.forward(prompt.clone()).expect("tokens"));
-    assert_eq!(logits(&again.expect("a model")), logits(gemma.model()));
+    assert_eq!(
+        logits(&again.expect("the model is valid")),
+        logits(gemma.model())
+    );
     let like = gemma
         .model()
         .save_like(path("dense-ple.Q8_0"), saved.path(), None);
-    let error = like.expect_err("no folder").to_string();
+    let error = like.expect_err("a GGUF file is not a folder").to_string();
     assert!(error.contains("GGUF"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! GGUF files that are not ours to load, or not what they say: each is refused by what is wrong.
+//! GGUF files of other models, and files with wrong contents. Each refusal names what is wrong.
 
 use super::{changed, path};
 use crate::programs::folder::Folder;
@@ -7,23 +7,23 @@ use burn::tensor::Device;
 use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions};
 use std::fs;
 
-/// Words of the message, and what spoils the file.
+/// Texts that the error must contain, and the change that spoils the file.
 type Case = (&'static [&'static str], fn(&mut Gguf));
 
 #[track_caller]
 fn check(file: &str, words: &[&str], change: impl FnOnce(&mut Gguf)) {
     let copy = changed(file, change);
     let Err(error) = copy.load() else {
-        panic!("it is loaded in spite of {words:?}");
+        panic!("loading should fail with {words:?}");
     };
     let text = error.to_string();
     assert!(text.contains("model.gguf"), "{text}");
     for word in words {
-        assert!(text.contains(word), "no {word:?} in {text}");
+        assert!(text.contains(word), "{word:?} is missing from {text}");
     }
 }
 
-/// A list of numbers.
+/// Returns a list of numbers as a GGUF value.
 fn list(kind: u32, numbers: &[u32]) -> (u32, Vec<u8>) {
     let count = (numbers.len() as u64).to_le_bytes();
     let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
@@ -31,7 +31,7 @@ fn list(kind: u32, numbers: &[u32]) -> (u32, Vec<u8>) {
     (kind::LIST, bytes.collect())
 }
 
-/// A list of texts.
+/// Returns a list of texts as a GGUF value.
 fn texts(texts: &[&str]) -> (u32, Vec<u8>) {
     let count = (texts.len() as u64).to_le_bytes();
     let bytes = kind::TEXT.to_le_bytes().into_iter().chain(count);
@@ -40,7 +40,7 @@ fn texts(texts: &[&str]) -> (u32, Vec<u8>) {
 }
 
 #[test]
-fn other_models_are_named() {
+fn gguf_of_another_model_is_refused_by_name() {
     let cases: [Case; 5] = [
         (&["\"llama\"", "only \"gemma4\""], |gguf| {
             gguf.set_text("general.architecture", "llama");
@@ -64,7 +64,7 @@ fn other_models_are_named() {
 }
 
 #[test]
-fn metadata_that_are_no_gemma_4_are_named() {
+fn gguf_wrong_metadata_is_refused_by_name() {
     let cases: [Case; 16] = [
         (&["gemma4.block_count is missing"], |gguf| {
             gguf.values.remove("gemma4.block_count");
@@ -129,13 +129,19 @@ fn metadata_that_are_no_gemma_4_are_named() {
             gguf.tensors.remove("rope_freqs.weight");
         }),
         (&["rope_freqs.weight has 31 numbers"], |gguf| {
-            let freqs = gguf.tensors.get_mut("rope_freqs.weight").expect("it");
+            let freqs = gguf
+                .tensors
+                .get_mut("rope_freqs.weight")
+                .expect("the tensor exists");
             freqs.dimensions[0] = 31;
         }),
         (
             &["rope_freqs.weight", "a huge one for the others"],
             |gguf| {
-                let freqs = gguf.tensors.get_mut("rope_freqs.weight").expect("it");
+                let freqs = gguf
+                    .tensors
+                    .get_mut("rope_freqs.weight")
+                    .expect("the tensor exists");
                 freqs.bytes[..4].copy_from_slice(&2.0f32.to_le_bytes());
             },
         ),
@@ -146,7 +152,7 @@ fn metadata_that_are_no_gemma_4_are_named() {
 }
 
 #[test]
-fn tokenizers_that_are_none_are_named() {
+fn gguf_wrong_tokenizer_is_refused_by_name() {
     let cases: [Case; 8] = [
         (&["tokenizer.ggml.model is \"llama\""], |gguf| {
             gguf.set_text("tokenizer.ggml.model", "llama");
@@ -193,7 +199,7 @@ fn tokenizers_that_are_none_are_named() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_are_named() {
+fn gguf_wrong_tensor_is_refused_by_name() {
     let name = "blk.1.ffn_up.weight";
     check("dense-ple.Q8_0", &[name, "is missing"], |gguf| {
         gguf.tensors.remove(name);
@@ -214,29 +220,31 @@ fn tensors_that_do_not_fit_are_named() {
             gguf.tensors.get_mut(name).expect(name).kind = kind;
         });
     }
-    // One of the halves of experts that are apart.
+    // The file has only one of the two separate halves of the experts' matrices.
     check(
         "moe.Q4_0",
         &["blk.0.ffn_up_exps.weight is missing"],
         |gguf| {
             let whole = gguf.tensors.remove("blk.0.ffn_gate_up_exps.weight");
-            gguf.tensors
-                .insert("blk.0.ffn_gate_exps.weight".into(), whole.expect("experts"));
+            gguf.tensors.insert(
+                "blk.0.ffn_gate_exps.weight".into(),
+                whole.expect("the tensor exists"),
+            );
         },
     );
 }
 
-/// A file that is in a folder is loaded by its own path.
+/// A folder with a GGUF file is refused; the error says to load the file by its own path.
 #[test]
-fn a_folder_of_a_file_is_told_so() {
+fn gguf_folder_error_names_the_file() {
     let folder = Folder::copy("dense-ple");
     folder.remove("model.safetensors");
     folder.write(
         "model-q8.gguf",
-        fs::read(path("dense-ple.Q8_0")).expect("a fixture"),
+        fs::read(path("dense-ple.Q8_0")).expect("the fixture is readable"),
     );
     let error = Gemma4::load(folder.path(), &Device::flex(), LoadOptions::new());
-    let error = error.expect_err("a folder");
+    let error = error.expect_err("a folder with only a GGUF file is refused");
     assert!(matches!(error, Gemma4Error::Unsupported { .. }), "{error}");
     let text = error.to_string();
     assert!(

@@ -1,4 +1,4 @@
-//! Copies of a checkpoint, to spoil.
+//! Copies of checkpoints that tests can spoil.
 
 use crate::fixture;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
@@ -16,24 +16,24 @@ const FILES: [&str; 4] = [
     "tokenizer.json",
 ];
 
-/// For [`Folder::that_writes`]: after `x` a thought, an answer and the call of a tool, and the end of the turn.
+/// The chain for [`Folder::that_writes`]: after `x`, a thought, an answer, a tool call, and the end of the turn.
 pub const WRITING: [u32; 18] = [
     304, 13, 307, 295, 301, 287, 288, 300, 34, 281, 14, 282, 283, 19, 284, 16, 20, 12,
 ];
 
-/// What that says.
+/// The texts of [`WRITING`].
 pub mod written {
     pub const THOUGHTS: &str = "a";
     pub const ANSWER: &str = "bc";
     pub const TOOL_CALL: &str = "d<|\"|>";
 }
 
-/// A checkpoint's folder that is gone after the test.
+/// A checkpoint's folder that is deleted after the test.
 pub struct Folder {
     folder: TempDir,
 }
 
-/// A tensor of a file.
+/// A tensor of a safetensors file.
 #[derive(Clone, PartialEq)]
 pub struct Stored {
     pub dtype: Dtype,
@@ -42,12 +42,12 @@ pub struct Stored {
 }
 
 impl Folder {
-    /// A copy of the checkpoint called `name`.
+    /// Returns a copy of the checkpoint `name`.
     pub fn copy(name: &str) -> Self {
         Self::copy_of(name, &FILES)
     }
 
-    /// A copy of the model in the program, which has learned something, in bf16.
+    /// Returns a copy of the embedded model, which has been trained, in bf16.
     pub fn embedded() -> Self {
         let files = [
             "config.json",
@@ -58,29 +58,29 @@ impl Folder {
         Self::copy_of("../../crates/burn-gemma4/embedded", &files)
     }
 
-    /// A copy of the drafter called `name`.
+    /// Returns a copy of the drafter `name`.
     pub fn drafter(name: &str) -> Self {
         Self::copy_of(name, &["config.json", "model.safetensors"])
     }
 
     fn copy_of(name: &str, files: &[&str]) -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
+        let folder = tempfile::tempdir().expect("a temporary folder");
         for file in files {
             let from = fixture::folder(name).join(file);
-            fs::copy(&from, folder.path().join(file)).expect("a copy");
+            fs::copy(&from, folder.path().join(file)).expect("the file is copied");
         }
         Self { folder }
     }
 
-    /// A checkpoint that goes on from a token of `chain` with the token after it, whatever came before. No token is in it
-    /// twice, and there are 25 at most.
+    /// Returns a checkpoint that continues each token of `chain` with the next token of the chain, after any text.
+    /// Tokens of the chain are distinct, and there are at most 25.
     pub fn that_writes(chain: &[u32]) -> Self {
         let folder = Self::copy("dense-ple");
-        // A cap would make all large logits the same.
+        // A softcap would make all large logits equal.
         folder.set("config.json", "final_logit_softcapping", Value::Null);
         folder.edit(|tensors| {
             for (name, tensor) in tensors.iter_mut() {
-                // Nothing is added to the embedding on its way through the layers.
+                // These zeros and ones let the layers add nothing to the embedding.
                 let value: Option<f32> = match name.rsplit('.').nth(1) {
                     _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
                     Some("embed_tokens" | "o_proj" | "down_proj" | "per_layer_projection") => {
@@ -93,8 +93,10 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            // A token's embedding has a direction in common with the next one's, which is longer.
-            let embedding = tensors.get_mut("model.embed_tokens.weight").expect("it");
+            // A token's embedding shares one direction with the next token's embedding, which is longer.
+            let embedding = tensors
+                .get_mut("model.embed_tokens.weight")
+                .expect("the tensor exists");
             let columns = embedding.shape[1];
             for (index, token) in chain.iter().enumerate() {
                 let row = 4 * columns * *token as usize;
@@ -108,10 +110,10 @@ impl Folder {
         folder
     }
 
-    /// The drafter that guesses what this writes: of a token it looks at the first columns of the embedding, and at nothing else.
+    /// Returns the drafter that drafts this chain. It reads only the first columns of a token's embedding.
     pub fn drafter_of_chain(&self) -> Self {
         let folder = Self::drafter("assistant-ple");
-        // All groups are looked at.
+        // The drafter searches all groups of tokens.
         folder.set("config.json", "centroid_intermediate_top_k", 16);
         let embedding = tensors(self.path())["model.embed_tokens.weight"].clone();
         folder.edit(|tensors| {
@@ -126,7 +128,9 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            let projection = tensors.get_mut("pre_projection.weight").expect("it");
+            let projection = tensors
+                .get_mut("pre_projection.weight")
+                .expect("the tensor exists");
             let [rows, columns] = projection.shape[..] else {
                 panic!("a matrix");
             };
@@ -134,7 +138,9 @@ impl Folder {
                 let start = 4 * (row * columns + row);
                 projection.bytes[start..start + 4].copy_from_slice(&1.0f32.to_le_bytes());
             }
-            let table = tensors.get_mut("model.embed_tokens.weight").expect("it");
+            let table = tensors
+                .get_mut("model.embed_tokens.weight")
+                .expect("the tensor exists");
             let of_row = embedding.bytes.chunks(4 * embedding.shape[1]);
             table.bytes = of_row.flat_map(|row| row[..4 * rows].to_vec()).collect();
         });
@@ -145,30 +151,30 @@ impl Folder {
         self.folder.path()
     }
 
-    /// A file in it.
+    /// Returns the path of a file in the folder.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path().join(name)
     }
 
     pub fn remove(&self, name: &str) {
-        fs::remove_file(self.file(name)).expect("a file to remove");
+        fs::remove_file(self.file(name)).expect("the file is removed");
     }
 
     pub fn write(&self, name: &str, contents: impl AsRef<[u8]>) {
-        fs::write(self.file(name), contents).expect("a file to write");
+        fs::write(self.file(name), contents).expect("the file is writable");
     }
 
     pub fn read(&self, name: &str) -> Vec<u8> {
-        fs::read(self.file(name)).expect("a file to read")
+        fs::read(self.file(name)).expect("the file is readable")
     }
 
-    /// All files and their contents.
+    /// Returns all files with their contents.
     pub fn contents(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         fs::read_dir(self.path())
-            .expect("a folder")
-            .map(|entry| entry.expect("an entry").path())
+            .expect("the folder is readable")
+            .map(|entry| entry.expect("the folder is readable").path())
             .map(|path| {
-                let contents = fs::read(&path).expect("a file to read");
+                let contents = fs::read(&path).expect("the file is readable");
                 (path, contents)
             })
             .collect()
@@ -176,7 +182,7 @@ impl Folder {
 
     /// Sets a field of a JSON file.
     pub fn set(&self, file: &str, field: &str, value: impl Into<Value>) {
-        let mut json: Value = serde_json::from_slice(&self.read(file)).expect("JSON");
+        let mut json: Value = serde_json::from_slice(&self.read(file)).expect("the text is JSON");
         json[field] = value.into();
         self.write(file, json.to_string());
     }
@@ -187,18 +193,18 @@ impl Folder {
         change(&mut tensors);
         let views = tensors.iter().map(|(name, stored)| {
             let view = TensorView::new(stored.dtype, stored.shape.clone(), &stored.bytes);
-            (name, view.expect("as many bytes as the shape has"))
+            (name, view.expect("the bytes fit the shape"))
         });
-        let changed = serialize(views, None).expect("a file");
+        let changed = serialize(views, None).expect("the file is written");
         self.write("model.safetensors", changed);
     }
 }
 
-/// The tensors of the `model.safetensors` in a folder.
+/// Returns the tensors of `model.safetensors` in a folder.
 pub fn tensors(folder: &Path) -> BTreeMap<String, Stored> {
-    let file = fs::read(folder.join("model.safetensors")).expect("a file to read");
+    let file = fs::read(folder.join("model.safetensors")).expect("the file is readable");
     SafeTensors::deserialize(&file)
-        .expect("tensors")
+        .expect("the tensors parse")
         .iter()
         .map(|(name, view)| {
             let stored = Stored {

@@ -1,8 +1,9 @@
-//! `finetune` over weights that are quantized: it learns, goes on only over the same ones, and what it writes is what it has learned.
+//! `finetune` over quantized weights (QLoRA): it learns, resumes only over the same weights, and writes the trained
+//! adapter or the merged model.
 
 use super::{
     folder::{Folder, tensors},
-    program,
+    gemma4,
     refused::check,
     report, run, succeed,
     training::{conversations, finetune, losses, validation},
@@ -16,7 +17,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A folder with data, and the base to give by another name.
+/// A folder with training data, and the base checkpoint.
 struct Tuning {
     folder: TempDir,
     base: Folder,
@@ -24,8 +25,8 @@ struct Tuning {
 
 impl Tuning {
     fn new() -> Self {
-        let folder = TempDir::new().expect("a folder");
-        fs::write(folder.path().join("data.jsonl"), conversations()).expect("a file");
+        let folder = TempDir::new().expect("a temporary folder");
+        fs::write(folder.path().join("data.jsonl"), conversations()).expect("the file is written");
         Self {
             folder,
             base: Folder::copy("dense-ple"),
@@ -36,10 +37,10 @@ impl Tuning {
         self.folder.path().join(name)
     }
 
-    /// `model` is the base where it is none.
+    /// Returns the command; `model` replaces the base checkpoint if given.
     fn command(&self, model: Option<&Path>, out: &str, arguments: &[&str]) -> Command {
         let data = self.out("data.jsonl");
-        // Whole conversations.
+        // A row of 48 tokens holds a whole conversation.
         let mut command = finetune(&self.base, &data, &self.out(out), &["--length", "48"]);
         command.args(arguments);
         if let Some(model) = model {
@@ -48,9 +49,9 @@ impl Tuning {
         command
     }
 
-    /// The cross entropy of the data. What follows an argument is in the folder.
+    /// Returns the cross entropy of the data. Each value of an argument is the name of a file in the folder.
     fn told(&self, model: &Path, arguments: &[&str]) -> f64 {
-        let mut command = program("evaluate");
+        let mut command = gemma4("evaluate");
         command.args(["--device", "flex", "--json", "--length", "64", "--model"]);
         command.arg(model).arg("--data").arg(self.out("data.jsonl"));
         for argument in arguments {
@@ -60,12 +61,14 @@ impl Tuning {
             };
         }
         let told = report(&succeed(&mut command));
-        told["cross_entropy"].as_f64().expect("a number")
+        told["cross_entropy"]
+            .as_f64()
+            .expect("the field is a number")
     }
 }
 
 #[test]
-fn an_adapter_over_quantized_weights_learns() {
+fn finetune_adapter_over_quantized_weights_lowers_the_loss() {
     let tuning = Tuning::new();
     let gguf = fixture::folder("gguf").join("dense-ple.Q8_0.gguf");
     let packed = fixture::folder("compressed").join("mixed");
@@ -92,9 +95,9 @@ fn tensors_of(adapter: &Path) -> PathBuf {
     adapter.join("adapter_model.safetensors")
 }
 
-/// The merged checkpoint has the numbers that the adapter was trained over.
+/// The merged checkpoint has the dequantized weights over which the adapter was trained.
 #[test]
-fn what_is_merged_is_whole() {
+fn finetune_merge_over_quantized_weights_is_unquantized() {
     let tuning = Tuning::new();
     let packed = fixture::folder("compressed").join("mixed");
     let ended = succeed(&mut tuning.command(Some(&packed), "merged", &["--merge"]));
@@ -109,7 +112,7 @@ fn what_is_merged_is_whole() {
             .all(|name| !name.contains("packed") && !name.contains("lora"))
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
-    // What the same adapter costs over the quantized weights, but for how whole ones are rounded.
+    // The cost equals that of the same adapter over the quantized weights, except for rounding of the merged weights.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);
@@ -117,16 +120,16 @@ fn what_is_merged_is_whole() {
 }
 
 #[test]
-fn it_goes_on_over_the_same_weights_only() {
+fn finetune_resume_over_other_weights_is_refused() {
     let tuning = Tuning::new();
     let whole = succeed(&mut tuning.command(None, "whole", &["--quantize", "q4"]));
     let mut stopped = tuning.command(None, "stopped", &["--quantize", "q4"]);
-    let mut child = stopped.spawn().expect("a process");
-    let output = BufReader::new(child.stdout.take().expect("its output"));
-    let mut lines = output.lines().map(|line| line.expect("text"));
+    let mut child = stopped.spawn().expect("the process starts");
+    let output = BufReader::new(child.stdout.take().expect("stdout is piped"));
+    let mut lines = output.lines().map(|line| line.expect("the output is text"));
     assert!(lines.any(|line| line.starts_with("step 5/")));
-    child.kill().expect("to end");
-    child.wait().expect("its end");
+    child.kill().expect("the process can be killed");
+    child.wait().expect("the process ends");
     for (arguments, word) in [
         (&["--quantize", "q8", "--resume"][..], "\"q8\""),
         (&["--resume"], "\"q4\""),
@@ -147,16 +150,16 @@ fn it_goes_on_over_the_same_weights_only() {
     let begun = of_whole.len() - of_resumed.len();
     assert!(begun >= 2, "{resumed:?}");
     assert_eq!(of_resumed, of_whole[begun..]);
-    let written = |out: &str| fs::read(tensors_of(&tuning.out(out))).expect("an adapter");
+    let written = |out: &str| fs::read(tensors_of(&tuning.out(out))).expect("the adapter is valid");
     assert!(written("whole") == written("stopped"));
 }
 
 #[test]
-fn all_weights_are_not_trained_quantized() {
+fn finetune_full_over_quantized_weights_is_refused() {
     let tuning = Tuning::new();
     let ended = run(&mut tuning.command(None, "out", &["--full", "--quantize", "q4"]));
     check("all weights", &ended, 2, &["--quantize q4 with --full"]);
-    // A packed checkpoint is whole for that.
+    // A packed checkpoint is dequantized for full fine-tuning.
     let packed = fixture::folder("compressed").join("w4a16-grouped");
     let arguments = ["--full", "--steps", "2", "--dtype", "f32"];
     succeed(&mut tuning.command(Some(&packed), "whole", &arguments));

@@ -1,4 +1,5 @@
-//! `finetune` in half precision learns what it learns in f32, and what PEFT is to load has the names that it looks for.
+//! `finetune` reaches the same losses in half precision as in f32. The adapter's tensors have the names that PEFT
+//! expects.
 
 use super::{
     folder::{Folder, Stored, tensors},
@@ -10,7 +11,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
 use tempfile::TempDir;
 
-/// Lines of a text that does not change.
+/// Writes lines of a fixed text as training data.
 fn texts(path: &Path) {
     let text = include_str!("../../../LICENSE-APACHE");
     let lines = text.lines().map(str::trim);
@@ -19,10 +20,10 @@ fn texts(path: &Path) {
         .take(120)
         .map(|line| serde_json::json!({ "text": line }));
     let lines: Vec<String> = lines.map(|line| line.to_string()).collect();
-    fs::write(path, lines.join("\n")).expect("a file");
+    fs::write(path, lines.join("\n")).expect("the file is written");
 }
 
-/// The losses of validation of a fine-tuning of all weights.
+/// Returns the validation losses of a full fine-tuning.
 fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> Vec<f64> {
     let data = folder.join("texts.jsonl");
     texts(&data);
@@ -35,7 +36,8 @@ fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> V
     losses.collect()
 }
 
-/// How far a number of f32 is from one of bf16, as a share of the way to the next one there, 1 where it is beyond that.
+/// Returns the distance of an f32 number from a bf16 number, relative to the distance to the next bf16 number, and at
+/// most 1.
 fn share_of_the_way(from: u16, to: u32) -> f64 {
     let (kept, share) = ((to >> 16) as u16, f64::from(to & 0xFFFF) / 65536.0);
     match from.wrapping_sub(kept) {
@@ -45,7 +47,8 @@ fn share_of_the_way(from: u16, to: u32) -> f64 {
     }
 }
 
-/// The share of the layers' weights that a training changed in bf16; of one in f32, the share of the way to their next numbers there that they have gone.
+/// Returns the share of the layers' weights that training changed in bf16. For training in f32, returns the mean
+/// distance, relative to the distance to the next bf16 number.
 fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
     let layers = before.keys().filter(|name| name.contains(".layers."));
     let (mut changed, mut all) = (0.0, 0);
@@ -73,12 +76,12 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
     changed / all as f64
 }
 
-/// At a fine-tuning's learning rate a step is less than a half of bf16's last place. Of weights that have gone some share of the way to their
-/// next number in bf16, that share is there.
+/// At this learning rate an update is less than half of bf16's last place. If weights move a share of the distance to
+/// the next bf16 number, stochastic rounding must change that share of them.
 #[test]
-fn weights_in_bf16_change_as_those_in_f32() {
+fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let before = tensors(base.path());
     let [exact, found] = ["f32", "bf16"].map(|dtype| {
         full(&base, folder.path(), dtype, "50", "1e-5");
@@ -90,12 +93,12 @@ fn weights_in_bf16_change_as_those_in_f32() {
     assert!((found / exact - 1.0).abs() < 0.1, "{found}, not {exact}");
 }
 
-/// In the second half of the curve, at a rate at which it does not depend on every rounding. In the first, the losses in bf16
-/// are apart by what its forward rounds.
+/// The test compares the second half of the loss curve, at a learning rate at which single roundings do not matter. In
+/// the first half the losses differ by the rounding of the bf16 forward.
 #[test]
-fn curves_in_half_precision_are_those_of_f32() {
+fn finetune_half_precision_loss_curve_is_that_of_f32() {
     let base = Folder::copy("dense-ple-mm-bf16");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let [exact, of_bf16, of_f16] =
         ["f32", "bf16", "f16"].map(|dtype| full(&base, folder.path(), dtype, "300", "1e-5"));
     assert!(exact[9] < 0.95 * exact[0], "{exact:?}");
@@ -108,12 +111,13 @@ fn curves_in_half_precision_are_those_of_f32() {
     }
 }
 
-/// Of a model that has learned something, the whole curve: of an adapter step by step, and of all weights over 20 steps. These are weights
-/// in bf16 to begin with, so that the first updates of the masters, at a small rate, are less than what their rounding shows.
+/// The model has been trained, so the whole curves are compared: step by step for the adapter, and over 20 steps for
+/// full fine-tuning. The weights start in bf16, so at this small rate the first updates of the master weights are
+/// smaller than their rounding.
 #[test]
-fn curves_of_a_trained_model_in_bf16_are_those_of_f32() {
+fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     let base = Folder::embedded();
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("texts.jsonl");
     texts(&data);
     for (name, arguments, over) in [
@@ -152,34 +156,34 @@ fn curves_of_a_trained_model_in_bf16_are_those_of_f32() {
     }
 }
 
-/// What PEFT calls the modules of the class that loads the base, and `target_modules`, which it matches whole names of modules
-/// with, towers' ones included.
+/// The tensor names are those of PEFT for the class that loads the base. PEFT matches `target_modules` with whole
+/// module names, including those of towers.
 #[test]
-fn adapters_name_the_modules_of_the_published_classes() {
+fn finetune_adapter_names_the_modules_of_the_published_classes() {
     for (name, prefix) in [
         ("dense-ple", "model.layers"),
         ("dense-ple-mm-bf16", "model.language_model.layers"),
     ] {
         let base = Folder::copy(name);
-        let folder = TempDir::new().expect("a folder");
+        let folder = TempDir::new().expect("a temporary folder");
         let data = folder.path().join("data.jsonl");
-        fs::write(&data, conversations()).expect("a file");
+        fs::write(&data, conversations()).expect("the file is written");
         let out = folder.path().join("adapter");
         succeed(&mut finetune(&base, &data, &out, &["--rank", "4"]));
-        let file = fs::read(out.join("adapter_model.safetensors")).expect("a file");
-        let adapter = SafeTensors::deserialize(&file).expect("tensors");
+        let file = fs::read(out.join("adapter_model.safetensors")).expect("the file is readable");
+        let adapter = SafeTensors::deserialize(&file).expect("the tensors parse");
         let first = format!("base_model.model.{prefix}.");
         let mut zeros = 0;
         for (tensor, view) in adapter.iter() {
             assert!(tensor.starts_with(&first), "{name}: {tensor}");
-            // The factors of weights in bf16 are trained in f32.
+            // The matrices A and B of an adapter over bf16 weights are trained in f32.
             assert_eq!(view.dtype(), Dtype::F32, "{name}: {tensor}");
             let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
             zeros += usize::from(is_zero(view.data()));
         }
-        assert_eq!(zeros, 0, "{name}: factors have learned nothing");
-        let config = fs::read(out.join("adapter_config.json")).expect("a file");
-        let config: Value = serde_json::from_slice(&config).expect("JSON");
+        assert_eq!(zeros, 0, "{name}: some factors are still zero");
+        let config = fs::read(out.join("adapter_config.json")).expect("the file is readable");
+        let config: Value = serde_json::from_slice(&config).expect("the text is JSON");
         let modules = config["target_modules"].as_str().expect("a pattern");
         let expected = r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)";
         assert_eq!(modules, expected, "{name}");

@@ -1,5 +1,5 @@
-//! Several processes that train one model, through MPI on this machine's processor: they do what one would, end together, and
-//! go on where they were.
+//! Several processes train one model, through MPI on this machine's processor. They give the results of one process,
+//! end together, and resume at the last checkpoint.
 
 use super::{
     Ended,
@@ -16,7 +16,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// As many processes of a program.
+/// Returns the command that runs a program in `count` processes.
 fn several(count: usize, program: &Command) -> Command {
     let mut command = Command::new("mpirun");
     command
@@ -33,7 +33,7 @@ fn several(count: usize, program: &Command) -> Command {
     command
 }
 
-/// The lines that a program has printed, but for how fast it was.
+/// Returns the lines that a program has printed, without the speeds.
 fn without_speeds(ended: &Ended) -> Vec<&str> {
     let lines = ended.stdout.lines();
     lines
@@ -42,8 +42,8 @@ fn without_speeds(ended: &Ended) -> Vec<&str> {
 }
 
 #[test]
-fn processes_do_what_one_does() {
-    let folder = TempDir::new().expect("a folder");
+fn processes_give_the_losses_of_one_process() {
+    let folder = TempDir::new().expect("a temporary folder");
     let short = ["--steps", "6", "--warmup", "5", "--checkpoint-every", "3"];
     let out = |name: &str| folder.path().join(name);
     let arguments = [&short[..], &["--accumulate", "3"]].concat();
@@ -51,7 +51,7 @@ fn processes_do_what_one_does() {
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
     let in_parts = [&short[..], &["--shard-optimizer"]].concat();
     let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
-    // Whoever updates a parameter has the same sum.
+    // The sum of the gradients is the same whichever process updates a parameter.
     assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
@@ -59,7 +59,7 @@ fn processes_do_what_one_does() {
     ] {
         let [alone, together]: [Vec<(usize, f64)>; 2] =
             [&alone, &together].map(|ended: &Ended| kind(&ended.stdout, "  loss "));
-        // One process speaks for all.
+        // Only one process prints.
         assert_eq!(together.len(), count, "{together:?}");
         for ((step, alone), (other, together)) in alone.into_iter().zip(together) {
             assert_eq!(step, other);
@@ -69,8 +69,8 @@ fn processes_do_what_one_does() {
     }
     let files = |name: &str| {
         let mut names: Vec<_> = fs::read_dir(out(name))
-            .expect("a folder")
-            .map(|entry| entry.expect("a file").file_name())
+            .expect("the folder is readable")
+            .map(|entry| entry.expect("the file is readable").file_name())
             .collect();
         names.sort();
         names
@@ -78,13 +78,14 @@ fn processes_do_what_one_does() {
     assert_eq!(files("together"), files("alone"));
 }
 
-/// A process has the long answers of a step, another the short ones, and a gradient is the mean of all their tokens.
+/// One process has the long answers of a step, the other the short ones. The gradient is the mean over all their
+/// tokens.
 #[test]
-fn answers_weigh_by_their_tokens_in_processes() {
+fn processes_weigh_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
-    fs::write(&data, unequal_conversations()).expect("a file");
+    fs::write(&data, unequal_conversations()).expect("the file is written");
     let of = |name: &str, count: usize, batch: &str, accumulate: &str| {
         let out = folder.path().join(name);
         let arguments = [
@@ -115,8 +116,8 @@ fn answers_weigh_by_their_tokens_in_processes() {
 }
 
 #[test]
-fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
-    let folder = TempDir::new().expect("a folder");
+fn processes_end_after_a_kill_and_resume() {
+    let folder = TempDir::new().expect("a temporary folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     let expected = succeed(&mut several(2, &train(&whole, &[])));
 
@@ -125,12 +126,12 @@ fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .expect("processes");
-    let output = BufReader::new(child.stdout.take().expect("their output"));
-    let mut lines = output.lines().map(|line| line.expect("text"));
+        .expect("mpirun starts");
+    let output = BufReader::new(child.stdout.take().expect("stdout is piped"));
+    let mut lines = output.lines().map(|line| line.expect("the output is text"));
     assert!(lines.any(|line| line.starts_with("step 12/")));
     signal_one(&killed, "-9");
-    assert!(!child.wait().expect("their end").success());
+    assert!(!child.wait().expect("mpirun ends").success());
     drop(lines);
 
     let other = run(&mut several(
@@ -154,24 +155,24 @@ fn a_process_that_is_killed_ends_all_and_the_run_goes_on() {
     assert!(weights(&whole) == weights(&killed));
 }
 
-/// Where one is interrupted all end with the same step, of which there is a checkpoint.
+/// An interrupt of one process ends all processes after the same step, with a checkpoint.
 #[test]
-fn a_process_that_is_interrupted_stops_all() {
-    let folder = TempDir::new().expect("a folder");
+fn processes_end_together_after_an_interrupt() {
+    let folder = TempDir::new().expect("a temporary folder");
     let (whole, stopped) = (folder.path().join("whole"), folder.path().join("stopped"));
     let expected = succeed(&mut several(2, &train(&whole, &[])));
     let mut child = several(2, &train(&stopped, &[]))
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
-        .expect("processes");
-    let output = BufReader::new(child.stdout.take().expect("their output"));
-    let mut lines = output.lines().map(|line| line.expect("text"));
+        .expect("mpirun starts");
+    let output = BufReader::new(child.stdout.take().expect("stdout is piped"));
+    let mut lines = output.lines().map(|line| line.expect("the output is text"));
     assert!(lines.any(|line| line.starts_with("step 7/")));
     signal_one(&stopped, "-INT");
     let rest: Vec<_> = lines.collect();
-    // The launcher has the code of the process that the signal came to.
-    let code = child.wait().expect("their end").code();
+    // The launcher exits with the code of the interrupted process.
+    let code = child.wait().expect("mpirun ends").code();
     assert_eq!(code, Some(130), "{rest:?}");
     let resumed = succeed(&mut several(2, &train(&stopped, &["--resume"])));
     let [expected, resumed] = [&expected, &resumed].map(|ended| losses(&ended.stdout, "  loss "));
@@ -185,36 +186,44 @@ fn signal_one(out: &Path, signal: &str) {
         let line = fs::read(process.join("cmdline")).unwrap_or_default();
         let line = String::from_utf8_lossy(&line).into_owned();
         let mut words = line.split('\0');
-        words.next().is_some_and(|name| name.ends_with("train"))
+        words.next().is_some_and(|name| name.ends_with("gemma4"))
             && words.any(|word| Path::new(word) == out)
     };
-    let processes = fs::read_dir("/proc").expect("processes");
-    let mut paths = processes.map(|process| process.expect("a process").path());
-    let found = paths.find(|path| writes_there(path)).expect("a process");
-    let number = found.file_name().expect("a number");
+    let processes = fs::read_dir("/proc").expect("/proc lists the processes");
+    let mut paths = processes.map(|process| process.expect("the process starts").path());
+    let found = paths
+        .find(|path| writes_there(path))
+        .expect("one process writes to the folder");
+    let number = found
+        .file_name()
+        .expect("the folder's name is a process id");
     let sent = Command::new("kill").arg(signal).arg(number).status();
-    assert!(sent.expect("a process").success());
+    assert!(sent.expect("kill starts").success());
 }
 
 #[test]
-fn what_processes_cannot_do() {
-    let folder = TempDir::new().expect("a folder");
+fn processes_with_devices_option_are_refused() {
+    let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
     let ended = run(&mut several(2, &train(&out, &["--devices", "0,0"])));
-    // Each has something to say, and so has the launcher.
+    // Each process prints an error, and so does the launcher.
     assert_eq!(ended.code, Some(2), "{ended:?}");
-    let reason = "error: --devices is for one process";
+    let reason = "error: --devices: the run has several processes";
     assert!(ended.stderr.contains(reason), "{ended:?}");
     assert!(!out.join("run").join("settings.json").exists());
 }
 
-/// Where a launcher other than MPI's starts processes of a build for the processor.
+/// Another launcher than MPI's starts two processes of a build for the processor, which has no NCCL.
 #[test]
-fn launchers_that_have_no_way() {
-    let folder = TempDir::new().expect("a folder");
+fn processes_without_nccl_or_mpi_are_refused() {
+    let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
-    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    let number = port.local_addr().expect("a port").port().to_string();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a port is free");
+    let number = port
+        .local_addr()
+        .expect("a port is free")
+        .port()
+        .to_string();
     drop(port);
     let start = |rank: &str| {
         let mut command = train(&out, &[]);
@@ -226,9 +235,9 @@ fn launchers_that_have_no_way() {
             .env("LOCAL_RANK", rank);
         command
     };
-    let second = start("1").spawn().expect("a process");
+    let second = start("1").spawn().expect("the process starts");
     let first = run(&mut start("0"));
-    let second: Ended = second.wait_with_output().expect("its end").into();
+    let second: Ended = second.wait_with_output().expect("the process ends").into();
     for ended in [first, second] {
         check("no way", &ended, 1, &["NCCL", "mpirun"]);
     }

@@ -1,8 +1,8 @@
-//! Folders and arguments that cannot be right: each ends with one line that says what is wrong, and with the
-//! exit code 1 for a folder, 2 for an argument.
+//! Wrong folders and arguments. Each run prints one line that names the problem, and exits with code 1 for a folder and
+//! 2 for an argument.
 
 use super::folder::{Folder, Stored};
-use super::{Ended, program, run};
+use super::{Ended, gemma4, run};
 use safetensors::tensor::Dtype;
 use serde_json::json;
 use std::io::Write;
@@ -10,7 +10,7 @@ use std::process::Stdio;
 
 const TENSOR: &str = "model.layers.1.mlp.up_proj.weight";
 
-/// Checks that a program was refused with `code`, by an error that has all `words`.
+/// Checks that a program exited with `code` and one error that contains all `words`.
 #[track_caller]
 pub fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
     let report = format!("{what}: {ended:?}");
@@ -21,17 +21,17 @@ pub fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
         .filter(|line| line.starts_with("error: "))
         .collect();
     let [error] = errors[..] else {
-        panic!("not one error: {report}");
+        panic!("expected exactly one error: {report}");
     };
     for word in words {
-        assert!(error.contains(word), "no {word:?}: {report}");
+        assert!(error.contains(word), "{word:?} is missing: {report}");
     }
     assert!(!ended.stderr.contains("panicked"), "{report}");
     assert!(ended.stdout.is_empty(), "{report}");
 }
 
 fn generate(folder: &Folder, arguments: &[&str]) -> Ended {
-    let mut command = program("generate");
+    let mut command = gemma4("run");
     command
         .args(["--device", "flex", "--model"])
         .arg(folder.path())
@@ -39,7 +39,7 @@ fn generate(folder: &Folder, arguments: &[&str]) -> Ended {
     run(&mut command)
 }
 
-/// Refused whatever the arguments.
+/// Checks that a spoiled folder is refused with exit code 1.
 #[track_caller]
 fn check_folder(what: &str, spoil: impl FnOnce(&Folder), words: &[&str]) {
     let folder = Folder::copy("dense-ple");
@@ -48,7 +48,7 @@ fn check_folder(what: &str, spoil: impl FnOnce(&Folder), words: &[&str]) {
 }
 
 #[test]
-fn what_is_no_folder() {
+fn program_model_path_that_is_no_folder_is_refused() {
     let folder = Folder::copy("dense-ple");
     let file = folder.file("config.json");
     for (path, words) in [
@@ -58,10 +58,10 @@ fn what_is_no_folder() {
         ),
         (file, ["config.json", "config.json", "Not a directory"]),
     ] {
-        for name in ["generate", "chat"] {
-            let mut command = program(name);
+        for name in ["run", "chat"] {
+            let mut command = gemma4(name);
             command.args(["--device", "flex", "--model"]).arg(&path);
-            if name == "generate" {
+            if name == "run" {
                 command.args(["--prompt", "hi"]);
             }
             check("no folder", &run(&mut command), 1, &words);
@@ -70,7 +70,7 @@ fn what_is_no_folder() {
 }
 
 #[test]
-fn files_that_are_missing() {
+fn program_missing_file_is_refused_by_name() {
     for file in ["config.json", "tokenizer.json", "model.safetensors"] {
         check_folder(
             "missing file",
@@ -81,7 +81,7 @@ fn files_that_are_missing() {
 }
 
 #[test]
-fn files_that_are_not_what_they_should_be() {
+fn program_malformed_file_is_refused_by_name() {
     for file in [
         "config.json",
         "generation_config.json",
@@ -102,7 +102,7 @@ fn files_that_are_not_what_they_should_be() {
 }
 
 #[test]
-fn configurations_of_no_gemma_4() {
+fn program_config_of_another_model_is_refused() {
     for (field, value, words) in [
         ("model_type", json!("llama"), ["model_type", "llama"]),
         ("hidden_size", json!("wide"), ["config.json", "wide"]),
@@ -118,9 +118,9 @@ fn configurations_of_no_gemma_4() {
     }
 }
 
-/// A terminal obeys control characters, wherever in a checkpoint they come from.
+/// A terminal obeys control characters, so the programs escape those that a checkpoint contains.
 #[test]
-fn control_characters_of_files_are_escaped() {
+fn program_control_characters_of_files_are_escaped() {
     let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}2Jx";
     let escaped = r"\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}2Jx";
     let add = |folder: &Folder| {
@@ -167,9 +167,9 @@ fn control_characters_of_files_are_escaped() {
     }
 }
 
-/// Defaults that are not computed are reported, and the text is generated all the same.
+/// Unsupported generation defaults give a warning, and the text is generated without them.
 #[test]
-fn defaults_that_are_not_computed_are_told() {
+fn program_unsupported_generation_default_is_warned_of() {
     let folder = Folder::copy("dense-ple");
     let quick = ["--prompt", "hi", "--temperature", "0", "--max-tokens", "2"];
     let silent = generate(&folder, &quick);
@@ -197,7 +197,7 @@ fn defaults_that_are_not_computed_are_told() {
 }
 
 #[test]
-fn defaults_that_make_no_sense() {
+fn program_generation_default_out_of_range_is_refused() {
     for (field, value) in [
         ("temperature", json!(-1.0)),
         ("top_p", json!(2.0)),
@@ -212,7 +212,7 @@ fn defaults_that_make_no_sense() {
 }
 
 #[test]
-fn weights_that_are_cut_off() {
+fn program_truncated_weights_are_refused() {
     for share in [0.001, 0.5, 0.999] {
         let cut = |folder: &Folder| {
             let whole = folder.read("model.safetensors");
@@ -224,13 +224,13 @@ fn weights_that_are_cut_off() {
 }
 
 #[test]
-fn tensors_that_do_not_fit() {
+fn program_wrong_tensor_is_refused_by_name() {
     let absent = |folder: &Folder| folder.edit(|tensors| drop(tensors.remove(TENSOR)));
     check_folder("absent", absent, &[TENSOR, "missing"]);
 
     let renamed = |folder: &Folder| {
         folder.edit(|tensors| {
-            let tensor = tensors.remove(TENSOR).expect("the tensor");
+            let tensor = tensors.remove(TENSOR).expect("the tensor exists");
             tensors.insert("model.layers.1.mlp.other.weight".into(), tensor);
         });
     };
@@ -239,7 +239,7 @@ fn tensors_that_do_not_fit() {
 
     let flattened = |folder: &Folder| {
         folder.edit(|tensors| {
-            let tensor = tensors.get_mut(TENSOR).expect("the tensor");
+            let tensor = tensors.get_mut(TENSOR).expect("the tensor exists");
             tensor.shape = vec![tensor.shape.iter().product()];
         });
     };
@@ -247,7 +247,7 @@ fn tensors_that_do_not_fit() {
 
     let whole_numbers = |folder: &Folder| {
         folder.edit(|tensors| {
-            let tensor = tensors.get_mut(TENSOR).expect("the tensor");
+            let tensor = tensors.get_mut(TENSOR).expect("the tensor exists");
             tensor.dtype = Dtype::I32;
         });
     };
@@ -267,7 +267,7 @@ fn tensors_that_do_not_fit() {
 }
 
 #[test]
-fn indices_of_files_that_cannot_be() {
+fn program_index_with_a_wrong_file_is_refused() {
     for (file, words) in [
         ("model-00001-of-00001.safetensors", "No such file"),
         ("../model.safetensors", "not the name of a file"),
@@ -281,7 +281,7 @@ fn indices_of_files_that_cannot_be() {
 }
 
 #[test]
-fn conversations_that_the_template_refuses() {
+fn program_conversation_refused_by_the_template_ends_with_its_reason() {
     let folder = Folder::copy("dense-ple");
     folder.write(
         "chat_template.jinja",
@@ -292,7 +292,7 @@ fn conversations_that_the_template_refuses() {
 }
 
 #[test]
-fn templates_without_end() {
+fn program_template_without_end_is_refused() {
     for (template, words) in [
         (
             "{{ messages | tojson(indent=10**12) }}",
@@ -314,7 +314,7 @@ fn templates_without_end() {
 }
 
 #[test]
-fn arguments_that_cannot_be_right() {
+fn program_wrong_argument_is_refused_by_name() {
     let folder = Folder::copy("dense-ple");
     for (arguments, words) in [
         (&["--device", "toaster"][..], &["toaster", "--device"][..]),
@@ -346,7 +346,7 @@ fn arguments_that_cannot_be_right() {
     ] {
         let mut all = vec!["--prompt", "hi"];
         all.extend(arguments);
-        let mut command = program("generate");
+        let mut command = gemma4("run");
         check(
             arguments[0],
             &run(command.arg("--model").arg(folder.path()).args(all)),
@@ -357,7 +357,7 @@ fn arguments_that_cannot_be_right() {
 }
 
 #[test]
-fn prompts_that_cannot_be_right() {
+fn program_wrong_prompt_is_refused() {
     let folder = Folder::copy("dense-ple");
     let long = vec!["3"; 600].join(",");
     for (arguments, words) in [
@@ -388,40 +388,45 @@ fn prompts_that_cannot_be_right() {
 }
 
 #[test]
-fn input_that_is_no_text() {
+fn program_input_that_is_not_utf8_is_refused() {
     let folder = Folder::copy("dense-ple");
-    for name in ["generate", "chat"] {
-        let mut command = program(name);
+    for name in ["run", "chat"] {
+        let mut command = gemma4(name);
         command
             .args(["--device", "flex", "--model"])
             .arg(folder.path());
-        let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
-        let mut input = child.stdin.take().expect("its input");
-        input.write_all(b"\xff\xfe\n").expect("to be read");
+        let mut child = command
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("the process starts");
+        let mut input = child.stdin.take().expect("stdin is piped");
+        input
+            .write_all(b"\xff\xfe\n")
+            .expect("the process reads its input");
         drop(input);
-        let ended = child.wait_with_output().expect("its end").into();
+        let ended = child.wait_with_output().expect("the process ends").into();
         check(name, &ended, 2, &["standard input", "UTF-8"]);
     }
 }
 
 #[test]
-fn devices_that_are_not_there() {
-    // No build has them all.
+fn program_device_not_built_is_refused() {
+    // No build has both devices.
     let absent = [
         ("cuda", cfg!(feature = "cuda")),
         ("metal", cfg!(feature = "metal")),
     ];
     for (device, _) in absent.into_iter().filter(|(_, is_built)| !is_built) {
-        let ended = run(program("generate").args(["--prompt", "hi", "--device", device]));
+        let ended = run(gemma4("run").args(["--prompt", "hi", "--device", device]));
         check(device, &ended, 1, &["built without", device]);
     }
 }
 
 #[test]
-fn drafters_that_are_none_or_another_models() {
+fn program_wrong_drafter_is_refused() {
     let folder = Folder::copy("dense-keqv");
     let drafter = crate::fixture::folder("assistant-ple");
-    let drafter = drafter.to_str().expect("a path");
+    let drafter = drafter.to_str().expect("the path is UTF-8");
     for (arguments, code, words) in [
         (
             &["--draft", drafter][..],
@@ -430,7 +435,10 @@ fn drafters_that_are_none_or_another_models() {
         ),
         (&["--draft", "no/such"], 1, ["no/such", "config.json"]),
         (
-            &["--draft", folder.path().to_str().expect("a path")],
+            &[
+                "--draft",
+                folder.path().to_str().expect("the path is UTF-8"),
+            ],
             1,
             ["model_type", "no drafter's"],
         ),

@@ -1,4 +1,4 @@
-//! Runs that are killed or stopped, at any time, go on where they were.
+//! Training runs that are killed or stopped at any time resume at their last checkpoint.
 
 use super::{
     Ended,
@@ -17,52 +17,54 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// What a finished run has written.
+/// Returns the weights file of a finished run.
 fn written(folder: &Path) -> Vec<u8> {
     let names = ["model.safetensors", "adapter_model.safetensors"];
     let path = names
         .map(|name| folder.join(name))
         .into_iter()
         .find(|path| path.exists());
-    fs::read(path.expect("weights")).expect("a file")
+    fs::read(path.expect("the weights file exists")).expect("the file is readable")
 }
 
-/// Whether a checkpoint has all of its records. They are written beside each other, in any order.
+/// Returns true if a checkpoint has all its records. They are written at the same time, in any order.
 fn is_whole(step: &Path) -> bool {
     ["model", "optimizer", "schedule"]
         .iter()
         .all(|record| step.join(record).with_extension("bpk").exists())
 }
 
-/// Kills a run again and again, each time a little later after its beginning, also while it writes checkpoints, until it comes
-/// to its end.
+/// Kills a run repeatedly, each time a little later after its start, also while it writes checkpoints, until it
+/// finishes. Returns the number of kills.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
         let is_begun = steps
             .is_ok_and(|mut steps| steps.any(|step| step.is_ok_and(|step| is_whole(&step.path()))));
         let mut command = if is_begun { go_on() } else { begin() };
-        let mut child = command.spawn().expect("a process");
-        let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines();
-        // From its first step on, or its end.
+        let mut child = command.spawn().expect("the process starts");
+        let mut lines = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
+        // The delay starts at the run's first step, or at its end.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
         thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
-        let status = child.wait().expect("its end");
+        let status = child.wait().expect("the process ends");
         if status.success() {
             return kills;
         }
         let mut error = String::new();
-        let stderr = child.stderr.as_mut().expect("its errors");
-        stderr.read_to_string(&mut error).expect("text");
+        let stderr = child.stderr.as_mut().expect("stderr is piped");
+        stderr
+            .read_to_string(&mut error)
+            .expect("the output is text");
         assert!(reached.is_some() || !error.contains("error:"), "{error}");
     }
-    panic!("it does not come to its end");
+    panic!("the run does not finish");
 }
 
 #[test]
-fn a_run_that_is_killed_often_ends_as_one_that_is_not() {
-    let folder = TempDir::new().expect("a folder");
+fn train_killed_often_gives_the_weights_of_one_run() {
+    let folder = TempDir::new().expect("a temporary folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     let arguments = ["--checkpoint-every", "2"];
     succeed(&mut train(&whole, &arguments));
@@ -78,9 +80,9 @@ fn a_run_that_is_killed_often_ends_as_one_that_is_not() {
 }
 
 #[test]
-fn fine_tuning_goes_on_where_it_was() {
+fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
     let base = Folder::copy("dense-ple-mm-bf16");
-    // The same sizes, and every weight another.
+    // The other base has the same sizes, and all its weights differ.
     let other = Folder::copy("dense-ple-mm-bf16");
     let mut weights = other.read("model.safetensors");
     let (length, _) = weights.split_first_chunk().expect("a length");
@@ -88,21 +90,21 @@ fn fine_tuning_goes_on_where_it_was() {
     let low_bytes = weights[numbers..].iter_mut().step_by(2);
     low_bytes.for_each(|byte| *byte ^= 1);
     other.write("model.safetensors", weights);
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
-    fs::write(&data, conversations()).expect("a file");
+    fs::write(&data, conversations()).expect("the file is written");
     for (name, arguments) in [("adapter", &["--rank", "4"][..]), ("full", &["--full"])] {
         let path = |kind: &str| folder.path().join(format!("{name}-{kind}"));
         let (whole, killed) = (path("whole"), path("killed"));
         let expected = succeed(&mut finetune(&base, &data, &whole, arguments));
         let mut child = finetune(&base, &data, &killed, arguments)
             .spawn()
-            .expect("a process");
-        let output = BufReader::new(child.stdout.take().expect("its output"));
-        let mut lines = output.lines().map(|line| line.expect("text"));
+            .expect("the process starts");
+        let output = BufReader::new(child.stdout.take().expect("stdout is piped"));
+        let mut lines = output.lines().map(|line| line.expect("the output is text"));
         assert!(lines.any(|line| line.starts_with("step 5/")), "{name}");
-        child.kill().expect("to end");
-        child.wait().expect("its end");
+        child.kill().expect("the process can be killed");
+        child.wait().expect("the process ends");
         let resumed = [arguments, &["--resume"]].concat();
         let ended = succeed(&mut finetune(&base, &data, &killed, &resumed));
         let of_steps = losses(&expected.stdout, "  loss ");
@@ -116,13 +118,13 @@ fn fine_tuning_goes_on_where_it_was() {
         let elsewhere = run(&mut finetune(&other, &data, &whole, &resumed));
         check("another base", &elsewhere, 2, &["base is", "begun with"]);
     }
-    // A checkpoint of an adapter is no checkpoint of the model.
+    // A checkpoint of an adapter run does not contain the whole model.
     let size = |name: &str| {
         let path = folder
             .path()
             .join(name)
             .join("run/checkpoints/step-8/model.bpk");
-        fs::metadata(path).expect("a checkpoint").len()
+        fs::metadata(path).expect("the checkpoint is valid").len()
     };
     assert!(4 * size("adapter-whole") < size("full-whole"));
 }
@@ -130,11 +132,11 @@ fn fine_tuning_goes_on_where_it_was() {
 /// Waits for a line, and sends the program a signal.
 #[cfg(unix)]
 fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ended) {
-    let mut child = command.spawn().expect("a process");
-    let mut output = BufReader::new(child.stdout.take().expect("its output")).lines();
+    let mut child = command.spawn().expect("the process starts");
+    let mut output = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
     let mut lines = Vec::new();
     for next in output.by_ref() {
-        let next = next.expect("text");
+        let next = next.expect("the output is text");
         let is_reached = next.starts_with(line);
         lines.push(next);
         if is_reached {
@@ -144,17 +146,17 @@ fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ende
     let sent = Command::new("kill")
         .args([signal, &child.id().to_string()])
         .status();
-    assert!(sent.expect("a process").success());
-    lines.extend(output.map(|line| line.expect("text")));
+    assert!(sent.expect("kill starts").success());
+    lines.extend(output.map(|line| line.expect("the output is text")));
     (
         lines,
-        Ended::from(child.wait_with_output().expect("its end")),
+        Ended::from(child.wait_with_output().expect("the process ends")),
     )
 }
 
 #[test]
-fn run_that_is_made_longer_has_the_rates_of_the_longer_run() {
-    let folder = TempDir::new().expect("a folder");
+fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
+    let folder = TempDir::new().expect("a temporary folder");
     let out = |name: &str| folder.path().join(name);
     let rates = |ended: &Ended| {
         let of_line = |line: &str| {
@@ -169,7 +171,7 @@ fn run_that_is_made_longer_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // The longer run is what is begun with from now on.
+    // The recorded settings are now those of the longer run.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",
@@ -181,12 +183,12 @@ fn run_that_is_made_longer_has_the_rates_of_the_longer_run() {
 
 #[cfg(unix)]
 #[test]
-fn signals_save_first() {
+fn training_signal_saves_a_checkpoint_first() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
-    fs::write(&data, conversations()).expect("a file");
-    // The only checkpoint that there is by itself is the last one.
+    fs::write(&data, conversations()).expect("the file is written");
+    // Without a signal, the run writes only one checkpoint, after its last step.
     let seldom = ["--steps", "400", "--checkpoint-every", "400"];
     let seldom_resumed = [&seldom[..], &["--resume"]].concat();
     let several = [&seldom[..], &["--devices", "0,0"]].concat();

@@ -2,7 +2,7 @@
 
 #[cfg(unix)]
 use super::signal;
-use super::{Ended, greedy, program, refused, report, run, succeed, write};
+use super::{Ended, gemma4, greedy, refused, report, run, succeed, write};
 use crate::fixture;
 #[cfg(unix)]
 use std::fs;
@@ -16,10 +16,10 @@ use std::{
 #[cfg(unix)]
 use std::{thread, time::Duration};
 
-/// A second run reads what is new, and a chat goes on with its conversation.
+/// A second run prefills only new tokens, and a chat continues its conversation.
 #[test]
-fn sessions_are_kept_in_a_file() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn program_session_file_is_continued() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("session.safetensors");
     let generate = |prompt: &str, model: &str| {
         let mut command = greedy(model, "flex");
@@ -38,13 +38,14 @@ fn sessions_are_kept_in_a_file() {
     let first = report(&succeed(&mut generate(trunk, "dense-ple")));
     assert_eq!(first["timings"]["prefill_tokens"], 14);
     #[cfg(unix)]
-    let mode = |of: &Path| fs::metadata(of).expect("a file").permissions().mode() & 0o777;
+    let mode = |of: &Path| fs::metadata(of).expect("file exists").permissions().mode() & 0o777;
     #[cfg(unix)]
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).expect("its owner's");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o640))
+        .expect("the owner may set permissions");
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
-    // Up to its last 8 tokens the first prompt is there.
+    // The session's cache has the first prompt without its last 8 tokens.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([
@@ -62,7 +63,7 @@ fn sessions_are_kept_in_a_file() {
 
     let path = folder.path().join("chat.safetensors");
     let chat_in = |path: &Path, arguments: &[&str], input: &[u8]| {
-        let mut command = program("chat");
+        let mut command = gemma4("chat");
         command.args([
             "--device",
             "flex",
@@ -73,9 +74,12 @@ fn sessions_are_kept_in_a_file() {
         ]);
         command.arg("--model").arg(fixture::folder("dense-ple"));
         command.args(arguments).arg("--cache").arg(path);
-        let mut child = command.stdin(Stdio::piped()).spawn().expect("a process");
+        let mut child = command
+            .stdin(Stdio::piped())
+            .spawn()
+            .expect("the process starts");
         write(&mut child, input);
-        Ended::from(child.wait_with_output().expect("its end"))
+        Ended::from(child.wait_with_output().expect("the process ends"))
     };
     let chat = |arguments: &[&str], input: &str| chat_in(&path, arguments, input.as_bytes());
     let first = chat(&["--system", "Be brief."], "the cat\n");
@@ -90,19 +94,19 @@ fn sessions_are_kept_in_a_file() {
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
-    // What cannot be read ends a chat, and loses nothing that was said.
+    // Input that is not UTF-8 ends a chat, and the conversation before it is kept.
     let broken = chat_in(&path, &[], b"go on\n\xff\n");
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
-    // Another program goes on from the keys, and leaves the conversation alone.
+    // Another program continues from the keys and values, and leaves the conversation unchanged.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
 
-    // A chat of which nothing was said leaves what another program has read.
+    // A chat without messages leaves the other program's session unchanged.
     let path = folder.path().join("session.safetensors");
     let nothing = chat_in(&path, &[], b"");
     assert_eq!(nothing.code, Some(0), "{nothing:?}");
@@ -118,9 +122,9 @@ fn sessions_are_kept_in_a_file() {
     );
 }
 
-/// A chat with the model of a fixture that is kept in this file.
+/// Returns the command of a chat with a fixture's model and the session file `cache`.
 fn chat_with(cache: &Path) -> Command {
-    let mut command = program("chat");
+    let mut command = gemma4("chat");
     command.args(["--device", "flex", "--temperature", "0"]);
     command.args(["--max-tokens", "4", "--model"]);
     command.arg(fixture::folder("dense-ple"));
@@ -128,35 +132,54 @@ fn chat_with(cache: &Path) -> Command {
     command
 }
 
-/// Reads the line of an answer.
+/// Reads one line of an answer.
 fn answer(child: &mut Child) -> String {
-    let mut output = child.stdout.take().expect("its output");
+    line(child.stdout.as_mut().expect("stdout is piped"))
+}
+
+/// Reads one line, byte by byte, so that the bytes after the line stay in the pipe.
+fn line(pipe: &mut impl Read) -> String {
     let (mut line, mut byte) = (Vec::new(), [0]);
-    while output.read(&mut byte).expect("text") == 1 && byte != *b"\n" {
+    while pipe.read(&mut byte).expect("the pipe is readable") == 1 && byte != *b"\n" {
         line.push(byte[0]);
     }
-    child.stdout = Some(output);
     String::from_utf8_lossy(&line).into_owned()
+}
+
+/// Reads the notes of a chat until it has read its file.
+fn wait_until_resumed(child: &mut Child) {
+    let notes = child.stderr.as_mut().expect("stderr is piped");
+    loop {
+        let note = line(notes);
+        assert!(!note.is_empty(), "the chat ended before it read its file");
+        if note.starts_with("resuming") {
+            return;
+        }
+    }
 }
 
 #[cfg(unix)]
 #[test]
-fn chat_that_a_signal_ends_has_kept_its_answers() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn program_chat_ended_by_a_signal_keeps_its_answers() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
     for (name, code) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129)] {
         let path = folder.path().join(format!("chat{name}"));
-        let mut child = chat_with(&path).spawn().expect("a process");
+        let mut child = chat_with(&path).spawn().expect("the process starts");
         write(&mut child, "the cat\n");
         answer(&mut child);
-        // Its input stays open, so that nothing but the signal ends it. One that comes while the answer is saved may be the
-        // answer's own Ctrl-C, after which the chat goes on.
+        // The input stays open, so only the signal ends the chat. A signal during the save of the answer may stop only
+        // that answer, after which the chat continues. The loop therefore repeats the signal.
         let input = child.stdin.take();
-        while child.try_wait().expect("its state").is_none() {
+        while child
+            .try_wait()
+            .expect("the process can be polled")
+            .is_none()
+        {
             signal(&child, name);
             thread::sleep(Duration::from_millis(50));
         }
         drop(input);
-        let ended = Ended::from(child.wait_with_output().expect("its end"));
+        let ended = Ended::from(child.wait_with_output().expect("the process ends"));
         assert_eq!(ended.code, Some(code), "{ended:?}");
         assert!(path.exists(), "{ended:?}");
         let again = run(&mut chat_with(&path));
@@ -165,10 +188,16 @@ fn chat_that_a_signal_ends_has_kept_its_answers() {
 }
 
 #[test]
-fn two_chats_of_one_file_keep_both_conversations() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn program_two_chats_of_one_file_keep_both_conversations() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("chat");
-    let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("a process"));
+    let mut earlier = chat_with(&path).spawn().expect("the process starts");
+    write(&mut earlier, "hello\n");
+    let earlier = Ended::from(earlier.wait_with_output().expect("the process ends"));
+    assert_eq!(earlier.code, Some(0), "{earlier:?}");
+    // Both chats read the file before either of them writes it.
+    let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
+    chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {
         for _ in 0..=count {
             write(child, "hello\n");
@@ -176,19 +205,19 @@ fn two_chats_of_one_file_keep_both_conversations() {
         }
     }
     let [first, second] =
-        chats.map(|child| Ended::from(child.wait_with_output().expect("its end")));
+        chats.map(|child| Ended::from(child.wait_with_output().expect("the process ends")));
     assert_eq!(first.code, Some(0), "{first:?}");
     assert_eq!(second.code, Some(1), "{second:?}");
     assert!(second.stderr.contains("another program"), "{second:?}");
-    for (name, messages) in [("chat", "2 messages"), ("chat-2", "4 messages")] {
+    for (name, messages) in [("chat", "4 messages"), ("chat-2", "6 messages")] {
         let again = run(&mut chat_with(&folder.path().join(name)));
         assert!(again.stderr.contains(messages), "{name}: {again:?}");
     }
 }
 
 #[test]
-fn cache_that_cannot_be_written_is_refused_first() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn program_cache_path_that_is_not_writable_is_refused() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let absent = folder.path().join("no/such/file");
     for (path, word) in [
         (absent.as_path(), "cannot be written"),
@@ -202,11 +231,11 @@ fn cache_that_cannot_be_written_is_refused_first() {
 
 #[cfg(unix)]
 #[test]
-fn cache_behind_a_link_stays_behind_it() {
-    let folder = tempfile::tempdir().expect("a folder");
+fn program_cache_link_is_followed() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let [there, link] = ["there", "link"].map(|name| folder.path().join(name));
-    // A link that leads to nothing yet is followed, too.
-    std::os::unix::fs::symlink("there", &link).expect("a link");
+    // A link to a file that does not exist yet is followed too.
+    std::os::unix::fs::symlink("there", &link).expect("the link is created");
     for _ in 0..2 {
         let mut command = greedy("dense-ple", "flex");
         command.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);

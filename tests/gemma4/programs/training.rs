@@ -1,9 +1,9 @@
-//! `train` and `finetune`: losses that go down, runs that go on after a crash where they were, data that is refused.
+//! `train` and `finetune`: the losses decrease, crashed runs resume, and wrong data is refused.
 
 use super::{
     Ended,
     folder::{Folder, Stored, tensors},
-    program,
+    gemma4,
     refused::check,
     report, run, succeed,
 };
@@ -18,9 +18,9 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Trains the smallest model for 20 steps on a text of its own.
+/// Returns the command that trains the smallest model for 20 steps on the README.
 pub fn train(out: &Path, arguments: &[&str]) -> Command {
-    let mut command = program("train");
+    let mut command = gemma4("train");
     command
         .arg("--out")
         .arg(out)
@@ -41,7 +41,7 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The losses that a program has printed, by their steps.
+/// Returns the losses that a program has printed, with their steps.
 pub fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     let loss = |line: &str| {
         let step = line.strip_prefix("step ")?.split('/').next()?;
@@ -56,7 +56,7 @@ pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
-/// Checks that losses are those expected, as far as sums in another order go.
+/// Checks that losses are equal except for sums in another order.
 #[track_caller]
 pub fn assert_same_losses(name: &str, found: &[(usize, f64)], expected: &[(usize, f64)]) {
     for ((step, expected), (_, found)) in expected.iter().zip(found) {
@@ -69,8 +69,8 @@ pub fn assert_same_losses(name: &str, found: &[(usize, f64)], expected: &[(usize
 }
 
 #[test]
-fn a_killed_run_goes_on_where_it_was() {
-    let folder = TempDir::new().expect("a folder");
+fn train_killed_and_resumed_gives_the_losses_of_one_run() {
+    let folder = TempDir::new().expect("a temporary folder");
     let (whole, killed) = (folder.path().join("whole"), folder.path().join("killed"));
     let expected = succeed(&mut train(&whole, &[]));
     let of_steps = losses(&expected.stdout, "  loss ");
@@ -79,18 +79,19 @@ fn a_killed_run_goes_on_where_it_was() {
     let (first, last) = (of_validation[0].1, of_validation[3].1);
     assert!(last < first && last < 6.0, "{expected:?}");
 
-    let mut child = train(&killed, &[]).spawn().expect("a process");
-    let output = BufReader::new(child.stdout.take().expect("its output"));
+    let mut child = train(&killed, &[]).spawn().expect("the process starts");
+    let output = BufReader::new(child.stdout.take().expect("stdout is piped"));
     let reached = output
         .lines()
-        .map(|line| line.expect("text"))
+        .map(|line| line.expect("the output is text"))
         .find(|line| line.starts_with("step 12/"));
     assert!(reached.is_some());
-    child.kill().expect("to end");
-    child.wait().expect("its end");
+    child.kill().expect("the process can be killed");
+    child.wait().expect("the process ends");
 
     let resumed = succeed(&mut train(&killed, &["--resume"]));
-    // Checkpoints are written beside the steps: the last that was complete is that of step 10, or of 5 where the disk was slow.
+    // Checkpoints are written while the next steps run. The last complete checkpoint is that of step 10, or of step 5
+    // if the disk was slow.
     let of_resumed = losses(&resumed.stdout, "  loss ");
     let begun = of_steps.len() - of_resumed.len();
     assert!([5, 10].contains(&begun), "{resumed:?}");
@@ -99,7 +100,7 @@ fn a_killed_run_goes_on_where_it_was() {
     let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).expect("weights");
     assert!(weights(&whole) == weights(&killed));
 
-    let mut command = program("generate");
+    let mut command = gemma4("run");
     let model = command.args(["--device", "flex", "--prompt", "The", "--json", "--model"]);
     let generated = succeed(model.arg(&whole).args(["--max-tokens", "4"]));
     assert_eq!(report(&generated)["prompt_tokens"][0], 2);
@@ -116,8 +117,8 @@ fn a_killed_run_goes_on_where_it_was() {
 }
 
 #[test]
-fn devices_share_a_step() {
-    let folder = TempDir::new().expect("a folder");
+fn train_on_two_devices_gives_the_losses_of_one() {
+    let folder = TempDir::new().expect("a temporary folder");
     let of = |name: &str, arguments: &[&str]| {
         let out = folder.path().join(name);
         losses(&succeed(&mut train(&out, arguments)).stdout, "  loss ")
@@ -136,13 +137,13 @@ fn devices_share_a_step() {
 }
 
 #[test]
-fn data_that_is_no_text_is_refused() {
-    let folder = TempDir::new().expect("a folder");
+fn train_data_without_text_is_refused() {
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
-    fs::write(path("bytes.txt"), b"two\nlines \xFF").expect("a file");
-    fs::write(path("empty.txt"), "\n").expect("a file");
-    fs::write(path("short.txt"), "a few words").expect("a file");
-    fs::create_dir(path("nothing")).expect("a folder");
+    fs::write(path("bytes.txt"), b"two\nlines \xFF").expect("the file is written");
+    fs::write(path("empty.txt"), "\n").expect("the file is written");
+    fs::write(path("short.txt"), "a few words").expect("the file is written");
+    fs::create_dir(path("nothing")).expect("the folder is created");
     for (name, words) in [
         ("bytes.txt", ["bytes.txt", "line 2 is not UTF-8"]),
         ("empty.txt", ["empty.txt", "is empty"]),
@@ -150,7 +151,7 @@ fn data_that_is_no_text_is_refused() {
         ("nothing", ["nothing", "no text"]),
         ("absent.txt", ["absent.txt", "No such file"]),
     ] {
-        let mut command = program("train");
+        let mut command = gemma4("train");
         command.arg("--out").arg(path("out")).arg("--data");
         let ended = run(command.arg(path(name)).args(["--device", "flex"]));
         check(name, &ended, 1, &words);
@@ -158,7 +159,7 @@ fn data_that_is_no_text_is_refused() {
     assert!(!path("out").exists());
 }
 
-/// 200 lines that say little.
+/// Returns 200 short conversations as JSON lines.
 pub fn conversations() -> String {
     let line = |number: usize| {
         let number = number % 5;
@@ -170,7 +171,7 @@ pub fn conversations() -> String {
 }
 
 pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> Command {
-    let mut command = program("finetune");
+    let mut command = gemma4("finetune");
     command.arg("--model").arg(base.path());
     command.arg("--data").arg(data).arg("--out").arg(out);
     command
@@ -193,7 +194,7 @@ pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> C
 }
 
 fn answer(model: &Path, arguments: &[&str]) -> Ended {
-    let mut command = program("generate");
+    let mut command = gemma4("run");
     command.args(["--device", "flex", "--temperature", "0", "--ignore-eos"]);
     command.args([
         "--chat",
@@ -207,21 +208,21 @@ fn answer(model: &Path, arguments: &[&str]) -> Ended {
 }
 
 #[test]
-fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
+fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     let base = Folder::copy("dense-ple");
     let before = base.contents();
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let path = |name: &str| folder.path().join(name);
-    fs::write(path("data.jsonl"), conversations()).expect("a file");
+    fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // A table on the host is read, whichever way gradients are computed.
+    // A table on the host works with every way to compute gradients.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
     assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
     assert!(path("adapter").join("adapter_model.safetensors").exists());
-    // A table on the host is written as it is there.
+    // The table on the host is written to the merged checkpoint.
     let merge = [
         "--merge",
         "--checkpointing",
@@ -237,14 +238,14 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     assert_eq!(base.contents(), before);
 
     let adapter = path("adapter");
-    let adapter = adapter.to_str().expect("a name");
+    let adapter = adapter.to_str().expect("the path is UTF-8");
     let tokens = |ended: Ended| report(&ended)["tokens"].clone();
     let adapted = tokens(answer(base.path(), &["--adapter", adapter]));
     assert_eq!(adapted, tokens(answer(&path("merged"), &[])));
     assert_ne!(adapted, tokens(answer(base.path(), &[])));
 
     let with_adapter = |model: &Path| {
-        let mut command = program("generate");
+        let mut command = gemma4("run");
         command.args(["--device", "flex", "--prompt", "a", "--adapter", adapter]);
         run(command.arg("--model").arg(model))
     };
@@ -252,9 +253,9 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     let other = with_adapter(&fixture::folder("moe"));
     check("an adapter of another model", &other, 1, &words);
     let config = path("adapter").join("adapter_config.json");
-    let json = fs::read_to_string(&config).expect("a file");
+    let json = fs::read_to_string(&config).expect("the file is readable");
     let dora = json.replace("\"use_dora\": false", "\"use_dora\": true");
-    fs::write(&config, dora).expect("a file");
+    fs::write(&config, dora).expect("the file is written");
     let words = ["adapter_config.json", "use_dora"];
     check(
         "an adapter of another kind",
@@ -264,7 +265,8 @@ fn fine_tuning_lowers_the_loss_and_leaves_the_base() {
     );
 }
 
-/// Conversations with a row each: a long answer to a short question, and a short one to a long question.
+/// Returns conversations that fill a row each: a long answer to a short question, and a short answer to a long
+/// question.
 pub fn unequal_conversations() -> String {
     let line = |number: usize| {
         let (question, answer) = match number % 2 {
@@ -278,19 +280,19 @@ pub fn unequal_conversations() -> String {
     (0..40).map(line).collect()
 }
 
-/// A step's gradient is the mean of its tokens, however they come to batches and devices.
+/// The gradient of a step is the mean over its tokens, however they are divided into batches and devices.
 #[test]
-fn answers_weigh_by_their_tokens() {
+fn finetune_weighs_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
-    fs::write(&data, unequal_conversations()).expect("a file");
+    fs::write(&data, unequal_conversations()).expect("the file is written");
     let of = |name: &str, arguments: &[&str]| {
         let out = folder.path().join(name);
         let mut command = finetune(&base, &data, &out, &["--length", "40"]);
         let ended = succeed(command.args(arguments));
         assert!(!ended.stderr.contains("and cut"), "{ended:?}");
-        // Neither two of them fit into a row, nor is one longer.
+        // A row holds exactly one conversation: two do not fit, and none is cut.
         assert!(ended.stderr.contains("38 rows"), "{ended:?}");
         (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
     };
@@ -318,9 +320,9 @@ fn answers_weigh_by_their_tokens() {
 }
 
 #[test]
-fn lines_that_are_no_examples_are_refused() {
+fn finetune_malformed_line_is_refused() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
     let out = folder.path().join("out");
     for (contents, words) in [
@@ -336,11 +338,11 @@ fn lines_that_are_no_examples_are_refused() {
             &["a JSON array; expected a JSON object per line"],
         ),
     ] {
-        fs::write(&data, contents).expect("a file");
+        fs::write(&data, contents).expect("the file is written");
         let ended = run(&mut finetune(&base, &data, &out, &[]));
         check(contents, &ended, 1, words);
     }
-    fs::write(&data, "{\"text\": \"a\"}\n").expect("a file");
+    fs::write(&data, "{\"text\": \"a\"}\n").expect("the file is written");
     let ended = run(&mut finetune(&base, &data, base.path(), &[]));
     check("the base's own folder", &ended, 2, &["--out is --model"]);
     let mut whole = finetune(&base, &data, &out, &["--merge", "--model"]);
@@ -350,9 +352,9 @@ fn lines_that_are_no_examples_are_refused() {
     check("a rank beyond the matrices", &ended, 2, &["rank", "65"]);
 }
 
-/// What a multimodal checkpoint has beside its text model is in the checkpoint that is written, byte for byte.
+/// The written checkpoint keeps the towers of a multimodal base checkpoint, byte for byte.
 #[test]
-fn towers_are_kept() {
+fn finetune_keeps_the_towers_of_the_base() {
     let base = Folder::copy("dense-ple-mm-bf16");
     let towers = [
         ("model.vision_tower.patch_embedder.weight", Dtype::BF16, 2),
@@ -380,9 +382,9 @@ fn towers_are_kept() {
     );
     base.write("processor_config.json", "{}");
     let before = tensors(base.path());
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
-    fs::write(&data, conversations()).expect("a file");
+    fs::write(&data, conversations()).expect("the file is written");
 
     for (name, arguments) in [
         ("merged", &["--merge"][..]),
@@ -399,10 +401,10 @@ fn towers_are_kept() {
         let learned = "model.language_model.layers.0.self_attn.q_proj.weight";
         assert!(
             after[learned] != before[learned],
-            "{name} has learned nothing"
+            "{name} has not changed the weights"
         );
-        let config = fs::read_to_string(out.join("config.json")).expect("a file");
-        let config: Value = serde_json::from_str(&config).expect("JSON");
+        let config = fs::read_to_string(out.join("config.json")).expect("the file is readable");
+        let config: Value = serde_json::from_str(&config).expect("the text is JSON");
         assert_eq!(config["model_type"], "gemma4", "{name}");
         assert_eq!(
             config["vision_config"]["model_type"], "gemma4_vision",
@@ -418,11 +420,11 @@ fn towers_are_kept() {
     }
 }
 
-/// What has nothing to learn within a row's length leaves the others both sides.
+/// A conversation with no learned token within the row's length is left out, wherever it stands in the file.
 #[test]
-fn one_conversation_that_is_too_long_is_left_out() {
+fn finetune_too_long_conversation_is_left_out() {
     let base = Folder::copy("dense-ple");
-    let folder = TempDir::new().expect("a folder");
+    let folder = TempDir::new().expect("a temporary folder");
     let data = folder.path().join("data.jsonl");
     let long = "the cat ".repeat(100);
     let line = |user: &str| {
@@ -434,7 +436,7 @@ fn one_conversation_that_is_too_long_is_left_out() {
         .iter()
         .enumerate()
     {
-        fs::write(&data, lines.concat()).expect("a file");
+        fs::write(&data, lines.concat()).expect("the file is written");
         let out = folder.path().join(number.to_string());
         let ended = succeed(&mut finetune(&base, &data, &out, &[]));
         assert!(
@@ -444,7 +446,7 @@ fn one_conversation_that_is_too_long_is_left_out() {
             "{ended:?}"
         );
     }
-    fs::write(&data, line(&long)).expect("a file");
+    fs::write(&data, line(&long)).expect("the file is written");
     let ended = run(&mut finetune(
         &base,
         &data,

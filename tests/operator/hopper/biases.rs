@@ -1,4 +1,4 @@
-//! Biases: read by threads and brought by the copy engine, narrow, and of −∞.
+//! Biases: loaded by threads or by the copy engine (TMA), broadcast biases, and biases of −∞.
 
 use super::{WIDTHS, check, check_with, each_width};
 use crate::case::{Case, FULL};
@@ -7,7 +7,7 @@ use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
 #[test]
-fn biases_and_softcaps() {
+fn wgmma_bias_with_softcap_matches_reference() {
     each_width(|case| Case {
         bias: Some(FULL),
         softcap: Some(3.0),
@@ -15,10 +15,10 @@ fn biases_and_softcaps() {
     });
 }
 
-/// Biases of a length that lets the copy engine bring them: of every sequence or broadcast, in tiles with tails, of several
-/// tiles a cube, and of −∞, which hides keys and values that are not numbers.
+/// The row length of these biases allows TMA loads. The biases are per sequence or broadcast, in partial tiles, and
+/// with several tiles a CTA. A bias of −∞ hides NaN keys and values.
 #[test]
-fn biases_by_boxes() {
+fn wgmma_bias_loaded_by_tma_matches_reference() {
     for (head_dim, value_dim) in WIDTHS {
         let case = Case::new([2, 2, 1, 200, 328, head_dim, value_dim]);
         check(Case {
@@ -57,7 +57,7 @@ fn biases_by_boxes() {
         );
     }
     for width in [64, 128, 256] {
-        // Rows of an odd length, which start at multiples of 16 bytes all the same where their allocation is padded.
+        // The rows have an odd length, but start at multiples of 16 bytes if their allocation is padded.
         check(Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 391, width, width])
@@ -69,9 +69,9 @@ fn biases_by_boxes() {
     }
 }
 
-/// Narrow biases, whose gradients are summed in parts, or without a look at the scores.
+/// The gradient of a broadcast bias is summed in parts, or computed from other gradients without the scores.
 #[test]
-fn narrow_biases() {
+fn wgmma_broadcast_bias_gradient_matches_reference() {
     for bits in 0..16 {
         let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
         for sinks in [false, true] {
@@ -84,10 +84,10 @@ fn narrow_biases() {
     }
 }
 
-/// A bias of one number a head hides everything from heads that share their keys with another, and from all that keys have:
-/// what these heads and keys hold is NaN.
+/// A bias with one value per head hides all keys from one head of a group, or from both heads. The hidden heads'
+/// queries, keys and values are NaN or infinite.
 #[test]
-fn heads_hidden_by_a_bias() {
+fn wgmma_bias_that_hides_heads_ignores_nan() {
     let extents = [[false, true, false, false], [true, true, false, false]];
     for (head_dim, value_dim) in WIDTHS {
         for (extent, causal, f32_extras) in [
@@ -101,7 +101,7 @@ fn heads_hidden_by_a_bias() {
                 dtype: DType::BF16,
                 ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
             };
-            // Of a bias without a sequence of its own, every sequence's.
+            // A bias that is broadcast over the batch hides the heads of every sequence.
             let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
                 0 => false,
                 1 => true,

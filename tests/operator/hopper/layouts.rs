@@ -1,13 +1,13 @@
-//! Widths and layouts that the copy engine reads, and those that are copied before.
+//! Head sizes and layouts that TMA loads directly, and those that the operator first copies to another layout.
 
 use super::{check, sized};
 use crate::case::Case;
 use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 
-/// Rows that do not start at multiples of 16 bytes, and operands that lie otherwise.
+/// Rows that do not start at multiples of 16 bytes, and operands in other layouts.
 #[test]
-fn any_width_and_layout() {
+fn wgmma_any_head_dim_and_layout_matches_reference() {
     for (head_dim, value_dim) in [
         (9, 9),
         (13, 11),

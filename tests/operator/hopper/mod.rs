@@ -1,7 +1,8 @@
-//! The engine for Hopper, at every head size that has tiles of its own and between: several tiles of queries
-//! and blocks of keys with tails, and everything that hides keys, shares tiles or splits them. Each case is
-//! checked to be served by that engine, its gradients too; where no device has it there is nothing to test.
-//! Few rows have the mma engine's forward first: `ATTENTION_ENGINES=wgmma,unit` tests this engine's.
+//! The engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
+//! have several tiles of queries and blocks of keys with tails, and every option that hides keys, shares tiles or
+//! splits them. Each check asserts that this engine serves the case forward and backward; without a Hopper device the
+//! tests do nothing. For few rows the mma engine's forward comes first: `ATTENTION_ENGINES=wgmma,unit` tests the
+//! forward of this engine.
 
 mod biases;
 mod layouts;
@@ -14,12 +15,12 @@ mod visibility;
 use crate::case::Case;
 use crate::devices::{TestDevice, cube_devices};
 use crate::inputs::Inputs;
-use attention_cube::device::Feature;
-use attention_cube::engine::Engine;
+use attention_cube::internals::device::Feature;
+use attention_cube::internals::engine::Engine;
 use attention_cube::{AttentionProblem, explain};
 use burn::tensor::{DType, Tensor};
 
-/// Key and value widths: every row of the tile tables, and widths that fill no subtile.
+/// Pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that fill no subtile.
 const WIDTHS: [(usize, usize); 8] = [
     (40, 24),
     (64, 64),
@@ -31,10 +32,10 @@ const WIDTHS: [(usize, usize); 8] = [
     (512, 512),
 ];
 
-/// Rows of a group's heads up to which the mma engine is asked first, for the forward.
+/// Number of rows (queries times heads of a group) up to which the mma engine's forward comes first.
 const FEW_ROWS: usize = 32;
 
-/// The widest operands that its backward has tiles for.
+/// Largest head size that the backward has tiles for.
 const WIDEST_GRADIENT: usize = 512;
 
 fn hopper_devices() -> Vec<TestDevice> {
@@ -49,7 +50,7 @@ fn hopper_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(is_hopper).collect()
 }
 
-/// Checks `case` in bf16, if some device has the engine.
+/// Checks `case` in bf16 if a device has the engine.
 fn check(case: Case) {
     let case = Case {
         dtype: DType::BF16,
@@ -58,12 +59,13 @@ fn check(case: Case) {
     check_poisoned(&case, |_| {});
 }
 
-/// The same with what `poison` does to the inputs on the devices.
+/// Checks `case`. `poison` changes the devices' inputs, but not the reference's.
 fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
     check_with(case, |_| {}, poison);
 }
 
-/// The same with what `change` does to the inputs everywhere.
+/// Checks `case`. `change` changes the inputs of the devices and of the reference, and `poison` changes the devices'
+/// inputs only.
 fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut Inputs)) {
     let devices = hopper_devices();
     if devices.is_empty() {

@@ -1,4 +1,4 @@
-//! The same bits in every run, whatever other kernels left behind.
+//! Every run gives the same bits, whatever data other kernels left in memory.
 
 use super::hopper_devices;
 use crate::case::{Case, FULL};
@@ -8,9 +8,10 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Where heads share a tile, its other rows are nobody's: what other kernels left in shared memory there must not matter.
+/// The heads of a group share a tile whose remaining rows are unused. Data that other kernels left in shared memory for
+/// these rows must not matter.
 #[test]
-fn shared_tiles_repeat_after_other_work() {
+fn wgmma_shared_tiles_repeat_after_other_work() {
     let cases = [
         Case::new([1, 16, 4, 1, 5000, 256, 256]),
         Case {
@@ -32,7 +33,8 @@ fn shared_tiles_repeat_after_other_work() {
             let inputs = case.inputs();
             let mut first: Option<Vec<Named>> = None;
             for round in 0..12 {
-                // Queries of other sizes fill the whole tile with other numbers; the largest are infinite products.
+                // The other call has more queries, so it fills every row of the tile with other values. With an
+                // amplitude of 1e18, its QK products are infinite.
                 let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
                 let other = Case {
                     dtype: DType::BF16,
@@ -73,10 +75,19 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // One stage of biases, which the copy engine fills again at once.
+        // The pipeline has one stage of biases, which TMA refills at once.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
+        },
+        // A separate kernel computes the gradient of the values. It frees a block's biases as soon as P is computed.
+        Case {
+            bias: Some(FULL),
+            ..Case::new([1, 4, 2, 300, 1000, 192, 192])
+        },
+        Case {
+            bias: Some([false, true, true, true]),
+            ..Case::new([1, 4, 2, 300, 1000, 192, 128])
         },
         Case {
             mask: Some([false, false, true, true]),
@@ -88,7 +99,7 @@ fn cases_to_repeat() -> Vec<Case> {
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
         },
-        // Cubes take whichever tile is next.
+        // The persistent CTAs fetch their next tile dynamically.
         Case {
             causal,
             segments: Some((documents(3 * 300), documents(3 * 300))),
@@ -110,14 +121,13 @@ fn cases_to_repeat() -> Vec<Case> {
     ];
     let in_half = |case| Case {
         dtype: DType::BF16,
-        deterministic: true,
         ..case
     };
     cases.map(in_half).into()
 }
 
-/// Checks that `repeats` runs of each case give the same bits as the first: output and logsumexp, or, for a loss of
-/// these, the gradients.
+/// Checks that `repeats` runs of each case give the same bits as the first run. The bits are those of the output and
+/// logsumexp, or, with `of_gradients`, those of the gradients of a loss of the output.
 fn check_repeats(repeats: usize, of_gradients: bool, cases: Vec<Case>) {
     for device in hopper_devices() {
         for case in &cases {
@@ -159,11 +169,11 @@ fn check_repeats(repeats: usize, of_gradients: bool, cases: Vec<Case>) {
     }
 }
 
-/// A thousand runs of each give the same bits.
+/// A thousand runs of each case give the same bits.
 #[test]
-fn repeats_are_identical() {
+fn wgmma_forward_repeats_are_identical() {
     check_repeats(1000, false, cases_to_repeat());
-    // Seven stages for eight chunks of values: the last takes the first's.
+    // The pipeline has seven stages for eight chunks of values, so the last chunk reuses the first chunk's stage.
     let case = Case {
         dtype: DType::BF16,
         ..Case::new([1, 128, 1, 3, 2000, 576, 512])
@@ -171,8 +181,8 @@ fn repeats_are_identical() {
     check_repeats(300, false, vec![case]);
 }
 
-/// Two hundred runs of each give the same gradients.
+/// Two hundred runs of each case give the same gradients.
 #[test]
-fn gradients_repeat() {
+fn wgmma_gradient_repeats_are_identical() {
     check_repeats(200, true, cases_to_repeat());
 }

@@ -1,4 +1,4 @@
-//! Scores of any scale and size, and those that are no numbers.
+//! Scores with a scale of any sign and size, and NaN scores.
 
 use super::{WIDTHS, check, check_poisoned, hopper_devices, sized};
 use crate::biases::check_lowest;
@@ -6,9 +6,9 @@ use crate::case::{Case, FULL};
 use crate::empty_rows::check_beside_nan;
 use burn::tensor::DType;
 
-/// With a scale that is not positive the largest product is not the largest score.
+/// With a scale of zero or below, the largest QK product does not give the largest score.
 #[test]
-fn any_scale() {
+fn wgmma_any_scale_matches_reference() {
     for scale in [-0.3, 0.0, 1.0, 1e-31] {
         for (head_dim, value_dim) in [(64, 64), (512, 512)] {
             check(Case {
@@ -19,9 +19,9 @@ fn any_scale() {
     }
 }
 
-/// NaN that others of a tile see, and biases of the lowest numbers.
+/// Some queries of a tile see NaN, and biases hold the lowest finite number.
 #[test]
-fn extremes() {
+fn wgmma_nan_and_lowest_bias_match_reference() {
     if hopper_devices().is_empty() {
         return;
     }
@@ -47,9 +47,9 @@ fn extremes() {
     }
 }
 
-/// Scores far beyond what half precision holds.
+/// The scores are far beyond the range of half precision.
 #[test]
-fn large_scores() {
+fn wgmma_scores_beyond_half_precision_match_reference() {
     for dtype in [DType::F16, DType::BF16] {
         for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512)] {
             let case = Case {

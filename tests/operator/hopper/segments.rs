@@ -1,11 +1,12 @@
-//! Packed documents: in blocks, between them, and more of them than a tile sees.
+//! Packed documents (segments): document boundaries inside and between blocks, and more documents than a single tile
+//! covers.
 
 use super::{check, each_width};
 use crate::case::Case;
 use attention_cube::CausalAlignment;
 
 #[test]
-fn segments() {
+fn wgmma_segments_match_reference() {
     each_width(|case| Case {
         causal: Some(CausalAlignment::BottomRight),
         segments: Some((ids(140, 80), ids(270, 80))),
@@ -13,14 +14,14 @@ fn segments() {
     });
 }
 
-/// Ids of documents of `size` tokens, one after the other.
+/// Returns the segment ids of consecutive documents of `size` tokens.
 fn ids(length: usize, size: i64) -> Vec<i64> {
     (0..length as i64).map(|i| i / size).collect()
 }
 
-/// Documents that begin and end within blocks, alone and with a mask, and far more of them than a tile sees.
+/// Documents begin and end inside blocks, with and without a mask. There are far more documents than a tile sees.
 #[test]
-fn many_documents() {
+fn wgmma_many_segments_match_reference() {
     for causal in [None, Some(CausalAlignment::BottomRight)] {
         for mask in [None, Some([false, false, true, true])] {
             each_width(|case| Case {
@@ -33,9 +34,10 @@ fn many_documents() {
     }
 }
 
-/// More tiles than multiprocessors, of documents from a token to all, so that cubes take them one by one.
+/// There are more tiles than multiprocessors, and documents of one token up to the whole length. CTAs therefore fetch
+/// their tiles one by one.
 #[test]
-fn many_tiles_of_documents() {
+fn wgmma_uneven_segments_with_dynamic_scheduler_match_reference() {
     let uneven = |length: usize| {
         let ends = [1, 2, 90, 91, 300, 420];
         (0..2 * length).map(move |i| ends.iter().filter(|end| i % length >= **end).count() as i64)
@@ -57,9 +59,9 @@ fn many_tiles_of_documents() {
     }
 }
 
-/// Of whole tiles; and decoded, with keys split over cubes.
+/// The documents consist of whole tiles. In another case, a decode, the keys are split over CTAs.
 #[test]
-fn documents_of_whole_tiles() {
+fn wgmma_segments_of_whole_tiles_match_reference() {
     for width in [64, 128, 256, 512] {
         check(Case {
             causal: Some(CausalAlignment::BottomRight),

@@ -1,13 +1,14 @@
-//! How tiles come to cubes: several to one, several heads to one, and tiles without keys.
+//! Assignment of tiles to CTAs: several tiles to one CTA, several heads to one tile, and tiles without keys.
 
 use super::{check, hopper_devices};
 use crate::case::Case;
 use attention_cube::{AttentionOptions, CausalAlignment, attention_with_lse};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// More tiles than multiprocessors: cubes stay for several, in pairs under a causal mask, of an odd number too.
+/// There are more tiles than multiprocessors, so persistent CTAs process several tiles each, in pairs under a causal
+/// mask. The number of tiles may be odd.
 #[test]
-fn cubes_stay() {
+fn wgmma_persistent_ctas_match_reference() {
     for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
         let case = Case::new([3, 24, 8, length, length, width, width]);
         let causal = Some(CausalAlignment::BottomRight);
@@ -26,10 +27,11 @@ fn cubes_stay() {
     }
 }
 
-/// Tiles that see no key between others, of cubes that stay: a mask hides the first keys, as left padding does, or all from the last
-/// queries. Sequences alone, which are fewer tiles than cubes, have the same bits.
+/// Persistent CTAs process tiles without visible keys between other tiles. A mask hides the first keys, as left padding
+/// does, or hides all keys from the last queries. A single sequence has fewer tiles than CTAs and must give the same
+/// bits.
 #[test]
-fn tiles_without_keys() {
+fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);
     for (width, value_dim, length) in [
         (64, 64, 900),
@@ -53,7 +55,7 @@ fn tiles_without_keys() {
                 random(8, value_dim),
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
-            // More than two tiles of keys or queries.
+            // Each of the two masks hides more than two tiles of keys or of queries.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)
@@ -91,9 +93,9 @@ fn tiles_without_keys() {
     }
 }
 
-/// Heads of a group share a tile, also where they do not fill it, and keys are split over cubes.
+/// The heads of a group share a tile even if they do not fill it, and the keys are split over CTAs.
 #[test]
-fn few_queries() {
+fn wgmma_few_queries_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {
         for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512), (576, 512)] {
             let case = Case {

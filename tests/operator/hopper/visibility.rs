@@ -1,4 +1,4 @@
-//! What hides keys: causal masks, windows, masks by bits and blocks, of any size.
+//! Options that hide keys: causal masks, windows, and masks packed to bits and blocks, of any size.
 
 use super::{WIDTHS, check, check_poisoned, check_with, each_width, hopper_devices, sized};
 use crate::case::{Case, FULL};
@@ -6,7 +6,7 @@ use crate::dense::{Dense, read};
 use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// More widths, for one test.
+/// More pairs of `(head_dim, value_dim)`, which one test uses.
 const OTHER_WIDTHS: [(usize, usize); 6] = [
     (8, 8),
     (80, 80),
@@ -17,7 +17,7 @@ const OTHER_WIDTHS: [(usize, usize); 6] = [
 ];
 
 #[test]
-fn everything_is_seen() {
+fn wgmma_without_mask_matches_reference() {
     each_width(|case| case);
     for (head_dim, value_dim) in OTHER_WIDTHS {
         check(sized([head_dim, value_dim]));
@@ -32,7 +32,7 @@ fn everything_is_seen() {
 }
 
 #[test]
-fn causal() {
+fn wgmma_causal_matches_reference() {
     for alignment in [CausalAlignment::BottomRight, CausalAlignment::TopLeft] {
         each_width(|case| Case {
             causal: Some(alignment),
@@ -42,7 +42,7 @@ fn causal() {
 }
 
 #[test]
-fn windows() {
+fn wgmma_windows_match_reference() {
     each_width(|case| Case {
         window: (Some(70), Some(9)),
         ..case
@@ -57,7 +57,7 @@ fn windows() {
 }
 
 #[test]
-fn masks_and_sinks() {
+fn wgmma_masks_and_sinks_match_reference() {
     each_width(|case| Case {
         mask: Some(FULL),
         sinks: true,
@@ -65,9 +65,9 @@ fn masks_and_sinks() {
     });
 }
 
-/// A mask that the caller expanded is packed once, and read by all.
+/// A mask that the caller expanded is packed once, and all heads and sequences read that copy.
 #[test]
-fn expanded_masks() {
+fn wgmma_expanded_masks_match_reference() {
     for bits in 0..16 {
         let extent = [0, 1, 2, 3].map(|dim| bits >> dim & 1 == 1);
         check(Case {
@@ -78,9 +78,10 @@ fn expanded_masks() {
     }
 }
 
-/// Keys and values that a mask hides from everybody are NaN, in the middle and at the end of blocks.
+/// Keys and values past the lengths, or of segments without queries, are NaN or infinite. They lie in the middle and at
+/// the end of blocks.
 #[test]
-fn nothing_hidden_is_read() {
+fn wgmma_hidden_nan_keys_are_not_read() {
     for (head_dim, value_dim) in WIDTHS {
         let lengths = vec![330, 7, 0, 129];
         let case = Case {
@@ -110,10 +111,10 @@ fn nothing_hidden_is_read() {
     }
 }
 
-/// A mask that hides whole blocks, leaves others alone, hides a key here and there from everybody, and others
-/// from some: what nobody sees is NaN.
+/// The mask hides whole blocks, leaves other blocks visible, hides some keys from all queries, and other keys from some
+/// queries. The keys that no query sees are NaN.
 #[test]
-fn masks_by_blocks() {
+fn wgmma_masks_by_blocks_ignore_hidden_nan() {
     let nobody_sees = |key: usize| key % 16 == 5 || (200..290).contains(&key);
     for (head_dim, value_dim) in WIDTHS {
         for causal in [None, Some(CausalAlignment::BottomRight)] {
@@ -134,7 +135,8 @@ fn masks_by_blocks() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // Where it is all visible, so are those that nobody else sees: but not these.
+                        // In fully visible blocks the keys that other blocks hide are visible too, except the keys 200
+                        // to 289.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },
@@ -162,9 +164,9 @@ fn masks_by_blocks() {
     }
 }
 
-/// A sink of −∞ beside queries that see nothing.
+/// One head has a sink of −∞, and some queries see no key.
 #[test]
-fn sinks_of_minus_infinity() {
+fn wgmma_sink_of_minus_infinity_matches_reference() {
     each_width(|case| Case {
         mask: Some([false, false, true, false]),
         sinks: true,
@@ -188,10 +190,10 @@ fn sinks_of_minus_infinity() {
     }
 }
 
-/// A mask of more elements than 32 bits count is read where it lies, forward and backward: the last head sees what it
-/// sees with its own mask alone.
+/// The kernels index a mask with more elements than 32 bits can count, without copying it, in forward and backward. The
+/// last head gets the same results as in a call with that head's mask only.
 #[test]
-fn masks_of_more_elements_than_32_bits_count() {
+fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];
     const HEADS: usize = 3;
     for device in hopper_devices() {
@@ -219,7 +221,9 @@ fn masks_of_more_elements_than_32_bits_count() {
             let last = |tensor: Tensor<4>| read(tensor.narrow(1, count - 1, 1).narrow(2, 0, 512));
             let mut results = vec![last(output.inner())];
             for leaf in leaves {
-                results.push(last(leaf.grad(&gradients).expect("a gradient")));
+                results.push(last(
+                    leaf.grad(&gradients).expect("the leaf has a gradient"),
+                ));
             }
             results
         };

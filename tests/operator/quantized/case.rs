@@ -1,4 +1,5 @@
-//! Codes and scales on the host and on a device, and attention over them against the definition over the numbers that they stand for.
+//! Int8 codes and scales on the host and on a device, and the check of attention over them against the reference over
+//! the dequantized numbers.
 
 use crate::case::{Case, seed};
 use crate::compare::Named;
@@ -11,17 +12,17 @@ use attention_cube::{AttentionProblem, Explanation, explain};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Codes and scales on the host.
+/// Int8 codes with their scales, on the host.
 #[derive(Clone)]
 pub struct Rows {
-    /// `[batch, kv_heads, kv_len, columns]`.
+    /// Codes `[batch, kv_heads, kv_len, columns]`.
     pub codes: Dense,
-    /// `[batch, kv_heads, kv_len, 1]`, in f32.
+    /// Scales `[batch, kv_heads, kv_len, 1]`, in f32.
     pub scales: Dense,
 }
 
 impl Rows {
-    /// Random ones: their numbers are of size 1.
+    /// Returns random codes and scales. A code times its scale is about 1.
     pub fn random(shape: [usize; 4], rng: &mut StdRng) -> Self {
         let [batch, heads, length, _] = shape;
         Self {
@@ -32,7 +33,7 @@ impl Rows {
         }
     }
 
-    /// The numbers, exactly.
+    /// Returns the dequantized elements: each code times its scale, exactly.
     pub fn numbers(&self) -> Dense {
         Dense::from_fn(self.codes.shape, |[b, h, j, c]| {
             self.codes.at([b, h, j, c]) * self.scales.at([b, h, j, 0])
@@ -55,7 +56,7 @@ impl Rows {
             Tensor::from_data(words, (device, DType::I32)),
             scales.reshape([batch, heads, length]),
         )
-        .expect("words and their scales")
+        .expect("the codes and scales fit each other")
     }
 }
 
@@ -65,7 +66,7 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// True if the call says that its lengths are there ahead.
+    /// True if the call states that its lengths are on the device before the launch.
     pub lengths_ahead: bool,
 }
 
@@ -84,13 +85,13 @@ impl Quantized {
         }
     }
 
-    /// Output and logsumexp of each device against the definition over `key` and `value`; what the devices are given may differ from
-    /// these where it must not matter.
+    /// Checks the output and the logsumexp of each device against the reference over `key` and `value`. The devices get
+    /// the rows `given_key` and `given_value`, which may differ from `key` and `value` only where keys are hidden.
     pub fn check(&self, given_key: &Rows, given_value: &Rows) {
         self.check_on(&devices(), given_key, given_value);
     }
 
-    /// The choice for contiguous words.
+    /// Returns the explanation of the call over contiguous int8 rows.
     pub fn explain_on(&self, TestDevice { device, .. }: &TestDevice) -> Explanation {
         let extras = untracked(&self.inputs, device, self.case.extras_dtype());
         let problem = AttentionProblem::quantized(
@@ -99,7 +100,7 @@ impl Quantized {
             &self.value.on(device),
             &self.case.options(extras),
         );
-        explain(&problem.expect("it fits"), device)
+        explain(&problem.expect("the arguments fit"), device)
     }
 
     pub fn check_on(&self, devices: &[TestDevice], given_key: &Rows, given_value: &Rows) {
@@ -140,7 +141,7 @@ impl Quantized {
     }
 }
 
-/// The optional tensors, which nothing is to be learned from.
+/// Returns the optional inputs without autodiff.
 fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
     let extras = inputs.extras(&device.clone().autodiff(), dtype);
     let plain = |(queries, keys): (Tensor<2, Int>, Tensor<2, Int>)| {
@@ -151,6 +152,7 @@ fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
         bias: extras.bias.map(Tensor::without_autodiff),
         kv_lengths: extras.kv_lengths.map(Tensor::without_autodiff),
         segments: extras.segments.map(plain),
+        intervals: extras.intervals.into_iter().map(plain).collect(),
         sinks: extras.sinks.map(Tensor::without_autodiff),
     }
 }

@@ -1,5 +1,6 @@
-//! Calls with more rows than the int8 kernels read directly. Such a call reads a dequantized copy of the keys and values that a query sees by
-//! causal mask, window and length. The scales of all other keys and values are NaN here, and must not reach a result.
+//! Calls with more rows than the int8 kernels read directly. Such a call dequantizes keys and values to a copy. The
+//! copy covers only those that a query sees by causal mask, window and length. All other keys and values have NaN
+//! scales here, which must not affect a result.
 
 use super::case::Quantized;
 use super::causal;
@@ -44,7 +45,7 @@ fn check(case: Case) {
 }
 
 #[test]
-fn what_no_query_sees_is_not_read() {
+fn int8_many_rows_do_not_read_hidden_rows() {
     let lengths = [0i64, 1, 45, 300];
     for dtype in [DType::F32, DType::BF16] {
         for q_len in [40, 130] {

@@ -1,14 +1,15 @@
-//! The mma engine's kernel that reads words, asked for by name where a device has it: at every width that has tiles of its own and between, of few
-//! rows and of 32, groups of heads and one, many splits and one; everything that hides keys, with NaN in the scales of hidden ones; views whose
-//! rows start anywhere.
+//! The mma engine's kernel that reads packed int8 directly, on the devices that support it. The cases cover every head
+//! size of the tile table and sizes in between. They have few rows and up to 32, groups of heads and single heads, many
+//! splits and one. They also cover all options that hide keys, with NaN scales of hidden keys, and views whose rows
+//! start anywhere.
 
 use super::case::{Quantized, Rows};
 use super::causal;
 use crate::case::{Case, FULL, seed};
 use crate::dense::{Dense, Layout, read};
 use crate::devices::{TestDevice, cube_devices};
-use attention_cube::device::Feature;
-use attention_cube::engine::Engine;
+use attention_cube::internals::device::Feature;
+use attention_cube::internals::engine::Engine;
 use attention_cube::quantized::{QuantizedRows, quantized_attention};
 use attention_cube::{
     AttentionOptions, AttentionProblem, CausalAlignment, explain, fused_attention,
@@ -16,7 +17,8 @@ use attention_cube::{
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Key and value widths: every row of the tile table, and widths that fill neither a tile nor a subtile, in whole pieces of 16 codes.
+/// Pairs of `(head_dim, value_dim)`, in whole pieces of 16 codes: every row of the tile table, and sizes that fill
+/// neither a tile nor a subtile.
 const WIDTHS: [(usize, usize); 9] = [
     (48, 32),
     (64, 64),
@@ -37,14 +39,15 @@ fn matrix_unit_devices() -> Vec<TestDevice> {
         profile.is_ok_and(|profile| {
             profile.is_some_and(|profile| {
                 profile.features.contains(&Feature::LoadMatrix(DType::BF16))
-                    && !profile.left_out.contains(&Engine::Mma)
+                    && !profile.disabled_engines.contains(&Engine::Mma)
             })
         })
     };
     cube_devices().into_iter().filter(has_engine).collect()
 }
 
-/// Checks `case` in bf16, which the engine has to serve, over what differs from its numbers only where it must not matter.
+/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the rows that the devices get,
+/// but only where keys are hidden.
 fn check_given(case: Case, given: impl Fn(&mut Rows, &mut Rows)) {
     let devices = matrix_unit_devices();
     if devices.is_empty() {
@@ -72,7 +75,7 @@ fn check(case: Case) {
 }
 
 #[test]
-fn widths_and_groups() {
+fn int8_mma_head_dims_and_groups_match_reference() {
     for (head_dim, value_dim) in WIDTHS {
         check(causal([2, 4, 4, 1, 100, head_dim, value_dim]));
         check(causal([1, 8, 1, 2, 77, head_dim, value_dim]));
@@ -80,17 +83,17 @@ fn widths_and_groups() {
 }
 
 #[test]
-fn two_fragments() {
+fn int8_mma_rows_of_two_fragments_match_reference() {
     for (head_dim, value_dim) in [(48, 32), (128, 128), (144, 64), (256, 256)] {
         check(causal([1, 8, 1, 4, 90, head_dim, value_dim]));
         check(causal([2, 4, 2, 9, 150, head_dim, value_dim]));
     }
 }
 
-/// Heads wider than 256 columns divide 17 to 32 rows into two or three tiles of 16. The rows are query heads that share keys, or queries
-/// of one head.
+/// For head sizes above 256, 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query heads
+/// that share keys, or several queries of one head.
 #[test]
-fn wide_rows_have_several_tiles() {
+fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     for (head_dim, value_dim) in [(272, 48), (512, 512), (576, 512)] {
         check(causal([1, 8, 1, 4, 90, head_dim, value_dim]));
         check(causal([2, 6, 2, 9, 150, head_dim, value_dim]));
@@ -108,9 +111,10 @@ fn wide_rows_have_several_tiles() {
     }
 }
 
-/// Keys that are split into many parts, of which causal mask and lengths leave some nothing, and fewer keys than a block has.
+/// The keys have many splits, and the causal mask and the lengths leave some splits empty. Other cases have fewer keys
+/// than a block.
 #[test]
-fn splits_and_lengths() {
+fn int8_mma_splits_and_lengths_match_reference() {
     for head_dim in [64, 256, 512] {
         check(Case {
             kv_lengths: Some(vec![0, 1, 1300]),
@@ -124,7 +128,7 @@ fn splits_and_lengths() {
 }
 
 #[test]
-fn every_option() {
+fn int8_mma_every_option_matches_reference() {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 30).collect();
     for (head_dim, value_dim) in [(64, 64), (256, 256), (512, 512)] {
         let base = Case::new([2, 4, 2, 3, 150, head_dim, value_dim]);
@@ -161,9 +165,9 @@ fn every_option() {
     }
 }
 
-/// Behind a sequence's length, and behind a window, scales are NaN and infinite, and codes anything.
+/// Past a sequence's length and outside of its window the scales are NaN or infinite, and the codes are −128.
 #[test]
-fn scales_that_nobody_sees() {
+fn int8_mma_hidden_scales_are_not_read() {
     for head_dim in [64, 256, 512] {
         let lengths = [0i64, 1, 33, 64, 100];
         for q_len in [1, 2] {
@@ -187,9 +191,9 @@ fn scales_that_nobody_sees() {
     }
 }
 
-/// Rows that start at multiples of 4 and of 16 bytes of a longer, wider buffer, heads last.
+/// The views' rows start at multiples of 4 and of 16 bytes in a longer, wider buffer with heads last.
 #[test]
-fn views() {
+fn int8_mma_views_match_dequantized_attention() {
     for TestDevice { name, device } in matrix_unit_devices() {
         let mut rng = StdRng::seed_from_u64(seed());
         let (batch, heads, length) = (2, 2, 60);
@@ -202,14 +206,15 @@ fn views() {
                     words
                         .clone()
                         .slice([0..batch, 0..heads, 3..53, first / 4..first / 4 + 16]);
-                QuantizedRows::of_parts(words, scales.clone().narrow(2, 3, 50)).expect("views")
+                QuantizedRows::of_parts(words, scales.clone().narrow(2, 3, 50))
+                    .expect("the views fit each other")
             };
             let query = Dense::normal([batch, 4, 2, 64], DType::BF16, &mut rng);
             let query = Layout::HeadsLast.store(&query).tensor(&device, DType::BF16);
             let options = || AttentionOptions::new().scale(0.1).causal();
             let query = query.swap_dims(1, 2);
             let output = quantized_attention(query.clone(), view(first), view(0), options());
-            let whole = |first| view(first).dequantize(DType::F32).expect("a float");
+            let whole = |first| view(first).dequantize(DType::F32).expect("f32 is a float");
             let expected =
                 fused_attention(query.cast(DType::F32), whole(first), whole(0), options());
             let difference = read((output.cast(DType::F32) - expected).abs().max());

@@ -1,4 +1,5 @@
-//! Random combinations of options over keys and values in int8, with lengths that are there ahead of the launch.
+//! Random combinations of options over int8 keys and values. In every second problem the lengths are on the device
+//! before the launch.
 
 use super::case::Quantized;
 use crate::case::Case;
@@ -7,7 +8,7 @@ use crate::random::{Sizes, numbered};
 use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 
-/// The problem of this number, with widths that words hold.
+/// Returns the problem with this number, with head sizes rounded up to multiples of four codes.
 fn problem(number: u64) -> Case {
     let drawn = numbered(Sizes::Small, number, Config::default());
     let case = drawn.1.current().case;
@@ -20,7 +21,7 @@ fn problem(number: u64) -> Case {
 }
 
 #[test]
-fn any_combination_over_int8_is_right() {
+fn int8_random_problem_matches_reference() {
     for number in 0..8 {
         let mut quantized = Quantized::new(problem(number));
         quantized.lengths_ahead = number % 2 == 1;

@@ -1,4 +1,4 @@
-//! The check of a random problem on a device: against the definition, and twice the same bits.
+//! The check of a random problem on a device. The results must match the reference, and two runs must give equal bits.
 
 use super::{BOXES, Problem, Sizes, variant};
 use crate::case::{Case, Extent, seed};
@@ -7,17 +7,19 @@ use crate::compare::Named;
 use crate::definition::Definition;
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
-use attention_cube::device::{DeviceProfile, Feature, FragmentSupport};
-use attention_cube::engine::{ForwardKernel, Kernel, mma, wgmma};
-use attention_cube::select::{Layouts, Pass, select};
-use attention_cube::tile::fragment_tiles::Fragments;
+use attention_cube::internals::device::Fragments;
+use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
+use attention_cube::internals::engine::tensor_core::{mma, wgmma};
+use attention_cube::internals::engine::{ForwardKernel, Kernel};
+use attention_cube::internals::select::{Layouts, Pass, select};
 use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Problems of one variant, one number after the other: kernels take longer to compile than to run.
+/// Returns the number of consecutive problems that share one variant. A variant determines the compiled kernels.
+/// Compiling a kernel takes longer than running it, so a variant serves several problems.
 pub fn bundle(sizes: Sizes) -> u64 {
     match sizes {
         Sizes::Small => 1,
@@ -25,7 +27,7 @@ pub fn bundle(sizes: Sizes) -> u64 {
     }
 }
 
-/// A runner whose numbers are a function of these and of `ATTENTION_TEST_SEED`.
+/// Returns a test runner whose random numbers depend only on the arguments and on `ATTENTION_TEST_SEED`.
 fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     let mut bytes = [0; 32];
     for (place, part) in bytes.chunks_mut(8).zip([seed(), what, number]) {
@@ -34,7 +36,8 @@ fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
 }
 
-/// The problem of this number and what shrinks it: a function of it, of `sizes` and of `ATTENTION_TEST_SEED`.
+/// Returns the problem with this number and the runner that shrinks it. Both depend only on the number, `sizes` and
+/// `ATTENTION_TEST_SEED`.
 pub fn numbered(
     sizes: Sizes,
     number: u64,
@@ -42,34 +45,34 @@ pub fn numbered(
 ) -> (TestRunner, impl ValueTree<Value = Problem>) {
     let variant = variant(sizes)
         .new_tree(&mut runner(0, number / bundle(sizes), config.clone()))
-        .expect("nothing is filtered")
+        .expect("the strategy filters no value")
         .current();
     let mut runner = runner(1, number, config);
     let tree = variant.problem().new_tree(&mut runner);
-    (runner, tree.expect("nothing is filtered"))
+    (runner, tree.expect("the strategy filters no value"))
 }
 
-/// A device that problems are checked on.
+/// A device on which problems are checked.
 pub struct Target {
-    /// The device.
+    /// The device under test.
     pub device: TestDevice,
     profile: Option<DeviceProfile>,
 }
 
 impl Target {
-    /// The devices under test.
+    /// Returns the devices under test.
     pub fn all() -> Vec<Self> {
         let target = |device: TestDevice| {
             let probe = Tensor::<4>::zeros([1; 4], (&device.device, DType::F32));
             let problem = AttentionProblem::new(&probe, &probe, &probe, &AttentionOptions::new())
-                .expect("a problem of size 1");
+                .expect("a problem of size 1 is valid");
             let profile = explain(&problem, &device.device).device;
             Self { device, profile }
         };
         devices().into_iter().map(target).collect()
     }
 
-    /// Leaves NaN where kernels work: in buffers that are free again, and in all of every multiprocessor's shared memory.
+    /// Fills memory that kernels will reuse with NaN: freed buffers, and the shared memory of every multiprocessor.
     fn dirty(&self) {
         let Some(profile) = &self.profile else {
             return;
@@ -101,14 +104,14 @@ impl Target {
 }
 
 impl Problem {
-    /// Checks output, logsumexp and gradients, and that a second run gives the same bits after other kernels have been at
-    /// the device's memory.
+    /// Checks output, logsumexp and gradients. A second run, after other kernels have written to the device's memory,
+    /// must give the same bits.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Returns a text that names the wrong results.
     ///
     /// # Panics
-    /// Where the operator does.
+    /// Panics if the operator panics.
     pub fn check(&self, targets: &[Target]) -> Result<(), String> {
         let Self { case, data } = self;
         let drawn = data.draw(case);
@@ -123,7 +126,7 @@ impl Problem {
             let first = run();
             target.dirty();
             let repeat = differences(&first, &run());
-            // Lengths that are there ahead are the same lengths.
+            // The results must be the same if the call states that its lengths are on the device before the launch.
             let ahead = case.kv_lengths.as_ref().and_then(|_| {
                 differences(&first, &case.run_ahead(&drawn.given, device))
                     .map(|found| format!("lengths ahead: {found}"))
@@ -139,12 +142,13 @@ impl Problem {
         }
     }
 
-    /// Whether the device has its dtype.
+    /// Returns true if the device supports the problem's dtype.
     pub fn is_served(&self, target: &Target) -> bool {
         target.device.supports(self.case.dtype)
     }
 
-    /// Its dtype and sizes, and the way of its forward, for a count of what was covered.
+    /// Returns the problem's dtype with its head sizes, and the kernel of its forward. The test counts how often each
+    /// occurs.
     pub fn kinds(&self, target: &Target) -> [String; 2] {
         let Case {
             dtype,
@@ -157,14 +161,14 @@ impl Problem {
     }
 }
 
-/// How the forward of `case` is done on a device.
+/// Describes the kernel of `case`'s forward on a device.
 fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     if !case.layouts[..3]
         .iter()
         .all(|layout| BOXES.contains(layout))
     {
-        // The choice depends on where rows start.
-        return "rows that no box brings".into();
+        // TMA cannot load these rows, so the selected kernel depends on the rows' addresses.
+        return "rows that TMA cannot load".into();
     }
     let problem = problem(case);
     let layouts = Layouts::contiguous(&problem);
@@ -173,17 +177,17 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     let (tiles, heads, splits, stay) = match kernel {
         Kernel::Forward(ForwardKernel::Wgmma(plan)) => {
             let tiles = match plan.tiles {
-                wgmma::plan::ForwardTiles::SplitM(_) => "split-M",
-                wgmma::plan::ForwardTiles::SplitD(_) => "split-D",
+                wgmma::plan::WgmmaForwardTiles::SplitM(_) => "split-M",
+                wgmma::plan::WgmmaForwardTiles::SplitD(_) => "split-D",
             };
             let stay = plan.scheduler != wgmma::plan::Scheduler::SingleTile;
             (tiles, plan.heads, plan.splits, stay)
         }
         Kernel::Forward(ForwardKernel::Mma(plan)) => {
             let tiles = match plan.tiles {
-                mma::plan::ForwardTiles::SplitM(_) => "split-M",
-                mma::plan::ForwardTiles::SplitN(_) => "split-N",
-                mma::plan::ForwardTiles::SplitD(_) => "split-D",
+                mma::plan::MmaForwardTiles::SplitM(_) => "split-M",
+                mma::plan::MmaForwardTiles::SplitN(_) => "split-N",
+                mma::plan::MmaForwardTiles::SplitD(_) => "split-D",
             };
             (tiles, plan.heads, plan.splits, false)
         }
@@ -199,7 +203,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     format!("{engine} {tiles}{particulars}")
 }
 
-/// What a choice of kernels depends on.
+/// Returns the problem from which the engines plan kernels.
 fn problem(case: &Case) -> AttentionProblem {
     let scores = case.scores();
     let shape = |extent: Extent| {
@@ -227,13 +231,13 @@ fn problem(case: &Case) -> AttentionProblem {
         kv_lengths: case.kv_lengths.is_some(),
         kv_lengths_ahead: false,
         segments: case.segments.is_some(),
+        intervals: case.intervals.len(),
         sinks: case.sinks.then(|| case.extras_dtype()),
-        deterministic: case.deterministic,
         quantized: false,
     }
 }
 
-/// Which results are not the same bit by bit.
+/// Returns a text that names the results whose bits differ.
 fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     let same = |(a, b): (&f64, &f64)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
     let different = |(first, second): (&Named, &Named)| {
@@ -249,9 +253,9 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
 }
 
-/// Problems drawn for cards reach the engines of cards without Hopper's instructions as well.
+/// The problems drawn for cards also reach the engines of cards without Hopper's instructions.
 #[test]
-fn every_engine_is_drawn() {
+fn random_problems_reach_every_engine() {
     let mut ways = BTreeSet::new();
     let ampere = DeviceProfile {
         shared_memory: 163 << 10,
@@ -293,13 +297,13 @@ fn every_engine_is_drawn() {
     }
     let of_mma = ["split-M", "split-N", "split-D"].map(|tiles| format!("mma {tiles}"));
     for way in of_mma.into_iter().chain(["cmma".into(), "unit".into()]) {
-        assert!(ways.contains(&way), "no {way} in {ways:?}");
+        assert!(ways.contains(&way), "{way} is missing from {ways:?}");
     }
 }
 
-/// What is drawn for cards has every row of the tile tables, and every way that tiles have there.
+/// The problems drawn for cards cover every row of the tile tables, and every variant of the kernels over these tiles.
 #[test]
-fn every_way_is_drawn() {
+fn random_problems_reach_every_wgmma_kernel() {
     let h200 = hopper();
     let mut ways: BTreeMap<String, Vec<[usize; 2]>> = BTreeMap::new();
     for variant in 0..400 {
@@ -325,14 +329,18 @@ fn every_way_is_drawn() {
     ] {
         for particular in of_every_kind {
             let way = format!("wgmma {tiles}{particular}");
-            assert!(ways.contains_key(&way), "no {way}: {:?}", ways.keys());
+            assert!(
+                ways.contains_key(&way),
+                "{way} is missing from {:?}",
+                ways.keys()
+            );
         }
         for width in widths {
             let stay = format!("wgmma {tiles}, cubes stay");
             let mut drawn = ways.get(&stay).into_iter().flatten();
             assert!(
                 drawn.any(|[head_dim, _]| *head_dim == width),
-                "no {width} in {ways:?}"
+                "head size {width} is missing from {ways:?}"
             );
         }
     }

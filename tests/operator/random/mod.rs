@@ -1,4 +1,5 @@
-//! Random problems: what kernels are compiled for is drawn first, then sizes, numbers and data for these.
+//! Random problems. The variant, which determines the compiled kernels, is drawn first. The sizes, parameters and data
+//! of a problem are then drawn for that variant.
 
 mod check;
 mod patterns;
@@ -16,58 +17,62 @@ use proptest::sample::select;
 use std::fmt;
 use std::ops::RangeInclusive;
 
-/// Which sizes problems have.
+/// The sizes of problems.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sizes {
-    /// Three head sizes and short sequences: each head size is another kernel, and a software driver takes seconds for it.
+    /// Three head sizes and short sequences. Each head size needs another kernel, which a software driver compiles for
+    /// seconds.
     Small,
-    /// Every row of the tile tables and sizes between, one query to many, and more tiles than a card has multiprocessors.
+    /// Every row of the tile tables and head sizes in between, one query up to many, and more tiles than a card has
+    /// multiprocessors.
     Every,
 }
 
 /// One random problem.
 #[derive(Clone)]
 pub struct Problem {
-    /// Sizes and options.
+    /// The sizes and options.
     pub case: Case,
-    /// What is special about its data.
+    /// The patterns of the data.
     pub data: Data,
 }
 
 impl fmt::Debug for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { case, data } = self;
-        // Ids are many, and a function of the problem's number.
+        // Segment ids and intervals are left out: they are many, and the problem's number determines them.
         let ids = case.segments.as_ref().map(|_| (vec![], vec![]));
         let case = Case {
             segments: ids,
+            intervals: vec![(vec![], vec![]); case.intervals.len()],
             ..case.clone()
         };
         write!(f, "{case:?} {data:?}")
     }
 }
 
-/// What kernels are compiled for. A problem of it has the same options, layouts, head sizes and group.
+/// The properties that determine the compiled kernels. All problems of a variant have the same options, layouts, head
+/// sizes and GQA group.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// One sequence and one key head; of the options, only whether they are there and their kind counts.
+    /// A case with one sequence and one key head. All problems of the variant have its options, with other values.
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
-    /// Key lengths are multiples of it.
+    /// Every problem's number of keys is a multiple of this number.
     key_step: usize,
     sizes: Sizes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Crowd {
-    /// A few heads.
+    /// A few heads, so few tiles.
     Few,
     /// More tiles than multiprocessors.
     Tiles,
 }
 
-/// Head and value sizes: each row of the tile tables, split-M and split-D.
+/// Pairs of `(head_dim, value_dim)`: each row of the tile tables of the split-M and split-D kernels.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),
@@ -80,7 +85,7 @@ const TABLE_WIDTHS: [(usize, usize); 9] = [
     (576, 512),
 ];
 
-/// Between the rows, whole vectors.
+/// Pairs of `(head_dim, value_dim)` between the rows of the tile tables, in whole vectors.
 const OTHER_WIDTHS: [(usize, usize); 10] = [
     (8, 8),
     (40, 24),
@@ -94,7 +99,8 @@ const OTHER_WIDTHS: [(usize, usize); 10] = [
     (448, 264),
 ];
 
-/// Such as tiles for any device have to take: no vectors, or wider than any matrix unit's tiles.
+/// Pairs of `(head_dim, value_dim)` that only the portable engines serve: no whole vectors, or wider than any matrix
+/// unit's tiles.
 const ODD_WIDTHS: [(usize, usize); 8] = [
     (1, 1),
     (5, 5),
@@ -106,7 +112,7 @@ const ODD_WIDTHS: [(usize, usize); 8] = [
     (1024, 1024),
 ];
 
-/// Layouts whose rows start at multiples of 16 bytes where the contiguous one's do.
+/// Layouts that TMA can load: their rows start at multiples of 16 bytes if the rows of the contiguous layout do.
 const BOXES: [Layout; 6] = [
     Layout::Contiguous,
     Layout::HeadsLast,
@@ -122,15 +128,16 @@ const BOXES: [Layout; 6] = [
     Layout::SharedHeads,
 ];
 
-/// Multiprocessors of the largest card these problems are for.
+/// Number of multiprocessors of the largest card that these problems are for.
 const MULTIPROCESSORS: usize = 132;
 
-/// Elements of the queries that a problem of few heads may have.
+/// Number of query elements that a problem of few heads may have.
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
-    /// Products of a score and a column, of queries and keys or of values, that a problem may ask for, and elements that it
-    /// may have in all: what one processor core draws, and makes the definition of in f64, in a fraction of a second.
+    /// Returns the maximum number of multiplications (scores times columns) and of elements in all tensors of a
+    /// problem. Within these limits, a processor core draws a problem and computes its f64 reference in a fraction of a
+    /// second.
     const fn room(self) -> (usize, usize) {
         match self {
             Self::Few => (40_000_000, 1_500_000),
@@ -138,7 +145,7 @@ impl Crowd {
         }
     }
 
-    /// Keys that there is room for always.
+    /// Returns the number of keys that a problem may always have, even beyond the limits.
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,
@@ -147,7 +154,7 @@ impl Crowd {
     }
 }
 
-/// Mostly `None`, by what is `likely`.
+/// Returns `Some` with the probability `likely`.
 fn perhaps<S: Strategy>(likely: f64, strategy: S) -> impl Strategy<Value = Option<S::Value>> {
     option::weighted(likely, strategy)
 }
@@ -156,9 +163,9 @@ fn extent() -> impl Strategy<Value = Extent> {
     proptest::array::uniform4(prop::bool::weighted(0.7))
 }
 
-/// What kernels are compiled for.
+/// Returns the strategy of variants.
 pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
-    // Combinations of few options, of some, and of nearly all.
+    // These probabilities of an option give variants with few options, with some options, and with nearly all options.
     (load(sizes), select(vec![0.1, 0.3, 0.3, 0.9])).prop_flat_map(|(variant, likely)| {
         let case = Just(variant.case.clone())
             .prop_flat_map(move |case| structure(case, likely))
@@ -171,7 +178,7 @@ pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
     })
 }
 
-/// Widths, heads and lengths, without options.
+/// Returns the strategy of head sizes, heads and lengths, without options.
 fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
     let widths = match sizes {
         Sizes::Small => select(vec![(16, 16), (16, 32), (5, 5)]).boxed(),
@@ -188,7 +195,7 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
     };
     let dtypes = match sizes {
         Sizes::Small => vec![DType::F32, DType::F32, DType::F16, DType::BF16],
-        // Half precision has more kernels.
+        // Half precision has more kernels, so it is drawn more often.
         Sizes::Every => [[DType::F32; 2], [DType::F16; 2], [DType::BF16; 2]].concat(),
     };
     (
@@ -212,8 +219,8 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Query heads of a key head, and lengths of queries. Where heads may share a tile, kernels are compiled for how many do:
-/// then there is one length.
+/// Returns the strategy of query heads per key head, and of query lengths. Kernels are compiled for the number of heads
+/// that share a tile, so a variant whose heads may share a tile has one length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
     let one = |lengths: RangeInclusive<usize>| lengths.prop_map(|length| length..=length);
@@ -247,14 +254,17 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(likely, extent()),
         perhaps(likely, Just(vec![])),
         perhaps(likely, Just((vec![], vec![]))),
+        // The engines for matrix units refuse intervals, so intervals are drawn less often than other options.
+        perhaps(0.2 * likely, 1..=2usize),
     )
         .prop_map(
-            move |(causal, left, right, mask, kv_lengths, segments)| Case {
+            move |(causal, left, right, mask, kv_lengths, segments, intervals)| Case {
                 causal,
                 window: (left, right),
                 mask,
                 kv_lengths,
                 segments,
+                intervals: vec![(vec![], vec![]); intervals.unwrap_or(0)],
                 ..case.clone()
             },
         )
@@ -262,24 +272,22 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
 
 fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
     (
-        // Kernels may multiply by a positive scale late.
+        // Kernels may apply a positive scale after the row maximum, so positive and negative scales differ.
         perhaps(0.4, select(vec![1.0, 1.0, -1.0])),
         perhaps(likely, Just(1.0)),
         perhaps(likely, extent()),
         prop::bool::weighted(likely),
         any::<bool>(),
         any::<bool>(),
-        any::<bool>(),
     )
         .prop_map(
-            move |(scale, softcap, bias, sinks, f32_extras, lse_gradient, deterministic)| Case {
+            move |(scale, softcap, bias, sinks, f32_extras, lse_gradient)| Case {
                 scale,
                 softcap,
                 bias,
                 sinks,
                 f32_extras,
                 lse_gradient,
-                deterministic,
                 ..case.clone()
             },
         )
@@ -294,7 +302,7 @@ fn layouts(case: Case) -> impl Strategy<Value = Case> {
         Layout::SharedBatch,
         Layout::SharedHeads,
     ]);
-    // Rows that a copy engine can read, and any.
+    // `boxes` draws layouts that TMA can read, `any_layout` any layout.
     let boxes = || select(BOXES.to_vec());
     let any_layout = || select(Layout::ALL.to_vec());
     let contiguous = Just([Layout::Contiguous; 3]);
@@ -313,14 +321,14 @@ fn layouts(case: Case) -> impl Strategy<Value = Case> {
 }
 
 impl Variant {
-    /// A problem that it serves.
+    /// Returns the strategy of problems of this variant.
     pub fn problem(&self) -> impl Strategy<Value = Problem> + use<> {
         (self.sized(), data())
             .prop_flat_map(|(case, data)| (numbers(case), Just(data)))
             .prop_map(|(case, data)| Problem { case, data })
     }
 
-    /// Draws what sizes are made of; they end at what the definition can do in no time.
+    /// Draws the sizes. Their limits keep the time of the f64 reference short.
     fn sized(&self) -> impl Strategy<Value = Case> + use<> {
         let variant = self.clone();
         let parts = 0.0..1.0f64;
@@ -346,7 +354,8 @@ impl Variant {
             )
     }
 
-    /// The case of so many sequences, key heads and queries, with a part of the keys that there is room for.
+    /// Returns the case with the given numbers of sequences, key heads and queries. `key_part` is the number of keys as
+    /// a fraction of the maximum.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
@@ -383,7 +392,7 @@ impl Variant {
         self.case([batch, kv_heads, q_len], key_part)
     }
 
-    /// `surplus` tiles more than there are multiprocessors.
+    /// Returns a case in which the number of tiles exceeds the number of multiprocessors by `surplus` and one.
     fn tiles(&self, sequences: usize, surplus: usize, drawn: usize, key_part: f64) -> Case {
         let Case {
             q_heads: group,
@@ -391,7 +400,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // As the tile tables have it.
+        // The tile tables have these numbers of rows a tile.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,
@@ -409,7 +418,7 @@ impl Variant {
     }
 }
 
-/// The numbers of the options that `case` has.
+/// Returns the strategy that draws the parameters of the options that `case` has.
 fn numbers(case: Case) -> impl Strategy<Value = Case> {
     let Case {
         batch,
@@ -436,8 +445,10 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
             (1 << 32) + 3,
         ]),
     ];
-    // Packed documents of one length, or ids without order.
+    // The segments are packed documents of one length, or ids without order.
     let document = (1..=kv_len.max(q_len), prop::bool::weighted(0.3), 0..1000u64);
+    // The intervals are wide with ends that grow, or of any size and place. Some are empty or reach past the keys.
+    let intervals = (prop::bool::weighted(0.5), 0..1000u64);
     let amplitude = select([vec![1.0; 19], vec![8.0]].concat());
     (
         (positive, other),
@@ -445,11 +456,20 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
         (reach(), reach()),
         vec(length, batch),
         document,
+        intervals,
         amplitude,
     )
         .prop_map(
-            move |((positive, other), softcap, (left, right), lengths, document, amplitude)| {
-                // What is expanded is there once.
+            move |(
+                (positive, other),
+                softcap,
+                (left, right),
+                lengths,
+                document,
+                (grow, salt),
+                amplitude,
+            )| {
+                // An expanded tensor is stored once.
                 let sequences = if case.expanded { 1 } else { batch };
                 let ids = |end: usize, length: usize| -> Vec<i64> {
                     let (run, scattered, salt) = document;
@@ -462,7 +482,28 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                         .collect()
                 };
                 let end = q_len.max(kv_len);
+                let interval = |which: usize| -> (Vec<i64>, Vec<i64>) {
+                    let queries = (0..sequences).flat_map(|b| (0..q_len).map(move |i| (b, i)));
+                    let keys = kv_len as i64;
+                    let drawn = |kind: usize, b: usize, i: usize| {
+                        (mix(salt, [which, kind, b, i]) % (kv_len as u64 + 9)) as i64 - 4
+                    };
+                    let pair = |(b, i): (usize, usize)| match (grow, mix(salt, [which, b, i]) % 64)
+                    {
+                        (_, 0) => (i64::from(i32::MIN), i64::from(i32::MAX)),
+                        (_, 1) => (keys, 0),
+                        (true, _) => {
+                            let block = i / 24 * 24;
+                            let own = (block * kv_len / q_len) as i64;
+                            let first = (own - drawn(0, b, block)).max(-3);
+                            (first, own + 24 + which as i64 * drawn(1, b, block))
+                        }
+                        (false, _) => (drawn(0, b, i), drawn(1, b, i)),
+                    };
+                    queries.map(pair).unzip()
+                };
                 Case {
+                    intervals: (0..case.intervals.len()).map(interval).collect(),
                     scale: case
                         .scale
                         .map(|kind| if kind > 0.0 { positive } else { other }),

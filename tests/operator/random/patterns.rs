@@ -1,4 +1,4 @@
-//! What is special about the data of a random problem: patterns of masks, biases and sinks, and what nobody may read.
+//! The patterns of a random problem's data: masks, biases, sinks, and NaN in places that no kernel may read.
 
 use crate::case::Case;
 use crate::compare::Named;
@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// The patterns of a problem's data. `salt` tells those of one kind apart.
+/// The patterns of a problem's data. `salt` varies the data of equal patterns.
 #[derive(Clone, Copy, Debug)]
 pub struct Data {
     mask: MaskPattern,
@@ -20,27 +20,27 @@ pub struct Data {
 
 #[derive(Clone, Copy, Debug)]
 enum MaskPattern {
-    /// Seven of ten pairs, as drawn.
+    /// The mask as it is drawn: seven of ten pairs of a query and a key are visible.
     Random,
-    /// One of sixteen pairs.
+    /// One of sixteen pairs is visible.
     Sparse,
-    /// Sequences of different lengths that end together.
+    /// Sequences have different lengths, and all end at the last key.
     LeftPadded,
-    /// A run of queries in each sequence sees nothing.
+    /// A run of queries in each sequence sees no key.
     BlindQueries,
-    /// Some blocks are hidden, some seen, some mixed.
+    /// Some blocks are hidden, some visible, some mixed.
     Blocks,
-    /// Some keys are hidden from everyone, alone and in a run.
+    /// Some keys are hidden from all queries, single keys and a run of keys.
     UnseenKeys,
-    /// All is seen.
+    /// All pairs are visible.
     Open,
-    /// All is hidden.
+    /// All pairs are hidden.
     Closed,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum BiasPattern {
-    /// As drawn.
+    /// The bias as it is drawn, from a normal distribution.
     Normal,
     /// −∞ for one of eight pairs.
     Hides,
@@ -48,34 +48,34 @@ enum BiasPattern {
     BlindQueries,
     /// −∞ for some keys.
     UnseenKeys,
-    /// The lowest finite number for one of four pairs: that is a score.
+    /// The lowest finite number, which is an ordinary score, for one of four pairs.
     Lowest,
-    /// The same for all keys of a run of queries, so that nothing else is there to see.
+    /// The lowest finite number for all keys of a run of queries, which then see only such scores.
     LowestQueries,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum SinkPattern {
-    /// As drawn.
+    /// The sinks as they are drawn, from a normal distribution.
     Normal,
     /// −∞ for every other head.
     SomeInfinite,
-    /// −∞ for all.
+    /// −∞ for all heads.
     AllInfinite,
-    /// Above most scores.
+    /// Larger than most scores.
     Large,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Poison {
     None,
-    /// What takes part in nothing is NaN or infinite.
+    /// Unused rows are NaN or infinite: hidden keys and values, and queries without keys.
     Unused,
-    /// A key or a value that some query sees is NaN: it must not reach the queries that see nothing.
+    /// A key or a value that some query sees is NaN. It must not change the results of queries that see no key.
     Seen,
 }
 
-/// Patterns, mostly of plain data.
+/// Returns the strategy of patterns. Plain data are the most frequent.
 pub fn data() -> impl Strategy<Value = Data> {
     use {BiasPattern as B, MaskPattern as M, SinkPattern as S};
     (
@@ -126,10 +126,10 @@ pub fn data() -> impl Strategy<Value = Data> {
         })
 }
 
-/// A number without a pattern, of some others.
+/// Returns a pseudo-random number that depends on `salt` and `numbers`.
 pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     numbers.into_iter().fold(salt, |mixed, number| {
-        // Steele et al., SplitMix64.
+        // The mixing function is that of SplitMix64 (Steele et al.).
         let mut z = (mixed ^ number as u64).wrapping_add(0x9E37_79B9_7F4A_7C15);
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -137,7 +137,7 @@ pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     })
 }
 
-/// Whether the row at `row` is in the run of rows that sequence `b` has.
+/// Returns true if `row` is in the run of rows that is randomly chosen for sequence `b`.
 fn in_run(salt: u64, b: usize, row: usize, rows: usize) -> bool {
     let drawn = |what| mix(salt, [b, what]) as usize % rows;
     let start = drawn(0);
@@ -148,7 +148,7 @@ fn is_unseen_key(key: usize) -> bool {
     key % 16 == 5 || (60..150).contains(&key)
 }
 
-/// The lowest number of a bias's dtype, or of the one beside it.
+/// Returns the lowest finite number of the bias's dtype. For f32, half of the salts give that of bf16.
 fn lowest(dtype: DType, salt: u64) -> f64 {
     let bf16 = f64::from(f32::from_bits(0xFF7F_0000));
     match dtype {
@@ -213,7 +213,8 @@ impl SinkPattern {
     }
 }
 
-/// Of rows `[batch, heads, length]`, those that are marked wherever the layout stores them once for several.
+/// Returns the marks of the rows `[batch, heads, length]`. If the layout stores a row once for several heads or
+/// sequences, the row is marked only if it is marked for each of them.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -237,18 +238,18 @@ fn is_shared(layout: Layout) -> bool {
 
 /// The inputs of a problem.
 pub struct Drawn {
-    /// What the device gets.
+    /// The inputs that the device gets.
     pub given: Inputs,
-    /// What should make no difference to it, without poison.
+    /// The inputs without NaN in unused rows, which must give the same results.
     pub clean: Inputs,
-    /// The plane `[batch, kv_heads]` in which a key or a value that is seen is NaN.
+    /// The plane `[batch, kv_heads]` in which a visible key or value is NaN.
     tainted: Option<[usize; 2]>,
-    /// The queries that see nothing.
+    /// True for each query that sees no key.
     blind: Vec<bool>,
 }
 
 impl Data {
-    /// The inputs of `case`, by these patterns.
+    /// Returns the inputs of `case` with these patterns.
     pub fn draw(&self, case: &Case) -> Drawn {
         let mut clean = case.inputs();
         if let Some(mask) = &mut clean.mask {
@@ -304,8 +305,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// `got`, with what the contract leaves open replaced by what is expected: where a key or a value that is seen is
-    /// NaN, the queries of its heads that see anything, the gradients of their keys and values, and the sums over queries.
+    /// Returns `got`, with the results that the contract leaves undefined replaced by the expected results. A visible
+    /// key or value that is NaN makes the outputs undefined for all queries of its heads that see a key. The gradients
+    /// of these heads' keys and values, and the sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

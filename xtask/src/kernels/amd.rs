@@ -1,7 +1,8 @@
-//! What CubeCL's compiler makes of the cmma and the unit engine's kernels for AMD's cards: the code objects that Burn's `rocm` loads.
+//! Compiles the kernels of the cmma and unit engines for AMD's cards with CubeCL's compiler. The results are the code objects
+//! that Burn's `rocm` backend loads.
 //!
-//! It needs nothing of ROCm but, for a softcap's tanh, the device libraries, version 6.4 or later for all of these cards: without ROCm in
-//! `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` says where `ocml.bc` is.
+//! The compiler needs ROCm only for the tanh of a softcap, which is in the device libraries. All of these cards need version 6.4
+//! or later. Without ROCm in `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
 
 use std::{
     collections::BTreeMap,
@@ -13,19 +14,19 @@ use std::{
 use super::{Library, OPTIONS, hot_spills, number_between, options, tempfolder, without};
 use crate::process::{self, Result};
 
-/// What of a card's compute unit bounds how many waves are in flight. RDNA's unit is a workgroup processor.
+/// The resources of a card's compute unit, which limit the number of waves in flight. On RDNA the unit is a workgroup processor.
 struct Card {
     architecture: &'static str,
-    /// Registers of a SIMD that a lane may have in all its waves, and by how many these are handed out.
+    /// The number of registers per lane of a SIMD, which all of its waves share, and the granularity of their allocation.
     registers: [usize; 2],
-    /// Waves of a SIMD, at most.
+    /// The largest number of waves per SIMD.
     waves: usize,
     shared_memory: usize,
-    /// Units of a wave.
+    /// The number of threads (CubeCL: units) per wave.
     wave: usize,
 }
 
-/// Each unit has so many SIMDs.
+/// The number of SIMDs per compute unit.
 const SIMDS: usize = 4;
 
 const CARDS: &[Card] = &[
@@ -56,7 +57,7 @@ impl Card {
         }
     }
 
-    /// Waves of the unit that a kernel's registers and shared memory leave, in whole cubes.
+    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes count.
     fn waves(&self, kernel: &Compiled) -> usize {
         let [registers, granule] = self.registers;
         let by_registers = registers / kernel.registers.max(1).next_multiple_of(granule);
@@ -73,21 +74,22 @@ const WIDTHS: &[&str] = &["64-64", "128-128", "256-256", "512-512"];
 
 const TABLE: &str = "docs/amd-compiled.md";
 
-/// What the compiler made of a kernel for a card.
+/// The compiler's results for a kernel and a card.
 #[derive(Debug, PartialEq, Eq)]
 struct Compiled {
     units: usize,
     shared_memory: usize,
     registers: usize,
-    /// Bytes of a unit in memory: spills, and arrays that registers could not hold.
+    /// The scratch memory per unit in bytes. It holds spills, and arrays that do not fit into registers.
     scratch: usize,
-    /// Instructions on these, or on spills to registers of the matrix units alone, in loops that multiply.
+    /// The number of spill instructions in loops that multiply: accesses to scratch memory, and moves to accumulator registers
+    /// (AGPRs).
     hot_spills: usize,
-    /// Instructions on the matrix units.
+    /// The number of matrix instructions.
     matrix_products: usize,
 }
 
-/// Kernels by name and card, or why there is none.
+/// The results by kernel name and card. If a kernel has no code for a card, the result is the reason.
 type Kernels = BTreeMap<String, BTreeMap<&'static str, std::result::Result<Compiled, String>>>;
 
 pub fn run() -> Result<()> {
@@ -101,7 +103,7 @@ pub fn run() -> Result<()> {
     let architectures: Vec<_> = CARDS.iter().map(|card| card.architecture).collect();
     let library = Library {
         feature: "rocm",
-        test: "tiled::source::write",
+        test: "engine::portable::common::source::write",
     };
     library.write(&names, &folder, &[("CARDS", architectures.join(" "))])?;
     let mut kernels = Kernels::new();
@@ -138,7 +140,8 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// The folder of LLVM's `llvm-readelf` and `llvm-objdump`: that of `LLVM_PATH`, Debian's, or none where they are on the path.
+/// Returns the folder of LLVM's `llvm-readelf` and `llvm-objdump`. It is that of `LLVM_PATH` or Debian's folder. The path is
+/// empty if the tools are on the PATH.
 fn tools() -> Result<PathBuf> {
     let own = env::var_os("LLVM_PATH").map(|path| Path::new(&path).join("bin"));
     let debian = PathBuf::from("/usr/lib/llvm-22/bin");
@@ -147,21 +150,22 @@ fn tools() -> Result<PathBuf> {
         .find(|folder| {
             process::output(Command::new(folder.join("llvm-readelf")).arg("--version")).is_some()
         })
-        .ok_or_else(|| "there is no llvm-readelf: set LLVM_PATH to an LLVM with tools".into())
+        .ok_or_else(|| "no llvm-readelf found: set LLVM_PATH to an LLVM with tools".into())
 }
 
 fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// The kernel of a line that the library wrote: its name, units of a cube, and bytes of shared memory or why there is no code.
+/// Reads the results of a kernel from a line of the library's list. A line has the kernel's name, the units of a cube, and the
+/// bytes of shared memory or the reason why there is no code.
 fn read(
     tools: &Path,
     folder: &Path,
     line: &str,
 ) -> Result<(String, std::result::Result<Compiled, String>)> {
     let mut words = line.splitn(3, ' ');
-    let mut word = || words.next().ok_or_else(|| format!("half a line: {line}"));
+    let mut word = || words.next().ok_or_else(|| format!("short line: {line}"));
     let (name, units, outcome) = (word()?.to_string(), word()?, word()?);
     let Ok(shared_memory) = outcome.parse() else {
         return Ok((name, Err(outcome.to_string())));
@@ -177,7 +181,7 @@ fn read(
         number_between(&notes, key, "\n").ok_or_else(|| format!("{name}: the code has no {key}"))
     };
     let compiled = Compiled {
-        units: units.parse().map_err(|_| format!("half a line: {line}"))?,
+        units: units.parse().map_err(|_| format!("short line: {line}"))?,
         shared_memory,
         registers: number(".vgpr_count:")?,
         scratch: number(".private_segment_fixed_size:")?,
@@ -187,7 +191,7 @@ fn read(
     Ok((name, Ok(compiled)))
 }
 
-/// Instructions on spilled registers in loops that multiply.
+/// Counts the instructions on spilled registers in loops that multiply.
 fn hot_spills_of(assembly: &str) -> usize {
     let start = assembly.lines().find_map(start).unwrap_or_default();
     let instructions: Vec<_> = assembly.lines().filter_map(instruction).collect();
@@ -196,7 +200,7 @@ fn hot_spills_of(assembly: &str) -> usize {
         |text| Some(start + branch_target(text)?),
         |text| text.contains("v_wmma") || text.contains("_fma"),
         |text| {
-            // Before gfx942 scratch memory is a buffer, and nothing else is.
+            // Buffer instructions count, because before gfx942 they access scratch memory, and the kernels use no other buffers.
             ["scratch_", "buffer_load", "buffer_store", "v_accvgpr"]
                 .iter()
                 .any(|spill| text.starts_with(spill))
@@ -204,21 +208,22 @@ fn hot_spills_of(assembly: &str) -> usize {
     )
 }
 
-/// Where the kernel begins: `0000000000001900 <kernel>:`.
+/// Returns the address at which the kernel begins: `0000000000001900 <kernel>:`.
 fn start(line: &str) -> Option<usize> {
     let (at, _) = line.split_once(" <")?;
     line.ends_with(">:")
         .then(|| usize::from_str_radix(at, 16).ok())?
 }
 
-/// An instruction and where it is: `v_mul_lo_u32 v1, v1, 3 // 000000001940: D2850001 00010701`.
+/// Returns an instruction with its address: `v_mul_lo_u32 v1, v1, 3 // 000000001940: D2850001 00010701`.
 fn instruction(line: &str) -> Option<(usize, &str)> {
     let (_, place) = line.split_once("// ")?;
     let (at, _) = place.split_once(':')?;
     Some((usize::from_str_radix(at, 16).ok()?, line.trim_start()))
 }
 
-/// Where a branch goes, from the kernel's beginning: `s_cbranch_scc1 65521 // 000000001950: BF85FFF1 <kernel+0x18>`.
+/// Returns a branch's target relative to the kernel's beginning:
+/// `s_cbranch_scc1 65521 // 000000001950: BF85FFF1 <kernel+0x18>`.
 fn branch_target(text: &str) -> Option<usize> {
     let is_branch = text.starts_with("s_cbranch") || text.starts_with("s_branch");
     let (_, target) = text.rsplit_once('<')?;
@@ -310,13 +315,13 @@ mod tests {
 ";
 
     #[test]
-    fn spills_are_hot_in_loops_that_multiply() {
+    fn hot_spills_of_loop_counts_only_if_it_multiplies() {
         assert_eq!(hot_spills_of(ASSEMBLY), 1);
         assert_eq!(hot_spills_of(&ASSEMBLY.replace("v_wmma", "v_add")), 0);
     }
 
     #[test]
-    fn registers_and_shared_memory_bound_the_waves() {
+    fn waves_are_bounded_by_registers_and_shared_memory() {
         let kernel = |registers, shared_memory| Compiled {
             units: 256,
             shared_memory,

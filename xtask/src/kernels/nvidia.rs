@@ -1,7 +1,7 @@
-//! What NVIDIA's compiler makes of the mma engine's kernels.
+//! Compiles the mma engine's kernels with NVIDIA's compiler.
 //!
-//! The library writes the CUDA C++ of its kernels without a card, `nvcc` compiles it for each of them, and the table of registers,
-//! shared memory and spills goes into `docs/mma-compiled.md`. A spill counts as hot where a loop that multiplies runs over it.
+//! The library emits the CUDA C++ of its kernels without a card, and `nvcc` compiles it for each card. The table of registers,
+//! shared memory and spills goes into `docs/mma-compiled.md`. A spill is hot if it is executed in a loop that multiplies.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ use std::{
 use super::{Library, hot_spills, number_between, options, tempfolder, without};
 use crate::process::{self, Result};
 
-/// Cards by their compute capability, and the shared memory that a cube may take there.
+/// Cards with the same compute capability, and their largest shared memory per CTA in bytes.
 struct Cards {
     architectures: &'static [&'static str],
     shared_memory: usize,
@@ -36,7 +36,7 @@ const CARDS: &[Cards] = &[
     },
 ];
 
-/// Passes, and head sizes of keys and values: each has tiles of its own.
+/// The passes (forward and backward), each with head sizes of keys and values. Each pair of sizes has its own tile sizes.
 const WIDTHS: &[(&str, &str)] = &[
     ("forward", "64-64"),
     ("forward", "128-128"),
@@ -58,17 +58,17 @@ const WIDTHS: &[(&str, &str)] = &[
 
 const TABLE: &str = "docs/mma-compiled.md";
 
-/// What the compiler made of a kernel for a card.
+/// The compiler's results for a kernel and a card.
 #[derive(Debug, PartialEq, Eq)]
 struct Compiled {
     registers: usize,
     shared_memory: usize,
     spilled_bytes: usize,
-    /// Instructions that load or store what was spilled, in loops that multiply.
+    /// The number of instructions in loops that multiply which load or store spilled registers.
     hot_spills: usize,
 }
 
-/// Writes, compiles and tells.
+/// Emits and compiles the kernels, and writes the table.
 pub fn run() -> Result<()> {
     let nvcc = nvcc()?;
     let folder = tempfolder()?;
@@ -88,7 +88,7 @@ pub fn run() -> Result<()> {
     let path = process::workspace_root().join(TABLE);
     fs::write(&path, &table).map_err(|error| format!("{}: {error}", path.display()))?;
     println!("{table}");
-    // What did not compile is left to be looked at.
+    // The folder is removed only after a success. If a compilation fails, the folder is kept for inspection.
     without(&folder)?;
     let hot: Vec<_> = compiled
         .iter()
@@ -101,7 +101,7 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// The compiler: that of `CUDA_PATH`, or on the path.
+/// Returns the path of `nvcc`: that of `CUDA_PATH`, or the one on the PATH.
 fn nvcc() -> Result<PathBuf> {
     let own = env::var_os("CUDA_PATH").map(|path| Path::new(&path).join("bin/nvcc"));
     let candidates = own.into_iter().chain([PathBuf::from("nvcc")]);
@@ -109,12 +109,12 @@ fn nvcc() -> Result<PathBuf> {
         .into_iter()
         .find(|nvcc| process::output(Command::new(nvcc).arg("--version")).is_some())
         .ok_or_else(|| {
-            "there is no nvcc: set CUDA_PATH to a CUDA toolkit of version 12.8 or later, which knows all of these cards"
+            "nvcc was not found: set CUDA_PATH to a CUDA toolkit of version 12.8 or later, which supports all of these cards"
                 .into()
         })
 }
 
-/// Has the library write its kernels for cards with so much shared memory.
+/// Runs the library's test that emits kernels for cards with `shared_memory` bytes per CTA.
 fn emit(folder: &Path, shared_memory: usize) -> Result<()> {
     let names = options(
         WIDTHS
@@ -123,7 +123,7 @@ fn emit(folder: &Path, shared_memory: usize) -> Result<()> {
     );
     let library = Library {
         feature: "cuda",
-        test: "engine::mma::source::write",
+        test: "engine::tensor_core::mma::source::write",
     };
     library.write(
         &names,
@@ -145,10 +145,10 @@ fn sources_of(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(sources)
 }
 
-/// Kernels by name and card.
+/// The results by kernel name and card.
 type Kernels = BTreeMap<(String, &'static str), Compiled>;
 
-/// Compiles on all processors.
+/// Compiles all jobs in parallel on all CPU cores.
 fn compile_all(nvcc: &Path, jobs: Vec<(PathBuf, &'static str)>) -> Result<Kernels> {
     let workers = thread::available_parallelism().map_or(1, usize::from);
     let jobs = Mutex::new(jobs);
@@ -174,7 +174,7 @@ fn compile_all(nvcc: &Path, jobs: Vec<(PathBuf, &'static str)>) -> Result<Kernel
         }
     });
     done.into_inner()
-        .unwrap_or_else(|_| Err("a compiler's thread panicked".into()))
+        .unwrap_or_else(|_| Err("a compiling thread panicked".into()))
 }
 
 fn compile(nvcc: &Path, source: &Path, architecture: &str) -> Result<Compiled> {
@@ -204,10 +204,10 @@ fn compile(nvcc: &Path, source: &Path, architecture: &str) -> Result<Compiled> {
     }
     let disassembler = nvcc.with_file_name("cuobjdump");
     let sass = process::output(Command::new(&disassembler).arg("--dump-sass").arg(&cubin))
-        .ok_or_else(|| failed(&disassembler, "it is not there or fails".into()))?;
+        .ok_or_else(|| failed(&disassembler, "it is missing or fails".into()))?;
     let number = |after: &str, before: &str| {
         number_between(&log, after, before)
-            .ok_or_else(|| failed(nvcc, format!("it says nothing of `{after} … {before}`")))
+            .ok_or_else(|| failed(nvcc, format!("no number in `{after} … {before}`")))
     };
     Ok(Compiled {
         registers: number("Used", "registers")?,
@@ -223,12 +223,12 @@ fn text_of(source: &Path) -> Result<String> {
     fs::read_to_string(source).map_err(|error| format!("{}: {error}", source.display()))
 }
 
-/// The source without a name that NVRTC lacks, and that nvcc has for another type of the same size.
+/// Removes a type definition that NVRTC needs. nvcc already defines this name as another type of the same size.
 fn integers_of_nvcc(source: &str) -> String {
     source.replace("typedef signed long long int int64_t;\n", "")
 }
 
-/// Instructions on spilled registers in loops that multiply.
+/// Counts the instructions on spilled registers in loops that multiply.
 fn hot_spills_of(sass: &str) -> usize {
     let instructions: Vec<(usize, &str)> = sass.lines().filter_map(instruction).collect();
     hot_spills(
@@ -239,7 +239,7 @@ fn hot_spills_of(sass: &str) -> usize {
     )
 }
 
-/// An instruction and where it is: `/*0f30*/ HMMA.16816.F32.BF16 R4, … ;`.
+/// Returns an instruction with its address: `/*0f30*/ HMMA.16816.F32.BF16 R4, … ;`.
 fn instruction(line: &str) -> Option<(usize, &str)> {
     let (at, text) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
     let text = text.trim_start();
@@ -247,7 +247,7 @@ fn instruction(line: &str) -> Option<(usize, &str)> {
     text.contains(';').then_some((at, text))
 }
 
-/// Where a branch goes: `@P0 BRA 0x1230 ;`.
+/// Returns a branch's target address: `@P0 BRA 0x1230 ;`.
 fn branch_target(text: &str) -> Option<usize> {
     let (_, target) = text.split_once("BRA")?;
     let (_, target) = target.split_once("0x")?;
@@ -293,7 +293,7 @@ mod tests {
     ";
 
     #[test]
-    fn spills_are_hot_in_loops_that_multiply() {
+    fn hot_spills_of_loop_counts_only_if_it_multiplies() {
         assert_eq!(hot_spills_of(SASS), 1);
         assert_eq!(
             hot_spills_of(&SASS.replace("HMMA.16816.F32.BF16", "FADD")),
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_are_named_once() {
+    fn integers_of_nvcc_removes_duplicate_type() {
         let source = "typedef signed long long int int64_t;\nint64_t f() { return 0; }";
         assert_eq!(integers_of_nvcc(source), "int64_t f() { return 0; }");
     }

@@ -1,15 +1,16 @@
-//! Debian's packages.
+//! Installs Debian packages.
 
 use std::process::Command;
 
 use crate::process::{self, Result};
 
-/// The packages among `packages` that are not installed; all of them where there is no dpkg.
+/// Returns those of `packages` that are not installed. If dpkg is missing, these are all of them.
 pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
     let installed = |package: &str| {
         let mut query = Command::new("dpkg-query");
         query.args(["--show", "--showformat=${db:Status-Status}", package]);
-        // A package can be there for two architectures, hence not an exact match.
+        // Only the beginning of the output is compared, because it repeats the status if a package is installed for two
+        // architectures.
         process::output(&mut query).is_some_and(|status| status.starts_with("installed"))
     };
     packages
@@ -19,7 +20,7 @@ pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
         .collect()
 }
 
-/// Whether [`install`] has a chance: there is an apt-get, and we are root.
+/// True if [`install`] can work: apt-get exists, and the user is root.
 pub fn usable() -> bool {
     process::output(Command::new("apt-get").arg("--version")).is_some()
         && process::output(Command::new("id").arg("-u")).is_some_and(|id| id.trim() == "0")
@@ -27,8 +28,8 @@ pub fn usable() -> bool {
 
 pub fn install(packages: &[&str]) -> Result<()> {
     println!("Installing {}", packages.join(" "));
-    // One broken third-party source fails the update although the packages are at hand, so the
-    // installation decides.
+    // A failed update is ignored, and the result of the installation decides. A broken third-party source makes the update fail
+    // even if the packages are available.
     let update = process::run(apt_get().arg("update"));
     let install = process::run(
         apt_get()
@@ -44,7 +45,7 @@ pub fn install(packages: &[&str]) -> Result<()> {
 
 fn apt_get() -> Command {
     let mut command = Command::new("apt-get");
-    // Without a terminal of its own, dpkg draws no progress bars into logs.
+    // This option keeps dpkg's progress bars out of logs.
     command
         .args(["-qq", "-o", "Dpkg::Use-Pty=0"])
         .env("DEBIAN_FRONTEND", "noninteractive");

@@ -1,12 +1,10 @@
-//! LLVM for builds with the feature `cuda` or `rocm`.
+//! Installs LLVM for builds with the feature `cuda` or `rocm`.
 //!
-//! cubecl-cuda 0.11.3 depends on cubecl-llvm whatever its features, and with it on
-//! tracel-llvm-bundler, whose build script downloads a bundle of LLVM from GitHub unless it finds
-//! one in the user's data directory. Where that download cannot be reached nothing with CUDA
-//! builds, so this lays Debian's LLVM 22 out in the same place. For CUDA the program only has to
-//! link: this project's kernels compile through CUDA C++ and NVRTC, not through LLVM. AMD's kernels
-//! do compile through it, so for `rocm` the bundle, which is of LLVM 23, is the better choice
-//! wherever it can be downloaded.
+//! cubecl-cuda 0.11.3 always depends on cubecl-llvm, and through it on tracel-llvm-bundler. The bundler's build script looks for
+//! LLVM in the user's data directory, and downloads it from GitHub if it is not there. No build with CUDA works without access
+//! to that download. So this module installs Debian's LLVM 22 in the user's data directory. For CUDA, it is enough that LLVM
+//! links, because this project's kernels are compiled through CUDA C++ and NVRTC. AMD's kernels are compiled through LLVM. So
+//! the bundler's own LLVM 23 is the better choice for `rocm` if it can be downloaded.
 
 use std::{
     fs, io,
@@ -19,13 +17,12 @@ use crate::process::{Result, workspace_root};
 
 const BUNDLER: &str = "tracel-llvm-bundler";
 
-/// The file by which the bundler knows that there is nothing to download.
+/// The marker file that shows the bundler that LLVM is complete.
 const MARKER: &str = ".tracel-llvm-installed";
 
 const DEBIAN_LLVM: &str = "/usr/lib/llvm-22";
 
-/// LLVM, the libraries that its archives need, LLD for cubecl-llvm's part for AMD, and a compiler
-/// for its shims in C++.
+/// The packages: LLVM, the libraries that its archives need, LLD for cubecl-llvm's AMD part, and a C++ compiler for its shims.
 const PACKAGES: &[&str] = &[
     "llvm-22-dev",
     "libpolly-22-dev",
@@ -36,8 +33,8 @@ const PACKAGES: &[&str] = &[
     "g++",
 ];
 
-/// Debian's llvm-config names libz3 by its path, from which the bundler cannot make an `-l` flag.
-/// The static archives do not need libz3.
+/// A wrapper for Debian's llvm-config, which replaces a part of its output. Debian's output names libz3 by a path, which the
+/// bundler cannot turn into an `-l` flag. The static archives do not need libz3.
 const LLVM_CONFIG: &str = r#"#!/bin/sh
 case " $* " in
   *" --system-libs "*) /usr/lib/llvm-22/bin/llvm-config "$@" | sed 's#[^ ]*libz3[^ ]*##g' ;;
@@ -45,7 +42,7 @@ case " $* " in
 esac
 "#;
 
-/// Puts LLVM where the bundler looks, unless it is there already.
+/// Installs LLVM in the directory in which the bundler looks for it, unless it is installed already.
 pub fn llvm() -> Result<()> {
     let prefix = prefix()?;
     let ready = prefix.join(MARKER).exists();
@@ -64,24 +61,25 @@ pub fn llvm() -> Result<()> {
     }
     lay_out(&prefix).map_err(|error| {
         let prefix = prefix.display();
-        format!("Debian's LLVM could not be laid out: {error}; remove {prefix} and run this again")
+        format!("Debian's LLVM could not be installed: {error}; remove {prefix} and run this again")
     })?;
     println!(
-        "Debian's LLVM 22 now stands in for CubeCL's bundle: {}",
+        "Debian's LLVM 22 now replaces CubeCL's bundle: {}",
         prefix.display()
     );
     Ok(())
 }
 
-/// Like [`llvm`] where it can work. Elsewhere, or if it fails, the bundler's own download may still
-/// succeed.
+/// Runs [`llvm`] if its packages can be installed. If this is impossible or fails, the bundler's own download may still succeed.
 pub fn llvm_if_possible() {
     let in_place = prefix().is_ok_and(|prefix| prefix.join(MARKER).exists());
     let can_install = cfg!(target_arch = "x86_64") && apt::usable();
     if !(in_place || can_install) {
         println!("Leaving LLVM for CubeCL to the download in its build.");
     } else if let Err(error) = llvm() {
-        eprintln!("warning: {error}\nThe build goes on with what is there or can be downloaded.");
+        eprintln!(
+            "warning: {error}\nThe build continues with the LLVM that is installed or that it can download."
+        );
     }
 }
 
@@ -94,7 +92,7 @@ fn install(missing: &[&str]) -> Result<()> {
     );
     if !apt::usable() {
         return Err(format!(
-            "Debian's LLVM 22 is not complete here; installing it takes apt-get and root.\n\
+            "Debian's LLVM 22 is not complete; installing it needs apt-get and root.\n\
              {by_hand}"
         ));
     }
@@ -102,15 +100,14 @@ fn install(missing: &[&str]) -> Result<()> {
         .map_err(|error| format!("Debian's LLVM 22 could not be installed: {error}.\n{by_hand}"))
 }
 
-/// The directory in which the bundler, in the version that this workspace builds with, looks for
-/// LLVM.
+/// Returns the directory in which this workspace's version of the bundler looks for LLVM.
 fn prefix() -> Result<PathBuf> {
     let path = workspace_root().join("Cargo.lock");
     let lockfile = fs::read_to_string(&path)
         .map_err(|error| format!("{} could not be read: {error}", path.display()))?;
     let version = locked_version(&lockfile, BUNDLER).ok_or_else(|| {
         format!(
-            "{} names no {BUNDLER}: CubeCL no longer needs this set-up",
+            "{} does not contain {BUNDLER}: CubeCL no longer needs this set-up",
             path.display()
         )
     })?;
@@ -141,7 +138,7 @@ fn lay_out(prefix: &Path) -> io::Result<()> {
     let llvm_config = bin.join("llvm-config");
     fs::write(&llvm_config, LLVM_CONFIG)?;
     fs::set_permissions(&llvm_config, fs::Permissions::from_mode(0o755))?;
-    // Last, so that a layout cut short does not count.
+    // The marker is written last, so that an interrupted installation is not taken for a complete one.
     fs::write(prefix.join(MARKER), "")
 }
 
@@ -150,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_locked_version_is_that_of_the_named_package() {
+    fn locked_version_of_named_package_ignores_dependencies() {
         let lockfile = "[[package]]\nname = \"a-b\"\nversion = \"1.0.0\"\n\n\
                         [[package]]\nname = \"a\"\nversion = \"2.1.0-4\"\n\
                         dependencies = [\n \"b\",\n]\n";
@@ -159,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn laying_out_twice_gives_the_same() {
+    fn lay_out_twice_gives_same_folder() {
         let prefix = std::env::temp_dir().join(format!("xtask-llvm-{}", std::process::id()));
         lay_out(&prefix).unwrap();
         lay_out(&prefix).unwrap();

@@ -1,4 +1,4 @@
-//! Set-up of a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA, MPI for several processes.
+//! Sets up a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA, and MPI for training in several processes.
 
 mod apt;
 mod llvm;

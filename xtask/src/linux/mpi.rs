@@ -1,4 +1,5 @@
-//! MPI for tests of training by several processes: a library, its launcher, and libclang, which reads its header.
+//! Installs MPI for the tests of training in several processes. The packages are the library, its launcher, and libclang, which
+//! parses the library's header.
 
 use std::{fs, path::Path, process::Command};
 
@@ -7,13 +8,13 @@ use crate::process;
 
 const PACKAGES: &[&str] = &["libopenmpi-dev", "openmpi-bin", "libclang-dev"];
 
-/// Whether a build with MPI can work.
+/// True if a build with MPI can work.
 pub fn has_mpi() -> bool {
     let compiles = process::output(Command::new("mpicc").arg("-show")).is_some();
     compiles && has_libclang()
 }
 
-/// Where Debian's packages have it, each version of LLVM in a folder, or where `LIBCLANG_PATH` says.
+/// True if Debian's packages have installed libclang for some LLVM version, or if `LIBCLANG_PATH` is set.
 fn has_libclang() -> bool {
     if std::env::var_os("LIBCLANG_PATH").is_some() {
         return true;
@@ -30,13 +31,13 @@ fn holds_libclang(folder: &Path) -> bool {
     names.any(|name| name.starts_with("libclang") && name.contains(".so") && !name.contains("cpp"))
 }
 
-/// Installs it where that is possible. Elsewhere the tests do without.
+/// Installs MPI if possible. If it is not possible, the tests run without MPI.
 pub fn mpi_if_possible() {
     if has_mpi() {
-        println!("MPI is in place.");
+        println!("MPI is installed.");
     } else if !apt::usable() {
-        println!("There is no MPI: what needs it is not built.");
+        println!("MPI is not installed: the parts that need it are not built.");
     } else if let Err(error) = apt::install(&apt::missing(PACKAGES)) {
-        eprintln!("warning: {error}\nWhat needs MPI is not built.");
+        eprintln!("warning: {error}\nThe parts that need MPI are not built.");
     }
 }

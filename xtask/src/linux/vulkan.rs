@@ -1,5 +1,5 @@
-//! A Vulkan driver and loader for the tests. Without a GPU, Mesa's lavapipe runs the kernels on the
-//! processor.
+//! Installs a Vulkan driver and the Vulkan loader for the tests. On a machine without a GPU, Mesa's lavapipe runs the kernels on
+//! the CPU.
 
 use std::{
     env,
@@ -20,7 +20,7 @@ Install Mesa's Vulkan drivers and the loader, or your GPU's own driver, then run
   Debian, Ubuntu:  sudo apt-get update && sudo apt-get install mesa-vulkan-drivers libvulkan1
   Fedora:          sudo dnf install mesa-vulkan-drivers vulkan-loader
   Arch:            sudo pacman -S vulkan-swrast vulkan-icd-loader
-Where they are in an unusual place, set VK_DRIVER_FILES and LD_LIBRARY_PATH.";
+If they are in an unusual place, set VK_DRIVER_FILES and LD_LIBRARY_PATH.";
 
 const LOADER: &str = "libvulkan.so.1";
 
@@ -32,21 +32,21 @@ const LOADER_DIRS: &[&str] = &[
     "/usr/local/lib",
 ];
 
-/// Where the loader looks for driver manifests.
+/// The directories in which the Vulkan loader looks for driver manifests.
 const MANIFEST_DIRS: &[&str] = &[
     "/usr/share/vulkan/icd.d",
     "/etc/vulkan/icd.d",
     "/usr/local/share/vulkan/icd.d",
 ];
 
-/// Where some container hosts mount NVIDIA's driver. The loader does not look there by itself.
+/// The directory in which some container hosts mount the manifest of NVIDIA's driver. The loader does not search this directory.
 const MOUNTED_MANIFEST_DIR: &str = "/usr/local/nvidia/share/vulkan/icd.d";
 
-/// What the variables of the loader say: the drivers to use instead of those in the directories.
-/// The first one set counts.
+/// The loader's environment variables that list driver manifests. If one is set, the loader does not search the directories. The
+/// first variable that is set is used.
 const MANIFEST_VARIABLES: &[&str] = &["VK_DRIVER_FILES", "VK_ICD_FILENAMES"];
 
-/// What programs that use Vulkan need in their environment.
+/// The environment variables that programs need for Vulkan.
 #[derive(Default)]
 pub struct Graphics {
     driver_files: Option<OsString>,
@@ -64,7 +64,7 @@ impl Graphics {
     }
 }
 
-/// Makes sure that programs can use Vulkan, installing Mesa's drivers where that is possible.
+/// Ensures that programs can use Vulkan. Installs Mesa's drivers if possible.
 pub fn graphics() -> Result<Graphics> {
     let mut drivers = find_drivers()?;
     if drivers.is_none() || !has_loader() {
@@ -77,7 +77,7 @@ pub fn graphics() -> Result<Graphics> {
             runtime_dir: RuntimeDir::if_unset()?,
         }),
         _ => Err(format!(
-            "{} are installed, but Vulkan is still not found.\n{BY_HAND}",
+            "{} are installed, but Vulkan was still not found.\n{BY_HAND}",
             PACKAGES.join(" and ")
         )),
     }
@@ -86,14 +86,15 @@ pub fn graphics() -> Result<Graphics> {
 fn install() -> Result<()> {
     if !apt::usable() {
         return Err(format!(
-            "the tests need Vulkan, which is missing here; installing it takes apt-get and root.\n\
+            "the tests need Vulkan, which is missing; installing it needs apt-get and root.\n\
              {BY_HAND}"
         ));
     }
     apt::install(PACKAGES).map_err(|error| format!("Vulkan is missing, and {error}.\n{BY_HAND}"))
 }
 
-/// Drivers that the loader finds, if it is told `to_name` in its variable.
+/// The drivers that the loader can find. `to_name` is the value that the loader's variable must have so that the loader finds
+/// them.
 struct Drivers {
     to_name: Option<OsString>,
 }
@@ -105,7 +106,7 @@ fn find_drivers() -> Result<Option<Drivers>> {
     if let Some((name, value)) = chosen.filter(|(_, value)| !value.is_empty()) {
         return if manifests_named(&value).is_empty() {
             Err(format!(
-                "{name}={} names no Vulkan driver manifest that exists; correct it or unset it",
+                "{name}={} does not name an existing Vulkan driver manifest; correct or unset it",
                 value.display()
             ))
         } else {
@@ -131,7 +132,7 @@ fn find_drivers() -> Result<Option<Drivers>> {
     }))
 }
 
-/// The directory for the user's data by the XDG rules, if it can be told.
+/// Returns the user's data directory by the XDG rules, or `None` if it is unknown.
 pub fn user_data_dir() -> Option<PathBuf> {
     let absolute = |name| {
         env::var_os(name)
@@ -141,7 +142,7 @@ pub fn user_data_dir() -> Option<PathBuf> {
     absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))
 }
 
-/// The driver manifests in a directory, which need not exist.
+/// Returns the driver manifests in a directory. The list is empty if the directory does not exist.
 fn manifests_in(dir: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(dir) else {
         return Vec::new();
@@ -154,7 +155,7 @@ fn manifests_in(dir: &Path) -> Vec<PathBuf> {
     manifests
 }
 
-/// The driver manifests that a list of files and directories, as in `VK_DRIVER_FILES`, leads to.
+/// Returns the driver manifests in a list of files and directories. The list has the format of `VK_DRIVER_FILES`.
 fn manifests_named(list: &OsStr) -> Vec<PathBuf> {
     env::split_paths(list)
         .flat_map(|path| {
@@ -172,7 +173,7 @@ fn is_manifest(path: &Path) -> bool {
 }
 
 fn has_loader() -> bool {
-    // ldconfig is often outside an ordinary user's PATH.
+    // The full path is also tried, because ldconfig is often outside the PATH of ordinary users.
     let cached = ["ldconfig", "/sbin/ldconfig"].iter().any(|program| {
         output(Command::new(program).arg("-p")).is_some_and(|cache| cache.contains(LOADER))
     });
@@ -184,8 +185,8 @@ fn has_loader() -> bool {
     cached || dirs.any(|dir| dir.join(LOADER).exists())
 }
 
-/// A private directory that stands in for the one of a login session, without which Mesa complains
-/// in every test.
+/// A private directory that replaces a login session's runtime directory. If a program has no such directory, Mesa prints a
+/// warning in every test.
 struct RuntimeDir(PathBuf);
 
 impl RuntimeDir {
@@ -210,7 +211,7 @@ impl RuntimeDir {
 
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
-        // What stays behind in the temporary directory does no harm.
+        // The result is ignored, because a directory that remains in the temporary folder is harmless.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn manifests_are_the_json_files_of_a_directory() {
+    fn manifests_in_directory_gives_its_json_files() {
         let dir = directory("manifests-in");
         for name in ["b.json", "a.json", "notes.txt"] {
             fs::write(dir.0.join(name), "{}").unwrap();
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_names_files_and_directories() {
+    fn manifests_named_by_list_covers_files_and_directories() {
         let dir = directory("manifests-named");
         let (file, folder) = (dir.0.join("one.json"), dir.0.join("more"));
         fs::create_dir(&folder).unwrap();
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_directory_goes_when_it_is_dropped() {
+    fn runtime_dir_on_drop_is_removed() {
         let dir = directory("runtime-dir");
         let path = dir.0.clone();
         fs::write(path.join("socket"), "").unwrap();

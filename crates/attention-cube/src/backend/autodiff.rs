@@ -1,5 +1,5 @@
-//! Attention as one node of Burn's autodiff graph: the forward is saved as its output and logsumexp,
-//! the backward recomputes the probabilities.
+//! Attention as a node of Burn's autodiff graph. The forward saves its output and logsumexp, and the backward recomputes the
+//! probabilities from them.
 
 use super::*;
 use burn::backend::{
@@ -13,10 +13,12 @@ use burn::backend::{
 };
 use std::sync::{Arc, Mutex};
 
-/// Where the logsumexp's node leaves its gradient for the output's node, which alone runs the backward.
+/// Slot for the gradient of the logsumexp. The logsumexp's node writes it, and the output's node, which runs the backward,
+/// reads it.
 ///
-/// A node of Burn's graph has one tensor. So the logsumexp is a child of the output: its step runs
-/// first, stores its gradient here and passes zeros on, and one backward kernel serves both.
+/// A node of Burn's graph has one tensor, so the logsumexp needs a node of its own. This node is a child of the output's node,
+/// and its backward step runs first. The step stores the gradient in this slot and passes zeros to the output's node. One
+/// backward kernel then serves both gradients.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 
 #[derive(Clone, Debug)]
@@ -30,13 +32,14 @@ struct AttentionState<B: Backend> {
     kv_lengths: MaybeInt<B>,
     query_segments: MaybeInt<B>,
     key_segments: MaybeInt<B>,
+    intervals: MaybeInt<B>,
     output: FloatTensor<B>,
     logsumexp: FloatTensor<B>,
     logsumexp_gradient: LogsumexpGradient<B>,
     problem: AttentionProblem,
 }
 
-/// The parents are query, key and value, then the bias if there is one, then the sinks if there are.
+/// The attention node. Its parents are query, key and value, then the bias if present, then the sinks if present.
 #[derive(Debug)]
 struct AttentionStep;
 
@@ -60,6 +63,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             kv_lengths: state.kv_lengths,
             query_segments: state.query_segments,
             key_segments: state.key_segments,
+            intervals: state.intervals,
             sinks: state.sinks.map(&mut saved_input).into(),
         };
         let output_gradient = gradients.consume::<B>(&ops.node);
@@ -86,6 +90,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
                 value: value.is_some(),
                 bias: bias.is_some(),
                 sinks: sinks.is_some(),
+                lse_of_all_shards: false,
             },
         );
         for (parent, gradient) in [
@@ -103,7 +108,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // A poisoned lock means that another thread of this backward panicked: its gradient is whole or absent.
+    // Takes the value even from a poisoned lock. A lock is poisoned if another thread of this backward panicked. The slot's
+    // gradient is then either complete or absent.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -133,7 +139,7 @@ impl<B: AttentionBackend> Backward<B, 1> for LogsumexpStep {
     }
 }
 
-/// The forward over `N` differentiable inputs, tracked if any of them is.
+/// Runs the forward with `N` differentiable inputs. Autodiff tracks the results if it tracks any of these inputs.
 fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
     inputs: AttentionInputs<Autodiff<B, C>>,
     nodes: [NodeGuard; N],
@@ -154,6 +160,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
             let (mask, kv_lengths) = (inputs.mask.clone(), inputs.kv_lengths.clone());
             let query_segments = inputs.query_segments.clone();
             let key_segments = inputs.key_segments.clone();
+            let intervals = inputs.intervals.clone();
             let result = B::attention_forward(inputs, problem.clone());
             let slot = LogsumexpGradient::<B>::default();
             let state = AttentionState {
@@ -166,6 +173,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
                 kv_lengths,
                 query_segments,
                 key_segments,
+                intervals,
                 output: result.output.clone(),
                 logsumexp: result.logsumexp.clone(),
                 logsumexp_gradient: slot.clone(),
@@ -194,7 +202,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
     }
 }
 
-/// The inputs without their nodes.
+/// Removes the autodiff nodes from the inputs.
 fn untracked<B: Backend, C: CheckpointStrategy>(
     inputs: AttentionInputs<Autodiff<B, C>>,
 ) -> AttentionInputs<B> {
@@ -202,7 +210,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
         let tensor = tensor.into_option();
         MaybeFloat::from(tensor.map(|tensor| tensor.into_primitive()))
     };
-    // Bool and Int primitives are the same type with and without autodiff.
+    // Bool and int tensors are passed on unchanged, because their primitives have the same type with and without autodiff.
     AttentionInputs {
         query: inputs.query.into_primitive(),
         key: inputs.key.into_primitive(),
@@ -212,6 +220,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
         kv_lengths: inputs.kv_lengths.into_option().into(),
         query_segments: inputs.query_segments.into_option().into(),
         key_segments: inputs.key_segments.into_option().into(),
+        intervals: inputs.intervals.into_option().into(),
         sinks: float(inputs.sinks),
     }
 }
@@ -242,7 +251,7 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         _problem: AttentionProblem,
         _request: BackwardRequest,
     ) -> AttentionGradients<Self> {
-        panic!("attention has first-order gradients only, as all of Burn has")
+        panic!("attention has first-order gradients only, like all of Burn")
     }
 
     fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {

@@ -1,19 +1,18 @@
-//! CubeCL devices: says how a problem's tensors lie, and hands them to the engine that [`select`](crate::select) chose.
+//! Attention on CubeCL devices: determines the memory layout of the tensors, and runs the engine that
+//! [`select`](crate::select) chose.
 
 use super::*;
-use crate::arguments::{
+use crate::auxiliary::lengths::lengths_as_read;
+use crate::auxiliary::quantize::{dequantized, dequantized_where_seen, quantized};
+use crate::engine::ForwardKernel;
+use crate::engine::api::Int8Scales;
+use crate::kernel_args::{
     BROADCAST_KEYS, BROADCAST_QUERIES, is_in_vectors, is_tma_readable, tma_operands,
 };
-use crate::device::DeviceProfile;
-#[cfg(feature = "cuda")]
-use crate::engine::mma::Mma;
-use crate::engine::{Engine, ForwardKernel};
-use crate::passes::lengths::lengths_as_read;
-use crate::passes::quantize::{dequantized, dequantized_where_seen, quantized};
-use crate::select::{
-    BackwardRequest, Layouts, Operands, Pass, Selection, select_backward, select_forward,
-};
-use crate::tiled::launch::forward::{Scales, launch};
+use crate::select::{Selection, select_backward, select_forward};
+use crate::types::device::DeviceProfile;
+use crate::types::engine::Engine;
+use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
@@ -30,7 +29,7 @@ impl AttentionBackend for CubeBackend {
         }
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);
-        let device = DeviceProfile::of_client(&inputs.query.client);
+        let device = DeviceProfile::of_tensor(&inputs.query);
         forward_kernel(&device, &problem, layouts).forward(inputs, &problem)
     }
 
@@ -60,14 +59,17 @@ impl AttentionBackend for CubeBackend {
             .into_iter()
             .all(|tensor| is_in_vectors(tensor, 4)),
             tma: tma_operands(&inputs, Some(&saved.output_gradient)),
-            // It is read by threads.
-            tma_bias: false,
+            tma_bias: has_tma_bias(&inputs),
         };
-        let device = DeviceProfile::of_client(&inputs.query.client);
+        let device = DeviceProfile::of_tensor(&inputs.query);
         let selection = select_backward(&problem, Some(&device), layouts);
         log_selection(&selection, &problem, Pass::Backward);
         let kernel = selection.kernel;
-        let saved = match own_logsumexp(kernel.engine(), &inputs, &problem, &device) {
+        let recomputed = match request.lse_of_all_shards {
+            true => None,
+            false => recompute_lse(kernel.engine(), &inputs, &problem, &device),
+        };
+        let saved = match recomputed {
             Some(logsumexp) => AttentionSaved { logsumexp, ..saved },
             None => saved,
         };
@@ -81,7 +83,7 @@ impl AttentionBackend for CubeBackend {
         if problem.is_empty() {
             return forward_of_copy(inputs, problem);
         }
-        let inputs = match in_words(inputs, &problem) {
+        let inputs = match reads_int8_in_place(inputs, &problem) {
             Ok(output) => return output,
             Err(inputs) => *inputs,
         };
@@ -106,17 +108,19 @@ impl AttentionBackend for CubeBackend {
     }
 }
 
-/// Keys and values of an attention as they lie in words, where the query and the values of the output are read in vectors.
-fn in_words(
+/// Runs the forward directly on int8 words, if the selected engine can read them. If the engine cannot, the function returns
+/// the inputs unchanged.
+fn reads_int8_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
 ) -> Result<AttentionOutput<CubeBackend>, Box<QuantizedInputs<CubeBackend>>> {
-    let scales = Scales {
+    let scales = Int8Scales {
         key: untile(inputs.key.scales.clone()),
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // On this backend a tensor is one of any elements.
+    // Passes the int8 words as the keys and values of a float attention. The type system allows this, because CubeBackend has
+    // one tensor type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {
         vectors: is_in_vectors(&query, 4),
@@ -128,33 +132,22 @@ fn in_words(
         },
         tma_bias: false,
     };
-    let device = DeviceProfile::of_client(&query.client);
-    match forward_kernel(&device, problem, layouts) {
-        #[cfg(feature = "cuda")]
-        ForwardKernel::Mma(plan) => {
-            let words = AttentionInputs {
-                query,
-                key,
-                value,
-                ..inputs.read(|rows| rows.words)
-            };
-            Ok(Mma::forward_of_words(plan, words, scales, problem))
-        }
-        ForwardKernel::Cmma(plan) | ForwardKernel::Unit(plan) => {
-            let words = AttentionInputs {
-                query,
-                key: rows_in_order(key),
-                value: rows_in_order(value),
-                ..inputs.read(|rows| rows.words)
-            };
-            Ok(launch(words, Some(scales), problem, plan))
-        }
-        _ => Err(Box::new(inputs)),
+    let device = DeviceProfile::of_tensor(&query);
+    let kernel = forward_kernel(&device, problem, layouts);
+    if kernel.engine().most_int8_rows() == 0 {
+        return Err(Box::new(inputs));
     }
+    let packed = AttentionInputs {
+        query,
+        key,
+        value,
+        ..inputs.read(|rows| rows.words)
+    };
+    Ok(kernel.forward_int8(packed, scales, problem))
 }
 
-/// The output and the logsumexp over a copy of the keys and values that queries see by causal mask, window and lengths. The cost of the
-/// copy does not grow with the capacity of a KV cache.
+/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see by causal mask,
+/// window and lengths. Its cost is therefore independent of the KV cache's capacity.
 fn forward_of_seen(
     inputs: QuantizedInputs<CubeBackend>,
     problem: AttentionProblem,
@@ -162,7 +155,7 @@ fn forward_of_seen(
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
     let inputs = QuantizedInputs {
-        // The attention does not convert the lengths once more.
+        // The converted lengths replace the original ones, so that attention does not convert them again.
         kv_lengths: lengths.clone().into(),
         ..inputs
     };
@@ -172,7 +165,7 @@ fn forward_of_seen(
     })
 }
 
-/// Words and scales in tensors that kernels read by strides.
+/// Converts words and scales from a tiled memory layout to strided tensors.
 fn untiled(rows: QuantizedTensors<CubeBackend>) -> QuantizedTensors<CubeBackend> {
     QuantizedTensors {
         words: untile(rows.words),
@@ -180,39 +173,34 @@ fn untiled(rows: QuantizedTensors<CubeBackend>) -> QuantizedTensors<CubeBackend>
     }
 }
 
-/// Rows whose elements lie together.
-fn rows_in_order(tensor: CubeTensor) -> CubeTensor {
-    match tensor.meta.strides()[3] == 1 || tensor.meta.shape()[3] == 1 {
-        true => tensor,
-        false => into_contiguous(tensor),
-    }
-}
-
-/// Whether kernels read and write the dtype.
+/// True if kernels on the tensor's device can read and write the dtype.
 fn has_kernels(tensor: &CubeTensor, dtype: DType) -> bool {
-    DeviceProfile::of_client(&tensor.client)
-        .dtypes
-        .contains(&dtype)
+    DeviceProfile::of_tensor(tensor).dtypes.contains(&dtype)
 }
 
-/// How the rows lie that a forward reads.
+/// Returns the memory layout of a forward's inputs.
 fn forward_layouts(inputs: &AttentionInputs<CubeBackend>) -> Layouts {
     Layouts {
         vectors: [&inputs.query, &inputs.key, &inputs.value]
             .into_iter()
             .all(|tensor| is_in_vectors(tensor, 4)),
         tma: tma_operands(inputs, None),
-        tma_bias: inputs
-            .bias
-            .as_option()
-            .is_some_and(|bias| is_tma_readable(bias, 2)),
+        tma_bias: has_tma_bias(inputs),
     }
 }
 
-/// The logsumexp as `engine` makes it with dots added up as its backward does, where the forward is another engine's or has another order.
-/// A backward makes its probabilities of that and of scores that it computes anew; where these are in the hundreds, another order changes
-/// them.
-fn own_logsumexp(
+/// True if TMA can read the bias in place.
+fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
+    let bias = inputs.bias.as_option();
+    bias.is_some_and(|bias| is_tma_readable(bias, 2))
+}
+
+/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from another engine or from another order
+/// of summation. Returns `None` if the saved logsumexp can be used.
+///
+/// The backward computes P from recomputed scores and the logsumexp. For scores in the hundreds, P is wrong if forward and
+/// backward did not sum `q·k` in the same order.
+fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -220,14 +208,14 @@ fn own_logsumexp(
 ) -> Option<FloatTensor<CubeBackend>> {
     let layouts = forward_layouts(inputs);
     let chosen = select_forward(problem, Some(device), layouts).kernel;
-    // An engine without a forward of this problem has nothing better.
+    // If the engine has no forward for this problem, the saved logsumexp is used.
     let own = engine
         .plan_forward_as_backward(problem, device, layouts)
         .ok()?;
     (own != chosen).then(|| own.forward(inputs.clone(), problem).logsumexp)
 }
 
-/// The kernel that serves a forward, logged with the reasons for the choice.
+/// Selects the kernel of a forward pass, and logs the reasons for the choice.
 fn forward_kernel(
     device: &DeviceProfile,
     problem: &AttentionProblem,
@@ -252,7 +240,7 @@ fn log_selection<K: std::fmt::Debug>(
     log::debug!("attention {pass:?}: {:?} for {problem:?}", selection.kernel);
 }
 
-/// The inputs with rows where storage tiles may lie.
+/// Converts query, key and value from a tiled memory layout to strided rows.
 fn rows_of(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
     AttentionInputs {
         query: untile(inputs.query),

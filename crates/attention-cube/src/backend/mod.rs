@@ -1,203 +1,34 @@
-//! Plugging into Burn: one extension trait with a forward and a backward, which every backend that
-//! Burn dispatches to implements.
+//! Integration into Burn: an extension trait with one forward and one backward, implemented by every backend to which Burn
+//! dispatches.
 //!
-//! | backend | what runs |
+//! | backend | implementation |
 //! |---|---|
-//! | CubeCL devices | the kernel that [`select`](crate::select) chooses (`cube.rs`), under Burn's fusion or not |
+//! | CubeCL devices, with or without Burn's fusion | the kernel that [`select`](crate::select) chooses (`cube.rs`) |
 //! | flex | the [reference](crate::reference), which is also the trait's default body |
-//! | autodiff over any | a node of its own in Burn's graph (`autodiff.rs`) |
+//! | autodiff over any of these | a separate node in Burn's graph (`autodiff.rs`) |
 
 mod autodiff;
 #[cfg(feature = "cube")]
 mod cube;
 
-use crate::select::BackwardRequest;
-use crate::{AttentionError, AttentionProblem, reference};
-use burn::backend::{
-    Backend, ExtensionType, backend_extension,
-    tensor::{BoolTensor, FloatTensor, IntTensor},
-};
+use crate::error::AttentionError;
+use crate::problem::AttentionProblem;
+use crate::reference;
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::*;
+use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
 use burn::tensor::{DType, Device};
 
-/// Declares the `Option` of a tensor that can cross into Burn's dispatch, which does not know `Option`.
-macro_rules! maybe {
-    ($name:ident, $tensor:ident) => {
-        #[derive(ExtensionType, Debug)]
-        #[extension_type(fusion)]
-        pub enum $name<B: Backend> {
-            Absent,
-            Present($tensor<B>),
-        }
-
-        impl<B: Backend> Clone for $name<B> {
-            fn clone(&self) -> Self {
-                match self {
-                    Self::Absent => Self::Absent,
-                    Self::Present(tensor) => Self::Present(tensor.clone()),
-                }
-            }
-        }
-
-        impl<B: Backend> From<Option<$tensor<B>>> for $name<B> {
-            fn from(tensor: Option<$tensor<B>>) -> Self {
-                tensor.map_or(Self::Absent, Self::Present)
-            }
-        }
-
-        impl<B: Backend> $name<B> {
-            pub fn as_option(&self) -> Option<&$tensor<B>> {
-                match self {
-                    Self::Absent => None,
-                    Self::Present(tensor) => Some(tensor),
-                }
-            }
-
-            pub fn into_option(self) -> Option<$tensor<B>> {
-                match self {
-                    Self::Absent => None,
-                    Self::Present(tensor) => Some(tensor),
-                }
-            }
-        }
-    };
-}
-
-maybe!(MaybeFloat, FloatTensor);
-maybe!(MaybeBool, BoolTensor);
-maybe!(MaybeInt, IntTensor);
-
-/// The tensors of one attention.
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct AttentionInputs<B: Backend> {
-    pub query: FloatTensor<B>,
-    pub key: FloatTensor<B>,
-    pub value: FloatTensor<B>,
-    #[extension_type]
-    pub mask: MaybeBool<B>,
-    #[extension_type]
-    pub bias: MaybeFloat<B>,
-    #[extension_type]
-    pub kv_lengths: MaybeInt<B>,
-    #[extension_type]
-    pub query_segments: MaybeInt<B>,
-    #[extension_type]
-    pub key_segments: MaybeInt<B>,
-    #[extension_type]
-    pub sinks: MaybeFloat<B>,
-}
-
-impl<B: Backend> Clone for AttentionInputs<B> {
-    fn clone(&self) -> Self {
-        Self {
-            query: self.query.clone(),
-            key: self.key.clone(),
-            value: self.value.clone(),
-            mask: self.mask.clone(),
-            bias: self.bias.clone(),
-            kv_lengths: self.kv_lengths.clone(),
-            query_segments: self.query_segments.clone(),
-            key_segments: self.key_segments.clone(),
-            sinks: self.sinks.clone(),
-        }
-    }
-}
-
-/// Rows of int8, four a word, and their scales.
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct QuantizedTensors<B: Backend> {
-    pub words: IntTensor<B>,
-    pub scales: FloatTensor<B>,
-}
-
-/// The tensors of one attention over quantized keys and values.
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct QuantizedInputs<B: Backend> {
-    pub query: FloatTensor<B>,
-    #[extension_type]
-    pub key: QuantizedTensors<B>,
-    #[extension_type]
-    pub value: QuantizedTensors<B>,
-    #[extension_type]
-    pub mask: MaybeBool<B>,
-    #[extension_type]
-    pub bias: MaybeFloat<B>,
-    #[extension_type]
-    pub kv_lengths: MaybeInt<B>,
-    #[extension_type]
-    pub query_segments: MaybeInt<B>,
-    #[extension_type]
-    pub key_segments: MaybeInt<B>,
-    #[extension_type]
-    pub sinks: MaybeFloat<B>,
-}
-
-impl<B: Backend> QuantizedInputs<B> {
-    /// With keys and values as `rows` reads them.
-    fn read(self, rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>) -> AttentionInputs<B> {
-        AttentionInputs {
-            query: self.query,
-            key: rows(self.key),
-            value: rows(self.value),
-            mask: self.mask,
-            bias: self.bias,
-            kv_lengths: self.kv_lengths,
-            query_segments: self.query_segments,
-            key_segments: self.key_segments,
-            sinks: self.sinks,
-        }
-    }
-}
-
-/// The output, in the query's dtype, and the logsumexp of every query's scores, in f32 (f64 for f64).
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct AttentionOutput<B: Backend> {
-    pub output: FloatTensor<B>,
-    /// `[2 · batch, q_heads, q_len]`: a reference and, in the second half, the logarithm of the sum by it; together they are the
-    /// logsumexp. Where scores are large, one f32 would not keep what the gradients need of both.
-    pub logsumexp: FloatTensor<B>,
-}
-
-/// What the backward needs beyond the inputs.
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct AttentionSaved<B: Backend> {
-    pub output: FloatTensor<B>,
-    pub logsumexp: FloatTensor<B>,
-    pub output_gradient: FloatTensor<B>,
-    /// Like the logsumexp; what counts is that of the first half.
-    #[extension_type]
-    pub logsumexp_gradient: MaybeFloat<B>,
-}
-
-/// Gradients in the shapes and dtypes of the inputs; present where the input is and [`BackwardRequest`] asks for its.
-#[derive(ExtensionType, Debug)]
-#[extension_type(fusion)]
-pub struct AttentionGradients<B: Backend> {
-    #[extension_type]
-    pub query: MaybeFloat<B>,
-    #[extension_type]
-    pub key: MaybeFloat<B>,
-    #[extension_type]
-    pub value: MaybeFloat<B>,
-    #[extension_type]
-    pub bias: MaybeFloat<B>,
-    #[extension_type]
-    pub sinks: MaybeFloat<B>,
-}
-
-/// The devices that this build has an implementation for.
+/// The devices for which this build has an implementation.
 const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
-    (true, true) => "CubeCL's devices and Flex",
-    (true, false) => "CubeCL's devices",
+    (true, true) => "CubeCL devices and Flex",
+    (true, false) => "CubeCL devices",
     (false, true) => "Flex",
-    (false, false) => "none without a feature that names some",
+    (false, false) => "no device: enable a backend feature such as `cuda`, `wgpu` or `flex`",
 };
 
-/// Whether attention runs on the device: Burn's dispatch panics on backends that the extension does not name.
+/// Returns [`AttentionError::Backend`] if attention does not support the device's backend, because Burn's dispatch would
+/// panic there.
 pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
@@ -207,7 +38,7 @@ pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
         burn::backend::DispatchDevice::Flex(_) => Ok(()),
         #[allow(
             unreachable_patterns,
-            reason = "without other backends there are no other devices"
+            reason = "with no other backend compiled in, the arms above cover all devices"
         )]
         other => Err(AttentionError::Backend {
             device: format!("{other:?}"),
@@ -216,19 +47,11 @@ pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
     }
 }
 
-/// The dtype of the logsumexp.
-pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
-    match problem.dtype {
-        DType::F64 => DType::F64,
-        _ => DType::F32,
-    }
-}
-
-/// What Burn's fusion must know of the results before they exist.
+/// Computes the shapes and dtypes of the results, which Burn's fusion needs before the results exist.
 #[cfg(feature = "cube")]
 mod metadata {
     use super::*;
-    use crate::quantized::CODES;
+    use crate::types::quantized::CODES;
     use burn::backend::fusion::custom::TensorSpec;
     use burn::tensor::Shape;
 
@@ -299,7 +122,7 @@ mod metadata {
     }
 }
 
-/// Fused attention as an operator of a backend.
+/// Fused attention as an operator of a Burn backend.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
@@ -307,7 +130,7 @@ mod metadata {
     Fusion: cfg(feature = "cube")
 )]
 pub trait AttentionBackend: Backend {
-    /// The output and the logsumexp of a validated problem.
+    /// Returns the output and the two-part logsumexp of a validated problem.
     #[fusion(meta = metadata::of_forward)]
     fn attention_forward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -316,7 +139,7 @@ pub trait AttentionBackend: Backend {
         reference::forward_in_parts::<Self>(inputs, &problem)
     }
 
-    /// The gradients of a validated problem.
+    /// Returns the gradients of a validated problem.
     #[fusion(meta = metadata::of_backward)]
     fn attention_backward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -327,7 +150,7 @@ pub trait AttentionBackend: Backend {
         reference::gradients::backward::<Self>(inputs, saved, &problem, request)
     }
 
-    /// The output and the logsumexp of a validated problem over quantized keys and values.
+    /// Returns the output and the two-part logsumexp of a validated problem over quantized keys and values.
     #[fusion(meta = metadata::of_quantized_forward)]
     fn quantized_attention_forward(
         #[extension_type] inputs: QuantizedInputs<Self>,
@@ -336,13 +159,13 @@ pub trait AttentionBackend: Backend {
         forward_of_copy::<Self>(inputs, problem)
     }
 
-    /// Rows of floats, whose columns fill words, in int8.
+    /// Quantizes float rows to int8. The number of columns is a multiple of 4.
     #[fusion(meta = metadata::of_quantize)]
     fn quantize_rows(rows: FloatTensor<Self>) -> QuantizedTensors<Self> {
         reference::quantized::quantize::<Self>(rows)
     }
 
-    /// What rows of int8 stand for.
+    /// Dequantizes int8 rows to `dtype`.
     #[fusion(meta = metadata::of_dequantize)]
     fn dequantize_rows(
         #[extension_type] rows: QuantizedTensors<Self>,
@@ -352,7 +175,7 @@ pub trait AttentionBackend: Backend {
     }
 }
 
-/// The output and the logsumexp over a copy of all keys and values in the query's dtype.
+/// Computes the forward over a dequantized copy of all keys and values, in the query's dtype.
 fn forward_of_copy<B: AttentionBackend>(
     inputs: QuantizedInputs<B>,
     problem: AttentionProblem,
@@ -361,7 +184,7 @@ fn forward_of_copy<B: AttentionBackend>(
     forward_of_numbers(inputs, problem, |rows| B::dequantize_rows(rows, dtype))
 }
 
-/// The output and the logsumexp over the numbers that `dequantize` makes of keys and values.
+/// Computes the forward over the keys and values that `dequantize` returns.
 fn forward_of_numbers<B: AttentionBackend>(
     inputs: QuantizedInputs<B>,
     problem: AttentionProblem,

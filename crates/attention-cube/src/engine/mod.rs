@@ -1,125 +1,41 @@
-//! The engines, each a folder with its plan, its tiles, its kernels and their launch. A new engine is a folder, its module here, and
-//! its place in the list.
+//! The attention engines. Each engine is a folder with its plan, tiles, kernels and launch. To add an engine, add its folder, its
+//! module here, and a line to the list in `types/engine.rs`.
 
-pub mod cmma;
-pub mod mma;
-pub mod unit;
-pub mod wgmma;
-
-use crate::AttentionProblem;
+pub mod api;
 #[cfg(feature = "cube")]
-use crate::backend::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
-use crate::device::DeviceProfile;
+pub(crate) mod backward_pass;
+pub mod bias_gradient;
+#[cfg(feature = "cube")]
+pub(crate) mod optional_inputs;
+pub mod portable;
+pub mod tensor_core;
+pub mod tiling;
+
+pub use self::api::AttentionEngine;
+#[cfg(feature = "cube")]
+pub use self::api::{Int8Scales, Launch};
+use self::portable::{cmma, unit};
+use self::tensor_core::{mma, wgmma};
+use crate::problem::AttentionProblem;
 #[cfg(feature = "cube")]
 use crate::reference;
+use crate::types::device::DeviceProfile;
+pub use crate::types::engine::Engine;
+use crate::types::engine::with_engines;
+use crate::types::refusal::{Refusal, Warning};
 #[cfg(feature = "cube")]
-use crate::select::BackwardRequest;
-use crate::select::{Layouts, Refusal, Warning};
+use crate::types::request::BackwardRequest;
+use crate::types::request::{Layouts, Pass};
+#[cfg(feature = "cube")]
+use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
 #[cfg(feature = "cube")]
 use burn_cubecl::CubeBackend;
-use std::fmt;
 
-/// What an engine answers when it is asked. It asks no device, so that plans are tested without one.
-pub trait AttentionEngine {
-    /// The kernels of a forward; [`explain`](crate::explain) prints them.
-    type Forward: Clone + fmt::Debug + PartialEq;
-    /// The kernels of a backward.
-    type Backward: Clone + fmt::Debug + PartialEq;
-
-    /// Whether its forward for few rows reads keys and values [of int8](crate::quantized) where they lie.
-    const READS_WORDS: bool = false;
-
-    /// The forward of `problem` on `device`.
-    ///
-    /// # Errors
-    /// Why it serves none.
-    fn plan_forward(
-        problem: &AttentionProblem,
-        device: &DeviceProfile,
-        layouts: Layouts,
-    ) -> Result<Self::Forward, Refusal>;
-
-    /// The forward of `problem` on `device` that adds up dots in the order in which the backward does: where scores are in the
-    /// hundreds, another order changes probabilities that a backward makes of scores and of a logsumexp.
-    ///
-    /// # Errors
-    /// Why it serves none.
-    fn plan_forward_as_backward(
-        problem: &AttentionProblem,
-        device: &DeviceProfile,
-        layouts: Layouts,
-    ) -> Result<Self::Forward, Refusal> {
-        Self::plan_forward(problem, device, layouts)
-    }
-
-    /// The backward of `problem` on `device`.
-    ///
-    /// # Errors
-    /// Why it serves none.
-    fn plan_backward(
-        problem: &AttentionProblem,
-        device: &DeviceProfile,
-        layouts: Layouts,
-    ) -> Result<Self::Backward, Refusal>;
-
-    /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
-    fn splits(plan: &Self::Forward) -> usize;
-
-    /// Where a backward's kernels fall short of the contract.
-    fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {
-        Vec::new()
-    }
-}
-
-/// The launch of an engine's kernels, in builds that have these.
-#[cfg(feature = "cube")]
-pub trait Launch: AttentionEngine {
-    /// The output and the logsumexp of a problem that is not empty.
-    fn forward(
-        plan: Self::Forward,
-        inputs: AttentionInputs<CubeBackend>,
-        problem: &AttentionProblem,
-    ) -> AttentionOutput<CubeBackend>;
-
-    /// The gradients that are asked for. The saved output is contiguous.
-    fn backward(
-        plan: Self::Backward,
-        inputs: AttentionInputs<CubeBackend>,
-        saved: AttentionSaved<CubeBackend>,
-        problem: &AttentionProblem,
-        request: BackwardRequest,
-    ) -> AttentionGradients<CubeBackend>;
-}
-
-/// Makes [`Engine`], [`ForwardKernel`] and [`BackwardKernel`] of the engines, in the order in which they are asked. Each engine has the
-/// Cargo feature that builds its kernels.
+/// Defines [`ForwardKernel`] and [`BackwardKernel`], with one variant per engine in the list `with_engines`.
 macro_rules! engines {
     ($($module:ident::$engine:ident if $feature:tt,)+) => {
-        /// The ways there are to compute attention, the fastest first.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum Engine {
-            $(
-                #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
-                $engine,
-            )+
-            /// Burn's own tensor operations, with all scores in memory.
-            Reference,
-        }
-
         impl Engine {
-            /// Those with kernels, in the order in which they are asked.
-            pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
-
-            /// The Cargo feature without which the engine's kernels are not built, if this build lacks the feature.
-            #[cfg(feature = "cube")]
-            pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
-                match self {
-                    $(Self::$engine => (!cfg!(feature = $feature)).then_some($feature),)+
-                    Self::Reference => None,
-                }
-            }
-
-            /// The engine's forward plan.
+            /// Returns the engine's forward plan, or its refusal.
             pub(crate) fn plan_forward(
                 self,
                 problem: &AttentionProblem,
@@ -135,7 +51,7 @@ macro_rules! engines {
                 }
             }
 
-            /// The engine's backward plan.
+            /// Returns the engine's backward plan, or its refusal.
             pub(crate) fn plan_backward(
                 self,
                 problem: &AttentionProblem,
@@ -171,37 +87,37 @@ macro_rules! engines {
                 }
             }
 
-            /// See [`AttentionEngine::READS_WORDS`].
-            pub(crate) fn reads_words(self) -> bool {
+            /// See [`AttentionEngine::MOST_INT8_ROWS`].
+            pub(crate) fn most_int8_rows(self) -> usize {
                 match self {
-                    $(Self::$engine => $module::$engine::READS_WORDS,)+
+                    $(Self::$engine => $module::$engine::MOST_INT8_ROWS,)+
+                    Self::Reference => 0,
+                }
+            }
+
+            /// See [`AttentionEngine::goes_first`].
+            pub(crate) fn goes_first(self, problem: &AttentionProblem, pass: Pass) -> bool {
+                match self {
+                    $(Self::$engine => $module::$engine::goes_first(problem, pass),)+
                     Self::Reference => false,
                 }
             }
         }
 
-        impl fmt::Display for Engine {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self {
-                    $(Self::$engine => stringify!($module),)+
-                    Self::Reference => "reference",
-                })
-            }
-        }
-
-        /// The kernels that serve a forward.
+        /// The planned kernels of a forward, with the engine that they belong to.
         #[derive(Clone, Debug, PartialEq)]
+        #[non_exhaustive]
         pub enum ForwardKernel {
             $(
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(<$module::$engine as AttentionEngine>::Forward),
             )+
-            /// See [`Engine::Reference`].
+            /// The reference: attention in Burn's own operations, see [`Engine::Reference`].
             Reference,
         }
 
         impl ForwardKernel {
-            /// The engine of the kernels.
+            /// Returns the engine that the kernels belong to.
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
@@ -209,7 +125,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Parts that the keys are split into, side by side, whose results are combined: 1 where they are not.
+            /// The number of key splits (split-KV). A second kernel combines the splits' results. The number is 1 if the keys are
+            /// not split.
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+
@@ -217,7 +134,7 @@ macro_rules! engines {
                 }
             }
 
-            /// The output and the logsumexp of a problem that is not empty.
+            /// Computes the output and the logsumexp. The problem's tensors have at least one element.
             #[cfg(feature = "cube")]
             pub(crate) fn forward(
                 self,
@@ -236,21 +153,46 @@ macro_rules! engines {
                     Self::Reference => reference::forward_in_parts::<CubeBackend>(inputs, problem),
                 }
             }
+
+            /// Computes the output and the logsumexp over int8 keys and values. The engine's kernel reads the int8 rows without a
+            /// conversion beforehand.
+            #[cfg(feature = "cube")]
+            pub(crate) fn forward_int8(
+                self,
+                inputs: AttentionInputs<CubeBackend>,
+                scales: Int8Scales,
+                problem: &AttentionProblem,
+            ) -> AttentionOutput<CubeBackend> {
+                match self {
+                    $(
+                        #[cfg(feature = $feature)]
+                        Self::$engine(plan) => {
+                            $module::$engine::forward_int8(plan, inputs, scales, problem)
+                        }
+                        #[cfg(not(feature = $feature))]
+                        Self::$engine(_) => unreachable!(concat!(
+                            stringify!($engine), " is refused in builds without the feature ", $feature
+                        )),
+                    )+
+                    Self::Reference => unreachable!("selection never gives int8 keys and values to the reference"),
+                }
+            }
         }
 
-        /// The kernels that serve a backward.
+        /// The planned kernels of a backward, with the engine that they belong to.
         #[derive(Clone, Debug, PartialEq)]
+        #[non_exhaustive]
         pub enum BackwardKernel {
             $(
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(Box<<$module::$engine as AttentionEngine>::Backward>),
             )+
-            /// See [`Engine::Reference`].
+            /// The reference: attention in Burn's own operations, see [`Engine::Reference`].
             Reference,
         }
 
         impl BackwardKernel {
-            /// The engine of the kernels.
+            /// Returns the engine that the kernels belong to.
             pub fn engine(&self) -> Engine {
                 match self {
                     $(Self::$engine(_) => Engine::$engine,)+
@@ -258,7 +200,7 @@ macro_rules! engines {
                 }
             }
 
-            /// The points in which the kernels fall short of the contract.
+            /// Returns a warning for each point in which the kernels fall short of the contract.
             pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+
@@ -266,7 +208,8 @@ macro_rules! engines {
                 }
             }
 
-            /// The gradients of a problem that is not empty. The saved output is contiguous.
+            /// Computes the requested gradients. The problem's tensors have at least one element, and the saved output must be
+            /// contiguous.
             #[cfg(feature = "cube")]
             pub(crate) fn backward(
                 self,
@@ -295,17 +238,18 @@ macro_rules! engines {
     };
 }
 
-/// The kernels that serve a pass.
+/// The planned kernels of either a forward or a backward.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Kernel {
-    /// Output and logsumexp.
+    /// The kernels of a forward, which compute the output and the logsumexp.
     Forward(ForwardKernel),
-    /// The gradients.
+    /// The kernels of a backward, which compute gradients.
     Backward(BackwardKernel),
 }
 
 impl Kernel {
-    /// The engine of the kernels.
+    /// Returns the engine that the kernels belong to.
     pub fn engine(&self) -> Engine {
         match self {
             Self::Forward(kernel) => kernel.engine(),
@@ -313,7 +257,7 @@ impl Kernel {
         }
     }
 
-    /// See [`ForwardKernel::splits`]; 1 in a backward.
+    /// The number of key splits, see [`ForwardKernel::splits`]. It is 1 for a backward.
     pub fn splits(&self) -> usize {
         match self {
             Self::Forward(kernel) => kernel.splits(),
@@ -322,9 +266,4 @@ impl Kernel {
     }
 }
 
-engines! {
-    wgmma::Wgmma if "cuda",
-    mma::Mma if "cuda",
-    cmma::Cmma if "cube",
-    unit::Unit if "cube",
-}
+with_engines!(engines);

@@ -1,45 +1,47 @@
-//! From a score and the gradient of its probability to the gradient of the score.
+//! Computes the gradient with respect to a score, from the score and the gradient with respect to its probability.
 
-use super::score::{Place, ScoreKind, Scoring, biased, capped, probability, slope};
+use super::score::{ScoreIndex, ScoreKind, Scoring, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
-/// What P is multiplied with before it is rounded to f16, and the values' gradient divided by. A probability below 2^-14, as many keys or
-/// a large sink leave, would have fewer bits than the others; by 2^12 those from 2^-26 on have all of theirs, and there is room for what
-/// rounding of large scores makes of a probability of 1.
+/// The factor by which P is multiplied before it is rounded to f16. The gradient of the values is later divided by this factor.
+/// With many keys or a large sink, P falls below 2^-14, where f16 loses bits. Multiplied by 2^12, P keeps all bits from 2^-26
+/// on. Rounding of large scores may push P above 1, but P times 2^12 still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// What the backward knows of a query beforehand, in `[batch, q_heads, 4, padded q_len]`.
+/// The two-part LSE and the delta of a query, read from the LSE/delta tensor `[batch, q_heads, 5, padded q_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct RowTerms {
+pub(crate) struct RowLseDelta {
     pub reference: f32,
     pub delta: f32,
-    /// Of the sum by the reference.
+    /// The natural logarithm of the softmax sum relative to `reference`.
     pub logarithm: f32,
 }
 
-/// The derivatives at one score.
+/// The derivatives of the loss with respect to one score.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {
-    /// The probability.
+    /// The probability P.
     pub p: f32,
-    /// `d loss / d score`, after bias and softcap: the bias's gradient.
+    /// `d loss / d score`, after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
-    /// `d loss / d (q·k)`, or that without the scale.
+    /// `d loss / d (q·k)`. If `scaled` is false, `scale` is not multiplied into it.
     pub ddot: f32,
 }
 
-/// The derivatives where the query sees the key; zeros elsewhere, whatever the numbers are. What is rounded to half precision has to be
-/// taken without the scale, if not `scaled`: it may make them vanish.
+/// Returns the derivatives at a visible score. At a hidden score it returns zeros, even if `dot`, `dp` or the row's LSE is NaN.
+///
+/// Pass `scaled = false` if the caller rounds the result to half precision. The result then leaves out the scale of the scores,
+/// because the product with the scale might underflow.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,
     dp: f32,
-    terms: RowTerms,
+    lse_delta: RowLseDelta,
     visible: bool,
-    scoring: &Scoring<'_, '_, '_, M, F>,
-    place: &Place,
+    scoring: &Scoring<M, F>,
+    place: &ScoreIndex,
     #[comptime] kind: ScoreKind,
     #[comptime] scaled: bool,
 ) -> ScoreGradient {
@@ -50,9 +52,9 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
         let arguments = &scoring.arguments;
         let capped = capped(dot, arguments, kind);
         let score = biased(capped, &scoring.bias, place, arguments.negative_infinity);
-        p = probability(score, terms.reference, terms.logarithm);
+        p = probability(score, lse_delta.reference, lse_delta.logarithm);
         if p != 0.0f32 {
-            ds = p * (dp - terms.delta);
+            ds = p * (dp - lse_delta.delta);
             ddot = ds * slope(capped, arguments, kind, scaled);
         }
     }

@@ -1,28 +1,29 @@
-//! Where the rows of a head lie in a tensor `[batch, heads, length, columns]`, whatever its strides.
+//! Element offsets of a head's rows in a tensor `[batch, heads, length, columns]` with any strides.
 
 use cubecl::prelude::*;
 
-/// The rows of a head, or of a group of heads one after the other, and which of them may be read.
+/// The rows of one head, or the rows of all heads of a group one head after the other, and the range of rows that may be read.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rows {
     /// Element offset of the first row.
     pub base: usize,
-    /// Elements from a row to the next, and from a column to the next.
+    /// Strides in elements: between neighbouring rows, and between neighbouring columns.
     pub row_stride: usize,
     pub column_stride: usize,
-    /// Rows before `first` and from `end` on are zero instead of read.
+    /// Rows `first..end` may be read. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
-    /// Columns a row has.
+    /// The number of columns per row.
     pub columns: u32,
-    /// Read only where the heads of a group are packed: the rows of one head, and elements from a head
-    /// to the next.
+    /// The number of rows per head, and the stride between neighbouring heads in elements. Both are read only if the rows of
+    /// a group's heads are packed into one tile (GQA).
     pub head_length: u32,
     pub head_stride: usize,
 }
 
-/// An operand of a product, and which of its rows are meant. Of words of int8, rows and strides are in words, and the columns those of the numbers.
+/// One input of a tile multiplication: a tensor, and the rows to read from it. For an int8 operand, rows and strides count
+/// 32-bit words, and `columns` counts int8 codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -30,7 +31,7 @@ pub(crate) struct Operand<'a, E: Numeric, N: Size> {
     pub rows: Rows,
 }
 
-/// These rows of a tensor.
+/// Builds an operand from a tensor and its rows.
 #[cube]
 pub(crate) fn operand<'a, E: Numeric, N: Size>(
     tensor: &'a Tensor<Vector<E, N>>,
@@ -39,7 +40,7 @@ pub(crate) fn operand<'a, E: Numeric, N: Size>(
     Operand::<'a, E, N> { tensor, rows }
 }
 
-/// The rows of one head of an operand; `first..end` may be read.
+/// Builds the operand for one head. Only its rows `first..end` may be read.
 #[cube]
 pub(crate) fn head_operand<'a, E: Numeric, N: Size>(
     tensor: &'a Tensor<Vector<E, N>>,
@@ -52,7 +53,7 @@ pub(crate) fn head_operand<'a, E: Numeric, N: Size>(
     operand(tensor, head_rows(tensor, batch, head, first, end, columns))
 }
 
-/// The rows of one head; `first..end` may be read.
+/// Returns the rows of one head. Only its rows `first..end` may be read.
 #[cube]
 pub(crate) fn head_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -65,7 +66,8 @@ pub(crate) fn head_rows<E: Numeric, N: Size>(
     group_rows(tensor, batch, head, 0u32, first, end, columns)
 }
 
-/// The rows of the heads from `head` on, `head_length` of each; `first..end` may be read.
+/// Returns the rows of the group of heads that starts at `head`, with `head_length` rows per head. Rows `first..end` may be
+/// read.
 #[cube]
 pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -89,7 +91,7 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
     }
 }
 
-/// The element offset of `row`, counted through the heads of a group where they are `packed`.
+/// Returns the element offset of `row`. If `packed`, row numbers run through all heads of the group.
 #[cube]
 pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
     if comptime!(packed) {

@@ -1,7 +1,9 @@
-//! The mathematics of attention, written once for all engines.
+//! The mathematics of attention, which all engines share.
 
 #[cfg(feature = "cube")]
 pub(crate) mod gradient;
+#[cfg(feature = "cube")]
+pub(crate) mod inputs;
 #[cfg(feature = "cube")]
 pub(crate) mod layout;
 #[cfg(feature = "cube")]

@@ -1,4 +1,4 @@
-//! Rounding f32 to the element of an output.
+//! Rounding of f32 values to the element type of an output.
 
 pub(crate) use cube_kit::rounding::{rounded, rounded_vector};
 
@@ -12,7 +12,8 @@ mod tests {
 
     const UNITS: usize = 64;
 
-    /// In bits, which no driver takes for numbers on the way; the device need not have `E` itself.
+    /// Writes the rounded values as u32 bits, because drivers may change the bits of floats that a kernel writes. The device
+    /// need not support the type `E`.
     #[cube(launch_unchecked)]
     fn convertible_bits<E: Float>(
         values: &[u32],
@@ -25,12 +26,12 @@ mod tests {
         }
     }
 
-    /// Bits before the conversion to the element, from a device.
+    /// Runs the kernel and returns the bits of the rounded values, before any conversion to the element type.
     fn before_conversion(values: &[u32], element: FloatKind) -> Vec<u32> {
         let client = cube_device().client();
         let source = client.create_from_slice(u32::as_bytes(values));
         let target = client.empty(size_of_val(values));
-        // SAFETY: both buffers hold as many values as they are said to.
+        // SAFETY: the kernel reads and writes only at indices below `values.len()`, the size of both buffers.
         unsafe {
             convertible_bits::launch_unchecked(
                 &client,
@@ -41,21 +42,21 @@ mod tests {
                 ElemType::Float(element),
             );
         }
-        let bytes = client.read_one(target).expect("the kernel runs");
+        let bytes = client.read_one(target).expect("the kernel completes");
         u32::from_bytes(&bytes).to_vec()
     }
 
-    /// Lower halves about the tie under every upper half, and numbers from all over.
+    /// Returns bit patterns next to every rounding tie, and bit patterns spread over the whole range.
     fn samples() -> Vec<u32> {
         let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         let about_ties = (0..1 << 16).flat_map(|upper| lower.map(|lower| (upper << 16) | lower));
-        // An odd factor permutes all numbers.
+        // An index times an odd constant permutes all u32 values, so the samples spread evenly.
         let all_over = (0..1 << 20).map(|index: u32| index.wrapping_mul(0x9e37_79b1));
         about_ties.chain(all_over).collect()
     }
 
     #[test]
-    fn bfloat16_is_the_nearest_or_of_two_the_even_one() {
+    fn convertible_bf16_rounds_to_nearest_even() {
         let samples = samples();
         let results = before_conversion(&samples, FloatKind::BF16);
         assert_eq!(results.len(), samples.len());
@@ -66,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn other_elements_are_left_to_the_device() {
+    fn convertible_f16_and_f32_leaves_bits_unchanged() {
         let samples = samples();
         for element in [FloatKind::F16, FloatKind::F32] {
             assert_eq!(before_conversion(&samples, element), samples);

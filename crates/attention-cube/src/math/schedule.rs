@@ -1,44 +1,46 @@
-//! Which tile a cube takes, and in which order: the heavy ones first.
+//! Tile scheduler: assigns a tile to each cube, and starts the longest tiles first.
 //!
-//! Cubes start roughly in the order of their number. Under a causal mask the last queries see the most
-//! keys, so tiles are numbered from the last: what starts last is short, and no cube works alone at the end.
-//! Heads and sequences vary fastest, so that the tiles in flight are equally heavy; but only as many of them
-//! `together` as suits the cache, and then the next.
+//! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles are
+//! numbered from the last. The cubes that start last then have short tiles, and no cube works alone at the end.
+//!
+//! Heads and sequences vary fastest over the cube index, so that the tiles in flight have equal lengths. The scheduler first
+//! runs all tiles of `together` (head, sequence) pairs, as many as suit the L2 cache. Then it runs the next `together` pairs.
 
 use cubecl::prelude::*;
 
-/// The launch's cubes, as one number each.
+/// The grid of a launch, whose cubes are numbered in one dimension.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Grid {
-    /// Tiles of rows a head.
+    /// The number of row tiles per head.
     pub tiles: u32,
-    /// Parts that the keys of a tile are split into.
+    /// The number of splits of a tile's keys (split-KV).
     pub splits: u32,
-    /// Heads that tiles are counted in.
+    /// The number of heads per sequence. If tiles pack the query heads of a group, this is the number of KV heads.
     pub heads: u32,
-    /// Heads × sequences.
+    /// The number of (head, sequence) pairs. Such a pair is called a plane here, which is not a CubeCL plane (warp).
     pub planes: u32,
-    /// How many of these come before the next tile of the first.
+    /// The number of (head, sequence) pairs whose tiles are scheduled together. The cubes take one tile of each of these pairs
+    /// before they take the next tile of any pair.
     pub together: u32,
-    /// All cubes; the launch may have a few more.
+    /// The number of cubes with work. The launch may have a few more cubes.
     pub cubes: u32,
 }
 
-/// How often cubes take a share, where they stay for more than one.
+/// The schedule of persistent cubes, which process more than one work item.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Schedule {
-    /// Items of work.
+    /// The number of work items.
     pub items: u32,
-    /// Each cube takes every `launched`-th.
+    /// The number of launched cubes. Each cube processes every `launched`-th item.
     pub launched: u32,
-    /// 1 where an item is a tile and its mirror image in the sequence, else a cube's share.
+    /// 1 if a work item is a pair: a tile and its mirror image in the sequence. 0 if an item is one [`WorkTile`].
     pub paired: u32,
 }
 
-/// A cube's share of the work.
+/// The tile and the split that one cube computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WorkTile {
@@ -48,7 +50,7 @@ pub(crate) struct WorkTile {
     pub batch: u32,
 }
 
-/// The share of cube `index`, tiles counted from the last if `last_first`.
+/// Returns the tile and split of cube `index`. If `last_first`, the cubes take the tiles in descending order.
 #[cube]
 pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -> WorkTile {
     let whole = grid.together * grid.tiles * grid.splits;
@@ -69,18 +71,20 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
     }
 }
 
-/// What a cube does in one of its turns.
+/// The work of a cube in one iteration of its loop.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// Not for the mirror image of the tile in the middle.
+    /// False if there is no work in this iteration. The middle tile is its own mirror image, so its pair has no second tile.
     pub exists: bool,
 }
 
-/// The `turn`-th turn at `item`. Under a causal mask a tile and its mirror image are together as heavy as any
-/// two, so that cubes which take the same number of pairs end together.
+/// Returns the work of the cube in iteration `turn` of its loop, a part of work item `item`.
+///
+/// Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. Both together cost the same
+/// for every pair. Cubes with equally many pairs therefore end at the same time.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {
@@ -111,15 +115,16 @@ pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32)
     }
 }
 
-/// The item after the `turn`-th turn.
+/// Returns the work item of the loop iteration after `turn`.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
-    // Under pairs, every second turn goes on.
+    // A pair of tiles is one work item but takes two iterations. With pairs, the item therefore advances only every second
+    // iteration.
     item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 
-/// Blocks of `size` that `length` rows fill or begin.
+/// Returns the number of blocks of `size` rows that cover `length` rows.
 #[cube]
 pub(crate) fn block_count(length: i32, #[comptime] size: i32) -> i32 {
     (length + size - 1i32) / size

@@ -1,121 +1,113 @@
-//! From `q·k` to the score, and the derivatives of that: scale, softcap, bias, visibility.
+//! Computes the score from `q·k` and the score's derivatives, through scale, softcap, bias and visibility.
 
-use super::visibility::{Extent, Sight, Structure, sees};
+use super::visibility::{SeqInfo, SeqLens, Structure, sees};
 use crate::math::softcap::{NEAR, SERIES};
 use cubecl::prelude::*;
 
-/// What maxima start from: no score is lower but −∞, that of a hidden key.
+/// The initial row maximum (row_max). Only −∞, the score of a hidden key, is lower.
 pub(crate) const LOWEST: f32 = f32::MIN;
 
-/// Whether a score, or what it is made of, is −∞. By its bits, since shading languages may take every number for finite.
+/// True if a score or bias is −∞. The test compares bits, because shading languages may assume finite numbers.
 #[cube]
 pub(crate) fn is_hidden(score: f32) -> bool {
     u32::reinterpret(score) == 0xFF80_0000u32
 }
 
-/// The bits of −0, the saved logarithm of a query that sees no key.
+/// The bits of −0, saved as the logarithm of a query that sees no key.
 const NO_KEYS: u32 = 0x8000_0000;
 
-/// The logarithm that a forward saves beside a query's reference: that of the `sum`, or −0 for a query that sees no key. As an addend
-/// −0 is 0, and no sum has −0 for a logarithm, so that a backward knows a query without keys from one whose sink hides their share.
+/// Returns the logarithm that a forward saves beside a query's reference score: `ln(sum)`, or −0 for a query that sees no
+/// key.
+///
+/// Adding −0 to a score changes nothing, and no softmax sum has −0 as its logarithm. A backward can therefore distinguish a
+/// query that sees no key from a query whose sink outweighs its keys.
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // The bits decide, since shading languages may drop the sign of a zero in arithmetic.
+    // The test compares bits, because shading languages may drop the sign of a zero in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
 
-/// Whether a query sees no key, by the logarithm that the forward saved.
+/// True if the saved logarithm belongs to a query that sees no key.
 #[cube]
 pub(crate) fn saw_no_key(logarithm: f32) -> bool {
     u32::reinterpret(logarithm) == comptime!(NO_KEYS)
 }
 
-/// The numbers that a score depends on.
+/// The runtime parameters of a score.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreArguments {
     pub scale: f32,
-    /// Read only where a softcap is compiled in.
+    /// The softcap. The kernel reads it only if it is compiled with a softcap.
     pub softcap: f32,
-    /// −∞, for the score of a hidden key and the logsumexp of a query that sees nothing: not every shading language has it.
+    /// The value −∞, which is the score of a hidden key and the logsumexp of a query without keys. It is a kernel argument
+    /// because some shading languages have no literal for it.
     pub negative_infinity: f32,
 }
 
-/// What a score is made of, known when the kernel is compiled.
+/// The compile-time settings of a score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ScoreKind {
     pub softcap: bool,
-    /// The softcap is far above most scores: see [`crate::math::softcap`].
+    /// True if the softcap is far above most scores. The module [`crate::math::softcap`] explains such a wide softcap.
     pub wide_softcap: bool,
     pub bias: bool,
 }
 
 impl ScoreKind {
-    /// Whether a key that a query does not see may lie in a block's run of visible keys, so that rows
-    /// which nobody in the tile uses must be kept from being multiplied by zero.
+    /// True if a hidden key may lie inside a block's range of visible keys. Kernels must then zero the rows that no query of
+    /// the tile sees before they multiply them, because 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || structure.is_irregular()
     }
 }
 
-/// What hides keys, and what makes scores of dots, where units read a mask's element a score.
-///
-/// An option of a reference is invariant, and a kernel's arguments have each a lifetime of their own, so there is one for each tensor.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct Scoring<'lengths, 'mask, 'bias, M: Numeric, F: Float> {
-    pub extent: Extent,
-    /// Lengths of sequences, ids of segments, and bounds of these in blocks.
-    pub lengths_and_ids: ComptimeOption<&'lengths Tensor<i32>>,
-    pub mask: ComptimeOption<&'mask Tensor<M>>,
-    pub bias: ComptimeOption<&'bias Tensor<F>>,
+/// The inputs that hide keys and turn `q·k` into scores, for kernels that read the mask with one element per score.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Scoring<M: Numeric, F: Float> {
+    pub seq_lens: SeqLens,
+    /// The packed buffer of sequence lengths, segment ids, and id bounds of blocks.
+    pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
+    pub mask: ComptimeOption<OwnedTensor<M>>,
+    pub bias: ComptimeOption<OwnedTensor<F>>,
     pub arguments: ScoreArguments,
 }
 
-/// A kernel's arguments, as its functions pass them on.
-#[cube]
-pub(crate) fn scoring<'lengths, 'mask, 'bias, M: Numeric, F: Float>(
-    extent: Extent,
-    lengths_and_ids: ComptimeOption<&'lengths Tensor<i32>>,
-    mask: ComptimeOption<&'mask Tensor<M>>,
-    bias: ComptimeOption<&'bias Tensor<F>>,
-    arguments: ScoreArguments,
-) -> Scoring<'lengths, 'mask, 'bias, M, F> {
-    Scoring::<'lengths, 'mask, 'bias, M, F> {
-        extent,
-        lengths_and_ids,
-        mask,
-        bias,
-        arguments,
-    }
-}
-
-/// Where a score stands.
+/// The index of a score.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Place {
+pub(crate) struct ScoreIndex {
     pub batch: u32,
     pub head: u32,
     pub query: i32,
     pub key: i32,
 }
 
-/// Where `place` lies in a mask or a bias, expanded to `[batch, q_heads, q_len, kv_len]` by its strides.
+/// Returns the element offset of `place` in a mask or bias, whose strides expand it to `[batch, q_heads, q_len, kv_len]`.
 #[cube]
-fn offset(place: &Place, batch: usize, head: usize, query: usize, key: usize) -> usize {
+fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch
         + place.head as usize * head
         + place.query as usize * query
         + place.key as usize * key
 }
 
-/// The score without bias: `softcap(scale · dot)`.
+/// Returns the score without the bias: `softcap(scale · dot)`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    // As a product alone, a backward's might be fused with what is subtracted, and a large one would miss its rounded reference.
-    let mut score = fma(dot, arguments.scale, 0.0f32);
+    let mut score = if comptime!(kind.bias && !kind.softcap) {
+        // This is a plain multiplication, which the compiler fuses with the addition of the bias into one FMA. The forward of
+        // tensor-core engines is compiled in the same way. A backward must round its scores like the forward, so it must fuse
+        // both operations, too.
+        dot * arguments.scale
+    } else {
+        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the reference.
+        // The reference is a rounded score, but a fused product would not be rounded. For large scores, P would then contain
+        // this rounding error.
+        fma(dot, arguments.scale, 0.0f32)
+    };
     if comptime!(kind.softcap) {
         let far = arguments.softcap * (score / arguments.softcap).tanh();
         score = if comptime!(kind.wide_softcap) {
@@ -127,8 +119,10 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
     score
 }
 
-/// The score under a wide softcap, for every engine: see [`crate::math::softcap`]. `far` is what the engine's own tangent gives,
-/// and taken far from zero.
+/// Returns the score under a wide softcap, by the formula that every engine shares: see [`crate::math::softcap`].
+///
+/// The argument `far` is `softcap · tanh(score / softcap)` as the engine computes it. For scores far from zero, `far` is the
+/// result.
 #[cube]
 pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     let ratio = score * (1.0f32 / softcap);
@@ -146,7 +140,7 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// `d score / d dot`, from the score without bias; without the scale, if not `scaled`.
+/// Returns `d score / d dot` from the score before the bias. If `scaled` is false, `scale` is not multiplied into the result.
 #[cube]
 pub(crate) fn slope(
     capped: f32,
@@ -165,12 +159,12 @@ pub(crate) fn slope(
     slope
 }
 
-/// Adds the bias; one of −∞ gives `hidden`, whatever the score is.
+/// Adds the bias at `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn biased<F: Float>(
     score: f32,
-    bias: &ComptimeOption<&Tensor<F>>,
-    place: &Place,
+    bias: &ComptimeOption<OwnedTensor<F>>,
+    place: &ScoreIndex,
     hidden: f32,
 ) -> f32 {
     #[comptime]
@@ -191,29 +185,29 @@ pub(crate) fn biased<F: Float>(
     }
 }
 
-/// The score with its bias; one of −∞ gives `hidden`, whatever the score is.
+/// Adds a bias to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
     select(is_hidden(bias), hidden, score + bias)
 }
 
-/// Whether the place exists and is visible by window, length, segments and mask. In a `whole` block all
-/// are.
+/// True if query and key exist, and the query sees the key by window, length, segments and mask. If the block is `whole`, the
+/// function checks nothing, because every query sees every key.
 #[cube]
 pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,
-    scoring: &Scoring<'_, '_, '_, M, F>,
-    sight: &Sight,
-    place: &Place,
+    scoring: &Scoring<M, F>,
+    seq_info: &SeqInfo,
+    place: &ScoreIndex,
     #[comptime] structure: Structure,
 ) -> bool {
     let mut visible = true;
     if !whole {
-        visible = place.query < scoring.extent.q_len && place.key < scoring.extent.kv_len;
+        visible = place.query < scoring.seq_lens.q_len && place.key < scoring.seq_lens.kv_len;
         if visible {
             visible = sees(
-                sight,
-                &scoring.extent,
+                seq_info,
+                &scoring.seq_lens,
                 &scoring.lengths_and_ids,
                 place.batch,
                 place.query,
@@ -240,13 +234,14 @@ pub(crate) fn is_visible<M: Numeric, F: Float>(
     visible
 }
 
-/// The softmax's numerator by `reference`; 0 for what is hidden, and for a bias of −∞. A NaN stays one.
+/// Returns `exp(score − reference)`, or 0 for a hidden score (−∞). A NaN score gives NaN.
 #[cube]
 pub(crate) fn numerator(score: f32, reference: f32) -> f32 {
     select(is_hidden(score), 0.0f32, (score - reference).exp())
 }
 
-/// The same divided by a sum of this `logarithm`.
+/// Returns `exp(score − reference − logarithm)`, or 0 for a hidden score (−∞). `logarithm` is the natural logarithm of the
+/// softmax sum.
 #[cube]
 pub(crate) fn probability(score: f32, reference: f32, logarithm: f32) -> f32 {
     let difference = (score - reference) - logarithm;

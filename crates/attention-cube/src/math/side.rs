@@ -1,17 +1,16 @@
-//! The two sides of the scores, and what is summed over one of them.
+//! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates over one of them.
 
-/// What the rows of a tile are; the blocks that it visits are of the other side.
+/// The stationary side of a kernel, queries or keys: a tile keeps rows of this side, and blocks of the opposite side stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The tile holds queries, and sees keys.
+    /// The tile holds queries and streams keys.
     Queries,
-    /// The tile holds keys, and is seen by queries.
+    /// The tile holds keys and streams queries.
     Keys,
 }
 
 impl Side {
-    /// The blocks' side.
-    #[cfg(feature = "cuda")]
+    /// Returns the opposite side, from which blocks are streamed.
     pub(crate) const fn other(self) -> Self {
         match self {
             Self::Queries => Self::Keys,
@@ -20,24 +19,24 @@ impl Side {
     }
 }
 
-/// Which gradients a kernel sums in registers.
+/// The gradients that a kernel accumulates in registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sums {
-    /// Of the dots that it holds: queries, or keys.
-    Dots,
-    /// Of the values that it holds.
+    /// The gradient of the queries or of the keys, whichever side is stationary.
+    QOrK,
+    /// The gradient of the values.
     Values,
-    /// Of keys and values.
+    /// The gradients of keys and values.
     Both,
 }
 
 impl Sums {
-    /// Whether the gradients of the scores are needed.
-    pub const fn has_dots(self) -> bool {
-        matches!(self, Self::Dots | Self::Both)
+    /// True if the kernel computes dS, the gradient of the scores.
+    pub const fn has_q_or_k(self) -> bool {
+        matches!(self, Self::QOrK | Self::Both)
     }
 
-    /// Whether P is multiplied.
+    /// True if the kernel multiplies with P, to compute the gradient of the values.
     pub const fn has_values(self) -> bool {
         matches!(self, Self::Values | Self::Both)
     }

@@ -1,18 +1,21 @@
-//! `c · tanh(x / c)` where the cap is far above most scores: what kernels and the reference share of it.
+//! The softcap `c · tanh(x / c)` with a cap far above most scores: constants that kernels and the reference share.
 //!
-//! A hyperbolic tangent by exponentials errs by some units in the last place of 1, and so its multiple by as many of the
-//! cap. Of a cap among the scores no softmax tells that from the exact one. Above [`WIDE`] it would: at 300 it shows in
-//! f32, at 10⁶ it is 0.2, and from 10⁸ on nothing is left of the scores. There an odd polynomial takes the tangent's place for
-//! ratios below [`NEAR`], as a correction of the score itself, so that a cap that no score comes near, up to f32's largest
-//! number, changes nothing.
+//! A tanh that is computed from exponentials has an error of some ulps of 1. Times the cap `c`, the error is some ulps of
+//! `c`. If the cap is near the scores, this error is too small to change the softmax. If the cap is above [`WIDE`], the error
+//! changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is 0.2, and from 10⁸ on the scores are lost.
+//!
+//! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
+//! polynomial. A cap far above all scores, up to the largest f32, then changes nothing.
 
-/// Softcaps above this are wide. Up to here the error is within 8·10⁻⁶, the last place of a score so large.
+/// The largest softcap that is not wide. Up to this value, the error of the softcapped score is within 8·10⁻⁶, an ulp of a
+/// score of that size.
 pub(crate) const WIDE: f64 = 64.0;
 
-/// Ratios of score and cap below this are near zero.
+/// The ratio of score to cap below which the series replaces the tanh.
 pub(crate) const NEAR: f32 = 0.625;
 
-/// `tanh(r) / r − 1` by powers of `r²` from the first on, for ratios near zero (Cephes' `tanhf`): within an ulp of f32.
+/// Coefficients of `tanh(r) / r − 1` in powers of `r²`, starting with the first power (Cephes' `tanhf`). For small ratios the
+/// error is within one f32 ulp.
 pub(crate) const SERIES: [f32; 5] = [
     -3.333_328e-1,
     1.333_144_2e-1,
@@ -21,7 +24,7 @@ pub(crate) const SERIES: [f32; 5] = [
     -5.704_987e-3,
 ];
 
-/// Whether a softcap is wide.
+/// True if a softcap is wide.
 pub(crate) fn is_wide(softcap: Option<f64>) -> bool {
     softcap.is_some_and(|softcap| softcap > WIDE)
 }
@@ -30,9 +33,9 @@ pub(crate) fn is_wide(softcap: Option<f64>) -> bool {
 mod tests {
     use super::*;
 
-    /// The series and the tangent meet within a few ulps of f32.
+    /// The series must agree with `tanh` within a few ulps of f32.
     #[test]
-    fn the_series_is_the_tangent_near_zero() {
+    fn series_near_zero_equals_tanh() {
         for step in 1..=1000 {
             let ratio = NEAR * step as f32 / 1000.0;
             let squared = ratio * ratio;
@@ -44,7 +47,7 @@ mod tests {
             let exact = f64::from(ratio).tanh();
             assert!(
                 (found / exact - 1.0).abs() < 1.5 * f64::from(f32::EPSILON),
-                "{ratio}: {found} instead of {exact}"
+                "tanh({ratio}) is {found}, expected {exact}"
             );
         }
     }

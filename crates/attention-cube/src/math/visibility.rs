@@ -1,95 +1,122 @@
-//! What a query sees: causal mask, window, lengths, segments, mask. One definition for every engine.
+//! Visibility of keys: causal mask, window, lengths, segments, intervals, mask. Every engine uses this one definition.
 //!
-//! Causal mask, window and length leave each query one run of keys, `first_key(i)..end_key(i)`, whose
-//! ends grow with `i`. So the keys of a tile of queries are one run too, the blocks outside of it are
-//! never visited, and a block inside every query's run needs no test.
+//! Causal mask, window and length give each query one contiguous range of keys, `first_key(i)..end_key(i)`. Both ends grow
+//! with `i`, so the keys that a tile of queries sees are one range too. Kernels skip key blocks outside of the tile's range.
+//! In a block that lies inside the range of every query, kernels do not test single keys.
 
 use crate::math::side::Side;
-use cube_kit::overlap::load_element_now;
+use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// Stands for "no limit" on a side of the window. Positions are below it, and sums of the two fit in i32.
+/// The width of a window side that has no limit. Every position is smaller than this value, and the sum of a position and this
+/// value fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
-/// Lengths and window of the problem.
+/// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Extent {
+pub(crate) struct SeqLens {
     pub q_len: i32,
     pub kv_len: i32,
-    /// Keys to the left of a query's own position that it sees, or [`OPEN`].
+    /// The number of visible keys to the left of a query's own position, or [`OPEN`].
     pub left: i32,
-    /// Keys to the right likewise; 0 where attention is causal.
+    /// The number of visible keys to the right of a query's own position, or [`OPEN`]. It is 0 for causal attention.
     pub right: i32,
-    /// 1 if the last query's position is the last key's, 0 if the first's is the first's.
+    /// 1 if the last query is aligned with the last key; 0 if the first query is aligned with the first key.
     pub bottom_right: i32,
-    /// Where the segments' parts of the packed integers start: ids of queries, ids of keys, bounds of blocks.
+    /// Offsets into the packed i32 buffer: records of queries, ids of keys, bounds of query blocks, bounds of key blocks.
     pub query_ids: u32,
     pub key_ids: u32,
     pub query_bounds: u32,
     pub key_bounds: u32,
-    /// Blocks that a sequence has bounds of.
+    /// The number of query blocks and the number of key blocks per sequence. The packed buffer holds the bounds of each block.
     pub query_blocks: u32,
     pub key_blocks: u32,
 }
 
-/// Which structures hide keys beyond the window, known when the kernel is compiled.
+/// The kinds of masking for which a kernel is compiled, in addition to the window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
-    /// Whether lengths are read before the launch before has ended.
+    /// True if the kernel reads the lengths before the previous launch has ended (PDL).
     pub lengths_ahead: bool,
     pub segments: bool,
+    /// The number of intervals of keys per query: 0, 1 or 2. A query sees the keys in the union of its intervals.
+    pub intervals: usize,
     pub mask: bool,
 }
 
 impl Structure {
-    /// Whether a key between two visible ones can be hidden.
+    /// True if a hidden key can lie between two visible keys.
     pub(crate) const fn is_irregular(&self) -> bool {
-        self.segments || self.mask
+        self.segments || self.intervals > 0 || self.mask
+    }
+
+    /// True if the packed i32 buffer has bounds of blocks, by which kernels skip blocks.
+    pub(crate) const fn has_bounds(&self) -> bool {
+        self.segments || self.intervals > 0
+    }
+
+    /// The number of i32 values per query in the packed buffer: the segment id, then first and end of each interval.
+    pub(crate) const fn query_record(&self) -> usize {
+        self.segments as usize + 2 * self.intervals
+    }
+
+    /// The number of i32 values per block of queries in the packed buffer: [`BLOCK_BOUNDS`], then [`INTERVAL_BOUNDS`] per
+    /// interval.
+    pub(crate) const fn query_block_bounds(&self) -> usize {
+        BLOCK_BOUNDS + INTERVAL_BOUNDS * self.intervals
+    }
+
+    /// The number of i32 values per block of `side` in the packed buffer.
+    pub(crate) const fn bounds_of_side(&self, side: Side) -> u32 {
+        match side {
+            Side::Queries => self.query_block_bounds() as u32,
+            Side::Keys => BLOCK_BOUNDS as u32,
+        }
     }
 }
 
-/// One sequence of the batch.
+/// The lengths and the window of one sequence.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-pub(crate) struct Sight {
+pub(crate) struct SeqInfo {
     pub q_len: i32,
-    /// Keys that exist.
+    /// The number of valid keys.
     pub length: i32,
-    /// Position of query 0.
+    /// The position of query 0 on the axis of key positions.
     pub offset: i32,
     pub left: i32,
     pub right: i32,
 }
 
-/// What the queries of sequence `batch` see.
+/// Returns the lengths and the window of sequence `batch`.
 #[cube]
-pub(crate) fn sight(
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+pub(crate) fn seq_info(
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     #[comptime] structure: Structure,
-) -> Sight {
-    let mut length = extent.kv_len;
+) -> SeqInfo {
+    let mut length = seq_lens.kv_len;
     if comptime!(structure.lengths) {
         let own = own_length(lengths_and_ids, batch, structure.lengths_ahead);
         length = min(max(own, 0i32), length);
     }
-    let offset = (length - extent.q_len) * extent.bottom_right;
-    Sight {
-        q_len: extent.q_len,
+    let offset = (length - seq_lens.q_len) * seq_lens.bottom_right;
+    SeqInfo {
+        q_len: seq_lens.q_len,
         length,
         offset,
-        left: extent.left,
-        right: extent.right,
+        left: seq_lens.left,
+        right: seq_lens.right,
     }
 }
 
-/// The length of a sequence, which come first of the packed integers.
+/// Returns the number of valid keys of a sequence. The lengths come first in the packed i32 buffer.
 #[cube]
 fn own_length(
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     #[comptime] now: bool,
 ) -> i32 {
@@ -102,9 +129,9 @@ fn own_length(
     }
 }
 
-/// One of the packed integers.
+/// Returns the element at `index` of the packed i32 buffer.
 #[cube]
-fn integer(lengths_and_ids: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
+fn integer(lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>, index: u32) -> i32 {
     #[comptime]
     match lengths_and_ids {
         ComptimeOption::Some(lengths_and_ids) => lengths_and_ids[index as usize],
@@ -112,159 +139,192 @@ fn integer(lengths_and_ids: &ComptimeOption<&Tensor<i32>>, index: u32) -> i32 {
     }
 }
 
-/// The first key that query `i` sees.
+/// Returns the first key that query `i` sees.
 #[cube]
-fn first_key(sight: &Sight, i: i32) -> i32 {
-    max(i + sight.offset - sight.left, 0i32)
+fn first_key(seq_info: &SeqInfo, i: i32) -> i32 {
+    max(i + seq_info.offset - seq_info.left, 0i32)
 }
 
-/// One past the last key that query `i` sees; not above `first_key` if it sees none.
+/// Returns one past the last key that query `i` sees. If the query sees no key, the result is at most `first_key`.
 #[cube]
-fn end_key(sight: &Sight, i: i32) -> i32 {
+fn end_key(seq_info: &SeqInfo, i: i32) -> i32 {
     max(
-        min(i + sight.offset + sight.right + 1i32, sight.length),
+        min(i + seq_info.offset + seq_info.right + 1i32, seq_info.length),
         0i32,
     )
 }
 
-/// One query's run of keys, or one key's of queries.
+/// A range of keys that one query sees, or a range of queries that see one key.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Keys {
     pub first: i32,
-    /// Not above `first` if there are none.
+    /// One past the last key or query of the range. It is at most `first` if the range is empty.
     pub end: i32,
 }
 
-/// The keys that query `i` sees by window and length; none if it does not exist.
+/// Returns the keys that query `i` sees by window and length, or an empty range if the query does not exist.
 #[cube]
-pub(crate) fn keys_of(sight: &Sight, i: i32) -> Keys {
+pub(crate) fn keys_of(seq_info: &SeqInfo, i: i32) -> Keys {
     Keys {
-        first: first_key(sight, i),
-        end: select(i < sight.q_len, end_key(sight, i), 0i32),
+        first: first_key(seq_info, i),
+        end: select(i < seq_info.q_len, end_key(seq_info, i), 0i32),
     }
 }
 
-/// The first query that sees key `j`.
+/// Returns the first query that sees key `j`.
 #[cube]
-fn first_query(sight: &Sight, j: i32) -> i32 {
-    max(j - sight.offset - sight.right, 0i32)
+fn first_query(seq_info: &SeqInfo, j: i32) -> i32 {
+    max(j - seq_info.offset - seq_info.right, 0i32)
 }
 
-/// One past the last query that sees key `j`.
+/// Returns one past the last query that sees key `j`.
 #[cube]
-fn end_query(sight: &Sight, j: i32) -> i32 {
-    max(min(j - sight.offset + sight.left + 1i32, sight.q_len), 0i32)
+fn end_query(seq_info: &SeqInfo, j: i32) -> i32 {
+    max(
+        min(j - seq_info.offset + seq_info.left + 1i32, seq_info.q_len),
+        0i32,
+    )
 }
 
-/// The queries that see key `j` by window and length; none if it does not exist.
+/// Returns the queries that see key `j` by window and length, or an empty range if the key does not exist.
 #[cfg(feature = "cuda")]
 #[cube]
-pub(crate) fn queries_of(sight: &Sight, j: i32) -> Keys {
+pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     Keys {
-        first: first_query(sight, j),
-        end: select(j < sight.length, end_query(sight, j), 0i32),
+        first: first_query(seq_info, j),
+        end: select(j < seq_info.length, end_query(seq_info, j), 0i32),
     }
 }
 
-/// What the rows of a tile see on the other side: the keys of a tile of queries, or the queries of a
-/// tile of keys.
+/// The range of the opposite side that a tile sees: keys that a tile of queries sees, or queries that see a tile of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
-    /// What any row of the tile sees.
+    /// The range that at least one row of the tile sees.
     pub first: i32,
     pub end: i32,
-    /// What every row sees: nothing where rows of the tile do not exist.
+    /// The range that every row of the tile sees. It is empty if the tile reaches past the end of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
 
-/// The keys that a tile sees whose queries are `first..=last`; `full` where these are all of its rows.
+/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile exist.
 #[cube]
-pub(crate) fn visible_keys(sight: &Sight, first: i32, last: i32, full: bool) -> Run {
+pub(crate) fn visible_keys(seq_info: &SeqInfo, first: i32, last: i32, full: bool) -> Run {
     Run {
-        first: first_key(sight, first),
-        end: end_key(sight, last),
-        common_first: first_key(sight, last),
-        common_end: select(full, end_key(sight, first), 0i32),
+        first: first_key(seq_info, first),
+        end: end_key(seq_info, last),
+        common_first: first_key(seq_info, last),
+        common_end: select(full, end_key(seq_info, first), 0i32),
     }
 }
 
-/// The queries that see a tile whose keys are `first..=last`, if any; `full` where these are all of its
-/// rows.
+/// Returns the range of queries that see the keys `first..=last` of a tile. `full` is true if all rows of the tile exist.
 #[cube]
-pub(crate) fn visible_queries(sight: &Sight, first: i32, last: i32, full: bool) -> Run {
+pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: bool) -> Run {
     Run {
-        first: first_query(sight, first),
-        end: select(first <= last, end_query(sight, last), 0i32),
-        common_first: first_query(sight, last),
-        common_end: select(full, end_query(sight, first), 0i32),
+        first: first_query(seq_info, first),
+        end: select(first <= last, end_query(seq_info, last), 0i32),
+        common_first: first_query(seq_info, last),
+        common_end: select(full, end_query(seq_info, first), 0i32),
     }
 }
 
-/// Whether every row of the tile sees every row of the block of `size` that starts at `first`.
+/// True if every row of the tile sees every row of the block that starts at `first` and has `size` rows. One of tile and block
+/// is block `query_block` of the queries, the other is block `key_block` of the keys.
 #[cube]
 pub(crate) fn is_whole(
     run: &Run,
     first: i32,
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
+    batch: u32,
+    query_block: u32,
+    key_block: u32,
     #[comptime] size: i32,
     #[comptime] structure: Structure,
 ) -> bool {
     let mut whole = is_inside(run, first, size);
-    if comptime!(structure.is_irregular()) {
+    if comptime!(structure.segments || structure.mask) {
         whole = false;
+    } else if comptime!(structure.intervals > 0) {
+        whole = whole
+            && is_within_intervals(
+                seq_lens,
+                lengths_and_ids,
+                batch,
+                query_block,
+                key_block,
+                structure,
+            );
     }
     whole
 }
 
-/// Whether the block of `size` that starts at `first` is in every row's run.
+/// True if the block of `size` rows that starts at `first` lies in the range that every row of the tile sees.
 #[cube]
 pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// Integers of a block of either side: the smallest and the largest id in it, a bit for each id modulo 32, by which a block that
-/// ends in padding does not meet all documents between, and, of the side that tiles hold, the first block of the other side that
-/// may share a document with it and one past the last.
+/// The number of i32 values that the packed buffer holds per block of queries or keys. They are the smallest segment id, the
+/// largest segment id, a bit set of the ids modulo 32, and a range of opposite blocks (two values).
+///
+/// The bit set excludes documents whose id lies between the smallest and the largest id but does not occur in the block. For
+/// example, a block that ends in padding may hold ids that are far apart. Only blocks of the stationary side have a range of
+/// opposite blocks. The range holds the first opposite block that may share a document with the block, and one past the last.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
-/// Where a block's integers start.
+/// The number of i32 values per block of queries and per interval: two ranges of key blocks, each as the first block and one
+/// past the last.
+///
+/// The first range covers the key blocks of which at least one query of the block sees a key through the interval. The second
+/// range covers the key blocks of which every query of the block sees every key through the interval.
+pub(crate) const INTERVAL_BOUNDS: usize = 4;
+
+/// Returns the offset of a block's bounds in the packed i32 buffer.
 #[cube]
-fn bounds_of(extent: &Extent, batch: u32, block: u32, #[comptime] side: Side) -> u32 {
-    let mut start = extent.query_bounds;
-    let mut blocks = extent.query_blocks;
+fn bounds_of(
+    seq_lens: &SeqLens,
+    batch: u32,
+    block: u32,
+    #[comptime] side: Side,
+    #[comptime] structure: Structure,
+) -> u32 {
+    let mut start = seq_lens.query_bounds;
+    let mut blocks = seq_lens.query_blocks;
     if comptime!(side == Side::Keys) {
-        start = extent.key_bounds;
-        blocks = extent.key_blocks;
+        start = seq_lens.key_bounds;
+        blocks = seq_lens.key_blocks;
     }
-    start + comptime!(BLOCK_BOUNDS as u32) * (batch * blocks + block)
+    start + comptime!(structure.bounds_of_side(side)) * (batch * blocks + block)
 }
 
-/// Blocks of the other side, from the first to before the end.
+/// A range of blocks, all of them on the side that the kernel streams.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Blocks {
     pub first: i32,
-    /// Not above `first` if there are none.
+    /// One past the last block. It is at most `first` if the range is empty.
     pub end: i32,
 }
 
-/// Those of the blocks `first..end` that may share a document with the tile that is the `block`-th of its side, and some between
-/// them.
+/// Narrows the opposite blocks `first..end` to the range that segments and intervals may leave visible to tile `block`. Single
+/// blocks inside the narrowed range may still be hidden from the whole tile.
 #[cube]
-pub(crate) fn within_segments(
+pub(crate) fn within_bounds(
     first: i32,
     end: i32,
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     block: u32,
     #[comptime] side: Side,
     #[comptime] structure: Structure,
 ) -> Blocks {
-    if comptime!(structure.segments) {
-        let at = bounds_of(extent, batch, block, side);
+    if comptime!(structure.has_bounds()) {
+        let at = bounds_of(seq_lens, batch, block, side, structure);
         Blocks {
             first: max(first, integer(lengths_and_ids, at + 3u32)),
             end: min(end, integer(lengths_and_ids, at + 4u32)),
@@ -274,12 +334,14 @@ pub(crate) fn within_segments(
     }
 }
 
-/// Whether a block of a sequence's queries and one of its keys can see each other by their segments:
-/// the ranges of their ids overlap, and so do their bits.
+/// True if segments and intervals may leave a key of a block of keys visible to a query of a block of queries.
+///
+/// By segments, the id ranges and the id bit sets of both blocks must overlap. By intervals, the key block must lie in the
+/// range of an interval.
 #[cube]
-pub(crate) fn segments_meet(
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+pub(crate) fn blocks_meet(
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     query_block: u32,
     key_block: u32,
@@ -287,17 +349,91 @@ pub(crate) fn segments_meet(
 ) -> bool {
     let mut meet = true;
     if comptime!(structure.segments) {
-        let query_at = bounds_of(extent, batch, query_block, Side::Queries);
-        let key_at = bounds_of(extent, batch, key_block, Side::Keys);
+        let query_at = bounds_of(seq_lens, batch, query_block, Side::Queries, structure);
+        let key_at = bounds_of(seq_lens, batch, key_block, Side::Keys, structure);
         meet = integer(lengths_and_ids, query_at) <= integer(lengths_and_ids, key_at + 1u32)
             && integer(lengths_and_ids, key_at) <= integer(lengths_and_ids, query_at + 1u32)
             && integer(lengths_and_ids, query_at + 2u32) & integer(lengths_and_ids, key_at + 2u32)
                 != 0i32;
     }
+    if comptime!(structure.intervals > 0) {
+        let at = bounds_of(seq_lens, batch, query_block, Side::Queries, structure);
+        meet = meet
+            && is_in_block_range(
+                lengths_and_ids,
+                at + comptime!(BLOCK_BOUNDS as u32),
+                key_block,
+                structure,
+            );
+    }
     meet
 }
 
-/// The documents of a block's tokens.
+/// True if one interval contains every key of a block of keys, for every query of a block of queries. The structure must have
+/// intervals.
+#[cube]
+pub(crate) fn is_within_intervals(
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
+    batch: u32,
+    query_block: u32,
+    key_block: u32,
+    #[comptime] structure: Structure,
+) -> bool {
+    let at = bounds_of(seq_lens, batch, query_block, Side::Queries, structure);
+    let whole = at + comptime!(BLOCK_BOUNDS as u32 + 2u32);
+    is_in_block_range(lengths_and_ids, whole, key_block, structure)
+}
+
+/// True if a key block lies in the range of blocks at offset `at`, or in the range of the second interval.
+#[cube]
+fn is_in_block_range(
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
+    at: u32,
+    key_block: u32,
+    #[comptime] structure: Structure,
+) -> bool {
+    let mut inside = false.runtime();
+    #[unroll]
+    for interval in 0..structure.intervals {
+        let at = at + comptime!((INTERVAL_BOUNDS * interval) as u32);
+        let first = integer(lengths_and_ids, at);
+        let end = integer(lengths_and_ids, at + 1u32);
+        inside = inside || (key_block as i32 >= first && (key_block as i32) < end);
+    }
+    inside
+}
+
+/// Returns the offset of a query's record in the packed i32 buffer.
+#[cube]
+fn record_of(seq_lens: &SeqLens, batch: u32, query: i32, #[comptime] structure: Structure) -> u32 {
+    if comptime!(structure.query_record() == 1) {
+        seq_lens.query_ids + batch * seq_lens.q_len as u32 + query as u32
+    } else {
+        let record = comptime!(structure.query_record() as u32);
+        seq_lens.query_ids + record * (batch * seq_lens.q_len as u32 + query as u32)
+    }
+}
+
+/// Returns the keys of a query's interval. The query must exist.
+#[cube]
+pub(crate) fn interval_of(
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
+    batch: u32,
+    query: i32,
+    #[comptime] interval: usize,
+    #[comptime] structure: Structure,
+) -> Keys {
+    let at = record_of(seq_lens, batch, query, structure)
+        + comptime!((structure.segments as usize + 2 * interval) as u32);
+    Keys {
+        first: integer(lengths_and_ids, at),
+        end: integer(lengths_and_ids, at + 1u32),
+    }
+}
+
+/// The range of document ids that occur in a block.
 #[cfg(feature = "cuda")]
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -307,19 +443,19 @@ pub(crate) struct Documents {
     pub last: i32,
 }
 
-/// The documents of a block of either side; without segments all are of one.
+/// Returns the range of document ids in a block. If the problem has no segments, all tokens belong to one document.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn documents_of(
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     block: u32,
     #[comptime] side: Side,
     #[comptime] structure: Structure,
 ) -> Documents {
     if comptime!(structure.segments) {
-        let at = bounds_of(extent, batch, block, side);
+        let at = bounds_of(seq_lens, batch, block, side, structure);
         Documents {
             first: integer(lengths_and_ids, at),
             last: integer(lengths_and_ids, at + 1u32),
@@ -332,51 +468,62 @@ pub(crate) fn documents_of(
     }
 }
 
-/// The document of a token that exists, of either side.
+/// Returns the document id of an existing token.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn id_of(
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     token: i32,
     #[comptime] side: Side,
+    #[comptime] structure: Structure,
 ) -> i32 {
     if comptime!(side == Side::Queries) {
         integer(
             lengths_and_ids,
-            extent.query_ids + batch * extent.q_len as u32 + token as u32,
+            record_of(seq_lens, batch, token, structure),
         )
     } else {
         integer(
             lengths_and_ids,
-            extent.key_ids + batch * extent.kv_len as u32 + token as u32,
+            seq_lens.key_ids + batch * seq_lens.kv_len as u32 + token as u32,
         )
     }
 }
 
-/// Whether query `i` sees key `j`, both of them existing: window, length and segments.
+/// True if query `i` sees key `j` by window, length, segments and intervals. Query and key must exist.
 #[cube]
 #[allow(
     clippy::collapsible_if,
     reason = "the outer condition is the compiler's, the inner the kernel's"
 )]
 pub(crate) fn sees(
-    sight: &Sight,
-    extent: &Extent,
-    lengths_and_ids: &ComptimeOption<&Tensor<i32>>,
+    seq_info: &SeqInfo,
+    seq_lens: &SeqLens,
+    lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
     batch: u32,
     i: i32,
     j: i32,
     #[comptime] structure: Structure,
 ) -> bool {
-    let keys = keys_of(sight, i);
+    let keys = keys_of(seq_info, i);
     let mut visible = j >= keys.first && j < keys.end;
     if comptime!(structure.segments) {
         if visible {
-            let query_at = extent.query_ids + batch * extent.q_len as u32 + i as u32;
-            let key_at = extent.key_ids + batch * extent.kv_len as u32 + j as u32;
+            let query_at = record_of(seq_lens, batch, i, structure);
+            let key_at = seq_lens.key_ids + batch * seq_lens.kv_len as u32 + j as u32;
             visible = integer(lengths_and_ids, query_at) == integer(lengths_and_ids, key_at);
+        }
+    }
+    if comptime!(structure.intervals > 0) {
+        if visible {
+            visible = false;
+            #[unroll]
+            for interval in 0..structure.intervals {
+                let keys = interval_of(seq_lens, lengths_and_ids, batch, i, interval, structure);
+                visible = visible || (j >= keys.first && j < keys.end);
+            }
         }
     }
     visible

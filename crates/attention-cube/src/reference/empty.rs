@@ -1,21 +1,22 @@
-//! Attention without queries or without keys, which no kernel is asked for.
+//! Attention without queries or without keys. No kernel serves this case.
 
 use super::parts;
 use super::tensors::{bool_dtype, cast, fill_rows, float_dtype, is_negative_infinity, sum_to};
-use crate::AttentionProblem;
-use crate::backend::{
+use crate::problem::AttentionProblem;
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::{
     AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved, logsumexp_dtype,
 };
-use crate::select::BackwardRequest;
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// Whether there are queries, which then see nothing.
+/// True if queries exist. In an empty problem such queries see no key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }
 
-/// No query or no key: output 0, logsumexp −∞ or the sink.
+/// Computes the forward of a problem without queries or keys. The output is 0, and the logsumexp is the head's sink, or −∞
+/// without sinks.
 pub(super) fn forward<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -28,7 +29,8 @@ pub(super) fn forward<B: Backend>(
             let sinks = B::float_reshape(sinks, Shape::new([1, problem.q_heads, 1]));
             let mut scores = cast::<B>(sinks, dtype);
             if has_rows(problem) {
-                // A sink of −∞ is none, and so a constant.
+                // Overwrites a sink of −∞ by the constant −∞. Such a sink counts as no sink, so the logsumexp must not pass a
+                // gradient to the sink.
                 let none = is_negative_infinity::<B>(&scores);
                 scores = B::float_mask_fill(scores, none, f64::NEG_INFINITY.into());
             }
@@ -36,7 +38,8 @@ pub(super) fn forward<B: Backend>(
         }
         None => B::float_full(rows, f64::NEG_INFINITY.into(), &device, float_dtype(dtype)),
     };
-    // The zero output stays a function of the query, so that autodiff finds a (zero) gradient, whatever the query holds.
+    // The zero output is computed from the query. Autodiff then finds a gradient of zero for the query, even if the query
+    // contains NaN.
     let query = inputs.query.clone();
     let shape = Shape::new(problem.output_shape());
     let output = if has_rows(problem) {
@@ -50,7 +53,8 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// The gradients of nothing: zeros, but for the sinks, which the logsumexp may still equal.
+/// Computes the gradients of an empty problem. All gradients are zero except that of the sinks. Without keys, the logsumexp is
+/// the sink, so the sink receives the logsumexp's gradient.
 pub(crate) fn backward<B: Backend>(
     inputs: AttentionInputs<B>,
     saved: AttentionSaved<B>,
@@ -75,7 +79,7 @@ pub(crate) fn backward<B: Backend>(
                     let gradient = sum_to::<B>(gradient, &per_head);
                     let gradient = B::float_reshape(gradient, sinks.shape());
                     let scores = cast::<B>(sinks.clone(), gradient.dtype());
-                    // A sink of −∞ is none.
+                    // The gradient of a sink of −∞ is set to 0, because such a sink counts as no sink.
                     let none = is_negative_infinity::<B>(&scores);
                     let gradient = B::float_mask_fill(gradient, none, 0.0.into());
                     cast::<B>(gradient, sinks.dtype())

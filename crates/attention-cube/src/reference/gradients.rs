@@ -1,18 +1,18 @@
-//! The gradients, written out.
+//! The reference's gradients, computed explicitly and without autodiff.
 
 use super::scores::{Scores, Weights};
 use super::tensors::{
     bool_dtype, cast, fill_rows, from_groups, is_negative_infinity, sum_to, to_groups,
 };
 use super::{empty, parts};
-use crate::AttentionProblem;
-use crate::backend::{AttentionGradients, AttentionInputs, AttentionSaved, logsumexp_dtype};
-use crate::select::BackwardRequest;
+use crate::problem::AttentionProblem;
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionSaved, logsumexp_dtype};
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// The gradients, from the probabilities that the logsumexp gives back:
-/// `ds = p ∘ (do·vᵀ − Δ)` with `Δ = rowsum(do ∘ o) − dlse` (Dao et al., FlashAttention, 2022, §B.2).
+/// Computes the gradients from recomputed probabilities: `ds = p ∘ (do·vᵀ − Δ)` with `Δ = rowsum(do ∘ o) − dlse` (Dao et al.,
+/// FlashAttention, 2022, §B.2).
 pub(crate) fn backward<B: Backend>(
     inputs: AttentionInputs<B>,
     saved: AttentionSaved<B>,
@@ -29,20 +29,30 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // What reaches a query that sees nothing goes nowhere, whatever it is.
-    let seeing = |rows| match &scores.blind {
-        Some(blind) => fill_rows::<B>(rows, blind),
+    // P is computed from the scores and not from the logsumexp. For huge scores, a logsumexp in one f32 loses the logarithm
+    // of the sum. The scores of one shard do not give the logsumexp of all shards.
+    let weights = match request.lse_of_all_shards {
+        true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
+        false => Weights::<B>::new(scores.scores, scores.sinks, problem),
+    };
+    // Zeroes the output gradient's rows of queries that see no key, even if they contain NaN. A query that sees no key of a
+    // shard may see keys of another shard, and its rows then count for the gradient of the sinks.
+    let unused = match request.lse_of_all_shards {
+        true => Some(&weights.unseeing),
+        false => scores.blind.as_ref(),
+    };
+    let seeing = |rows| match unused {
+        Some(unused) => fill_rows::<B>(rows, unused),
         None => rows,
     };
-    // Not by the logsumexp: where scores are huge, one number does not keep how many there were.
-    let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
     let output_gradient = seeing(cast::<B>(saved.output_gradient, compute));
     let output = seeing(cast::<B>(saved.output, compute));
     let mut delta = B::float_sum_dim(B::float_mul(output_gradient.clone(), output), 3);
     if let Some(gradient) = saved.logsumexp_gradient.into_option() {
         let [gradient, _] = parts::<B>(gradient, problem);
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
-        // Beside neither a key nor a sink the logsumexp is −∞, a constant.
+        // The logsumexp's gradient is ignored for a query with neither keys nor a sink. The logsumexp of such a query is the
+        // constant −∞.
         delta = B::float_sub(delta, fill_rows::<B>(gradient, &weights.unseeing));
     }
     let p = weights.p;
@@ -57,7 +67,8 @@ pub(crate) fn backward<B: Backend>(
         B::float_matmul(output_gradient, B::float_transpose(scores.value)),
         problem,
     );
-    // A value that others see may be NaN.
+    // Sets dS to 0 where P is 0. The value row of a hidden key may be NaN, because other queries may see it, and 0 · NaN is
+    // NaN.
     let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
     let ds = B::float_mask_fill(ds, unseen, 0.0.into());
@@ -97,9 +108,12 @@ pub(crate) fn backward<B: Backend>(
     }
 }
 
-/// The sinks' gradient, `−Σ exp(sink − lse)·Δ` over the batch and the queries: a sink is a score whose
-/// value is zero. The logsumexp's `reference` and `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`, and the gradient has their
-/// dtype.
+/// Computes the sinks' gradient, `−Σ exp(sink − lse)·Δ`, over the batch and the queries. The formula treats a sink as a score
+/// whose value row is zero.
+///
+/// # Shapes
+/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The gradient is `[q_heads]`, in
+/// the dtype of `reference`.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     reference: FloatTensor<B>,
@@ -111,7 +125,8 @@ pub(crate) fn sinks_gradient<B: Backend>(
     let per_head = Shape::new([1, problem.q_heads, 1, 1]);
     let shape = sinks.shape();
     let scores = B::float_reshape(cast::<B>(sinks, compute), per_head.clone());
-    // A sink of −∞ is none, beside whatever the others of its head are.
+    // Sets the gradient of a sink of −∞ to 0, because such a sink counts as no sink. The gradient is 0 even if the head's
+    // logsumexp or delta is NaN.
     let none = is_negative_infinity::<B>(&scores);
     let p = B::float_exp(B::float_sub(B::float_sub(scores, reference), logarithm));
     let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);

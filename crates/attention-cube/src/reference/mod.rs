@@ -1,9 +1,9 @@
-//! The definition of attention in Burn's own tensor operations: the oracle of every test, and what
-//! devices without CubeCL run.
+//! The definition of attention in Burn's own tensor operations. Tests compare every kernel with this reference, and devices
+//! without CubeCL run it.
 //!
-//! It computes in f32 (in f64 for f64 inputs) and keeps all scores of all queries in memory: read it
-//! for what the operator means, not for how fast it can be. [`attention`] is differentiable by Burn's
-//! autodiff, which is what the explicit backward of the fused operator is checked against.
+//! The reference computes in f32 (in f64 for f64 inputs) and holds all scores of all queries in memory. It is written for
+//! clarity and not for speed. Burn's autodiff can differentiate [`attention`], and tests compare the operator's explicit
+//! backward with the result.
 
 pub(crate) mod empty;
 pub(crate) mod gradients;
@@ -14,21 +14,24 @@ mod visibility;
 
 use self::scores::{Scores, Weights};
 use self::tensors::{cast, fill_rows, float_dtype, from_groups, to_groups};
-use crate::backend::{AttentionInputs, AttentionOutput};
-use crate::quantized::QuantizedRows;
-use crate::{AttentionError, AttentionOptions, AttentionProblem};
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
+use crate::problem::AttentionProblem;
+use crate::types::quantized::QuantizedRows;
+use crate::types::tensors::{AttentionInputs, AttentionOutput};
 use burn::backend::{
     Backend, Dispatch, TensorMetadata,
     tensor::{BoolTensor, FloatTensor},
 };
 use burn::tensor::{Shape, Tensor};
 
-/// Output and logsumexp of attention by the definition, in plain tensor operations that Burn's
-/// autodiff differentiates: the same contract as [`attention_with_lse`](crate::attention_with_lse),
-/// with O(q_len × kv_len) memory.
+/// Computes output and logsumexp of attention by the definition, in tensor operations that Burn's autodiff can differentiate.
+///
+/// The contract and the shapes are those of [`attention_with_lse`](crate::attention_with_lse). The function needs O(q_len ×
+/// kv_len) memory.
 ///
 /// # Errors
-/// [`AttentionError`] where an argument does not fit.
+/// Returns [`AttentionError`] if an argument does not fit.
 pub fn attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -36,17 +39,20 @@ pub fn attention(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::new(&query, &key, &value, &options)?;
-    let result = forward::<Dispatch>(crate::inputs(query, key, value, options), &problem);
+    let result = forward::<Dispatch>(
+        crate::types::tensors::inputs(query, key, value, options),
+        &problem,
+    );
     Ok((
         Tensor::from_dispatch(result.output),
         Tensor::from_dispatch(result.logsumexp),
     ))
 }
 
-/// [`attention`] over what quantized keys and values stand for, in the query's dtype.
+/// Computes [`attention`] over int8 keys and values, dequantized to the query's dtype.
 ///
 /// # Errors
-/// [`AttentionError`] where an argument does not fit.
+/// Returns [`AttentionError`] if an argument does not fit.
 pub fn quantized_attention(
     query: Tensor<4>,
     key: QuantizedRows,
@@ -61,7 +67,7 @@ pub fn quantized_attention(
     attention(query, key, value, options)
 }
 
-/// The forward.
+/// Computes the forward, with the whole logsumexp in one tensor `[batch, q_heads, q_len]`.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -72,7 +78,8 @@ pub(crate) fn forward<B: Backend>(
     }
 }
 
-/// The forward of a problem that is not empty, and the queries that see no key, `[batch, q_heads, q_len, 1]`.
+/// Computes the forward of a non-empty problem, and returns a mask of the queries that see no key, `[batch, q_heads, q_len,
+/// 1]`.
 fn forward_and_blind<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -98,7 +105,8 @@ fn forward_and_blind<B: Backend>(
     (output, weights.blind)
 }
 
-/// The forward, with the logsumexp in the parts that the operator of a backend gives: all of it is the first.
+/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole
+/// logsumexp, and the second part is 0 or −0.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -116,7 +124,7 @@ pub(crate) fn forward_in_parts<B: Backend>(
         float_dtype(logsumexp.dtype()),
     );
     if let Some(blind) = blind {
-        // A kernel's backward knows by −0 that a query sees no key.
+        // Sets the logarithm of queries that see no key to −0. The backward of a kernel recognizes these queries by −0.
         let blind = B::bool_reshape(blind, Shape::new(problem.logsumexp_shape()));
         logarithms = B::float_mask_fill(logarithms, blind, (-0.0).into());
     }
@@ -127,7 +135,7 @@ pub(crate) fn forward_in_parts<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// What is of the references in a tensor like the logsumexp's parts, and what of the logarithms.
+/// Splits a tensor `[2 · batch, q_heads, q_len]` into the reference scores and the logarithms.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -139,7 +147,7 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
-/// The logsumexp of its parts, `[batch, q_heads, q_len]`.
+/// Adds the two parts of the logsumexp, and returns `[batch, q_heads, q_len]`.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
     problem: &AttentionProblem,

@@ -1,15 +1,16 @@
-//! Quantized rows in Burn's own tensor operations: what the kernels are compared with, and what devices without them run.
+//! Int8 quantization of rows in Burn's own tensor operations. Tests compare the kernels with this module, and devices without
+//! kernels run it.
 
 use super::tensors::{bool_dtype, cast};
-use crate::backend::QuantizedTensors;
-use crate::quantized::{CODES, LARGEST, ZERO_BELOW};
+use crate::types::quantized::{CODES, LARGEST, ZERO_BELOW};
+use crate::types::tensors::QuantizedTensors;
 use burn::backend::{
     Backend, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn::tensor::{DType, FloatDType, IntDType, Shape, Slice};
 
-/// See [`QuantizedRows::new`](crate::quantized::QuantizedRows::new).
+/// Quantizes rows as [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new) describes.
 pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> {
     let rows = cast::<B>(rows, DType::F32);
     let shape = rows.shape();
@@ -24,7 +25,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         };
     }
     let bools = bool_dtype::<B>(&rows);
-    // 0, or NaN where there is NaN or infinity, which a maximum may pass over.
+    // The sum `flaw` of all elements times 0 is NaN if the row contains NaN or infinity, and otherwise 0. The largest magnitude
+    // does not show this, because `max` may skip NaN.
     let flaw = B::float_sum_dim(B::float_mul_scalar(rows.clone(), 0.0.into()), 3);
     let largest = B::float_max_dim(B::float_abs(rows.clone()), 3);
     let least = f32::from_bits(ZERO_BELOW);
@@ -34,7 +36,7 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
     let scales = B::float_add(B::float_mask_fill(scales, is_zero, 0.0.into()), flaw);
 
     let multiples = B::float_div(rows, divisors);
-    // Halves go up: what rounding does to them differs among devices.
+    // Rounds half up by `floor(x + 0.5)`, because devices differ in how `round` treats halves.
     let codes = B::float_floor(B::float_add_scalar(multiples, 0.5.into()));
     let codes = B::float_clamp(codes, (-LARGEST).into(), LARGEST.into());
     let codes = B::float_into_int(codes, IntDType::I32);
@@ -48,7 +50,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
         B::int_reshape(code, words_shape.clone())
     };
-    // The highest byte has the sign, and the others none.
+    // The code in the highest byte keeps its sign. The codes in the other bytes are masked to 8 bits, so that the sum of all
+    // bytes is the word.
     let highest = CODES - 1;
     let words = (0..highest).fold(
         B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
@@ -63,7 +66,7 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
     }
 }
 
-/// `code · scale`, in `dtype`: computed in f32, in f64 for that.
+/// Returns `code · scale` in `dtype`. The multiplication is done in f32, or in f64 if `dtype` is f64.
 pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) -> FloatTensor<B> {
     let QuantizedTensors { words, scales } = rows;
     let compute = match dtype {
@@ -87,14 +90,15 @@ pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) ->
     cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
 }
 
-/// One of each word's codes.
+/// Returns code `lane` of each word as a float.
 fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> FloatTensor<B> {
     let byte = |words| B::bitwise_and_scalar(words, 255i32.into());
     let shifted = match lane {
         0 => words,
         lane => B::bitwise_right_shift_scalar(words, (8 * lane as i32).into()),
     };
-    // From 0 on, and then less what that was more.
+    // Adds 128 so that the code is non-negative and the byte mask preserves it. The 128 is subtracted again after the
+    // conversion to float.
     let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
 }

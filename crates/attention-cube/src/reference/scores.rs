@@ -1,29 +1,33 @@
-//! All scores, and their softmax.
+//! The scores of the reference and their softmax.
 
-use super::tensors::{bool_dtype, cast, elementwise_max, fill_rows, from_groups, to_groups};
+use super::parts;
+use super::tensors::{
+    bool_dtype, cast, elementwise_max, fill_rows, from_groups, is_negative_infinity, to_groups,
+};
 use super::visibility::{unused, visibility};
-use crate::AttentionProblem;
-use crate::backend::{AttentionInputs, logsumexp_dtype};
 use crate::math::softcap;
+use crate::problem::AttentionProblem;
+use crate::types::tensors::{AttentionInputs, logsumexp_dtype};
 use burn::backend::{
     Backend, TensorMetadata,
     tensor::{BoolTensor, FloatTensor},
 };
 use burn::tensor::{DType, Shape};
 
-/// The inputs in the dtype of the computation, without what nobody sees, and the scores.
+/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees, and queries that see no
+/// key, are zeroed.
 pub(super) struct Scores<B: Backend> {
-    /// Grouped: `[batch, kv_heads, group · q_len, head_dim]`.
+    /// Grouped queries: `[batch, kv_heads, group · q_len, head_dim]`.
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// `[batch, q_heads, q_len, kv_len]`; −∞ where hidden.
+    /// Scores, `[batch, q_heads, q_len, kv_len]`; the score of a hidden key is −∞.
     pub scores: FloatTensor<B>,
     /// The softcap's derivative, `1 − tanh²`.
     pub softcap_slope: Option<FloatTensor<B>>,
-    /// `[1, q_heads, 1, 1]`.
+    /// Sinks, `[1, q_heads, 1, 1]`.
     pub sinks: Option<FloatTensor<B>>,
-    /// The queries that see no key, `[batch, q_heads, q_len, 1]`, where some may.
+    /// A mask of the queries that see no key, `[batch, q_heads, q_len, 1]`, or `None` if every query sees every key.
     pub blind: Option<BoolTensor<B>>,
 }
 
@@ -36,7 +40,7 @@ impl<B: Backend> Scores<B> {
         let visible = visibility(inputs, problem);
         let mut blind = None;
         if let Some(visible) = &visible {
-            // 0 · NaN is NaN: what takes part in nothing must be zero before it is multiplied by zero.
+            // Rows that no score depends on are zeroed before the matmuls, because 0 · NaN is NaN.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
             query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
             blind = Some(queries_blind);
@@ -85,7 +89,8 @@ impl<B: Backend> Scores<B> {
     }
 }
 
-/// The scores under a wide softcap, in f32: by the series where their `ratios` to it are near zero, and else `far`.
+/// Returns the scores under a wide softcap, in f32. If the ratio of score to cap is small, a series gives the score. Otherwise
+/// the result is `far`, the score computed with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -94,7 +99,8 @@ fn widely_capped<B: Backend>(
     let near = f64::from(softcap::NEAR);
     let bools = bool_dtype::<B>(&scores);
     let is_near = B::float_lower_elem(B::float_abs(ratios.clone()), near.into(), bools);
-    // Of the others the square may be infinite, and so no number in the gradient.
+    // Clamps the ratios to the range of the series. Squares of larger ratios may be infinite, which would give NaN in the
+    // gradient.
     let ratios = B::float_clamp(ratios, (-near).into(), near.into());
     let squared = B::float_mul(ratios.clone(), ratios);
     let mut correction = B::float_mul_scalar(squared.clone(), 0.0.into());
@@ -102,26 +108,51 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // The score itself, and not the sum of 1 and the correction times it, which would be rounded before.
+    // Adds the correction to the score itself, because a factor `1 + correction` would be rounded first.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }
 
 /// The softmax of scores.
 pub(super) struct Weights<B: Backend> {
-    /// `[batch, q_heads, q_len, kv_len]`.
+    /// Probabilities, `[batch, q_heads, q_len, kv_len]`.
     pub p: FloatTensor<B>,
-    /// The largest score of each query, `[batch, q_heads, q_len, 1]`, finite for one that sees nothing, too.
+    /// The largest score of each query, `[batch, q_heads, q_len, 1]`. It is finite even for a query that sees no key.
     pub max: FloatTensor<B>,
-    /// The sum of `exp(score − max)`; 1 for a query without any.
+    /// The sum of `exp(score − max)` per query; 1 for a query with neither keys nor a sink.
     pub sum: FloatTensor<B>,
-    /// The queries without any: neither keys nor a sink.
+    /// A mask of the queries that have neither keys nor a sink.
     pub unseeing: BoolTensor<B>,
-    /// The queries without keys.
+    /// A mask of the queries that see no key.
     pub blind: BoolTensor<B>,
 }
 
 impl<B: Backend> Weights<B> {
+    /// Returns the probabilities of one shard's keys, from the two-part logsumexp over the keys of all shards.
+    pub fn of_shard(
+        scores: FloatTensor<B>,
+        logsumexp: FloatTensor<B>,
+        problem: &AttentionProblem,
+    ) -> Self {
+        let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
+        let [max, logarithm] =
+            parts::<B>(logsumexp, problem).map(|part| B::float_reshape(part, rows.clone()));
+        let unseeing = is_negative_infinity::<B>(&max);
+        let max = fill_rows::<B>(max, &unseeing);
+        let sum = B::float_exp(logarithm);
+        let scores = B::float_sub(scores, max.clone());
+        let p = B::float_exp(B::float_sub(scores, B::float_log(sum.clone())));
+        let hidden = B::float_sum_dim(p.clone(), 3);
+        let blind = B::float_equal_elem(hidden, 0.0.into(), bool_dtype::<B>(&p));
+        Self {
+            p: fill_rows::<B>(p, &unseeing),
+            max,
+            sum,
+            unseeing,
+            blind,
+        }
+    }
+
     pub fn new(
         scores: FloatTensor<B>,
         sinks: Option<FloatTensor<B>>,
@@ -135,7 +166,7 @@ impl<B: Backend> Weights<B> {
         if let Some(sinks) = &sinks {
             max = elementwise_max::<B>(max, sinks.clone());
         }
-        // The result does not depend on the reference maximum, so no gradient flows through it.
+        // The maximum is detached from autodiff, because the result does not depend on it.
         let max = B::float_detach(max);
         let p = B::float_exp(B::float_sub(scores, max.clone()));
         let mut sum = B::float_sum_dim(p.clone(), 3);
@@ -147,8 +178,8 @@ impl<B: Backend> Weights<B> {
         }
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
-        // What a query does not see may be NaN, if others see it: neither a product with it nor the product's gradient may tell
-        // one that sees nothing.
+        // Sets P to exactly 0 for a query that sees no key. Values that are hidden from this query may be NaN, if other
+        // queries see them, and must not reach its output or gradient.
         let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
         Self {
             p,

@@ -1,13 +1,14 @@
-//! Burn's operations as the definition needs them: groups of heads, masks that are broadcast, dtypes.
+//! Tensor operations of the reference: grouping of heads, broadcast masks, and dtypes.
 
-use crate::AttentionProblem;
+use crate::problem::AttentionProblem;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, FloatTensor},
 };
 use burn::tensor::{BoolDType, DType, FloatDType, Shape};
 
-/// `[batch, q_heads, q_len, n]` → `[batch, kv_heads, group · q_len, n]`, so that no key is repeated.
+/// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`, so that keys and values need not be
+/// repeated for a matmul.
 pub(super) fn to_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -20,7 +21,7 @@ pub(super) fn to_groups<B: Backend>(
     )
 }
 
-/// The inverse of [`to_groups`].
+/// Inverts [`to_groups`].
 pub(super) fn from_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -30,7 +31,7 @@ pub(super) fn from_groups<B: Backend>(
     B::float_reshape(tensor, Shape::new(shape))
 }
 
-/// Zeros where `mask` says so, which is broadcast.
+/// Sets elements to zero where the broadcast `mask` is true.
 pub(super) fn fill_rows<B: Backend>(
     tensor: FloatTensor<B>,
     mask: &BoolTensor<B>,
@@ -39,7 +40,7 @@ pub(super) fn fill_rows<B: Backend>(
     B::float_mask_fill(tensor, mask, 0.0.into())
 }
 
-/// Sums the dimensions that `shape` has as 1.
+/// Sums over the dimensions that have size 1 in `shape`.
 pub(super) fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
     for dim in 0..shape.num_dims() {
         if shape[dim] == 1 && tensor.shape()[dim] != 1 {
@@ -56,7 +57,7 @@ pub(super) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) 
     B::float_mask_where(a, smaller, b)
 }
 
-/// Where a tensor is −∞, as a sink is that is none.
+/// Returns a mask of the elements that are −∞, such as a sink that counts as no sink.
 pub(super) fn is_negative_infinity<B: Backend>(tensor: &FloatTensor<B>) -> BoolTensor<B> {
     let bools = bool_dtype::<B>(tensor);
     B::float_equal_elem(tensor.clone(), f64::NEG_INFINITY.into(), bools)

@@ -1,24 +1,25 @@
-//! Which keys each query sees, by lengths, windows, segments, mask and bias.
+//! Visibility of keys by causal mask, lengths, window, segments, intervals, mask and bias.
 
-use crate::AttentionProblem;
-use crate::backend::AttentionInputs;
+use crate::problem::AttentionProblem;
+use crate::types::tensors::AttentionInputs;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, Device, IntTensor},
 };
-use burn::tensor::{DType, IntDType, Shape};
+use burn::tensor::{BoolDType, DType, IntDType, Shape, Slice};
 
-/// Of positions, lengths and ids, as kernels have them: a device's own integers may be too narrow, or without negative positions, as
-/// queries before the first key have.
+/// The dtype of positions, lengths and ids: i32, as in kernels. A device's default int dtype may be too narrow, or it may be
+/// unsigned. Queries before the first key have negative positions.
 const INTS: IntDType = IntDType::I32;
 
-/// Which keys each query sees, broadcastable to the scores; `None` if all see all.
+/// Returns a mask of the keys that each query sees, broadcastable to the scores, or `None` if every query sees every key.
 pub(super) fn visibility<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> Option<BoolTensor<B>> {
     let device = inputs.query.device();
-    // The mask's, where there is one: a caller may have the device's configured, which a backend beneath Burn's dispatch is not told of.
+    // Uses the mask's own bool dtype if a mask exists, because the caller's default bool dtype may differ from this backend's
+    // default.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
         None => get_or_init_device_settings::<B>(&device).bool_dtype,
@@ -28,7 +29,8 @@ pub(super) fn visibility<B: Backend>(
 
     let lengths = inputs.kv_lengths.as_option().map(|lengths| {
         let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
-        // In the wider of the two dtypes, which holds both the lengths and their bound.
+        // Clamps lengths in the wider dtype, that of the lengths or i32. The wider dtype can represent both the lengths and
+        // `kv_len`.
         let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
             true => clamp(B::int_cast(lengths.clone(), INTS)),
             false => B::int_cast(clamp(lengths.clone()), INTS),
@@ -38,6 +40,9 @@ pub(super) fn visibility<B: Backend>(
     let keys = positions::<B>(kv_len, 3, &device);
     if let Some(lengths) = &lengths {
         conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
+    }
+    if let Some(intervals) = inputs.intervals.as_option() {
+        conditions.push(within_intervals::<B>(intervals, &keys, problem, bools));
     }
     if problem.right().is_some() || problem.window_left.is_some() {
         let queries = positions::<B>(q_len, 2, &device);
@@ -93,12 +98,54 @@ pub(super) fn visibility<B: Backend>(
     })
 }
 
-/// A window wider than any sequence, in numbers that a 32-bit position can be added to.
+/// Returns a mask of the keys that lie in an interval of the query, `[batch, 1, q_len, kv_len]`.
+fn within_intervals<B: Backend>(
+    intervals: &IntTensor<B>,
+    keys: &IntTensor<B>,
+    problem: &AttentionProblem,
+    bools: BoolDType,
+) -> BoolTensor<B> {
+    let AttentionProblem {
+        batch,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    // A dtype of 32 bits or more is clamped before the conversion, since i32 may not represent all its values.
+    let limit = (kv_len as i64).into();
+    let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
+        true => B::int_clamp(intervals.clone(), 0.into(), limit),
+        false => intervals.clone(),
+    };
+    let intervals = B::int_cast(intervals, INTS);
+    let scores = || Shape::new([batch, 1, q_len, kv_len]);
+    let keys = B::int_expand(keys.clone(), scores());
+    let value = |index: usize| {
+        let all = Slice::new(0, None, 1);
+        let one = Slice::new(index as isize, Some(index as isize + 1), 1);
+        let value = B::int_slice(intervals.clone(), &[all, all, one]);
+        B::int_expand(
+            B::int_reshape(value, Shape::new([batch, 1, q_len, 1])),
+            scores(),
+        )
+    };
+    let visible = (0..problem.intervals).map(|interval| {
+        B::bool_and(
+            B::int_greater_equal(keys.clone(), value(2 * interval), bools),
+            B::int_lower(keys.clone(), value(2 * interval + 1), bools),
+        )
+    });
+    visible
+        .reduce(B::bool_or)
+        .expect("a problem with interval tensors has at least one interval")
+}
+
+/// Clamps the window so that the window plus a 32-bit position fits in i32. The clamped window still exceeds every sequence.
 fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }
 
-/// `0..length` along dimension `dim` of four.
+/// Returns `0..length` along dimension `dim` of a 4-dimensional tensor.
 fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTensor<B> {
     let mut shape = [1; 4];
     shape[dim] = length;
@@ -108,8 +155,8 @@ fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTe
     )
 }
 
-/// The queries that see no key `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
-/// sees `[batch, kv_heads, kv_len, 1]`.
+/// Returns two masks: the queries that see no key, `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
+/// sees, `[batch, kv_heads, kv_len, 1]`.
 pub(super) fn unused<B: Backend>(
     visible: BoolTensor<B>,
     problem: &AttentionProblem,

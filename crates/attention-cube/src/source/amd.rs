@@ -1,9 +1,8 @@
-//! The machine code of AMD's kernels, by the compiler that Burn's `rocm` runs: CubeCL's through LLVM, which has AMD's cards without
-//! ROCm.
+//! Writes machine code of AMD kernels, through the compiler that Burn's feature `rocm` uses. CubeCL compiles AMD kernels
+//! through LLVM, without ROCm.
 
-use crate::device::{DeviceProfile, FragmentSupport};
 use crate::testing;
-use crate::tile::fragment_tiles::Fragments;
+use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::DType;
 use cubecl::hip::compiler::{HipBackend, HipCompilationOptions, HipCompiler, HipRepresentation};
@@ -11,10 +10,10 @@ use cubecl::ir::{amd::GfxArch, features::MmaConfig, *};
 use cubecl::{prelude::*, profile::TimingMethod};
 use std::{fs, path::Path, sync::Arc};
 
-/// Bytes of shared memory that a cube may take, whatever the card.
+/// The shared memory per cube in bytes, which is equal on all AMD GPUs in this module.
 const SHARED_MEMORY: usize = 64 << 10;
 
-/// A card, by its architecture.
+/// An AMD GPU, identified by its architecture.
 pub(crate) struct Card {
     architecture: GfxArch,
 }
@@ -24,7 +23,7 @@ impl Card {
         let architecture = GfxArch::parse(name);
         assert!(
             architecture.plane_dim().is_some(),
-            "CubeCL does not know {name}"
+            "CubeCL does not support the architecture {name}"
         );
         Self { architecture }
     }
@@ -33,12 +32,15 @@ impl Card {
         self.architecture.name()
     }
 
-    /// Units of a plane.
+    /// Returns the number of units per plane.
     fn plane(&self) -> u32 {
-        self.architecture.plane_dim().expect("a card that is known")
+        self.architecture
+            .plane_dim()
+            .expect("`of` has checked the architecture")
     }
 
-    /// The matrix products, as far as they are of use, that CubeCL tells of where it compiles through LLVM: none of CDNA's.
+    /// Returns the usable matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for
+    /// CDNA.
     fn fragments(&self) -> Vec<Fragments> {
         let dtypes: &[DType] = match self.architecture.wmma() {
             Some(_) => &[DType::F16, DType::BF16],
@@ -54,7 +56,7 @@ impl Card {
         dtypes.iter().map(of_dtype).collect()
     }
 
-    /// What engines choose by.
+    /// Returns the device profile from which engines plan.
     pub fn profile(&self) -> DeviceProfile {
         let plane = self.plane() as usize;
         DeviceProfile {
@@ -68,7 +70,7 @@ impl Card {
         }
     }
 
-    /// What kernels are compiled by.
+    /// Returns the device properties with which kernels are compiled.
     pub fn properties(&self) -> Arc<DeviceProperties> {
         let hardware = HardwareProperties {
             load_width: 128,
@@ -114,7 +116,7 @@ impl Card {
         Arc::new(properties)
     }
 
-    /// Writes a kernel's machine code, and returns how much shared memory a cube of it takes.
+    /// Writes a kernel's machine code to `path`, and returns the kernel's shared memory per cube in bytes.
     pub fn save(&self, path: &Path, definition: KernelDefinition) -> Result<usize, String> {
         let options = HipCompilationOptions {
             arch: Some(self.architecture.clone()),
@@ -124,9 +126,9 @@ impl Card {
         let compiled = cubecl::Compiler::compile(&mut compiler, definition, &options)
             .map_err(|error| error.to_string())?;
         let HipRepresentation::Llvm(module) = compiled else {
-            unreachable!("the compiler is LLVM's")
+            unreachable!("the compiler was created for LLVM")
         };
-        fs::write(path, &*module.code_object).expect("a file");
+        fs::write(path, &*module.code_object).expect("the folder is writable");
         assert!(
             module.shared_memory_size <= SHARED_MEMORY,
             "{}",

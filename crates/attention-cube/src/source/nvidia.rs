@@ -1,17 +1,22 @@
-//! The CUDA C++ of NVIDIA's kernels.
+//! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas, which come as Python packages, too, make of the files what they would on a card: registers, spills, products that
-//! are waited for one by one (C7513), SASS. A card's kernels are compiled by the ptxas of its toolkit, and versions differ: 13.0 finds
-//! reasons to wait where 12.9 finds none.
+//! NVRTC and ptxas compile the written files on a machine without a GPU. Both also exist as Python packages. They report
+//! registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that each wgmma is waited for
+//! separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of ptxas differ: 13.0
+//! serializes code that 12.9 does not.
 
-use super::Wanted;
-use crate::fragment::FragmentKind;
-use crate::fragment::bias::BiasReads;
-use crate::fragment::work_tile::TileKind;
+use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
+use crate::engine::tensor_core::common::FragmentKind;
+use crate::engine::tensor_core::common::bias::BiasReads;
+use crate::engine::tensor_core::common::scoring::{
+    GradientGridCompilationArg, MaskingCompilationArg, ScoringCompilationArg,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::common::tile_scheduler::TileSchedulerCompilationArg;
 use crate::math::schedule::ScheduleCompilationArg;
 use crate::math::side::Side;
-use crate::passes::mask_bits::kernel::MaskPlacesCompilationArg;
-use cube_kit::hopper::Half;
+use crate::source::{ARGUMENTS, GRID, SEQ_LENS, Wanted, optional};
+use cube_kit::nvidia::Half;
 use cubecl::{ir::*, prelude::*, profile::TimingMethod};
 use cubecl_cpp::shared::{CompilationOptions, CppCompiler, CppSupportedFeatures};
 use std::{fs, path::Path, sync::Arc};
@@ -39,13 +44,13 @@ impl Wanted {
     }
 }
 
-pub(crate) const SCHEDULE: ScheduleCompilationArg = ScheduleCompilationArg {
+const SCHEDULE: ScheduleCompilationArg = ScheduleCompilationArg {
     items: (),
     launched: (),
     paired: (),
 };
 
-pub(crate) const MASK_PLACES: MaskPlacesCompilationArg = MaskPlacesCompilationArg {
+const MASK_OFFSETS: MaskOffsetsCompilationArg = MaskOffsetsCompilationArg {
     batch: (),
     head: (),
     row: (),
@@ -55,7 +60,32 @@ pub(crate) const MASK_PLACES: MaskPlacesCompilationArg = MaskPlacesCompilationAr
     block_tile: (),
 };
 
-/// An H200.
+/// Builds the scoring argument of a tensor-core kernel with the wanted optional inputs.
+pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilationArg<F, NB> {
+    ScoringCompilationArg {
+        masking: MaskingCompilationArg {
+            seq_lens: SEQ_LENS,
+            lengths_and_ids: optional!(wanted.has_lengths_or_ids()),
+            mask: optional!(wanted.structure.mask),
+            mask_offsets: MASK_OFFSETS,
+        },
+        bias: optional!(wanted.score.bias),
+        arguments: ARGUMENTS,
+    }
+}
+
+pub(crate) const SCHEDULER: TileSchedulerCompilationArg = TileSchedulerCompilationArg {
+    grid: GRID,
+    schedule: SCHEDULE,
+    group: (),
+};
+
+pub(crate) const GRADIENT_GRID: GradientGridCompilationArg = GradientGridCompilationArg {
+    grid: GRID,
+    group: (),
+};
+
+/// Returns the device properties of an H200.
 pub(crate) fn properties() -> Arc<DeviceProperties> {
     let hardware = HardwareProperties {
         load_width: 128,
@@ -89,7 +119,7 @@ pub(crate) fn properties() -> Arc<DeviceProperties> {
     ))
 }
 
-/// Writes a kernel's source, whose first line says how much shared memory a cube of it takes.
+/// Writes a kernel's source. The first line of the file gives the bytes of shared memory per cube.
 pub(crate) fn save(folder: &Path, name: &str, shared_memory: usize, definition: KernelDefinition) {
     let options = CompilationOptions {
         warp_size: 32,
@@ -111,6 +141,6 @@ pub(crate) fn save(folder: &Path, name: &str, shared_memory: usize, definition: 
         "// {shared_memory} bytes of shared memory\n{}",
         compiled.source
     );
-    fs::write(&path, source).expect("a file");
+    fs::write(&path, source).expect("the folder is writable");
     println!("{}", path.display());
 }

@@ -4,7 +4,7 @@ use burn::{backend::DispatchDevice, tensor::Device};
 use burn_cubecl::CubeDevice;
 use std::env;
 
-/// A device that runs CubeCL kernels: the first of them that `ATTENTION_TEST_DEVICES` names, or the default one.
+/// Returns a device that runs CubeCL kernels: the first device named in `ATTENTION_TEST_DEVICES`, or the default device.
 pub(crate) fn device() -> Device {
     let named = env::var("ATTENTION_TEST_DEVICES").unwrap_or_default();
     let named = named.split(',').find_map(|name| match name.trim() {
@@ -17,10 +17,10 @@ pub(crate) fn device() -> Device {
     named.unwrap_or_default()
 }
 
-/// The same as CubeCL's.
+/// Returns CubeCL's handle of the test device.
 ///
 /// # Panics
-/// If the default device runs no CubeCL kernels.
+/// Panics if the default device runs no CubeCL kernels.
 pub(crate) fn cube_device() -> CubeDevice {
     let device = device();
     match device.as_dispatch() {

@@ -1,15 +1,17 @@
-//! Low-rank adapters (Hu et al. 2021, arXiv:2106.09685), trained by Burn and stored as PEFT stores them.
+//! LoRA adapters (low-rank adaptation, Hu et al. 2021, arXiv:2106.09685). Burn trains them, and files store them in PEFT's
+//! format.
 
 use super::{
     adapter_config::{AdapterConfig, Scaling},
     create,
-    files::TensorFiles,
-    names::{HEAD, Names, is_of_tower, uncompiled},
+    files::{TensorFiles, uncompiled},
+    names::{HEAD, Names, is_of_tower},
     stored, upload_f32, write_file, write_tensors,
 };
-use crate::{
-    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, error::read, op::linear::product,
-};
+use crate::config::Gemma4Config;
+use crate::error::{Gemma4Error, TensorProblem, read};
+use crate::model::Gemma4Model;
+use crate::op::linear::product;
 use burn::{
     module::{Lora, LoraAdapter, Module, ModuleMapper, Param, ParamGroup},
     tensor::{DType, Device, FloatDType, Tensor},
@@ -23,13 +25,15 @@ use std::{
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// Before a module's name in the file: how PEFT wraps a model.
+/// The prefix of every module name in an adapter's file. PEFT wraps the model in a module of its own, which adds this prefix.
 const WRAPPED: &str = "base_model.model.";
-/// After it: the factor that reads the input, `[rank, columns in]`, and the one that writes, `[columns out, rank]`.
+/// The suffixes of the tensor names of `A` and `B` in an adapter's file. This module calls the two matrices factors. `A`,
+/// `[rank, in_features]`, multiplies the input. `B`, `[out_features, rank]`, multiplies the result of `A`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
-/// Which matrices of a model get an adapter, and of which kind: `weight + alpha / rank · B · A`, where `A` and `B` have
-/// `rank` rows and columns.
+/// A description of a LoRA adapter: the matrices that it adapts, its rank and its scale.
+///
+/// An adapted matrix becomes `weight + alpha / rank · B · A`, where `A` has `rank` rows and `B` has `rank` columns.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -40,25 +44,25 @@ const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 /// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
 /// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
 /// let adapter = Adapter::new(8, 16.0);
-/// let model = adapter.attach(model)?; // as before, with nothing to train but the adapter
+/// let model = adapter.attach(model)?; // the same outputs; only the adapter is trainable
 /// # let folder = std::env::temp_dir().join(format!("adapter-{}", std::process::id()));
 /// adapter.save(&model, &folder, "gemma-4-E2B")?;
-/// # std::fs::remove_dir_all(folder).expect("a folder to remove");
+/// # std::fs::remove_dir_all(folder).expect("the saved adapter's folder can be removed");
 /// # Ok(())
 /// # }
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adapter {
-    /// Columns of the one factor and rows of the other.
+    /// The rank: the number of rows of `A` and the number of columns of `B`.
     pub rank: usize,
-    /// The adapter counts `alpha / rank` times.
+    /// The numerator of the scale `alpha / rank`, by which `B · A` is multiplied.
     pub alpha: f64,
-    /// The matrices, by the names of their modules.
+    /// The names of the adapted matrices: the last part of their modules' names, such as `q_proj`.
     pub modules: Vec<String>,
 }
 
 impl Adapter {
-    /// An adapter of all matrices of attention and of the dense feed-forward networks.
+    /// Creates an adapter of all attention matrices and of all matrices of the dense feed-forward networks.
     pub fn new(rank: usize, alpha: f64) -> Self {
         let modules = [
             "q_proj",
@@ -76,13 +80,18 @@ impl Adapter {
         }
     }
 
-    /// Freezes the model and attaches Burn's low-rank adapters, which add nothing until they are trained. Their factors are in
-    /// f32, whatever the model is in, and are multiplied with rows in the rows' dtype. Quantized matrices stay quantized beneath them
-    /// (Dettmers et al. 2023, arXiv:2305.14314).
+    /// Freezes the model and attaches Burn's LoRA adapters, which do not change the outputs until they are trained.
+    ///
+    /// The matrices `A` and `B` are stored in f32, whatever the model's dtype is. The forward pass casts them to the
+    /// activations' dtype. Quantized matrices stay quantized under their adapters (QLoRA, Dettmers et al. 2023,
+    /// arXiv:2305.14314).
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where the rank is 0, alpha over it is no number in f32, the model has no such matrices or an adapter already, or
-    /// one is smaller than the rank.
+    /// Returns [`Gemma4Error::Argument`] in these cases:
+    ///
+    /// - The rank is 0 or larger than a dimension of a matrix.
+    /// - The scale `alpha / rank` is not finite in f32.
+    /// - The model has none of the named matrices, or the model already has an adapter.
     pub fn attach(&self, model: Gemma4Model) -> Result<Gemma4Model, Gemma4Error> {
         let refuse = |argument, reason| Err(Gemma4Error::Argument { argument, reason });
         if self.rank == 0 {
@@ -119,7 +128,8 @@ impl Adapter {
         let paths: Vec<String> = matrices.into_iter().map(|(path, _)| path).collect();
         let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
         let lora = lora.set_param_group(ParamGroup::from_paths(paths));
-        // Factors stay while steps come and go: apart from these, they are not looked through for each place that a step needs.
+        // The adapter's matrices live through all training steps, so this call allocates them in persistent memory. The
+        // allocator does not search persistent memory for space when it allocates a temporary tensor.
         let device = model.device();
         Ok(device.memory_persistent_allocations(model, move |model| {
             let mut lora = lora.clone();
@@ -139,22 +149,23 @@ impl Adapter {
         path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
     }
 
-    /// What PEFT matches the whole names of a model's modules with, in either class. A list of last names would adapt towers, too,
-    /// which have modules of the same names.
+    /// Returns the regular expression that PEFT matches against the full names of a model's modules. The expression matches the
+    /// names of `Gemma4ForConditionalGeneration` and of `Gemma4ForCausalLM`. A list of short names such as `q_proj` would not
+    /// do: modules of the vision and audio towers have the same short names, and PEFT would adapt them too.
     fn pattern(&self) -> String {
         let modules = self.modules.join("|");
         format!(r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
     }
 
-    /// Writes the adapters that [`attach`](Self::attach) gave to `model` into `folder`, as PEFT does: `adapter_config.json`,
-    /// which names the checkpoint `base`, and `adapter_model.safetensors`, in f32.
+    /// Writes the adapter that [`attach`](Self::attach) added to `model` into `folder`, in PEFT's format and in f32.
     ///
-    /// Where `base` is a multimodal checkpoint's folder, modules have the names of `Gemma4ForConditionalGeneration`, whose
-    /// towers are left alone; else those of `Gemma4ForCausalLM`. PEFT loads them into the other class, too, by a `key_mapping` of
-    /// `model.language_model.` to `model.`, or back.
+    /// The files are `adapter_config.json`, which gives `base` as the adapted checkpoint, and `adapter_model.safetensors`. If
+    /// `base` is the folder of a multimodal checkpoint, the written module names are those of `Gemma4ForConditionalGeneration`,
+    /// and the towers get no adapter. Otherwise the written module names are those of `Gemma4ForCausalLM`. PEFT can load the
+    /// adapter into the other class with a `key_mapping` from `model.language_model.` to `model.`, or the reverse.
     ///
     /// # Errors
-    /// Where `base` is a folder without a checkpoint that can be read, and where a file cannot be written.
+    /// Returns an error if `base` is a folder without a readable checkpoint, or if a file cannot be written.
     pub fn save(
         &self,
         model: &Gemma4Model,
@@ -184,7 +195,8 @@ impl Adapter {
         let json = serde_json::to_string_pretty(&file)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
         create(folder)?;
-        // Burn's first factor writes and its second one reads, since the matrices here are [columns out, columns in].
+        // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights here are `[out_features, in_features]`, as in PEFT.
+        // So Burn's `a` is PEFT's `B`, and Burn's `b` is PEFT's `A`.
         let [reads, writes] = FACTORS;
         let factors =
             stored(&model.valid(), DType::F32)
@@ -202,21 +214,26 @@ impl Adapter {
 }
 
 impl Gemma4Model {
-    /// Adds the low-rank adapter in `folder` to the weights: `adapter_config.json` and `adapter_model.safetensors`, as
-    /// [`Adapter::save`] and PEFT write them. Quantized weights that it adds to become whole.
+    /// Adds the LoRA adapter in `folder` to the weights.
+    ///
+    /// The folder holds `adapter_config.json` and `adapter_model.safetensors`, as [`Adapter::save`] and PEFT write them.
+    /// Quantized weights are dequantized if the adapter changes them.
     ///
     /// # Errors
-    /// Where a file is missing or not what it should be, where a tensor does not fit the model or is not of the rank that
-    /// `adapter_config.json` says (all of them named), and for adapters of another kind.
+    /// Returns an error if a file is missing or malformed, or if the adapter is not a LoRA adapter. If tensors do not fit the
+    /// model or the rank in `adapter_config.json`, the error names all such tensors.
     pub fn merge_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         self.with_adapter(folder.as_ref(), Way::Merged)
     }
 
-    /// As [`merge_adapter`](Self::merge_adapter), but the layers' quantized weights stay as they are: what the adapter adds goes through its
-    /// factors, in the dtype that the model computes in, and is not rounded with the weights, as when it was trained over them.
+    /// Attaches the LoRA adapter in `folder` without merging it into the layers' quantized weights.
+    ///
+    /// The folder holds the same files as for [`merge_adapter`](Self::merge_adapter). The quantized weights stay quantized. The
+    /// forward pass computes the adapter's output from `A` and `B` in the model's compute dtype. It adds this output to that of
+    /// the quantized matrix. So the adapted weight is not rounded to a quantized format. QLoRA training computes the same way.
     ///
     /// # Errors
-    /// As [`merge_adapter`](Self::merge_adapter).
+    /// Returns the errors of [`merge_adapter`](Self::merge_adapter).
     pub fn attach_adapter(self, folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         self.with_adapter(folder.as_ref(), Way::Beside)
     }
@@ -239,7 +256,10 @@ impl Gemma4Model {
         let mut in_file = BTreeMap::new();
         for name in tensors.names() {
             if let Some(other) = in_file.insert(uncompiled(name), name) {
-                return Err(malformed(&path, format!("{name} is {other}, too")));
+                return Err(malformed(
+                    &path,
+                    format!("{name} and {other} name the same tensor"),
+                ));
             }
         }
         let mut warnings = config.warnings.clone();
@@ -249,12 +269,12 @@ impl Gemma4Model {
         if rest.is_empty() {
             return Err(malformed(
                 &path,
-                format!("has no tensors but {of_towers} of vision and audio towers"),
+                format!("has no tensors except {of_towers} of vision and audio towers"),
             ));
         }
         if of_towers > 0 {
             warnings.push(format!(
-                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; text needs none of them"
+                "{WEIGHTS}: {of_towers} factors of vision and audio towers are not used; the text model does not need them"
             ));
         }
         let names = Names::among(rest.iter().filter_map(|name| name.strip_prefix(WRAPPED)));
@@ -277,7 +297,8 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // Products beside those of layers know no adapters.
+            // Only the linear projections in the layers can keep an attached adapter. For all other matrices the adapter is
+            // merged into the weight.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,
@@ -289,7 +310,7 @@ impl Gemma4Model {
                         weight.adapt(LoraAdapter { a, b, scale });
                     }
                 }
-                // What is added to quantized weights needs whole ones.
+                // A merge changes the weight, so a quantized weight is dequantized first.
                 None => weight.dequantize(),
             }
         }
@@ -308,7 +329,8 @@ impl Gemma4Model {
     }
 }
 
-/// Whether a factor is of keys or values that a layer does not make, since it reads an earlier layer's.
+/// True if `name` is the name of `A` or `B` for a K or V projection that the model does not have. Layers that share an earlier
+/// layer's KV cache have no K and V projections.
 fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
     let module = FACTORS.iter().find_map(|suffix| name.strip_suffix(suffix));
     let module = module.and_then(|module| module.strip_prefix(WRAPPED));
@@ -317,60 +339,64 @@ fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
     })
 }
 
-/// Where an adapter goes that is read.
+/// The way in which a loaded adapter is added to the weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Into the weights.
+    /// Add `B · A · scale` to every weight.
     Merged,
-    /// Beside quantized weights of layers, and into all others.
+    /// Keep `A` and `B` beside the layers' quantized weights, and merge them into all other weights.
     Beside,
 }
 
-/// Adds the products of an adapter's factors to the parameters that they belong to.
+/// A module mapper that adds `B · A · scale` to each parameter that the adapter changes.
 struct Merger<'a> {
     tensors: &'a SafeTensors<'a>,
-    /// The tensors' names in the file by those without `torch.compile`'s parts.
+    /// A map to the tensor names in the file. The keys are the same names without the parts that `torch.compile` adds.
     in_file: BTreeMap<String, &'a str>,
-    /// Before a parameter's path in the model that PEFT adapted.
+    /// The prefix that turns a parameter's path into its name in the model that PEFT adapted.
     prefix: &'static str,
     config: AdapterConfig,
     path: Vec<String>,
-    /// Tensors of the file that belong to no parameter so far.
+    /// Tensors of the file that have not been assigned to a parameter yet.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
-    /// A fault of the configuration that only a module's name brings to light.
+    /// The last error from a lookup in the adapter's configuration, if one failed. A lookup finds the rank and scale for a
+    /// module.
     refusal: Option<String>,
 }
 
 impl Merger<'_> {
-    /// The name that the module of the matrix at `path` has in the model that PEFT adapted.
+    /// Returns the module name of the matrix at `path` in the model that PEFT adapted.
     fn module(&self, path: &str) -> String {
-        // A head is beside the model that has all else.
+        // The output projection's name gets no prefix, because that projection is outside the module that holds all other
+        // parameters.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
             false => format!("{}{path}", self.prefix),
         }
     }
 
-    /// Of the factors of the matrix at `path`.
+    /// Returns the tensor names of `A` and `B` in the file, for the matrix at `path`.
     fn names(&self, path: &str) -> [String; 2] {
         let module = self.module(path);
         FACTORS.map(|suffix| format!("{WRAPPED}{module}{suffix}"))
     }
 
-    /// Whether the adapter has something to add to the matrix at `path`.
+    /// True if the adapter has an `A` or a `B` for the matrix at `path`.
     fn adds_to(&self, path: &str) -> bool {
         let names = self.names(path);
         names.iter().any(|name| self.rest.contains(name))
     }
 
-    /// `[columns out, columns in]` in f32: what the adapter adds to the matrix at `path`, if it has something to add.
+    /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32, or `None` if the
+    /// adapter does not change the matrix.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
         let ([writes, reads], scale) = self.factors(path, shape, device)?;
         Some(product(writes, reads) * scale)
     }
 
-    /// The factors of that in f32, `[columns out, rank]` and `[rank, columns in]`, and what their product is multiplied by.
+    /// Loads the factors of the matrix at `path` in f32: `B`, `[out_features, rank]`, and `A`, `[rank, in_features]`. Also
+    /// returns the scale of `B · A`.
     fn factors(
         &mut self,
         path: &str,
@@ -395,7 +421,8 @@ impl Merger<'_> {
         Some(([writes?, reads?], scale))
     }
 
-    /// The factor called `name`, whose dimension `of_rank` is the rank.
+    /// Loads the factor called `name`, which is an `A` or a `B`, and checks its shape. `of_rank` is the index of the dimension
+    /// whose size is the rank.
     fn factor(
         &mut self,
         name: &str,

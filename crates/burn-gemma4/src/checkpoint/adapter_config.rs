@@ -1,4 +1,5 @@
-//! PEFT's `adapter_config.json`: how much the factors of each matrix count, and switches that give factors another meaning.
+//! PEFT's `adapter_config.json`. The file holds the rank and scale of each adapted matrix, and switches that change how the
+//! matrices `A` and `B` are applied.
 
 use crate::{escaped::Escaped, json};
 use fancy_regex::Regex;
@@ -9,7 +10,8 @@ use serde::{
 use serde_json::{Map, Value};
 use std::{fmt, marker::PhantomData};
 
-/// The fields that this crate knows.
+/// The fields of `adapter_config.json`. A field that this crate interprets has a member of its own. `others` holds all other
+/// fields.
 #[derive(Deserialize)]
 struct File {
     peft_type: String,
@@ -22,7 +24,8 @@ struct File {
     others: Map<String, Value>,
 }
 
-/// Fields that change nothing about factors that have been trained, or that are parameters of a switch.
+/// The fields that do not change how trained matrices `A` and `B` are applied. Some of them are parameters of a feature that
+/// another field switches on, such as `qalora_group_size` for `use_qalora`.
 const WITHOUT_EFFECT: [&str; 20] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -46,31 +49,32 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// Ways of beginning that leave the weights beneath as they are, or that PEFT repeats when it loads an adapter. Other ways take the
-/// first product out of the weights.
+/// The supported methods to initialize `A` and `B`. Each of them leaves the base weights unchanged, or PEFT applies the method
+/// again when it loads an adapter. The other methods subtract the initial `B · A` from the base weights, so the adapter does
+/// not fit the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
-/// How much an adapter's factors count.
+/// The contents of an adapter's `adapter_config.json`.
 pub(super) struct AdapterConfig {
     rank: usize,
     alpha: f64,
     is_rank_stabilized: bool,
     ranks: Patterns<usize>,
     alphas: Patterns<f64>,
-    /// Fields whose meaning is not known.
+    /// Warnings about fields that this crate does not know.
     pub(super) warnings: Vec<String>,
 }
 
-/// The factors of one matrix and their scaling.
+/// The rank and scale of the adapter of one matrix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Scaling {
     pub rank: usize,
-    /// The product of the factors is multiplied by it.
+    /// The scale by which `B · A` is multiplied.
     pub scale: f64,
 }
 
 impl AdapterConfig {
-    /// Reads the contents of an `adapter_config.json`.
+    /// Parses the contents of an `adapter_config.json`.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         let file: File = json::from_slice(bytes)?;
         file.refuse_unsupported()?;
@@ -109,7 +113,7 @@ impl AdapterConfig {
         }
     }
 
-    /// The scaling of a module's matrix, by the whole name that it has in the model which PEFT adapted.
+    /// Returns the rank and scale for the matrix of a module. `module` is the module's full name in the model that PEFT adapted.
     pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
         let rank = self.ranks.value(module)?.unwrap_or(self.rank);
         let alpha = self.alphas.value(module)?.unwrap_or(self.alpha);
@@ -137,13 +141,15 @@ impl File {
         }
         match self.others.get("init_lora_weights") {
             Some(Value::String(way)) if !BEGINNINGS.contains(&way.as_str()) => Err(format!(
-                "init_lora_weights is {way:?}, for which PEFT changes the weights beneath; save the adapter as one of the weights as they were"
+                "init_lora_weights is {way:?}, with which PEFT changes the base weights; convert the adapter to one of the original base weights"
             )),
             _ => Ok(()),
         }
     }
 
-    /// Numbers of unknown fields: PEFT keeps parameters of switches beside these, whether or not they are on.
+    /// Returns warnings about unknown numeric fields. Such a field may be a switch that changes the results. But it may also be
+    /// a parameter of a switch that is off, because PEFT writes these parameters too. So the field causes a warning and no
+    /// error.
     fn warnings(&self) -> Vec<String> {
         let numbers = self
             .switches()
@@ -152,20 +158,20 @@ impl File {
             .map(|(name, value)| {
                 let name = Escaped::line(name);
                 format!(
-                    "adapter_config.json: {name} is {value}, which is not known and has no effect"
+                    "adapter_config.json: {name} is {value}, which is an unknown field and has no effect"
                 )
             })
             .collect()
     }
 
-    /// Fields that may change what factors stand for.
+    /// Returns the fields that may change how `A` and `B` are applied.
     fn switches(&self) -> impl Iterator<Item = (&String, &Value)> {
         let fields = self.others.iter();
         fields.filter(|(name, _)| !WITHOUT_EFFECT.contains(&name.as_str()))
     }
 }
 
-/// True if a switch is on.
+/// True if the value of a field means that the field is switched on.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,
@@ -176,7 +182,8 @@ fn is_on(value: &Value) -> bool {
     }
 }
 
-/// Values by the regular expressions of modules' names. The first that matches counts, in the file's order.
+/// A table from regular expressions of module names to values. The first expression in the file that matches a module's name
+/// gives the module's value.
 struct Patterns<V> {
     field: &'static str,
     values: Vec<(String, Regex, V)>,
@@ -186,11 +193,9 @@ impl<V: Copy> Patterns<V> {
     fn compile(field: &'static str, pairs: Option<Pairs<V>>) -> Result<Self, String> {
         let pairs = pairs.map_or_else(Vec::new, |pairs| pairs.0);
         let compile = |(pattern, value): (String, V)| {
-            // As PEFT's `get_pattern_key`: all of a name, or its last parts.
+            // The expression matches a full name, or the last dot-separated parts of a name, like PEFT's `get_pattern_key`.
             let regex = Regex::new(&format!(r"^(.*\.)?({pattern})$")).map_err(|error| {
-                format!(
-                    "{field}: {pattern:?} is not a regular expression that is understood: {error}"
-                )
+                format!("{field}: {pattern:?} is not a supported regular expression: {error}")
             })?;
             Ok((pattern, regex, value))
         };
@@ -213,7 +218,7 @@ impl<V: Copy> Patterns<V> {
         Ok(None)
     }
 
-    /// The first pattern of such a value.
+    /// Returns the first pattern whose value satisfies the predicate.
     fn find(&self, is_such: impl Fn(V) -> bool) -> Option<&str> {
         let mut values = self.values.iter();
         let (pattern, ..) = values.find(|(_, _, value)| is_such(*value))?;
@@ -221,7 +226,7 @@ impl<V: Copy> Patterns<V> {
     }
 }
 
-/// The fields of an object in the file's order.
+/// The fields of a JSON object in the file's order.
 struct Pairs<V>(Vec<(String, V)>);
 
 impl<'de, V: Deserialize<'de>> Deserialize<'de> for Pairs<V> {
@@ -236,13 +241,14 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for PairsVisitor<V> {
     type Value = Pairs<V>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("an object of numbers by the names of modules")
+        f.write_str("an object that maps module names to numbers")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut pairs: Vec<(String, V)> = Vec::new();
         while let Some((name, value)) = map.next_entry::<String, V>()? {
-            // As in Python, the last of equal names gives the value, and the first the place in the order.
+            // Repeated keys are treated as in Python: the last occurrence of a key gives the value, and the first occurrence
+            // gives the position in the list.
             match pairs.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, known)) => *known = value,
                 None => pairs.push((name, value)),
@@ -261,20 +267,25 @@ mod tests {
 
     fn parse(fields: Value) -> Result<AdapterConfig, String> {
         let mut config = json!({"peft_type": "LORA", "r": 8, "lora_alpha": 16});
-        for (name, value) in fields.as_object().expect("fields") {
+        for (name, value) in fields
+            .as_object()
+            .expect("the test's fields are a JSON object")
+        {
             config[name] = value.clone();
         }
         AdapterConfig::parse(config.to_string().as_bytes())
     }
 
     fn scaling(fields: Value) -> (usize, f64) {
-        let config = parse(fields).expect("an adapter");
-        let Scaling { rank, scale } = config.scaling(Q_PROJ).expect("a scaling");
+        let config = parse(fields).expect("the configuration parses");
+        let Scaling { rank, scale } = config
+            .scaling(Q_PROJ)
+            .expect("every pattern matches without error");
         (rank, scale)
     }
 
     #[test]
-    fn scaling_is_alpha_over_rank_or_its_root() {
+    fn scaling_with_and_without_rslora_divides_by_sqrt_rank_or_rank() {
         assert_eq!(scaling(json!({})), (8, 2.0));
         assert_eq!(scaling(json!({"use_rslora": false})), (8, 2.0));
         let stable = json!({"use_rslora": true, "r": 16, "lora_alpha": 12});
@@ -284,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn pattern_matches_whole_last_parts_of_a_name() {
+    fn pattern_matches_complete_trailing_parts_of_module_name() {
         for (pattern, matches) in [
             ("q_proj", true),
             ("self_attn.q_proj", true),
@@ -294,7 +305,7 @@ mod tests {
             (r".*\.q_proj", true),
             ("k_proj|q_proj", true),
             (r"(?<!2\.self_attn\.)q_proj", true),
-            // The end of a part is not a part.
+            // A pattern must match complete dot-separated parts of a name. It must not match only the end of a part.
             ("proj", false),
             ("attn.q_proj", false),
             ("layers.1.self_attn.q_pro", false),
@@ -310,12 +321,14 @@ mod tests {
     }
 
     #[test]
-    fn first_pattern_of_the_file_counts() {
+    fn scaling_with_several_matching_patterns_uses_first_in_file() {
         let text = r#"{"peft_type": "LORA", "r": 8, "lora_alpha": 16,
             "rank_pattern": {"v_proj": 1, "self_attn.q_proj": 2, "q_proj": 4, "a": 9},
             "alpha_pattern": {"q_proj": 6, "model.layers.1.self_attn.q_proj": 7}}"#;
-        let config = AdapterConfig::parse(text.as_bytes()).expect("an adapter");
-        let found = config.scaling(Q_PROJ).expect("a scaling");
+        let config = AdapterConfig::parse(text.as_bytes()).expect("the configuration parses");
+        let found = config
+            .scaling(Q_PROJ)
+            .expect("every pattern matches without error");
         assert_eq!(
             found,
             Scaling {
@@ -325,7 +338,7 @@ mod tests {
         );
         let other = config.scaling("model.layers.1.mlp.up_proj");
         assert_eq!(
-            other.expect("a scaling"),
+            other.expect("every pattern matches without error"),
             Scaling {
                 rank: 8,
                 scale: 2.0
@@ -334,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn switch_that_is_on_is_refused_by_name() {
+    fn parse_of_enabled_switch_fails_with_its_name() {
         for (name, value) in [
             ("use_dora", json!(true)),
             ("bias", json!("all")),
@@ -368,15 +381,15 @@ mod tests {
             ("peft_type", json!("LOHA")),
         ] {
             let Err(reason) = parse(json!({name: value})) else {
-                panic!("{name}: {value} is served");
+                panic!("{name}: {value} was accepted");
             };
             assert!(reason.contains(name), "{name}: {reason}");
         }
     }
 
-    /// As PEFT 0.21 writes an adapter of `LoraConfig()`.
+    /// The test's fields are those that PEFT 0.21 writes for `LoraConfig()`.
     #[test]
-    fn switches_that_are_off_are_accepted() {
+    fn parse_of_disabled_switches_succeeds() {
         let off = r#"{
             "task_type": null, "auto_mapping": null, "peft_version": "0.21.2", "base_model_name_or_path": null,
             "revision": null, "inference_mode": true, "target_modules": ["v_proj", "q_proj"], "exclude_modules": null,
@@ -389,8 +402,8 @@ mod tests {
             "use_bdlora": null, "arrow_config": null, "kasa_config": null, "ensure_weight_tying": false,
             "a_switch_to_come": false, "a_list_to_come": [], "a_kind_to_come": "none", "a_number_to_come": 0
         }"#;
-        let off = serde_json::from_str(off).expect("fields");
-        let config = parse(off).expect("an adapter");
+        let off = serde_json::from_str(off).expect("the text is JSON");
+        let config = parse(off).expect("the configuration parses");
         assert!(config.warnings.is_empty(), "{:?}", config.warnings);
         for rank_pattern in [Value::Null, json!({})] {
             assert_eq!(scaling(json!({"rank_pattern": rank_pattern})), (8, 2.0));
@@ -398,8 +411,8 @@ mod tests {
     }
 
     #[test]
-    fn unknown_number_is_reported() {
-        let config = parse(json!({"a_size_to_come": 16})).expect("an adapter");
+    fn parse_of_unknown_numeric_field_warns() {
+        let config = parse(json!({"a_size_to_come": 16})).expect("the configuration parses");
         let [warning] = &config.warnings[..] else {
             panic!("{:?}", config.warnings);
         };

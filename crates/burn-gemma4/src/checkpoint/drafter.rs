@@ -1,27 +1,30 @@
-//! A drafter's folder into a drafter.
+//! Loads the drafter, the small model that proposes tokens in speculative decoding, from a folder.
 
 use super::{
-    LoadOptions, files::TensorFiles, folder::Folder, load_module, names::HEAD, source::Source,
-    source::Weights,
+    files::TensorFiles, folder::Folder, loader::load_module, names::HEAD, options::LoadOptions,
+    source::Source, source::WeightSource,
 };
-use crate::{
-    Drafter, DrafterConfig, Gemma4Config, Gemma4Error, TensorProblem, checkpoint::missing,
-    config::quantization::schemes_of,
-};
+use crate::config::Gemma4Config;
+use crate::config::drafter::DrafterConfig;
+use crate::config::quantization::schemes_of;
+use crate::config::unknown_files::missing;
+use crate::error::{Gemma4Error, TensorProblem};
+use crate::speculative::drafter::Drafter;
 use burn::tensor::Device;
 use safetensors::Dtype;
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
-/// The tokens of each group, of a head that chooses among groups.
+/// The name of the tensor that lists the tokens of each group. The tensor exists only for drafters whose head first selects
+/// groups of tokens.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
-/// The files' tensors by the drafter's paths, which are their names.
+/// The weights in a drafter's files. Each tensor in the files is named by the path of its parameter.
 struct Named {
     folder: Folder,
     has_groups: bool,
 }
 
-impl Weights for Named {
+impl WeightSource for Named {
     fn names(&self, path: &str) -> Vec<String> {
         self.folder.names(path)
     }
@@ -32,19 +35,22 @@ impl Weights for Named {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
-        // A head that repeats the embedding's table.
+        // Neither the head nor the token order is an unknown tensor, although the drafter has no parameter for them. The head
+        // repeats the embedding table, and the function `groups` reads the token order.
         names.retain(|name| name != HEAD && !(self.has_groups && name == ORDERING));
         names
     }
 }
 
 impl Drafter {
-    /// Loads the drafter in `folder`, as Hugging Face has it: `config.json` and `model.safetensors`, or an index and several files. Its
-    /// weights are whole on the device, whatever the options say of [quantization](LoadOptions::quantization).
+    /// Loads the drafter in `folder`, in Hugging Face's layout.
+    ///
+    /// The folder has `config.json` and either `model.safetensors` or an index with several weight files. The weights are not
+    /// quantized on the device, whatever the option for [quantization](LoadOptions::quantization) says.
     ///
     /// # Errors
-    /// Where a file is missing or not what it should be, where tensors do not fit the configuration, and where the device does not
-    /// compute in the dtype asked for.
+    /// Returns an error if a file is missing or malformed, if tensors do not fit the configuration, or if the device does not
+    /// compute in the requested dtype.
     pub fn load(
         folder: impl AsRef<Path>,
         device: &Device,
@@ -53,7 +59,8 @@ impl Drafter {
         Self::load_for(folder, |_| Ok(()), device, options)
     }
 
-    /// [`load`](Self::load) of a drafter whose configuration stands a check.
+    /// Loads a drafter like [`load`](Self::load), but first calls `check` on the drafter's configuration. An error from `check`
+    /// stops the loading.
     pub(crate) fn load_for(
         folder: impl AsRef<Path>,
         check: impl FnOnce(&DrafterConfig) -> Result<(), Gemma4Error>,
@@ -61,11 +68,11 @@ impl Drafter {
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
-        // What is no folder, such as a GGUF file, is named by what it is.
+        // A path to a file, such as a GGUF file, gets an error that says that a folder is required.
         if folder.is_file() {
             return Err(Gemma4Error::Unsupported {
                 path: folder.into(),
-                reason: "is a file; a drafter is a folder as Hugging Face has it, with safetensors"
+                reason: "is a file; expected a drafter's folder in Hugging Face's layout, with safetensors files"
                     .into(),
             });
         }
@@ -88,7 +95,7 @@ impl Drafter {
             None => Vec::new(),
         };
         let drafter = Self::of(&config, &groups, device);
-        // A drafter is small: its weights are whole.
+        // The drafter's weights stay unquantized, because quantizing so small a model saves little memory.
         load_module(
             folder,
             &weights,
@@ -101,7 +108,7 @@ impl Drafter {
     }
 }
 
-/// The tokens of all groups, one group after the other.
+/// Reads the token ids of all groups as one list, `[vocabulary]`. The ids of a group are next to each other in the list.
 fn groups(files: &TensorFiles, vocabulary: usize) -> Result<Vec<i32>, TensorProblem> {
     let name = || ORDERING.to_owned();
     let entry = files
@@ -132,7 +139,7 @@ fn groups(files: &TensorFiles, vocabulary: usize) -> Result<Vec<i32>, TensorProb
         }
         other => {
             return Err(refuse(format!(
-                "has the dtype {other:?}, which is neither I64 nor I32"
+                "has the dtype {other:?}; expected I64 or I32"
             )));
         }
     };
@@ -145,7 +152,7 @@ fn groups(files: &TensorFiles, vocabulary: usize) -> Result<Vec<i32>, TensorProb
             Some(seen) if !*seen => *seen = true,
             _ => {
                 return Err(refuse(format!(
-                    "has the token {token} twice, or it is none of the vocabulary's {vocabulary}"
+                    "has the token {token} twice, or {token} is not among the vocabulary's {vocabulary} tokens"
                 )));
             }
         }

@@ -1,10 +1,8 @@
-//! The tensors of a checkpoint: where they are in which safetensors file.
+//! The tensors of a checkpoint's safetensors files.
 
-use super::{
-    foreign::{missing, refuse_contents},
-    names::uncompiled,
-};
-use crate::{Gemma4Error, json};
+use crate::config::unknown_files::{missing, refuse_contents};
+use crate::error::Gemma4Error;
+use crate::json;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
@@ -19,19 +17,23 @@ use std::{
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// All tensors of a checkpoint, by name. Nothing is read before it is asked for.
+/// The part that `torch.compile` adds to the name of a module that it wraps.
+const COMPILED: &str = "_orig_mod";
+
+/// All tensors of a checkpoint by name. The files are memory-mapped, so a tensor's bytes are read from disk only when the tensor
+/// is used.
 pub(super) struct TensorFiles {
     files: Vec<Bytes>,
     tensors: BTreeMap<String, Entry>,
 }
 
-/// A file's contents.
+/// The bytes of a file: memory-mapped, or embedded in the program.
 enum Bytes {
     Mapped(Mmap),
     Embedded(&'static [u8]),
 }
 
-/// One tensor.
+/// The dtype, the shape and the byte range of a tensor in a checkpoint's files.
 pub(super) struct Entry {
     pub dtype: Dtype,
     pub shape: Vec<usize>,
@@ -45,7 +47,8 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// The tensors of a folder: of `model.safetensors`, or of all files that `model.safetensors.index.json` names.
+    /// Opens the tensors of a folder: those of `model.safetensors`, or those of all files that `model.safetensors.index.json`
+    /// names.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);
         let names = match fs::read_to_string(&index) {
@@ -72,7 +75,7 @@ impl TensorFiles {
         Ok(opened)
     }
 
-    /// The tensors of a file that is part of the program.
+    /// Opens the tensors of a file that is embedded in the program.
     pub fn embedded(name: &str, bytes: &'static [u8]) -> Result<Self, Gemma4Error> {
         let mut opened = Self {
             files: Vec::new(),
@@ -107,7 +110,7 @@ impl TensorFiles {
             };
             if self.tensors.insert(name.clone(), entry).is_some() {
                 return Err(malformed(format!(
-                    "{name} is in another file, too, or here twice"
+                    "{name} occurs twice, here or in another file"
                 )));
             }
         }
@@ -115,17 +118,17 @@ impl TensorFiles {
         Ok(())
     }
 
-    /// The tensor called `name`.
+    /// Returns the tensor called `name`.
     pub fn get(&self, name: &str) -> Option<&Entry> {
         self.tensors.get(name)
     }
 
-    /// All names.
+    /// Returns the names of all tensors.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A tensor's bytes, little-endian, row after row.
+    /// Returns a tensor's bytes, little-endian, row by row.
     pub fn bytes(&self, entry: &Entry) -> &[u8] {
         &self.files[entry.file].as_slice()[entry.range.clone()]
     }
@@ -140,7 +143,7 @@ impl Bytes {
     }
 }
 
-/// The files that an index names.
+/// Returns the names of the weight files that an index lists.
 fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
     let malformed = |reason: String| Gemma4Error::Malformed {
         path: path.to_owned(),
@@ -149,9 +152,9 @@ fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
     let index: Index = json::from_slice(text.as_bytes()).map_err(malformed)?;
     let names: BTreeSet<String> = index.weight_map.into_values().collect();
     if names.is_empty() {
-        return Err(malformed("weight_map names no file".into()));
+        return Err(malformed("weight_map lists no files".into()));
     }
-    // A checkpoint from elsewhere must not reach outside its folder.
+    // Only plain file names are accepted. A name with directories in it could lead outside the checkpoint's folder.
     match names.iter().find(|name| {
         Path::new(name)
             .file_name()
@@ -162,10 +165,17 @@ fn shards(path: &Path, text: &str) -> Result<BTreeSet<String>, Gemma4Error> {
     }
 }
 
+/// Returns a tensor's name without the parts that `torch.compile` adds.
+pub(super) fn uncompiled(name: &str) -> String {
+    let parts: Vec<&str> = name.split('.').filter(|part| *part != COMPILED).collect();
+    parts.join(".")
+}
+
 pub(crate) fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
     let failed = |source| missing(path.to_owned(), source);
     let file = File::open(path).map_err(failed)?;
-    // SAFETY: what is mapped must not change while it is read. The file is opened for reading and not written by this
-    // process; as with every program that maps files, whoever changes a checkpoint that is being loaded breaks the load.
+    // SAFETY: the mapping of `file` requires that the file does not change while it is mapped. `file` is open for reading only,
+    // and this process does not write to it. Another process could still change the checkpoint during loading. That would be
+    // undefined behaviour, as in every program that maps files.
     unsafe { Mmap::map(&file) }.map_err(failed)
 }

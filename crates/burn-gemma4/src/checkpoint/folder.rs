@@ -1,15 +1,17 @@
-//! The weights of a folder's files.
+//! The weights of a Hugging Face folder.
 
 use super::{
     files::TensorFiles,
     names::{MLX, Names},
     packed,
-    source::{Source, Weights, burn_dtype},
+    source::{Source, WeightSource, burn_dtype},
 };
-use crate::{Gemma4Config, Gemma4Error, TensorProblem, quantized::packed::Scheme};
+use crate::config::Gemma4Config;
+use crate::error::{Gemma4Error, TensorProblem};
+use crate::quant::packed::Scheme;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
-/// The files' tensors, and how some of them may be packed.
+/// The tensors in a folder's files, and the quantization schemes of the packed ones.
 pub(super) struct Folder {
     files: Arc<TensorFiles>,
     names: Names,
@@ -26,7 +28,7 @@ impl Folder {
         }
     }
 
-    /// Of files that call parameters by their paths.
+    /// Creates a source of weights from files in which each tensor is named by the path of its parameter.
     pub fn of_paths(files: Arc<TensorFiles>, schemes: Vec<Scheme>) -> Self {
         Self {
             files,
@@ -35,7 +37,8 @@ impl Folder {
         }
     }
 
-    /// Refuses MLX's names: it lays experts and towers out in other ways, too.
+    /// Refuses files in which the tensors have MLX's names. MLX also stores experts and towers in a layout that this crate does
+    /// not read.
     pub fn refuse_mlx(&self, folder: &Path) -> Result<(), Gemma4Error> {
         let is_mlx = |name: &str| name.starts_with(MLX);
         match self.files.names().any(is_mlx)
@@ -44,19 +47,19 @@ impl Folder {
             true => Err(Gemma4Error::Unsupported {
                 path: folder.into(),
                 reason: format!(
-                    "its tensors' names begin with {MLX}, as MLX writes them; take the checkpoint that it was made of"
+                    "its tensors' names begin with {MLX}, as MLX writes them; use the original checkpoint instead"
                 ),
             }),
             false => Ok(()),
         }
     }
 
-    /// The name in the files of the parameter at `path`.
+    /// Returns the name in the files of the parameter at `path`.
     pub fn in_file(&self, path: &str) -> String {
         self.names.in_file(path)
     }
 
-    /// The paths of keys' and values' matrices that no layer reads, of those that are there.
+    /// Returns the paths of K and V projections that the files contain although no layer uses them.
     pub fn unread(&self, config: &Gemma4Config) -> Vec<String> {
         let layers = config.first_shared_layer()..config.num_layers();
         let paths = layers.flat_map(|layer| {
@@ -66,7 +69,9 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// The matrices of experts that are apart, of which `name` is all. Of those whose rows alternate, first the ones and then the others.
+    /// Returns the names of the per-expert matrices, if the files contain them instead of the stacked tensor `name`. Each
+    /// projection has its own list with one matrix per expert. A fused gate and up projection has two lists: first the gate's,
+    /// then the up projection's.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();
@@ -90,7 +95,7 @@ impl Folder {
         }
     }
 
-    /// The tensors that a matrix is made of; none where it is not there.
+    /// Returns the names of the tensors that store a matrix. The list is empty if the files do not contain the matrix.
     fn tensors(&self, name: &str) -> Vec<String> {
         match self.files.get(name) {
             Some(_) => vec![name.to_owned()],
@@ -98,7 +103,7 @@ impl Folder {
         }
     }
 
-    /// A parameter, or the matrix of an expert, by its name in the files.
+    /// Reads a parameter, or the matrix of one expert. `name` is the tensor's name in the files.
     fn named(&self, name: &str) -> Result<Source<'_>, TensorProblem> {
         let Some(entry) = self.files.get(name) else {
             return match packed::names(&self.files, name).is_empty() {
@@ -124,14 +129,15 @@ impl Folder {
     }
 }
 
-/// Before and after the number of an expert, and the tensors that all experts share otherwise.
+/// The text that follows a layer's name in the name of an expert tensor. After this text comes the number of an expert, or the
+/// name of a stacked tensor.
 const EXPERTS: &str = ".experts.";
 const GATE_UP: &str = "gate_up_proj";
 const GATE_AND_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];
 const DOWN: &str = "down_proj";
 const ONLY_DOWN: &[&str] = &["down_proj.weight"];
 
-impl Weights for Folder {
+impl WeightSource for Folder {
     fn names(&self, path: &str) -> Vec<String> {
         let name = self.names.in_file(path);
         let apart = self.apart(&name).concat();

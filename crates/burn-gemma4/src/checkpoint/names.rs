@@ -1,32 +1,23 @@
-//! How the files of a folder call the model's parameters.
+//! The names of the model's parameters in a folder's files.
 
 use super::{files::TensorFiles, packed};
-use crate::Gemma4Config;
+use crate::config::Gemma4Config;
 
-/// How the file calls the model's tensors.
+/// The naming scheme of a checkpoint's tensors. The schemes differ in the prefix of the parameters' names.
 pub(super) struct Names {
     pub(super) prefix: &'static str,
 }
 
-/// Before the text model's tensors in a multimodal checkpoint.
+/// The prefix of the text model's tensors in a multimodal checkpoint.
 const MULTIMODAL: &str = "model.language_model.";
-/// Before the model's tensors in a text checkpoint.
+/// The prefix of the model's tensors in a text checkpoint.
 const TEXT: &str = "model.";
-/// Before them in what MLX makes of a multimodal checkpoint.
+/// The prefix of the text model's tensors in a multimodal checkpoint that MLX has converted.
 pub(super) const MLX: &str = "language_model.model.";
-/// The output projection, which is outside of both.
+/// The name of the output projection's matrix. It has no prefix, neither in a text checkpoint nor in a multimodal one.
 pub(super) const HEAD: &str = "lm_head.weight";
 
-/// The name that `torch.compile` gives to the module inside a compiled one.
-const COMPILED: &str = "_orig_mod";
-
-/// A tensor's name without the parts that `torch.compile` has put into it.
-pub(super) fn uncompiled(name: &str) -> String {
-    let parts: Vec<&str> = name.split('.').filter(|part| *part != COMPILED).collect();
-    parts.join(".")
-}
-
-/// The parts of a multimodal model beside the text model, which have no tensors here.
+/// The name prefixes of a multimodal model's tensors outside the text model. This crate does not load these tensors.
 const TOWERS: [&str; 5] = [
     "vision_tower.",
     "audio_tower.",
@@ -35,7 +26,7 @@ const TOWERS: [&str; 5] = [
     "multi_modal_projector.",
 ];
 
-/// True if a tensor of a multimodal model belongs to a tower, or to the projection from a tower to the text model.
+/// True if a tensor belongs to a vision or audio tower, or to the projection from a tower to the text model.
 pub(super) fn is_of_tower(name: &str) -> bool {
     let name = name.strip_prefix(TEXT).unwrap_or(name);
     TOWERS.iter().any(|tower| name.starts_with(tower))
@@ -46,7 +37,7 @@ impl Names {
         Self::among(files.names())
     }
 
-    /// Those of a checkpoint that calls its tensors so.
+    /// Detects the naming scheme of a checkpoint from the names of its tensors.
     pub fn among<'a>(mut names: impl Iterator<Item = &'a str>) -> Self {
         let multimodal = names.any(|name| name.starts_with(MULTIMODAL));
         Self {
@@ -54,17 +45,17 @@ impl Names {
         }
     }
 
-    /// Those of a text checkpoint.
+    /// Returns the naming scheme of a checkpoint that contains only a text model.
     pub fn of_text() -> Self {
         Self { prefix: TEXT }
     }
 
-    /// Those that are the parameters' paths.
+    /// Returns the naming scheme in which each tensor is named by the path of its parameter.
     pub fn of_paths() -> Self {
         Self { prefix: "" }
     }
 
-    /// The name in the file of the parameter at `path`.
+    /// Returns the name that the parameter at `path` has in the files.
     pub fn in_file(&self, path: &str) -> String {
         match path == HEAD {
             true => HEAD.to_owned(),
@@ -72,18 +63,20 @@ impl Names {
         }
     }
 
-    /// Whether a tensor is of the text model.
+    /// True if a tensor belongs to the text model.
     pub fn is_ours(&self, name: &str) -> bool {
         name.starts_with(self.prefix)
     }
 
-    /// Whether a tensor that the model does not have belongs in a checkpoint all the same.
+    /// True if a tensor is allowed in the checkpoint although the model has no parameter for it.
     pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
         let Some(name) = name.strip_prefix(self.prefix) else {
-            // The other towers of a multimodal checkpoint; a head that repeats the embedding's table.
+            // Outside the text model, every tensor of a multimodal checkpoint is allowed. The output projection is allowed in
+            // any checkpoint, because it may repeat the embedding table.
             return self.prefix == MULTIMODAL || name == HEAD;
         };
-        // Published checkpoints still have keys and values for layers that read an earlier layer's.
+        // The names of modules that a layer does not need if it shares an earlier layer's KV cache. Published checkpoints
+        // contain K and V projections for such layers too.
         const UNREAD: [&str; 3] = [
             "self_attn.k_proj.",
             "self_attn.v_proj.",

@@ -1,16 +1,15 @@
-//! Matrices that compressed-tensors has packed: of a module's tensors the matrix that they stand for.
+//! Reads matrices that compressed-tensors has packed. Each packed matrix is stored as several tensors, whose names begin with
+//! the name of the matrix's module.
 
 use super::{
     files::{Entry, TensorFiles},
     source::{Source, burn_dtype},
 };
-use crate::{
-    TensorProblem,
-    quantized::packed::{Packed, Scheme},
-};
+use crate::error::TensorProblem;
+use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
-/// What a matrix is called that is not packed, and the tensors of one that is.
+/// The last parts of tensor names. An unpacked matrix is the tensor `weight`. A packed matrix consists of the other tensors.
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
@@ -18,7 +17,8 @@ pub(super) const SHAPE: &str = "weight_shape";
 const ZERO_POINTS: &str = "weight_zero_point";
 pub(super) const PARTS: [&str; 4] = [WORDS, SCALES, SHAPE, ZERO_POINTS];
 
-/// The tensors that `name`, which ends with `.weight`, is packed into; none where it is not.
+/// Returns the names of the tensors that store the packed matrix `name`, which ends with `.weight`. The list is empty if the
+/// matrix is not packed.
 pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
     let Some(module) = name.strip_suffix(WHOLE) else {
         return Vec::new();
@@ -33,7 +33,7 @@ pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
     }
 }
 
-/// The matrix that `name` is, of the tensors that it is packed into, in one of the ways that the configuration has.
+/// Reads the packed matrix `name`. Its tensors must match one of the quantization schemes in the configuration.
 pub(super) fn get<'a>(
     files: &'a TensorFiles,
     schemes: &[Scheme],
@@ -47,7 +47,7 @@ pub(super) fn get<'a>(
     Ok(Source::packed(packed))
 }
 
-/// A module's tensors.
+/// A module in the files. Its tensors store one packed matrix.
 struct Module<'a, 'name> {
     files: &'a TensorFiles,
     name: &'name str,
@@ -83,7 +83,7 @@ impl<'a> Module<'a, '_> {
         };
         let scheme = schemes.iter().find(fits).ok_or_else(|| {
             self.problem(format!(
-                "its shape is {:?}, {WORDS} is {:?}, {SCALES} {:?} and {ZERO_POINTS} {:?}, as no scheme of quantization_config has it",
+                "its shape is {:?}, {WORDS} is {:?}, {SCALES} {:?} and {ZERO_POINTS} {:?}, which fits no scheme of quantization_config",
                 [rows, columns],
                 words.shape,
                 scales.shape,
@@ -101,19 +101,19 @@ impl<'a> Module<'a, '_> {
         })
     }
 
-    /// Rows and columns.
+    /// Reads the number of rows and the number of columns of the matrix.
     fn shape(&self) -> Result<[usize; 2], TensorProblem> {
         let entry = self.integers(SHAPE, Dtype::I64)?;
         let (sizes, _) = self.files.bytes(entry).as_chunks::<8>();
         let sizes: Vec<usize> = sizes
             .iter()
             .filter_map(|bytes| usize::try_from(i64::from_le_bytes(*bytes)).ok())
-            // What does not fit into the memory of any machine.
+            // Sizes above 2^40 are refused, because such a matrix would not fit into the memory of any machine.
             .filter(|size| (1..=1 << 40).contains(size))
             .collect();
         match sizes[..] {
             [rows, columns] => Ok([rows, columns]),
-            _ => Err(self.problem(format!("{SHAPE} has no two sizes"))),
+            _ => Err(self.problem(format!("{SHAPE} does not have two valid sizes"))),
         }
     }
 

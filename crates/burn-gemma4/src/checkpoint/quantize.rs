@@ -1,23 +1,25 @@
-//! A model's weights into blocks, where they are.
+//! Quantizes the weights of a model that is already on a device.
 
 use super::{
-    Quantization,
+    options::Quantization,
     source::{PORTION, Source},
 };
-use crate::{
-    Gemma4Error, Gemma4Model,
-    model::layer::weight::AnyWeight,
-    quantized::{layout::Layout, quantize::Target},
-};
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
+use crate::model::layer::weight::AnyWeight;
+use crate::quant::layout::Layout;
+use crate::quant::quantize::QuantTarget;
 use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
-    /// Brings the weights into another form: what [`LoadOptions::quantization`](super::LoadOptions::quantization) does to those of a
-    /// checkpoint. Those that are quantized already stay as they are, or become [whole](Quantization::Whole). One after the other is
-    /// read to the host in parts.
+    /// Converts the weights to another storage format, like [`LoadOptions::quantization`](super::LoadOptions::quantization) does
+    /// for a checkpoint's weights.
+    ///
+    /// [`Whole`](Quantization::Whole) dequantizes weights that are quantized already. The other formats leave such weights
+    /// unchanged. The weights are copied to the host one at a time, in parts.
     ///
     /// # Errors
-    /// Where they cannot be read.
+    /// Returns an error if the weights cannot be read from the device.
     pub fn quantize(mut self, quantization: Quantization) -> Result<Self, Gemma4Error> {
         let target = quantization.target();
         let dtype = self.dtype();
@@ -32,7 +34,11 @@ impl Gemma4Model {
     }
 }
 
-fn quantize(weight: &mut dyn AnyWeight, target: Target, dtype: DType) -> Result<(), Gemma4Error> {
+fn quantize(
+    weight: &mut dyn AnyWeight,
+    target: QuantTarget,
+    dtype: DType,
+) -> Result<(), Gemma4Error> {
     let Some(layout) = weight
         .whole_columns()
         .and_then(|columns| target.layout(columns))
@@ -48,8 +54,13 @@ fn quantize(weight: &mut dyn AnyWeight, target: Target, dtype: DType) -> Result<
     Ok(())
 }
 
-/// The words of rows, about [`PORTION`] bytes of them on the host at a time.
-fn words(rows: &Tensor<2>, target: Target, layout: Layout) -> Result<Tensor<2, Int>, Gemma4Error> {
+/// Quantizes the rows of a matrix on the device into packed words. The host holds about [`PORTION`] bytes of unquantized rows
+/// at a time.
+fn words(
+    rows: &Tensor<2>,
+    target: QuantTarget,
+    layout: Layout,
+) -> Result<Tensor<2, Int>, Gemma4Error> {
     let (device, dtype) = (rows.device(), rows.dtype());
     let [count, columns] = rows.dims();
     let at_once = (PORTION / (columns * dtype.size())).max(1);

@@ -1,18 +1,14 @@
-//! A model into a checkpoint as Hugging Face has it.
+//! Saves a model as a checkpoint in Hugging Face's layout.
 
-use super::{
-    files::TensorFiles,
-    folder::Folder,
-    host_table::TABLE,
-    names::{HEAD, Names},
-    packed,
-    source::Weights,
-};
-use crate::{
-    Gemma4Config, Gemma4Error, Gemma4Model,
-    config::name_of,
-    error::{existing, read},
-};
+use super::files::TensorFiles;
+use super::folder::Folder;
+use super::names::{HEAD, Names};
+use super::packed;
+use super::source::WeightSource;
+use crate::config::{Gemma4Config, name_of};
+use crate::error::{Gemma4Error, existing, read};
+use crate::model::Gemma4Model;
+use crate::model::host_table::TABLE;
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Tensor, TensorData},
@@ -28,12 +24,14 @@ use std::{
 };
 
 impl Gemma4Model {
-    /// Writes `config.json` and `model.safetensors` into `folder`, which is made where it is not there:
-    /// [`load`](Self::load) and transformers read them. The weights are in `dtype`, or as they are; quantized ones are whole,
-    /// and low-rank adapters are merged into them. The tokenizer's files are the caller's.
+    /// Writes the model to `config.json` and `model.safetensors` in `folder`, which is created if it is missing.
+    /// [`load`](Self::load) and transformers can read these files.
     ///
-    /// Tensors leave the device one at a time. A file is complete when it has its name: what was there before stays until
-    /// then.
+    /// The weights are written in `dtype`, by default in the model's dtype. Quantized weights are dequantized, and LoRA
+    /// adapters are merged. The tokenizer's files are not written; the caller copies them.
+    ///
+    /// Tensors are copied from the device one at a time. A file gets its final name only when it is complete. An older file
+    /// with that name stays until then.
     ///
     /// ```no_run
     /// use burn::tensor::{DType, Device};
@@ -47,10 +45,10 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where a file cannot be written, and as [`Gemma4Config::to_json`].
+    /// Returns an error if a file cannot be written. Also returns the errors of [`Gemma4Config::to_json`].
     ///
     /// # Panics
-    /// If the dtype is none of f32, f16, bf16, or the device fails.
+    /// Panics if the dtype is not f32, f16 or bf16, or if the device fails.
     pub fn save(&self, folder: impl AsRef<Path>, dtype: Option<DType>) -> Result<(), Gemma4Error> {
         let folder = folder.as_ref();
         let dtype = dtype.unwrap_or_else(|| self.dtype());
@@ -71,16 +69,18 @@ impl Gemma4Model {
         write_file(&folder.join("config.json"), config.as_bytes())
     }
 
-    /// As [`save`](Self::save), in the way of the checkpoint in `base`, which this model was loaded from: the weights have the
-    /// names that they have there, and what else is there is written as it is, such as the towers of a multimodal checkpoint.
-    /// `config.json` is that of `base` but for the dtype. Weights that were packed there are whole.
+    /// Saves the model like [`save`](Self::save), in the layout of the checkpoint in `base`, from which the model was loaded.
+    ///
+    /// Each weight keeps its name in `base`. Other tensors of `base` are copied unchanged, such as the towers of a multimodal
+    /// checkpoint. `config.json` is copied from `base`, with the new dtype. Weights that are packed in `base` are written
+    /// unquantized.
     ///
     /// # Errors
-    /// Where `base` cannot be read, describes another model, is no folder or has packed weights beside the text model's, and where a file
-    /// cannot be written.
+    /// Returns an error if `base` cannot be read, describes another model, is not a folder or has packed weights outside the
+    /// text model. Also returns an error if a file cannot be written.
     ///
     /// # Panics
-    /// As [`save`](Self::save).
+    /// Panics like [`save`](Self::save).
     pub fn save_like(
         &self,
         base: impl AsRef<Path>,
@@ -110,18 +110,19 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// The parameters by their paths, all of them whole.
+    /// Returns all parameters by their paths. Quantized weights are returned as unquantized ones.
     fn stored(&self, dtype: DType) -> Vec<(String, Stored)> {
         let model = self.valid().materialize();
         let mut parameters = stored(&model, dtype);
         for (path, numbers) in model.quantized_weights() {
-            // Of its adapter, too.
+            // Remove the parameters of the weight's adapter too. Their paths begin with the weight's path.
             parameters.retain(|(parameter, _)| !parameter.starts_with(&format!("{path}.")));
             let shape = numbers.shape.clone();
             let read = move || numbers.bytes(dtype);
             parameters.push((path, Stored::of_read(shape, dtype_in_file(dtype), read)));
         }
-        // The table's parts are no parameters of a checkpoint's.
+        // Remove the parts of a split per-layer embedding table, because a checkpoint stores the table as one tensor. The next
+        // line adds that tensor.
         parameters.retain(|(path, _)| !path.starts_with("split_table."));
         parameters.extend(model.stored_table(dtype));
         parameters
@@ -129,12 +130,14 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// The table of per-layer embeddings, where it is no parameter.
+    /// Returns the per-layer embedding table if it is in host memory or split. In these cases it is not a parameter of the
+    /// model.
     fn stored_table(&self, dtype: DType) -> Option<(String, Stored)> {
         let config = self.config();
         let rows = config.vocab_size_per_layer_input;
         let columns = config.num_layers() * config.hidden_size_per_layer_input;
-        // In the model's own dtype first, as loading it to the device rounds it.
+        // First round the table to the model's dtype. A table on the device is rounded in the same way when it is loaded, so
+        // the saved table does not depend on its placement.
         let of_model = self.dtype();
         let rounded = move |bytes: Vec<u8>| {
             let data = TensorData::from_bytes_vec(bytes, [rows, columns], of_model);
@@ -160,14 +163,15 @@ impl Gemma4Model {
     }
 }
 
-/// The tensors that a model whose parameters are at `paths` does not have.
+/// Returns the names of the tensors in `files` that are copied unchanged to the saved checkpoint. `paths` are the paths of the
+/// model's parameters, whose tensors are written anew.
 fn kept<'a>(
     files: &'a Arc<TensorFiles>,
     names: &Names,
     paths: impl Iterator<Item = impl AsRef<str>>,
 ) -> Result<BTreeSet<&'a str>, Gemma4Error> {
     let mut kept: BTreeSet<&str> = files.names().collect();
-    // A head that repeats the embedding's table would repeat the old one.
+    // Do not copy the output projection. It may repeat the embedding table, and the copy would hold the old values.
     kept.remove(HEAD);
     let folder = Folder::of(files.clone(), Vec::new());
     for path in paths {
@@ -179,18 +183,20 @@ fn kept<'a>(
         let part = name.rsplit('.').next();
         part.is_some_and(|part| packed::PARTS.contains(&part))
     };
-    // What nobody reads, of layers that have an earlier one's keys and values.
+    // Drop packed K and V projections of layers that share an earlier layer's KV cache. No layer uses these projections, and
+    // the saved checkpoint has no packed weights.
     kept.retain(|name| !(is_packed(name) && names.is_ours(name)));
     match kept.iter().find(|name| is_packed(name)) {
         None => Ok(kept),
         Some(name) => Err(Gemma4Error::Argument {
             argument: "base",
-            reason: format!("has {name}, which is packed and not of the text model"),
+            reason: format!("has {name}, which is packed and outside the text model"),
         }),
     }
 }
 
-/// The configuration at `path`, which has to be `config`, with another dtype and without packed weights.
+/// Returns the text of the `config.json` at `path`, with the given dtype and without a description of packed weights. The file
+/// must describe the same model as `config`.
 fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<String, Gemma4Error> {
     let base = Gemma4Config::from_file(path)?;
     let same = Gemma4Config {
@@ -208,7 +214,7 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
         reason: error.to_string(),
     };
     let mut json: Value = serde_json::from_slice(&read(path)?).map_err(malformed)?;
-    // The text part's own dtype goes before that of the whole.
+    // Set the dtype in both places. A dtype in `text_config` takes precedence over the top-level dtype.
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
             fields.shift_remove("torch_dtype");
@@ -219,7 +225,7 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
     Ok(format!("{json:#}\n"))
 }
 
-/// Makes a folder.
+/// Creates a folder, and its parents if they are missing.
 pub(crate) fn create(folder: &Path) -> Result<(), Gemma4Error> {
     fs::create_dir_all(folder).map_err(|source| Gemma4Error::Io {
         path: folder.to_owned(),
@@ -227,18 +233,19 @@ pub(crate) fn create(folder: &Path) -> Result<(), Gemma4Error> {
     })
 }
 
-/// Writes a file under another name and gives it its own when it is complete.
+/// Writes a file under a temporary name and renames it when it is complete.
 pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error> {
     replace(path, |partial| fs::write(partial, contents))
 }
 
-/// [`write_file`] of tensors, with one more of the file's metadata.
+/// Writes tensors to a safetensors file, which is renamed when it is complete as in [`write_file`]. `metadata` is an optional
+/// further metadata entry.
 pub(crate) fn write_tensors<V: View>(
     path: &Path,
     metadata: Option<(&str, String)>,
     tensors: impl Iterator<Item = (String, V)>,
 ) -> Result<(), Gemma4Error> {
-    // What transformers looks for in the file.
+    // Add this entry to the metadata, because transformers requires it.
     let format = ("format", "pt".to_owned());
     let metadata = [format].into_iter().chain(metadata);
     let metadata: HashMap<String, String> = metadata
@@ -252,7 +259,7 @@ pub(crate) fn write_tensors<V: View>(
     })
 }
 
-/// Writes a file by `write`, which gets another name in the same folder, and gives it its own when it is complete.
+/// Replaces the file at `path` atomically. `write` fills a temporary file in the same folder, which is then renamed.
 pub(super) fn replace(
     path: &Path,
     write: impl FnOnce(&Path) -> std::io::Result<()>,
@@ -260,20 +267,20 @@ pub(super) fn replace(
     let mut builder = partial();
     #[cfg(unix)]
     {
-        // As other files are, less what the process takes away.
+        // Give the temporary file the permissions of an ordinary new file. The umask then removes some of them.
         use std::os::unix::fs::PermissionsExt;
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
     let written = builder.tempfile_in(folder_of(path)).and_then(|file| {
         let permissions = match fs::symlink_metadata(path) {
-            // What its owner has made of it.
+            // If a file with the final name exists already, keep its permissions.
             Ok(former) if former.is_file() => former.permissions(),
             _ => file.as_file().metadata()?.permissions(),
         };
-        // Where something goes wrong it is removed.
+        // If an error occurs from here on, dropping `partial` removes the temporary file.
         let partial = file.into_temp_path();
         write(&partial)?;
-        // safetensors puts a file in its place that only its owner may read.
+        // Set the permissions again: after safetensors has written the file, only the file's owner can read it.
         fs::set_permissions(&partial, permissions)?;
         fs::File::open(&partial)?.sync_all()?;
         Ok(partial.persist(path)?)
@@ -284,15 +291,16 @@ pub(super) fn replace(
     })
 }
 
-/// Makes what is not complete yet, a file or a folder, by a name that nobody else has: neither another process that writes to the same place
-/// is in the way, nor what a killed one has left, nor a link.
+/// Returns a builder of temporary files and folders with unique names. A unique name cannot conflict with another process, with
+/// a file that a killed process has left, or with a link.
 pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("partial-");
     builder
 }
 
-/// [`partial`] for a folder, which gets the permissions of other new folders: all but those that the umask takes away.
+/// Returns a builder of temporary folders with unique names, like [`partial`]. The folders get the permissions of ordinary new
+/// folders, of which the umask removes some.
 pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
     let mut builder = partial();
     #[cfg(unix)]
@@ -303,7 +311,7 @@ pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
     builder
 }
 
-/// The folder that a path is in.
+/// Returns the folder that contains `path`.
 pub(super) fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -311,7 +319,7 @@ pub(super) fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// What belongs to a checkpoint beside its weights and their configuration.
+/// The names of a checkpoint's files other than the weights and the configuration.
 const BESIDE: [&str; 8] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -323,10 +331,11 @@ const BESIDE: [&str; 8] = [
     "preprocessor_config.json",
 ];
 
-/// Copies what belongs to a checkpoint beside its weights and their configuration, such as the tokenizer, from one folder to another.
+/// Copies a checkpoint's other files, such as the tokenizer, from one folder to another. Weights and `config.json` are not
+/// copied.
 ///
 /// # Errors
-/// Naming the file that cannot be copied.
+/// Returns an error that names the file that cannot be copied.
 pub fn copy_beside(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<(), Gemma4Error> {
     for name in BESIDE {
         if let Some(path) = existing(from.as_ref(), name)? {
@@ -337,7 +346,7 @@ pub fn copy_beside(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<(), G
     Ok(())
 }
 
-/// The parameters of a module by their paths.
+/// Returns the parameters of a module with their paths, to be written in `dtype`.
 pub(crate) fn stored(module: &impl Module, dtype: DType) -> Vec<(String, Stored)> {
     let mut collected = Collected {
         path: Vec::new(),
@@ -348,7 +357,7 @@ pub(crate) fn stored(module: &impl Module, dtype: DType) -> Vec<(String, Stored)
     collected.tensors
 }
 
-/// A tensor that is read from its device when it is written.
+/// A tensor to write. Its elements are copied from the device only when the file is written.
 pub(crate) struct Stored {
     shape: Vec<usize>,
     dtype: Dtype,
@@ -356,7 +365,7 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// `tensor`, in `dtype` and in this shape.
+    /// Creates a tensor to write. Its elements come from `tensor`, which has the shape `shape`, and are written in `dtype`.
     pub fn new<const D: usize>(
         shape: Vec<usize>,
         dtype: DType,
@@ -372,12 +381,13 @@ impl Stored {
         }
     }
 
-    /// So many numbers as they are written.
+    /// Creates a tensor to write from bytes that are already in the file's format.
     pub fn of_bytes(shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) -> Self {
         Self::of_read(shape, dtype, move || bytes.clone())
     }
 
-    /// So many numbers as they are written, once they are asked for.
+    /// Creates a tensor to write. `read` is called when the file is written, and returns the tensor's bytes in the file's
+    /// format.
     pub fn of_read(shape: Vec<usize>, dtype: Dtype, read: impl Fn() -> Vec<u8> + 'static) -> Self {
         Self {
             shape,
@@ -386,32 +396,34 @@ impl Stored {
         }
     }
 
-    /// The tensor called `name` as it is in `files`.
+    /// Creates a tensor to write that is an unchanged copy of the tensor called `name` in `files`.
     fn kept(files: &Arc<TensorFiles>, name: &str) -> Self {
-        let entry = files.get(name).expect("a name of these files");
+        let entry = files.get(name).expect("the name was listed by these files");
         let (files, name) = (files.clone(), name.to_owned());
         Self {
             shape: entry.shape.clone(),
             dtype: entry.dtype,
             read: Box::new(move || {
-                let entry = files.get(&name).expect("a name of these files");
+                let entry = files
+                    .get(&name)
+                    .expect("the name was listed by these files");
                 files.bytes(entry).to_vec()
             }),
         }
     }
 }
 
-/// The name in safetensors files of a dtype that checkpoints are in.
+/// Returns the safetensors dtype for a checkpoint's dtype.
 ///
 /// # Panics
-/// For what no checkpoint is in.
+/// Panics if the dtype is not f32, f16 or bf16.
 pub(super) fn dtype_in_file(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
         other => panic!(
-            "a checkpoint is in f32, f16 or bf16, not in {}",
+            "a checkpoint's dtype is f32, f16 or bf16, but this is {}",
             other.name()
         ),
     }

@@ -1,38 +1,37 @@
-//! Parameters as their checkpoint writes them, and their way to a device.
+//! Reads parameters from the formats of their checkpoints and uploads them to a device.
 
-use crate::{
-    Gemma4Config, TensorProblem,
-    quantized::{
-        blocks::BlockFormat,
-        layout::Layout,
-        packed::Packed,
-        quantize::Target,
-        rows::{dequantized, numbers, packed, rounded, write_rows},
-    },
-};
+use crate::config::Gemma4Config;
+use crate::error::TensorProblem;
+use crate::quant::blocks::BlockFormat;
+use crate::quant::layout::Layout;
+use crate::quant::packed::Packed;
+use crate::quant::quantize::QuantTarget;
+use crate::quant::rows::{dequantized, numbers, packed, rounded, write_rows};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
-/// A checkpoint's weights, by the paths of the model's parameters. A table that stays in the files keeps them for as long as the model lives.
-pub(super) trait Weights: Send + Sync {
-    /// The tensors of the files that the parameter at `path` is made of.
+/// The weights of a checkpoint. A weight is found by the path of the model's parameter. If the per-layer embedding table stays
+/// on the host, the table keeps this source alive as long as the model.
+pub(super) trait WeightSource: Send + Sync {
+    /// Returns the names of the tensors that store the parameter at `path`.
     fn names(&self, path: &str) -> Vec<String>;
 
-    /// The parameter at `path`.
+    /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
-    /// The tensors that are none of the `known` ones, and that do not belong in a checkpoint all the same.
+    /// Returns the names of unknown tensors. A tensor is unknown if it is not in `known`, and if the format does not allow it
+    /// as a tensor without a parameter.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
 
-/// A parameter in the files.
+/// The shape and the stored bytes of a parameter in the files.
 pub(super) struct Source<'a> {
     pub shape: Vec<usize>,
     numbers: Numbers<'a>,
 }
 
-/// How its numbers are written, little-endian, row after row.
+/// The elements of a parameter in one of the encodings of checkpoints. The bytes are little-endian, row by row.
 enum Numbers<'a> {
     Floats {
         dtype: DType,
@@ -43,26 +42,28 @@ enum Numbers<'a> {
         bytes: &'a [u8],
     },
     Packed(Packed<'a>),
-    /// A matrix for each slice.
+    /// Several matrices of the same shape, which form a stacked tensor: one matrix per slice of the slowest dimension.
     Joined(Vec<Source<'a>>),
-    /// Two tensors of the same shape: of each slice first the one's rows and then the other's.
+    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor's slice, followed by
+    /// the rows of the second tensor's slice.
     Stacked(Box<[Source<'a>; 2]>),
 }
 
 impl<'a> Source<'a> {
-    /// As many numbers of `dtype` as the shape has.
+    /// Creates a parameter from floating-point elements in `dtype`. `bytes` must hold exactly the elements that the shape
+    /// requires.
     pub fn floats(shape: Vec<usize>, dtype: DType, bytes: &'a [u8]) -> Self {
         let numbers = Numbers::Floats { dtype, bytes };
         Self { shape, numbers }
     }
 
-    /// As many blocks as the shape has.
+    /// Creates a parameter from quantized blocks. `bytes` must hold exactly the blocks that the shape requires.
     pub fn blocks(shape: Vec<usize>, format: BlockFormat, bytes: &'a [u8]) -> Self {
         let numbers = Numbers::Blocks { format, bytes };
         Self { shape, numbers }
     }
 
-    /// A packed matrix.
+    /// Creates a parameter from a packed matrix.
     pub fn packed(packed: Packed<'a>) -> Self {
         Self {
             shape: vec![packed.rows, packed.columns],
@@ -70,7 +71,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Matrices of the same shape, by their names in the file, as one tensor of all of them.
+    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix comes with its name in the
+    /// files, for error messages.
     pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
         let mut shape = vec![matrices.len()];
         shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
@@ -83,7 +85,8 @@ impl<'a> Source<'a> {
         Ok(Self { shape, numbers })
     }
 
-    /// `[slices, rows, columns]` twice, the second one of this name in the file, as `[slices, 2 · rows, columns]`.
+    /// Concatenates two tensors `[slices, rows, columns]` along their rows to one parameter `[slices, 2 · rows, columns]`.
+    /// `name` is the second tensor's name in the file, for error messages.
     pub fn stacked(first: Self, name: String, second: Self) -> Result<Self, TensorProblem> {
         same_shape(name, &second.shape, &first.shape)?;
         let mut shape = first.shape.clone();
@@ -94,7 +97,7 @@ impl<'a> Source<'a> {
         Ok(Self { shape, numbers })
     }
 
-    /// Bytes in the files.
+    /// Returns the number of bytes of the parameter in the files.
     pub fn len(&self) -> usize {
         match &self.numbers {
             Numbers::Floats { bytes, .. } | Numbers::Blocks { bytes, .. } => bytes.len(),
@@ -107,7 +110,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The dtype that the numbers are written in, or were in before they were packed; nothing where that is not known.
+    /// Returns the dtype of the elements. For a packed matrix this is the dtype before the packing. Returns `None` for
+    /// quantized blocks, which have no dtype.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
@@ -118,7 +122,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Bytes of a slice on its way.
+    /// Returns the number of host bytes that the upload of one slice takes. A slice is the part of the parameter at one index
+    /// of the slowest dimension.
     fn slice_bytes(&self) -> usize {
         let numbers: usize = self.shape[1..].iter().product();
         match &self.numbers {
@@ -127,13 +132,14 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Rows of all slices; a vector is one.
+    /// Returns the number of rows of all slices together. A vector has one row.
     pub fn rows(&self) -> usize {
         let columns = self.shape.last().copied().unwrap_or(1);
         self.shape.iter().product::<usize>() / columns
     }
 
-    /// The slices `range`, whose shape is `shape`, of which `dequantize` writes a row.
+    /// Dequantizes the slices `range` to `dtype`. `dequantize` writes the row with the given index. `shape` is the shape of the
+    /// result.
     fn dequantized(
         &self,
         range: Range<usize>,
@@ -141,7 +147,8 @@ impl<'a> Source<'a> {
         dtype: DType,
         dequantize: impl Fn(usize, &mut [f32]) + Sync,
     ) -> TensorData {
-        // A row is whole blocks, a part of it is not.
+        // Dequantize a vector as one whole row, and then cut out the range. The range may begin or end inside a quantized
+        // block.
         if self.shape.len() == 1 {
             let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
             let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();
@@ -152,9 +159,10 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
-    /// How its rows are as words: as they are quantized in the file or, where they are not, by `target`. Nothing where they stay whole: where
-    /// they are to, or where no words have such rows.
-    pub fn layout(&self, target: Option<Target>) -> Option<Layout> {
+    /// Returns the layout of the rows in packed words. A quantized parameter keeps its own quantization. Floats get the
+    /// quantization `target`. Returns `None` if the rows stay unquantized: no target is given, or no layout fits rows of this
+    /// length.
+    pub fn layout(&self, target: Option<QuantTarget>) -> Option<Layout> {
         let columns = match self.shape.len() {
             0 | 1 => return None,
             rank => self.shape[rank - 1],
@@ -168,8 +176,14 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// A part of the slowest dimension as words, `[rows, words]`, where that is its [`layout`](Self::layout).
-    pub fn words(&self, range: Range<usize>, target: Option<Target>, layout: Layout) -> TensorData {
+    /// Returns the slices `range` of the slowest dimension as packed words, `[rows, words]`. `layout` must be the result of
+    /// [`layout`](Self::layout).
+    pub fn words(
+        &self,
+        range: Range<usize>,
+        target: Option<QuantTarget>,
+        layout: Layout,
+    ) -> TensorData {
         let of_slice = self.rows() / self.shape[0];
         let rows = range.start * of_slice..range.end * of_slice;
         let shape = vec![rows.len(), layout.words()];
@@ -206,10 +220,11 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Writes rows of a matrix into `bytes`, in any order and any of them several times, in `dtype`, which is f32, f16 or bf16.
+    /// Copies some rows of a matrix into `bytes`, cast to `dtype`, which is f32, f16 or bf16. `rows` are the indices of the
+    /// rows, in any order and possibly repeated.
     ///
     /// # Panics
-    /// For a row that the matrix does not have.
+    /// Panics if the matrix lacks one of the rows.
     pub fn gather(&self, rows: &[u32], dtype: DType, bytes: &mut [u8]) {
         let columns = self.shape[1];
         let row_bytes = columns * dtype.size();
@@ -253,7 +268,7 @@ impl<'a> Source<'a> {
         );
     }
 
-    /// A part of the slowest dimension, in `dtype`.
+    /// Returns the slices `range` of the slowest dimension as floats in `dtype`.
     pub fn slices(&self, range: Range<usize>, dtype: DType) -> TensorData {
         let mut shape = self.shape.clone();
         shape[0] = range.len();
@@ -289,14 +304,14 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The layout of all parts; nothing where they have several.
-fn layout_of_all(parts: &[Source<'_>], target: Option<Target>) -> Option<Layout> {
+/// Returns the packed layout of all `parts`, or `None` if the parts differ in their layouts or have none.
+fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;
     layouts.all(|layout| layout == Some(first)).then_some(first)
 }
 
-/// Parts in `dtype`, one after the other.
+/// Concatenates the elements of the `parts`, which have the dtype `dtype`, into one tensor of the shape `shape`.
 fn in_a_row(
     parts: impl Iterator<Item = TensorData>,
     shape: Vec<usize>,
@@ -320,13 +335,13 @@ fn same_shape(name: String, found: &[usize], expected: &[usize]) -> Result<(), T
     }
 }
 
-/// The bytes of a part of so many slices.
+/// Returns the bytes of the slices `range`. `bytes` consists of `slices` slices of equal size.
 fn part(bytes: &[u8], slices: usize, range: Range<usize>) -> &[u8] {
     let slice = bytes.len() / slices;
     &bytes[range.start * slice..range.end * slice]
 }
 
-/// The dtypes of floating-point numbers by their names in safetensors files.
+/// Returns the Burn dtype for a floating-point dtype of safetensors files.
 pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     match dtype {
         Dtype::F64 => Some(DType::F64),
@@ -337,7 +352,8 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// A small tensor of a file in f32; none where its elements are no floating-point numbers that a model computes in.
+/// Uploads a small tensor of a file in f32. Returns `None` if the tensor has none of the floating-point dtypes in which a model
+/// computes.
 pub(crate) fn upload_f32<const D: usize>(
     view: &TensorView<'_>,
     shape: [usize; D],
@@ -349,11 +365,12 @@ pub(crate) fn upload_f32<const D: usize>(
     Some(Tensor::from_data(data, (device, DType::F32)))
 }
 
-/// Bytes of a tensor that go to the device at once. On their way they are on the host twice, here and where the driver takes
-/// them from, and the tables of per-layer inputs are of several GB.
+/// The number of bytes of a tensor that are uploaded at once. During the upload the host holds these bytes twice: in a buffer
+/// of this process and in the driver's staging buffer. The per-layer embedding table has several GB, so it is uploaded in
+/// portions.
 pub(super) const PORTION: usize = 256 << 20;
 
-/// The slices `range` of a parameter on `device`, about `portion` bytes of them at a time.
+/// Uploads the slices `range` of a parameter to `device`, about `portion` bytes at a time.
 pub(super) fn upload<const D: usize>(
     source: &Source<'_>,
     range: Range<usize>,
@@ -364,7 +381,8 @@ pub(super) fn upload<const D: usize>(
     let slices = range.len();
     let at_once = (portion / source.slice_bytes()).clamp(1, slices);
     if at_once == slices {
-        // Weights live as long as the model: exact allocations, apart from the pools of what comes and goes.
+        // Allocate weights outside the pools of temporary tensors, in exactly the size of the tensor. They live as long as the
+        // model.
         return device.memory_persistent_allocations(source.slices(range, dtype), |data| {
             Tensor::from_data(data, (device, dtype))
         });
@@ -382,17 +400,19 @@ pub(super) fn upload<const D: usize>(
         });
         let part = source.slices(range.start + start..range.start + end, dtype);
         whole = whole.slice_assign(ranges, Tensor::from_data(part, (device, dtype)));
-        // What is queued holds its portion on the host. A device that fails says so when the model is complete.
+        // Wait for each upload before the next one begins, because queued uploads keep their bytes on the host. Ignore a device
+        // error here: the loader reports it when all weights are loaded.
         let _ = device.sync();
     }
     whole.detach()
 }
 
-/// The rows of a parameter's slices `range` as words on `device`, about `portion` bytes of them at a time.
+/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads them to `device`, about `portion` bytes at a
+/// time.
 pub(super) fn upload_words(
     source: &Source<'_>,
     range: Range<usize>,
-    target: Option<Target>,
+    target: Option<QuantTarget>,
     layout: Layout,
     device: &Device,
     portion: usize,
@@ -433,11 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn portions_make_the_whole() {
+    fn upload_in_portions_equals_upload_at_once() {
         let bytes = include_bytes!("../../embedded/model.safetensors");
-        let files = TensorFiles::embedded("model.safetensors", bytes).expect("safetensors");
+        let files = TensorFiles::embedded("model.safetensors", bytes)
+            .expect("the embedded file is valid safetensors");
         let folder = Folder::of(Arc::new(files), Vec::new());
-        let source = folder.get("embed_tokens.weight").expect("a table");
+        let source = folder
+            .get("embed_tokens.weight")
+            .expect("the file has the embedding table");
         let whole = load(&source, usize::MAX);
         let row = source.len() / source.shape[0];
         for portion in [1, row, 7 * row + 1, source.len() - 1] {
@@ -445,9 +468,9 @@ mod tests {
         }
     }
 
-    /// Rows of two blocks of a scale and 32 numbers, each row with other ones.
+    /// The test matrix has two blocks per row. Each block has a scale and 32 equal elements, and all blocks differ.
     #[test]
-    fn portions_of_blocks_make_the_whole() {
+    fn upload_of_blocks_in_portions_equals_upload_at_once() {
         let bytes: Vec<u8> = (0..6u8)
             .flat_map(|block| [vec![0, 60 + block], vec![block; 32]].concat())
             .collect();
@@ -464,12 +487,12 @@ mod tests {
     }
 
     #[test]
-    fn stacked_tensors_alternate_slice_by_slice() {
+    fn stacked_of_two_tensors_interleaves_their_slices() {
         let bytes = |numbers: [f32; 4]| numbers.map(f32::to_le_bytes).concat();
         let (first, second) = (bytes([1.0, 2.0, 3.0, 4.0]), bytes([5.0, 6.0, 7.0, 8.0]));
         let source = |bytes| Source::floats(vec![2, 1, 2], DType::F32, bytes);
         let stacked = Source::stacked(source(&first), "second".into(), source(&second));
-        let stacked = stacked.expect("the same shapes");
+        let stacked = stacked.expect("the shapes are equal");
         assert_eq!(stacked.shape, [2, 2, 2]);
         let numbers = stacked.slices(0..2, DType::F32);
         let numbers: Vec<f32> = numbers.iter().collect();
@@ -479,13 +502,13 @@ mod tests {
     }
 
     #[test]
-    fn joined_matrices_are_slices() {
+    fn joined_of_matrices_makes_each_a_slice() {
         let bytes = |number: f32| [number, number + 1.0].map(f32::to_le_bytes).concat();
         let matrices = [bytes(0.0), bytes(10.0), bytes(20.0)];
         let source = |bytes| Source::floats(vec![1, 2], DType::F32, bytes);
         let named = |bytes| ("a matrix".to_owned(), source(bytes));
         let joined = Source::joined(matrices.iter().map(|bytes| named(&bytes[..])).collect());
-        let joined = joined.expect("the same shapes");
+        let joined = joined.expect("the shapes are equal");
         assert_eq!(joined.shape, [3, 1, 2]);
         let numbers = joined.slices(1..3, DType::F32);
         let numbers: Vec<f32> = numbers.iter().collect();

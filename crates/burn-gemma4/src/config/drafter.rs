@@ -1,29 +1,36 @@
-//! `config.json` of drafters, the small models that guess tokens for a large one.
+//! Reads the `config.json` of a drafter, a small model that proposes draft tokens in speculative decoding.
 
-use super::{
-    Gemma4Config, foreign::DRAFTERS, json::Text, quantization::schemes_of, validate::LARGEST_TENSOR,
-};
-use crate::{Gemma4Error, LayerType, checkpoint::missing, json};
+use super::Gemma4Config;
+use super::json::Text;
+use super::quantization::schemes_of;
+use super::unknown_models::DRAFTERS;
+use super::validate::LARGEST_TENSOR;
+use crate::config::LayerType;
+use crate::config::unknown_files::missing;
+use crate::error::Gemma4Error;
+use crate::json;
 use serde::Deserialize;
 use std::{fs, path::Path};
 
-/// The shape of a drafter, which reads the keys and values of the model that it guesses for.
+/// The configuration of a drafter. A drafter proposes tokens for a target model, and reads the target model's KV cache. The
+/// target model verifies the proposed tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DrafterConfig {
-    /// Its own layers, none of which makes keys and values.
+    /// The configuration of the drafter's own layers. These layers do not compute keys and values.
     pub text: Gemma4Config,
-    /// Columns of the residual stream of the model that it guesses for.
+    /// The width of the target model's residual stream.
     pub backbone_hidden_size: usize,
-    /// How its head finds the tokens worth a look; without, it looks at all.
+    /// The groups of tokens in the drafter's head, or `None` if the head computes the logits of all tokens.
     pub ordered_embeddings: Option<OrderedEmbeddings>,
 }
 
-/// A head that first chooses among groups of tokens.
+/// The parameters of a head that works in two steps. It first selects groups of tokens, and then computes logits only for the
+/// tokens in these groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderedEmbeddings {
-    /// Groups of as many tokens each.
+    /// The number of groups. All groups have equally many tokens.
     pub num_centroids: usize,
-    /// Groups whose tokens are looked at.
+    /// The number of groups that the head selects.
     pub top_k: usize,
 }
 
@@ -45,7 +52,7 @@ impl DrafterConfig {
     /// Reads a drafter's `config.json`.
     ///
     /// # Errors
-    /// Where the file cannot be read, is not JSON, or describes no drafter.
+    /// Returns an error if the file cannot be read, is not JSON, or does not describe a drafter.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
@@ -58,10 +65,10 @@ impl DrafterConfig {
         })
     }
 
-    /// Reads the text of a drafter's `config.json`. Fields that are absent have the values of transformers' class.
+    /// Parses the text of a drafter's `config.json`. A missing field gets the default of transformers' class.
     ///
     /// # Errors
-    /// [`Gemma4Error::Config`] naming the field.
+    /// Returns [`Gemma4Error::Config`], which names the field at fault.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
         let bad = Gemma4Error::Config;
         let value: serde_json::Value = json::from_slice(json.as_bytes()).map_err(bad)?;
@@ -69,13 +76,14 @@ impl DrafterConfig {
         if !model_type.is_some_and(|name| DRAFTERS.contains(&name)) {
             let found = model_type.map_or_else(|| "missing".into(), |name| format!("{name:?}"));
             return refuse(format!(
-                "model_type is {found}, which is no drafter's: one of {DRAFTERS:?}"
+                "model_type is {found}, which is no drafter's; expected one of {DRAFTERS:?}"
             ));
         }
         schemes_of(json)?;
         let file: File = json::from_slice(json.as_bytes()).map_err(bad)?;
         let mut text = file.text_config;
-        // As in a model's file, where the part says nothing, the whole's field holds.
+        // Use the top-level value of `tie_word_embeddings` if `text_config` has none. The files of Gemma 4 models are read in
+        // the same way.
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
         let mut text = text.into_config()?;
         if text.num_kv_shared_layers == 0 {
@@ -94,10 +102,10 @@ impl DrafterConfig {
         Ok(config)
     }
 
-    /// What makes the drafter impossible, by the names of `config.json`.
+    /// Checks that the configuration describes a possible drafter.
     ///
     /// # Errors
-    /// [`Gemma4Error::Config`] naming the field.
+    /// Returns [`Gemma4Error::Config`], which names the field of `config.json` at fault.
     pub fn validate(&self) -> Result<(), Gemma4Error> {
         let text = &self.text;
         for (name, is_there) in [
@@ -109,26 +117,28 @@ impl DrafterConfig {
             ("use_double_wide_mlp", text.use_double_wide_mlp),
         ] {
             if is_there {
-                return refuse(format!("{name} is set, which no drafter has"));
+                return refuse(format!("{name} is set, but drafters do not support it"));
             }
         }
         text.validate_with(|text| {
             match text.num_kv_shared_layers == text.num_layers() {
                 true => Ok(()),
                 false => refuse(format!(
-                    "num_kv_shared_layers is {}, but all {} layers of a drafter read another model's keys and values",
+                    "num_kv_shared_layers is {}, but all {} layers of a drafter must read the target model's KV cache",
                     text.num_kv_shared_layers,
                     text.num_layers()
                 )),
             }
         })?;
         if !text.tie_word_embeddings {
-            return refuse("tie_word_embeddings is false, which no drafter has".into());
+            return refuse(
+                "tie_word_embeddings is false, but drafters tie their embeddings".into(),
+            );
         }
         let elements = self.backbone_hidden_size.checked_mul(2 * text.hidden_size);
         if self.backbone_hidden_size == 0 || elements.is_none_or(|count| count > LARGEST_TENSOR) {
             return refuse(format!(
-                "backbone_hidden_size is {}, which makes no tensor",
+                "backbone_hidden_size is {}, which does not give a valid tensor",
                 self.backbone_hidden_size
             ));
         }
@@ -142,7 +152,7 @@ impl DrafterConfig {
                 || top_k > num_centroids =>
             {
                 refuse(format!(
-                    "centroid_intermediate_top_k {top_k} of num_centroids {num_centroids} make no groups of {} tokens",
+                    "centroid_intermediate_top_k {top_k} of num_centroids {num_centroids} do not divide {} tokens into groups",
                     text.vocab_size
                 ))
             }
@@ -150,10 +160,10 @@ impl DrafterConfig {
         }
     }
 
-    /// Refuses a drafter for another model than `target`, by the sizes that differ.
+    /// Checks that the drafter's sizes fit the target model.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] naming them.
+    /// Returns [`Gemma4Error::Argument`], which names each size that differs.
     pub fn check_target(&self, target: &Gemma4Config) -> Result<(), Gemma4Error> {
         let text = &self.text;
         let own = &target.layer_types[..target.first_shared_layer()];
@@ -202,7 +212,7 @@ impl DrafterConfig {
             }
             if has(kind) && !own.contains(&kind) {
                 wrong.push(format!(
-                    "layer_types has {kind}, but no such layer of the model has keys"
+                    "layer_types has {kind}, but no such layer of the model has a KV cache"
                 ));
             }
         }

@@ -1,15 +1,17 @@
-//! `config.json`, in the dialect of the Hub and in that of `save_pretrained`.
+//! Reads `config.json` in two dialects: the dialect of the Hugging Face Hub and the dialect of transformers' `save_pretrained`.
 
-use super::{
-    ExpertsConfig, Gemma4Config, LayerType, RopeConfig, foreign::refuse_drafter,
-    quantization::schemes_of, validate::number_of_layers,
-};
-use crate::{Gemma4Error, checkpoint::missing, json};
+use super::quantization::schemes_of;
+use super::unknown_models::refuse_drafter;
+use super::validate::number_of_layers;
+use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
+use crate::config::unknown_files::missing;
+use crate::error::Gemma4Error;
+use crate::json;
 use burn::tensor::DType;
 use serde::Deserialize;
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The model types whose text part this crate computes.
+/// The values of `model_type` in files that contain a text model which this crate can load.
 const MODEL_TYPES: [&str; 4] = [
     "gemma4",
     "gemma4_text",
@@ -17,7 +19,8 @@ const MODEL_TYPES: [&str; 4] = [
     "gemma4_unified_text",
 ];
 
-/// A file's top level: of a text model the fields themselves, of a multimodal model a folder of parts.
+/// The top level of a `config.json`. In the file of a text model, the model's fields are at the top level. The file of a
+/// multimodal model has one object per submodel, such as `text_config`.
 #[derive(Deserialize)]
 struct File {
     model_type: Option<String>,
@@ -68,7 +71,7 @@ pub(super) struct Text {
     dtype: Option<String>,
 }
 
-/// What `save_pretrained` writes of a layer that differs from the others.
+/// The fields that `save_pretrained` writes for each layer whose values differ from those of the other layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PerLayer {
@@ -84,7 +87,7 @@ struct Rope {
     factor: Option<f64>,
 }
 
-/// One token or several.
+/// One token or a list of tokens.
 #[derive(Deserialize)]
 #[serde(
     untagged,
@@ -108,7 +111,7 @@ impl Gemma4Config {
     /// Reads a checkpoint's `config.json`.
     ///
     /// # Errors
-    /// Where the file cannot be read, is not JSON, or describes no Gemma 4 text model.
+    /// Returns an error if the file cannot be read, is not JSON, or does not describe a Gemma 4 text model.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let text = fs::read_to_string(path).map_err(|source| missing(path.to_owned(), source))?;
@@ -121,11 +124,13 @@ impl Gemma4Config {
         })
     }
 
-    /// Reads the text of a `config.json`: the Hub's (`global_head_dim`, `num_global_key_value_heads`), or that
-    /// of transformers' `save_pretrained` (`per_layer_config`); of a multimodal model the text part.
+    /// Parses the text of a `config.json`. For a multimodal model, returns the configuration of its text model.
+    ///
+    /// Two dialects are supported. Files on the Hub have the fields `global_head_dim` and `num_global_key_value_heads`. Files
+    /// that transformers' `save_pretrained` writes have `per_layer_config`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Config`] naming the field.
+    /// Returns [`Gemma4Error::Config`], which names the field at fault.
     pub fn from_json(json: &str) -> Result<Self, Gemma4Error> {
         let file: File = json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?;
         match file.model_type.as_deref() {
@@ -133,7 +138,7 @@ impl Gemma4Config {
             Some(other) => {
                 refuse_drafter(other)?;
                 return Err(Gemma4Error::Config(format!(
-                    "model_type is {other:?}, which is none of {MODEL_TYPES:?}"
+                    "model_type is {other:?}; expected one of {MODEL_TYPES:?}"
                 )));
             }
             None => {
@@ -148,7 +153,8 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // A multimodal model's own fields hold for its text part, too.
+        // Some fields of the text model may stand at the top level of a multimodal model's file. Use these top-level values
+        // too.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
@@ -160,14 +166,15 @@ impl Gemma4Config {
 }
 
 impl Text {
-    /// Fields that are absent have the values of transformers' class.
+    /// Converts the fields of the file to a configuration. A missing field gets the default of transformers' class.
     pub(super) fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
         self.refuse_unsupported()?;
         let layer_types = self.layer_types()?;
         let sliding_head_dim = self.head_dim.unwrap_or(256);
         let attention_k_eq_v = self.attention_k_eq_v.unwrap_or(false);
         let (global_head_dim, per_layer_heads) = self.global_heads(&layer_types)?;
-        // Full layers have heads of their own number only where values are keys.
+        // Read `num_global_key_value_heads` only if full layers compute their values from the key projection. In all other models
+        // only `per_layer_config` can give full layers their own number of KV heads.
         let num_global_key_value_heads = match attention_k_eq_v {
             true => self.num_global_key_value_heads.or(per_layer_heads),
             false => per_layer_heads,
@@ -232,11 +239,12 @@ impl Text {
         }
         if let Some(scaling) = self.rope_scaling.as_ref().filter(|one| scales(one)) {
             return Err(Gemma4Error::Config(format!(
-                "rope_scaling is {scaling}; only rope_parameters, by the layers' types, are supported"
+                "rope_scaling is {scaling}; only rope_parameters for each layer type is supported"
             )));
         }
         match self.use_bidirectional_attention.as_deref() {
-            // Among images only; text stays causal.
+            // Accept "vision". With this value only the tokens of an image attend to each other in both directions. Attention
+            // between text tokens stays causal.
             None | Some("vision") => Ok(()),
             Some(other) => refuse("use_bidirectional_attention", other, "null or \"vision\""),
         }
@@ -254,7 +262,7 @@ impl Text {
                 })
                 .collect(),
         };
-        // As transformers does, whatever the file says.
+        // The last layer is always a full layer, whatever the file says. transformers does the same.
         if let Some(last) = types.last_mut() {
             *last = LayerType::Full;
         }
@@ -275,13 +283,14 @@ impl Text {
                 "sliding_attention" => Ok(LayerType::Sliding),
                 "full_attention" => Ok(LayerType::Full),
                 other => Err(Gemma4Error::Config(format!(
-                    "layer_types has {other:?}, which is neither \"sliding_attention\" nor \"full_attention\""
+                    "layer_types has {other:?}; expected \"sliding_attention\" or \"full_attention\""
                 ))),
             })
             .collect()
     }
 
-    /// The head dimension of full layers and, of the second dialect, their number of key and value heads.
+    /// Returns the head size of full layers, and their number of KV heads. Only files in the dialect of `save_pretrained` give
+    /// the number of KV heads here.
     fn global_heads(
         &self,
         layer_types: &[LayerType],
@@ -330,7 +339,8 @@ impl Text {
         };
         let partial_rotary_factor = match rope.rope_type.as_deref() {
             None | Some("default") => match rope.factor {
-                // transformers passes over this factor, so that its meaning is not known.
+                // Refuse a factor other than 1 here. transformers ignores the factor of this `rope_type`, so the author's
+                // intention is unknown.
                 Some(factor) if factor != 1.0 => {
                     return Err(Gemma4Error::Config(format!(
                         "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"
@@ -341,7 +351,7 @@ impl Text {
             Some("proportional") => rope.partial_rotary_factor.unwrap_or(1.0),
             Some(other) => {
                 return Err(Gemma4Error::Config(format!(
-                    "rope_parameters.{kind}.rope_type is {other:?}, which is neither \"default\" nor \"proportional\""
+                    "rope_parameters.{kind}.rope_type is {other:?}; expected \"default\" or \"proportional\""
                 )));
             }
         };
@@ -353,7 +363,8 @@ impl Text {
     }
 }
 
-/// True if a `rope_scaling` changes positions: transformers' older files have one that does not.
+/// True if the value of a `rope_scaling` field changes the positions. Files of older transformers versions contain this field
+/// with values that have no effect.
 fn scales(scaling: &serde_json::Value) -> bool {
     let Some(fields) = scaling.as_object() else {
         return !scaling.is_null();
@@ -376,7 +387,7 @@ fn dtype(name: &str) -> Result<DType, Gemma4Error> {
         "float16" => Ok(DType::F16),
         "bfloat16" => Ok(DType::BF16),
         other => Err(Gemma4Error::Config(format!(
-            "dtype is {other:?}, which is none of float32, float16, bfloat16"
+            "dtype is {other:?}; expected float32, float16 or bfloat16"
         ))),
     }
 }

@@ -1,24 +1,27 @@
-//! The shape of a Gemma 4 text model.
+//! The configuration of a Gemma 4 text model.
 
 pub(crate) mod drafter;
-
-mod foreign;
+pub(crate) mod generation;
 mod json;
 mod presets;
 pub(crate) mod quantization;
+pub(crate) mod sampling;
+pub(crate) mod unknown_files;
+mod unknown_models;
+pub(crate) mod unsupported;
 pub(crate) mod validate;
 mod write;
 
 pub(crate) use json::Tokens;
 pub(crate) use write::name_of;
 
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use burn::tensor::DType;
 
-/// The shape of a Gemma 4 text model, by the names of its `config.json`.
+/// The configuration of a Gemma 4 text model. A field has the same name as in `config.json`, if that file contains the field.
 ///
-/// The presets ([`e2b`](Self::e2b), …) are the published models; [`from_file`](Self::from_file) and
-/// [`from_json`](Self::from_json) read a checkpoint's.
+/// The presets ([`e2b`](Self::e2b), …) return the configurations of the published models. [`from_file`](Self::from_file) and
+/// [`from_json`](Self::from_json) read the configuration of a checkpoint.
 ///
 /// ```
 /// use burn_gemma4::{Gemma4Config, LayerType};
@@ -30,103 +33,107 @@ use burn::tensor::DType;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Gemma4Config {
-    /// Tokens of the vocabulary.
+    /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Tokens that have per-layer embeddings.
+    /// The number of tokens in the vocabulary that have per-layer embeddings.
     pub vocab_size_per_layer_input: usize,
-    /// Columns of the residual stream.
+    /// The width of the residual stream.
     pub hidden_size: usize,
-    /// Columns inside the dense feed-forward network.
+    /// The hidden size of the dense feed-forward network.
     pub intermediate_size: usize,
-    /// Layers whose keys and values are an earlier layer's have twice [`Self::intermediate_size`].
+    /// True if the feed-forward networks have a hidden size of twice [`Self::intermediate_size`] in the layers that share an
+    /// earlier layer's KV cache.
     pub use_double_wide_mlp: bool,
-    /// What each layer attends to; its length is the number of layers.
+    /// The attention type of each layer. The list has one element per layer.
     pub layer_types: Vec<LayerType>,
-    /// How many of the last layers read an earlier layer's keys and values.
+    /// The number of layers at the end of the model that share an earlier layer's KV cache.
     pub num_kv_shared_layers: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub num_attention_heads: usize,
-    /// Key and value heads of sliding layers.
+    /// The number of KV heads of sliding layers.
     pub num_key_value_heads: usize,
-    /// Key and value heads of full layers.
+    /// The number of KV heads of full layers.
     pub num_global_key_value_heads: usize,
-    /// Columns of a head in sliding layers.
+    /// The head size of sliding layers.
     pub sliding_head_dim: usize,
-    /// Columns of a head in full layers.
+    /// The head size of full layers.
     pub global_head_dim: usize,
-    /// Keys that a query of a sliding layer sees, its own included.
+    /// The number of keys that a query in a sliding layer sees, including the key of its own position.
     pub sliding_window: usize,
-    /// Full layers make values of what their keys are made of.
+    /// True if full layers compute their values from the key projection.
     pub attention_k_eq_v: bool,
-    /// Columns of a per-layer embedding (PLE), which each layer has of each token; 0 for none.
+    /// The number of channels of a token's per-layer embedding (PLE) in each layer. The number is 0 if the model has no
+    /// per-layer embeddings.
     pub hidden_size_per_layer_input: usize,
-    /// The mixture of experts beside the dense network.
+    /// The mixture of experts that runs beside the dense feed-forward network, if the model has one.
     pub experts: Option<ExpertsConfig>,
-    /// Rotary positions of sliding layers.
+    /// The rotary embedding of sliding layers.
     pub sliding_rope: RopeConfig,
-    /// Rotary positions of full layers.
+    /// The rotary embedding of full layers.
     pub global_rope: RopeConfig,
-    /// Added to the mean of squares in every norm.
+    /// The epsilon that every RMS norm adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Logits are `c · tanh(logits / c)`.
+    /// The softcap `c` of the final logits, which become `c · tanh(logits / c)`.
     pub final_logit_softcapping: Option<f64>,
-    /// The output projection is the embedding's table.
+    /// True if the output projection shares the weights of the embedding table.
     pub tie_word_embeddings: bool,
-    /// Positions that the model was made for.
+    /// The number of positions that the model was trained for.
     pub max_position_embeddings: usize,
-    /// The standard deviation of weights that are drawn at random.
+    /// The standard deviation of randomly initialized weights.
     pub initializer_range: f64,
-    /// The token that begins every text.
+    /// The token at the beginning of every text.
     pub bos_token: u32,
-    /// Tokens that end a text.
+    /// The tokens that end a text.
     pub eos_tokens: Vec<u32>,
-    /// The token that fills up.
+    /// The padding token.
     pub pad_token: u32,
-    /// The dtype that the checkpoint says it is in.
+    /// The dtype of the weights according to the checkpoint's configuration.
     pub dtype: Option<DType>,
 }
 
-/// What a layer attends to.
+/// The attention type of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerType {
-    /// The last [`Gemma4Config::sliding_window`] keys.
+    /// A query sees the keys of the last [`Gemma4Config::sliding_window`] positions.
     Sliding,
-    /// All keys so far.
+    /// A query sees the keys of all positions up to its own.
     Full,
 }
 
-/// A mixture of experts: a router chooses a few of many small feed-forward networks for each token.
+/// A mixture of experts. For each token, a router selects a few of many small feed-forward networks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertsConfig {
-    /// Experts.
+    /// The number of experts.
     pub num_experts: usize,
-    /// Experts that a token goes through.
+    /// The number of experts that the router selects for each token.
     pub top_k_experts: usize,
-    /// Columns inside an expert.
+    /// The hidden size of each expert.
     pub moe_intermediate_size: usize,
 }
 
-/// Rotary positions: the pair of channels `j` and `j + head_dim / 2` is rotated by
+/// The rotary embedding (RoPE). It rotates channel `j` together with channel `j + head_dim / 2`. The angle in radians is
 /// `position · theta^(-2j / head_dim) / factor`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
-    /// The base of the wavelengths.
+    /// The base of the rotation frequencies, called `theta` in the formula.
     pub theta: f64,
-    /// The share of the pairs that are rotated, the first ones; the others stay as they are.
+    /// The fraction of channel pairs that are rotated. These are the first pairs of a head. The remaining pairs stay unchanged.
     pub partial_rotary_factor: f64,
-    /// Positions are divided by it.
+    /// The number by which all positions are divided.
     pub factor: f64,
 }
 
 impl RopeConfig {
-    /// How many of a head's pairs of channels are rotated.
+    /// Returns the number of rotated channel pairs in a head.
     pub fn rotated_pairs(&self, head_dim: usize) -> usize {
         (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
     }
 
-    /// Channels are rotated by this many radians a position: `head_dim / 2` numbers, 0 for pairs that stay.
+    /// Returns the rotation of each channel pair per position, in radians. The list has `head_dim / 2` values. A pair without
+    /// rotation has the value 0.
     ///
-    /// In f32 and by the same steps as transformers, whose rounding the checkpoints were trained with.
+    /// The f32 operations are the same as in transformers and have the same order, because the checkpoints were trained with
+    /// the rounding errors of that computation.
     pub(crate) fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         let rotated = self.rotated_pairs(head_dim);
         (0..head_dim / 2)
@@ -142,25 +149,27 @@ impl RopeConfig {
 }
 
 impl Gemma4Config {
-    /// How many layers there are.
+    /// Returns the number of layers.
     pub fn num_layers(&self) -> usize {
         self.layer_types.len()
     }
 
-    /// The first layer that reads an earlier layer's keys and values; the number of layers if none does.
+    /// Returns the index of the first layer that shares an earlier layer's KV cache, or the number of layers if no layer shares
+    /// one.
     pub fn first_shared_layer(&self) -> usize {
         self.num_layers() - self.num_kv_shared_layers
     }
 
-    /// Whether `layer` reads an earlier layer's keys and values.
+    /// True if `layer` shares an earlier layer's KV cache.
     pub fn is_shared(&self, layer: usize) -> bool {
         layer >= self.first_shared_layer()
     }
 
-    /// The layer whose keys and values `layer` reads: itself, or the last layer of its type that has its own.
+    /// Returns the index of the layer whose KV cache `layer` reads. This is `layer` itself, or the last layer of its type that
+    /// has its own KV cache.
     ///
     /// # Panics
-    /// For a layer that the model does not have.
+    /// Panics if the model has no layer with this index.
     pub fn key_value_source(&self, layer: usize) -> usize {
         if !self.is_shared(layer) {
             return layer;
@@ -171,7 +180,7 @@ impl Gemma4Config {
             .expect("validated: every shared layer has a layer to read from")
     }
 
-    /// Columns of a head in `layer`.
+    /// Returns the head size of `layer`.
     pub fn head_dim(&self, layer: usize) -> usize {
         match self.layer_types[layer] {
             LayerType::Sliding => self.sliding_head_dim,
@@ -179,7 +188,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Key and value heads of `layer`.
+    /// Returns the number of KV heads of `layer`.
     pub fn key_value_heads(&self, layer: usize) -> usize {
         match self.layer_types[layer] {
             LayerType::Sliding => self.num_key_value_heads,
@@ -187,12 +196,12 @@ impl Gemma4Config {
         }
     }
 
-    /// Whether `layer` makes its values of what its keys are made of.
+    /// True if `layer` computes its values from the key projection.
     pub fn values_are_keys(&self, layer: usize) -> bool {
         self.attention_k_eq_v && self.layer_types[layer] == LayerType::Full
     }
 
-    /// Columns inside the dense feed-forward network of `layer`.
+    /// Returns the hidden size of the dense feed-forward network of `layer`.
     pub fn intermediate_size(&self, layer: usize) -> usize {
         match self.use_double_wide_mlp && self.is_shared(layer) {
             true => 2 * self.intermediate_size,
@@ -200,12 +209,12 @@ impl Gemma4Config {
         }
     }
 
-    /// Whether there are per-layer embeddings (PLE).
+    /// True if the model has per-layer embeddings (PLE).
     pub fn has_per_layer_embeddings(&self) -> bool {
         self.hidden_size_per_layer_input > 0
     }
 
-    /// Refuses tokens that the vocabulary does not have, and that no table has a row for.
+    /// Refuses tokens outside the vocabulary, which have no row in the embedding table.
     pub(crate) fn check_tokens(
         &self,
         tokens: impl IntoIterator<Item = i64>,

@@ -1,16 +1,16 @@
-//! The published models' shapes.
+//! The configurations of the published models.
 
 use super::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 use burn::tensor::DType;
 
 impl RopeConfig {
-    /// Every pair is rotated, as in sliding layers.
+    /// The rotary embedding of sliding layers. All channel pairs are rotated.
     pub(crate) const SLIDING: Self = Self {
         theta: 1e4,
         partial_rotary_factor: 1.0,
         factor: 1.0,
     };
-    /// The first quarter of the pairs is rotated, as in full layers.
+    /// The rotary embedding of full layers. The first quarter of the channel pairs is rotated.
     pub(super) const GLOBAL: Self = Self {
         theta: 1e6,
         partial_rotary_factor: 0.25,
@@ -18,13 +18,13 @@ impl RopeConfig {
     };
 }
 
-/// `periods` times `sliding` sliding layers and one full layer.
+/// Returns the layer types of a model that repeats `sliding` sliding layers and one full layer `periods` times.
 fn pattern(sliding: usize, periods: usize) -> Vec<LayerType> {
     let period = [vec![LayerType::Sliding; sliding], vec![LayerType::Full]].concat();
     period.repeat(periods)
 }
 
-/// What all published models have in common; the rest is E2B's.
+/// Returns a configuration with the values that all published models share. The remaining values are those of E2B.
 fn common() -> Gemma4Config {
     Gemma4Config {
         vocab_size: 262_144,
@@ -58,7 +58,7 @@ fn common() -> Gemma4Config {
 }
 
 impl Gemma4Config {
-    /// Gemma 4 E2B: 4.6 billion parameters, half of them per-layer inputs.
+    /// Gemma 4 E2B, with 4.6 billion parameters. Half of the parameters are per-layer embeddings.
     pub fn e2b() -> Self {
         Self {
             use_double_wide_mlp: true,
@@ -68,7 +68,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 E4B: 7.5 billion parameters.
+    /// Gemma 4 E4B, with 7.5 billion parameters.
     pub fn e4b() -> Self {
         Self {
             hidden_size: 2560,
@@ -98,7 +98,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 26B-A4B: a mixture of 128 experts, 4 billion of 25 billion parameters at work for a token.
+    /// Gemma 4 26B-A4B, a mixture of 128 experts. Each token uses 4 billion of the 25 billion parameters.
     pub fn moe_26b_a4b() -> Self {
         Self {
             hidden_size: 2816,
@@ -139,12 +139,12 @@ impl Gemma4Config {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Gemma4Model;
+    use crate::model::Gemma4Model;
     use burn::{module::Module, tensor::Device};
 
-    /// The numbers that transformers counts for the same configurations. The factors of the layers are no parameters there.
+    /// The expected numbers are the parameter counts in transformers. These counts do not include the scalar of each layer.
     #[test]
-    fn presets_have_the_published_numbers_of_parameters() {
+    fn presets_have_published_parameter_counts() {
         let cases = [
             (Gemma4Config::e2b(), 4_628_569_344),
             (Gemma4Config::e4b(), 7_463_013_376),

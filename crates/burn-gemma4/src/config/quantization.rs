@@ -1,13 +1,15 @@
-//! What a `config.json` says about packed weights. How each matrix is packed, its tensors tell; the configuration says which ways there are,
-//! and what else was done, all of which is refused.
+//! Reads the `quantization_config` in a `config.json`. It lists packing schemes, but does not say which matrix has which
+//! scheme. The tensors of each matrix show that. All other kinds of quantization are refused.
 
-use super::foreign::{refuse_quantized, says_something};
-use crate::{Gemma4Error, json, quantized::packed::Scheme};
+use super::unknown_models::{refuse_quantized, says_something};
+use crate::error::Gemma4Error;
+use crate::json;
+use crate::quant::packed::Scheme;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// The method that is read, and its format.
+/// The only supported quantization method (`METHOD`), and the only supported format of that method (`FORMAT`).
 const METHOD: &str = "compressed-tensors";
 const FORMAT: &str = "pack-quantized";
 
@@ -24,10 +26,10 @@ struct Quantization {
     transform_config: Value,
 }
 
-/// Some modules and what was done to them.
+/// The quantization of a group of modules, such as linear layers.
 #[derive(Deserialize)]
 struct Group {
-    weights: Option<Weights>,
+    weights: Option<QuantizedWeights>,
     #[serde(default)]
     input_activations: Value,
     #[serde(default)]
@@ -35,9 +37,9 @@ struct Group {
     format: Option<String>,
 }
 
-/// What was done to their weights.
+/// The quantization of the weights in a group of modules.
 #[derive(Deserialize)]
-struct Weights {
+struct QuantizedWeights {
     num_bits: usize,
     r#type: Option<String>,
     #[serde(default = "yes")]
@@ -52,18 +54,18 @@ fn yes() -> bool {
     true
 }
 
-/// [`schemes`] of the text of a `config.json`.
+/// Returns the packing schemes in the text of a `config.json`: see [`schemes`].
 pub(crate) fn schemes_of(json: &str) -> Result<Vec<Scheme>, Gemma4Error> {
     schemes(&json::from_slice(json.as_bytes()).map_err(Gemma4Error::Config)?)
 }
 
-/// The ways in which the weights of the `config.json` are packed; none where they are as they were.
+/// Returns the packing schemes of the weights. The list is empty if the weights are not packed.
 ///
 /// # Errors
-/// [`Gemma4Error::Config`] naming the method, or what of it is not read.
+/// Returns [`Gemma4Error::Config`], which names the method or the feature that is not supported.
 fn schemes(config: &Value) -> Result<Vec<Scheme>, Gemma4Error> {
     let mut schemes = Vec::new();
-    // Of a multimodal model either the whole says it or its text part.
+    // A multimodal model has `quantization_config` at the top level or in `text_config`. Read both.
     for part in [Some(config), config.get("text_config")]
         .into_iter()
         .flatten()
@@ -92,7 +94,7 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
         transform_config,
     } = json::from_value(quantization)?;
     refuse_format(format.as_deref())?;
-    // Weights of which none are left out.
+    // Ignore a `sparsity_config` with the format `dense`. This format means that no weights are pruned.
     let is_dense = sparsity_config.get("format").and_then(Value::as_str) == Some("dense");
     let sparsity_config = if is_dense {
         Value::Null
@@ -105,7 +107,7 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
         ("transform_config", transform_config),
     ] {
         if says_something(&value) {
-            return Err(format!("{name} is set, which is not computed"));
+            return Err(format!("{name} is set, which is not supported"));
         }
     }
     let mut schemes = Vec::new();
@@ -122,8 +124,8 @@ fn of_method(quantization: &Value) -> Result<Vec<Scheme>, String> {
 fn refuse_format(format: Option<&str>) -> Result<(), String> {
     match format {
         Some(FORMAT) => Ok(()),
-        Some(other) => Err(format!("format is {other:?}; only {FORMAT:?} is read")),
-        None => Err(format!("format is missing; only {FORMAT:?} is read")),
+        Some(other) => Err(format!("format is {other:?}; only {FORMAT:?} is supported")),
+        None => Err(format!("format is missing; only {FORMAT:?} is supported")),
     }
 }
 
@@ -142,31 +144,31 @@ fn scheme(group: Value) -> Result<Option<Scheme>, String> {
         ("output_activations", output_activations),
     ] {
         if says_something(&value) {
-            return Err(format!("{name} are quantized, which is not computed"));
+            return Err(format!("{name} are quantized, which is not supported"));
         }
     }
     weights.map(|weights| weights.scheme()).transpose()
 }
 
-impl Weights {
+impl QuantizedWeights {
     fn scheme(&self) -> Result<Scheme, String> {
         if ![4, 8].contains(&self.num_bits) {
             return Err(format!(
-                "num_bits is {}; only 4 and 8 are read",
+                "num_bits is {}; only 4 and 8 are supported",
                 self.num_bits
             ));
         }
         match self.r#type.as_deref() {
             None | Some("int") => (),
-            Some(other) => return Err(format!("type is {other:?}; only \"int\" is read")),
+            Some(other) => return Err(format!("type is {other:?}; only \"int\" is supported")),
         }
         match &self.actorder {
             Value::Null | Value::Bool(false) => (),
-            // Columns are where they were.
+            // Accept the orders "weight" and "static". With them the packed matrix has its columns in the original order.
             Value::String(order) if ["weight", "static"].contains(&order.as_str()) => (),
             other => {
                 return Err(format!(
-                    "actorder is {other}; columns in another order are not read"
+                    "actorder is {other}; reordered columns are not supported"
                 ));
             }
         }
@@ -185,7 +187,7 @@ impl Weights {
             (other, _) => {
                 let other = other.unwrap_or("tensor");
                 return Err(format!(
-                    "strategy is {other:?}; only \"group\" and \"channel\" are read"
+                    "strategy is {other:?}; only \"group\" and \"channel\" are supported"
                 ));
             }
         };

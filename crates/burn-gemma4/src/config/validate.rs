@@ -1,25 +1,29 @@
-//! What no model can have. Each number is looked at before anything is allocated, indexed or divided by it.
+//! Checks that a model with a given configuration can exist. Each value is checked before the code uses it as a size, an index
+//! or a divisor.
 
 use super::{Gemma4Config, LayerType, RopeConfig};
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use std::ops::RangeInclusive;
 
-/// Layers, of which the largest published model has 60.
+/// The maximum number of layers. The largest published model has 60.
 pub(crate) const MOST_LAYERS: usize = 1024;
-/// Tokens and positions are i32 on the devices.
+/// The maximum of every size in a configuration. Devices store tokens and positions as i32.
 const LARGEST_SIZE: usize = i32::MAX as usize;
-/// A ring of keys and values has a slot for each.
+/// The maximum size of the sliding window in positions. The ring buffer of a sliding layer has one slot per position of the
+/// window.
 const WIDEST_WINDOW: usize = 1 << 20;
-/// Elements of a tensor. The bytes of a thousand layers of such tensors are still a number of 64 bits.
+/// The maximum number of elements in a tensor. Even if a thousand layers have such tensors, a 64-bit integer can hold their
+/// total size in bytes.
 pub(super) const LARGEST_TENSOR: usize = 1 << 45;
-/// Softcaps that f16 holds.
+/// The range of valid softcaps. It lies within the range of f16.
 const SOFTCAPS: RangeInclusive<f64> = 1e-4..=65_504.0;
 
 fn refuse<T>(reason: String) -> Result<T, Gemma4Error> {
     Err(Gemma4Error::Config(reason))
 }
 
-/// Refuses more layers than any model has, where the file only says how many there are.
+/// Refuses a number of layers above [`MOST_LAYERS`]. Callers check the number from a file before they allocate memory for that
+/// many layers.
 pub(crate) fn number_of_layers(layers: usize) -> Result<(), Gemma4Error> {
     match layers > MOST_LAYERS {
         true => refuse(format!(
@@ -30,15 +34,16 @@ pub(crate) fn number_of_layers(layers: usize) -> Result<(), Gemma4Error> {
 }
 
 impl Gemma4Config {
-    /// What makes the model impossible, by the names of `config.json`.
+    /// Checks that a model with this configuration can exist.
     ///
     /// # Errors
-    /// [`Gemma4Error::Config`] naming the field.
+    /// Returns [`Gemma4Error::Config`], which names the wrong field of `config.json`.
     pub fn validate(&self) -> Result<(), Gemma4Error> {
         self.validate_with(Self::validate_shared_layers)
     }
 
-    /// [`validate`](Self::validate) with another rule for layers that read other layers' keys and values.
+    /// Checks the configuration like [`validate`](Self::validate), except for one rule. `validate_shared_layers` checks the
+    /// layers that share an earlier layer's KV cache.
     pub(super) fn validate_with(
         &self,
         validate_shared_layers: impl FnOnce(&Self) -> Result<(), Gemma4Error>,
@@ -130,7 +135,7 @@ impl Gemma4Config {
     fn validate_shared_layers(&self) -> Result<(), Gemma4Error> {
         if self.num_kv_shared_layers >= self.num_layers() {
             return refuse(format!(
-                "num_kv_shared_layers is {}, which leaves none of {} layers to read keys and values from",
+                "num_kv_shared_layers is {}, which leaves none of {} layers with a KV cache of its own",
                 self.num_kv_shared_layers,
                 self.num_layers()
             ));
@@ -154,7 +159,7 @@ impl Gemma4Config {
                     || experts.moe_intermediate_size == 0 =>
             {
                 refuse(format!(
-                    "top_k_experts {} of num_experts {} with moe_intermediate_size {} make no mixture of experts",
+                    "top_k_experts {} of num_experts {} with moe_intermediate_size {} do not describe a valid mixture of experts",
                     experts.top_k_experts, experts.num_experts, experts.moe_intermediate_size
                 ))
             }
@@ -162,7 +167,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Sizes that are possible each make tensors that are not.
+    /// Refuses a configuration with a tensor that has too many elements. Each size alone may be valid.
     fn validate_tensors(&self) -> Result<(), Gemma4Error> {
         let hidden = ("hidden_size", self.hidden_size);
         let layers = ("num_hidden_layers", self.num_layers());
@@ -175,7 +180,8 @@ impl Gemma4Config {
             self.vocab_size_per_layer_input,
         );
         let heads = ("num_attention_heads", self.num_attention_heads);
-        // Some layers have twice as many columns inside, and experts stack two matrices.
+        // Count the elements twice for two kinds of matrix: some feed-forward networks have twice the hidden size, and each
+        // expert stacks the gate and the up projection.
         let two = ("2", 2);
         let mut tensors = vec![
             vec![("vocab_size", self.vocab_size), hidden],
@@ -209,7 +215,7 @@ impl Gemma4Config {
                     })
                     .collect();
                 refuse(format!(
-                    "a tensor of {} elements is larger than any",
+                    "a tensor of {} elements exceeds the maximum",
                     factors.join(" × ")
                 ))
             }
@@ -217,7 +223,8 @@ impl Gemma4Config {
         }
     }
 
-    /// Tokens are rows of tables, and where there are per-layer embeddings, of two.
+    /// Checks that each special token has a row in the embedding table, and also in the per-layer embedding table if the model
+    /// has one.
     fn validate_tokens(&self) -> Result<(), Gemma4Error> {
         let eos = self.eos_tokens.iter().map(|token| ("eos_token_id", *token));
         let mut tokens = eos.chain([
@@ -289,14 +296,15 @@ impl RopeConfig {
         match angles.iter().all(|angle| (furthest * angle).is_finite()) {
             true => Ok(()),
             false => refuse(format!(
-                "{} with a factor of {factor}, which rotates by angles that are no numbers",
+                "{} with a factor of {factor}, which gives angles that are not finite",
                 field("rope_theta", theta)
             )),
         }
     }
 }
 
-/// Above 0 in f32 as well, in which the models compute.
+/// True if a value is positive after its conversion to f32, and is not subnormal there. The models compute in f32 or in a
+/// smaller dtype.
 fn is_positive_in_f32(number: f64) -> bool {
     let number = number as f32;
     number.is_normal() && number > 0.0

@@ -1,12 +1,13 @@
-//! A model's shape as a `config.json`, in the dialect of the Hub.
+//! Writes a configuration as a `config.json` in the dialect of the Hugging Face Hub.
 
 use super::{Gemma4Config, LayerType, RopeConfig};
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use burn::tensor::DType;
 use serde_json::{Value, json};
 
 impl Gemma4Config {
-    /// The text of a `config.json` that [`from_json`](Self::from_json) and transformers read.
+    /// Returns the text of a `config.json` with this configuration. [`from_json`](Self::from_json) and transformers can read
+    /// it.
     ///
     /// ```
     /// use burn_gemma4::Gemma4Config;
@@ -17,20 +18,22 @@ impl Gemma4Config {
     /// ```
     ///
     /// # Errors
-    /// [`Gemma4Error::Config`] for what `config.json` has no words for: a last layer that is not full, or full layers with
-    /// a number of key and value heads of their own whose values are not keys; and for what [`validate`](Self::validate)
-    /// refuses.
+    /// Returns [`Gemma4Error::Config`] if [`validate`](Self::validate) refuses the configuration. Returns the same error if a
+    /// `config.json` cannot express the configuration, in these cases:
+    ///
+    /// - The last layer is not a full layer.
+    /// - Full layers have their own number of KV heads, but `attention_k_eq_v` is false.
     pub fn to_json(&self) -> Result<String, Gemma4Error> {
         self.validate()?;
         if self.layer_types.last() != Some(&LayerType::Full) {
             return Err(Gemma4Error::Config(
-                "layer_types ends with a sliding layer, and every reader makes the last one full"
+                "layer_types ends with a sliding layer, but every reader of config.json makes the last layer full"
                     .into(),
             ));
         }
         if !self.attention_k_eq_v && self.num_global_key_value_heads != self.num_key_value_heads {
             return Err(Gemma4Error::Config(format!(
-                "num_global_key_value_heads is {} and num_key_value_heads {}, which may differ with attention_k_eq_v only",
+                "num_global_key_value_heads is {} and num_key_value_heads is {}; they may differ only with attention_k_eq_v",
                 self.num_global_key_value_heads, self.num_key_value_heads
             )));
         }
@@ -102,7 +105,7 @@ impl RopeConfig {
     }
 }
 
-/// transformers' name of a dtype.
+/// Returns the name that transformers gives to a dtype.
 pub(crate) fn name_of(dtype: DType) -> &'static str {
     match dtype {
         DType::F16 => "float16",
@@ -116,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn to_json_then_from_json_gives_same_configuration() {
         for config in [
             Gemma4Config::e2b(),
             Gemma4Config::e4b(),
@@ -135,13 +138,18 @@ mod tests {
                 ..Gemma4Config::e2b()
             },
         ] {
-            let json = config.to_json().expect("a configuration with words");
-            assert_eq!(Gemma4Config::from_json(&json).expect("its words"), config);
+            let json = config
+                .to_json()
+                .expect("config.json can express the configuration");
+            assert_eq!(
+                Gemma4Config::from_json(&json).expect("the written JSON parses"),
+                config
+            );
         }
     }
 
     #[test]
-    fn what_has_no_words_is_refused() {
+    fn to_json_of_inexpressible_configuration_fails() {
         let mut sliding = Gemma4Config::e2b();
         sliding.layer_types.push(LayerType::Sliding);
         let heads = Gemma4Config {
@@ -152,7 +160,10 @@ mod tests {
             (sliding, "layer_types"),
             (heads, "num_global_key_value_heads"),
         ] {
-            let error = config.to_json().expect_err("no words").to_string();
+            let error = config
+                .to_json()
+                .expect_err("config.json cannot express the configuration")
+                .to_string();
             assert!(error.contains(word), "{error}");
         }
     }

@@ -1,22 +1,24 @@
-//! How likely tokens were.
+//! Log-probabilities of generated tokens.
 
 use serde::Serialize;
 use std::cmp::Ordering;
 
-/// How likely a generated token was, and which tokens were likeliest in its place.
+/// The log-probability of a generated token, and the most likely tokens at its position.
 ///
-/// Logarithms of the model's own probabilities, the softmax of its logits: before temperature, penalty, suppressed
-/// tokens and what else a [`Sampling`](crate::Sampling) makes of them. A token that it suppresses may be among them.
+/// Log-probabilities are natural logarithms of the softmax over the model's raw logits. Temperature, repetition penalty,
+/// suppressed tokens and the other settings of [`Sampling`](crate::config::sampling::Sampling) are not applied. The list of most
+/// likely tokens may therefore contain suppressed tokens.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TokenLogprobs {
-    /// Of the generated token.
+    /// The log-probability of the generated token.
     pub logprob: f32,
-    /// The likeliest tokens with theirs, the likeliest first.
+    /// The most likely tokens and their log-probabilities, in descending order of probability.
     pub top: Vec<(u32, f32)>,
 }
 
 impl TokenLogprobs {
-    /// Of `token` and the `count` likeliest tokens. Logits that are NaN count as −∞.
+    /// Computes the log-probability of the generated `token` and those of the `count` most likely tokens. A NaN logit counts as
+    /// −∞.
     pub(crate) fn of(logits: &[f32], token: u32, count: usize) -> Self {
         let number = |logit: f32| match logit.is_nan() {
             true => f32::NEG_INFINITY,
@@ -27,7 +29,7 @@ impl TokenLogprobs {
             .copied()
             .map(number)
             .fold(f32::NEG_INFINITY, f32::max);
-        // Apart, because ∞ - ∞ is NaN.
+        // Set the difference to 0 for the largest logit instead of subtracting: if the logit is ∞, the subtraction gives NaN.
         let below = |logit: f32| match number(logit) {
             logit if logit == largest => 0.0,
             logit => f64::from(logit) - f64::from(largest),
@@ -60,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn logarithms_of_the_softmax() {
+    fn token_logprobs_are_the_log_softmax() {
         let logits = [0.1f32, 0.4, 0.2, 0.3].map(|p| p.ln() + 7.0);
         let found = TokenLogprobs::of(&logits, 0, 2);
         assert!((found.logprob - 0.1f32.ln()).abs() < 1e-6, "{found:?}");
@@ -74,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_is_impossible() {
+    fn token_logprobs_with_nan_counts_it_as_minus_infinity() {
         let logits = [f32::NAN, f32::INFINITY, 0.0, f32::INFINITY];
         let found = TokenLogprobs::of(&logits, 0, 3);
         assert_eq!(found.logprob, f32::NEG_INFINITY);

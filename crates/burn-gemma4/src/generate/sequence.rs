@@ -1,24 +1,29 @@
-//! A text on its way: which token comes next, what it means, whether it is the last.
+//! The state of one generated sequence: its tokens, decoded text, sampler and stop conditions.
 
-use super::{
-    FinishReason, GenerateOptions, Generation, OnToken, Timings, Token, draft::DraftCounts,
-};
-use crate::{
-    Gemma4Error, Next, Sampler, Sampling, TokenLogprobs, Tokenizer,
-    text::{parts::Parts, stop::StopStrings},
-};
+use super::generation::{FinishReason, Generation, OnToken, Timings, Token};
+use super::options::GenerateOptions;
+use crate::config::sampling::Sampling;
+use crate::error::Gemma4Error;
+use crate::generate::decode::Next;
+use crate::generate::logprobs::TokenLogprobs;
+use crate::generate::sampling::sampler::Sampler;
+use crate::speculative::drafts::DraftCounts;
+use crate::text::parts::Parts;
+use crate::text::stop::StopStrings;
+use crate::text::tokenizer::Tokenizer;
 
-/// What the host reads of logits to choose tokens by. Only what is needed leaves the device: numbers of tokens where it chooses them
-/// and nothing else of the logits is asked for.
-pub(super) enum Chosen {
-    /// The token of each row that the device has chosen, if there is one, of so many.
+/// The data from which the host gets the next tokens. If the device has chosen the tokens, only their ids are copied to the
+/// host. Otherwise the logits are copied, and the host chooses the tokens.
+pub(crate) enum Chosen {
+    /// The token that the device chose for each row, followed by the vocabulary size. A row without a possible token has `None`.
     Tokens(Vec<Option<u32>>, usize),
-    /// The logits of rows of so many tokens.
+    /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),
 }
 
 impl Chosen {
-    /// For sequences that have a row each, or as many, one sequence's after the other's.
+    /// Copies the tokens or the logits of `next` to the host. The rows are ordered by sequence, with equally many rows per
+    /// sequence.
     pub fn of(
         next: Next<'_>,
         sequences: &[Sequence<'_>],
@@ -28,8 +33,8 @@ impl Chosen {
         if options.logprobs.is_some() || begins(sequences) {
             return Ok(Self::Logits(next.logits()?, vocabulary));
         }
-        if options.sampling.takes_the_largest() {
-            return Ok(Self::Tokens(next.likeliest()?, vocabulary));
+        if options.sampling.is_argmax() {
+            return Ok(Self::Tokens(next.try_argmax()?, vocabulary));
         }
         let samplers = samplers(sequences);
         match next.draw(&samplers) {
@@ -38,7 +43,7 @@ impl Chosen {
         }
     }
 
-    /// The next token of each sequence, which has a row. One that has ended gets what the device goes on with, or any.
+    /// Chooses the next token of each sequence, with one row per sequence. A finished sequence gets an arbitrary token.
     pub fn tokens(
         &self,
         sequences: &mut [Sequence<'_>],
@@ -53,7 +58,7 @@ impl Chosen {
         .collect()
     }
 
-    /// The token of a row, for the sequence whose next one it is.
+    /// Chooses the next token of `sequence` from row `row`.
     pub fn token(
         &self,
         row: usize,
@@ -79,19 +84,19 @@ impl Chosen {
     }
 }
 
-/// The samplers of sequences.
-pub(super) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
+/// The samplers of the sequences.
+pub(crate) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }
 
-/// True if some sequence is at its beginning, where tokens are suppressed that may come later.
-pub(super) fn begins(sequences: &[Sequence<'_>]) -> bool {
+/// True if the sampler of some unfinished sequence still forbids the tokens that are forbidden only at the beginning of a text.
+pub(crate) fn begins(sequences: &[Sequence<'_>]) -> bool {
     let mut on_their_way = sequences.iter().filter(|one| one.finished.is_none());
     on_their_way.any(|sequence| sequence.sampler.suppresses_now())
 }
 
-/// One sequence on its way.
-pub(super) struct Sequence<'a> {
+/// A sequence and the state of its generation.
+pub(crate) struct Sequence<'a> {
     index: usize,
     pub prompt: Vec<u32>,
     sampler: Sampler,
@@ -174,7 +179,7 @@ impl<'a> Sequence<'a> {
             thoughts: self.parts.thoughts,
             tool_calls: self.parts.tool_calls,
             logprobs: self.logprobs,
-            // What did not end by itself was cancelled.
+            // A sequence has no finish reason if the loop ended early. Report it as cancelled.
             finish_reason: self.finished.unwrap_or(FinishReason::Cancelled),
             drafts: self.drafts,
             timings,

@@ -1,54 +1,55 @@
-//! Tokens to hidden states: all layers, one after the other.
+//! The forward pass from token ids to hidden states: all layers in order.
 
+use super::cache::Cache;
+use super::cache::key_values::SharedKeyValues;
 #[cfg(feature = "cube")]
-use super::few_rows::FewRows;
-use super::{
-    Gemma4Model, Logits,
-    any_rows::{AnyRows, Rotations},
-    cache::{Cache, key_values::SharedKeyValues},
-    layer::{
-        RmsNorm,
-        operators::{Columns, Operators, Stream},
-    },
-    observe::{Observer, Site},
-    per_layer::Tokens,
-};
+use super::decode_ops::DecodeOps;
+use super::layer::RmsNorm;
+use super::layer::ops::{LayerOps, ResidualStream};
+use super::logits::Logits;
+use super::observe::{Observer, Site};
+use super::prefill_ops::{PrefillOps, Rotations};
+use super::text_model::Gemma4Model;
+use super::tokens::Tokens;
+#[cfg(feature = "cube")]
+use crate::config::LayerType;
+use crate::op::column_slice::ColumnSlice;
+#[cfg(feature = "cube")]
+use crate::op::rope::RotationTables;
 use crate::op::{flat_rows, linear, rope::Positions};
-#[cfg(feature = "cube")]
-use crate::{LayerType, op::rope::RotationTables};
 use burn::tensor::{DType, Int, Tensor};
 #[cfg(feature = "cube")]
 use burn::tensor::{Device, TensorData};
 use std::ops::Range;
 
-/// What a pass over a text reads, all of it on the device.
+/// The inputs of a forward pass, as device tensors.
 #[derive(Clone)]
 pub(crate) struct Text {
-    /// `[batch, positions]`.
+    /// The token ids, `[batch, positions]`.
     pub ids: Tensor<2, Int>,
-    /// Of a table on the host, the tokens' [rows](Gemma4Model::host_rows).
+    /// The tokens' [rows](Gemma4Model::host_rows) in a per-layer embedding table in host memory.
     pub from_host: Option<Tensor<2>>,
-    /// Of the tokens' positions.
+    /// The cosines and sines of the rotary embedding (RoPE) at the tokens' positions.
     pub rotations: Rotations,
-    /// `[batch, positions]`: the document of each token, where a row has several.
+    /// The packed document to which each token belongs, `[batch, positions]`, if rows contain several documents.
     pub segments: Option<Tensor<2, Int>>,
 }
 
-/// What the tokens of a call come after.
+/// The KV cache to which a call appends tokens.
 pub(crate) struct After<'a> {
     pub cache: &'a mut Cache,
-    /// Theirs.
+    /// The positions of the call's tokens.
     pub positions: Positions,
 }
 
 impl Gemma4Model {
-    /// Rows of one whole document each.
+    /// Prepares the inputs for rows that contain one whole document each.
     pub(crate) fn whole_text(&self, tokens: &Tokens) -> Text {
         let [_, count] = tokens.ids.dims();
         self.text(tokens, &Positions::Range { first: 0, count })
     }
 
-    /// Tokens at these positions, of one document a row.
+    /// Prepares the inputs for tokens at `positions`. Each row contains one document.
     pub(crate) fn text(&self, tokens: &Tokens, positions: &Positions) -> Text {
         let Tokens { ids, on_host } = tokens;
         let device = ids.device();
@@ -60,8 +61,9 @@ impl Gemma4Model {
         }
     }
 
-    /// The last layer's stream, normalised, of the positions whose logits are asked for: `[batch, asked, hidden]`. Where there are
-    /// none, that of the last layer with keys and values of its own, as it is.
+    /// Returns the normalised output of the last layer, `[batch, asked, hidden]`, for the last `asked` positions. `logits`
+    /// requests the logits of these positions. If `asked` is 0, returns the output of the last layer that computes its own keys
+    /// and values instead, for all positions and without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,
@@ -99,18 +101,18 @@ impl Gemma4Model {
             }
             None => (None, None),
         };
-        let mut any_rows = AnyRows {
+        let mut any_rows = PrefillOps {
             batch,
             rotations,
             window: self.config.sliding_window,
             segments,
             cache,
-            mlp_anew: self.mlp_anew,
+            mlp_recompute: self.mlp_recompute,
             observer,
         };
         let mut shared = SharedKeyValues::default();
         let own = 0..self.config.first_shared_layer();
-        let stream = Stream::new(embedded);
+        let stream = ResidualStream::new(embedded);
         let stream = self.layers(own, stream, embeddings.as_ref(), &mut shared, &mut any_rows);
         if let Some((cache, call)) = &mut any_rows.cache {
             cache.advance(call);
@@ -119,14 +121,18 @@ impl Gemma4Model {
         if asked == 0 {
             return stream.into_rows().reshape([batch, count, hidden]);
         }
-        // From here on, positions only read what earlier layers have left.
+        // Run the remaining layers only for the requested positions. The remaining layers are shared KV layers, which store no
+        // keys and values for other positions.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
-        let (stream, embeddings) = (Stream::new(last(stream.into_rows())), embeddings.map(last));
+        let (stream, embeddings) = (
+            ResidualStream::new(last(stream.into_rows())),
+            embeddings.map(last),
+        );
         let mut stream = match &positions {
             #[cfg(feature = "cube")]
             Some(positions)
-                if asked == 1 && count > 1 && !rest.is_empty() && FewRows::serve(self, batch) =>
+                if asked == 1 && count > 1 && !rest.is_empty() && DecodeOps::serve(self, batch) =>
             {
                 let after = &mut |_| ();
                 let dtype = self.dtype();
@@ -159,20 +165,20 @@ impl Gemma4Model {
         normed
     }
 
-    /// The layers of a range, one after the other. `shared` has what earlier ones have left for layers without keys and values
-    /// of their own, and gets what these leave. `embeddings` are all layers' per-layer embeddings, `[rows, layers · columns]`.
+    /// Runs a range of layers in order. A layer that computes its own keys and values stores them in `shared`, from which
+    /// shared KV layers read. `embeddings`, `[rows, layers · columns]`, holds the per-layer embeddings of all layers.
     pub(crate) fn layers(
         &self,
         range: Range<usize>,
-        mut stream: Stream,
+        mut stream: ResidualStream,
         embeddings: Option<&Tensor<2>>,
         shared: &mut SharedKeyValues,
-        operators: &mut impl Operators,
-    ) -> Stream {
+        operators: &mut impl LayerOps,
+    ) -> ResidualStream {
         let count = self.config.hidden_size_per_layer_input;
         for index in range {
             let kind = self.config.layer_types[index];
-            let embedding = embeddings.map(|rows| Columns {
+            let embedding = embeddings.map(|rows| ColumnSlice {
                 rows: rows.clone(),
                 start: index * count,
                 count,
@@ -187,7 +193,7 @@ impl Gemma4Model {
         stream
     }
 
-    /// The norm that the stream goes through after a layer.
+    /// Returns the norm that follows a layer: the next layer's input norm, or the final norm.
     pub(crate) fn norm_after(&self, layer: usize) -> &RmsNorm {
         match self.layers.get(layer + 1) {
             Some(next) => &next.input_layernorm,
@@ -195,7 +201,7 @@ impl Gemma4Model {
         }
     }
 
-    /// The operators for each sequence's last position in layers that read earlier ones' keys and values.
+    /// Creates the decode operations that run the shared KV layers for the last position of each sequence.
     #[cfg(feature = "cube")]
     pub(crate) fn last_position<'a>(
         &self,
@@ -204,7 +210,7 @@ impl Gemma4Model {
         dtype: DType,
         device: &Device,
         after: &'a mut dyn FnMut(super::observe::Part),
-    ) -> FewRows<'a> {
+    ) -> DecodeOps<'a> {
         let last: Vec<i32> = match positions {
             Positions::Range { first, count } => vec![(first + count - 1) as i32; batch],
             Positions::Each(rows) => rows
@@ -215,7 +221,7 @@ impl Gemma4Model {
         };
         let reach = positions.end();
         let tables = |kind| -> RotationTables { self.rope.tables(kind, reach, dtype, device) };
-        FewRows {
+        DecodeOps {
             batch,
             positions: Tensor::from_data(TensorData::new(last, [batch]), (device, DType::I32)),
             sliding: tables(LayerType::Sliding),
@@ -226,7 +232,7 @@ impl Gemma4Model {
     }
 }
 
-/// Of rows `[batch · positions, columns]`, those of the last `count` positions.
+/// Selects the rows of the last `count` positions from rows `[batch · positions, columns]`.
 pub(crate) fn last_positions(rows: Tensor<2>, batch: usize, count: usize) -> Tensor<2> {
     let [all, columns] = rows.dims();
     if all == batch * count {

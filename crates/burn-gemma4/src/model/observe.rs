@@ -1,50 +1,52 @@
-//! A look at what a model computes on its way.
+//! Observation of intermediate tensors and of the parts of a decode step.
 
 use burn::tensor::Tensor;
 
-/// A place in the model's computation.
+/// A point in the model's computation where a tensor can be observed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Site {
-    /// `[batch, positions, hidden]`: the scaled embeddings.
+    /// The scaled token embeddings, `[batch, positions, hidden]`.
     Embedding,
-    /// `[batch, positions, layers, columns]`: the per-layer embeddings (PLE).
+    /// The per-layer embeddings (PLE), `[batch, positions, layers, columns]`.
     PerLayerEmbeddings,
-    /// In a layer.
+    /// A point in the layer with this index.
     Layer(usize, LayerSite),
-    /// `[batch, positions, hidden]`: what the logits are made of.
+    /// The normalised hidden states from which the logits are computed, `[batch, positions, hidden]`.
     FinalNorm,
 }
 
-/// A place in a layer.
+/// A point in a layer's computation where a tensor can be observed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerSite {
-    /// `[batch, q_heads, positions, head_dim]`, normalised and rotated.
+    /// The normalised and rotated queries, `[batch, q_heads, positions, head_dim]`.
     Query,
-    /// `[batch, kv_heads, positions, head_dim]`, normalised and rotated; of layers that have their own.
+    /// The normalised and rotated keys, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own keys
+    /// report them.
     Key,
-    /// `[batch, kv_heads, positions, head_dim]`, normalised; of layers that have their own.
+    /// The normalised values, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own values report them.
     Value,
-    /// `[batch, positions, q_heads · head_dim]`: what the queries read.
+    /// The attention output before the output projection, `[batch, positions, q_heads · head_dim]`.
     Attention,
-    /// `[batch, positions, hidden]`: of the dense feed-forward network.
+    /// The output of the dense MLP, `[batch, positions, hidden]`.
     Mlp,
-    /// `[batch · positions, experts]`.
+    /// The MoE router's probabilities, `[batch · positions, experts]`.
     RouterProbabilities,
-    /// `[batch · positions, top_k]`: the numbers of the experts, as floats.
+    /// The indices of the chosen experts as floats, `[batch · positions, top_k]`.
     RouterExperts,
-    /// `[batch · positions, top_k]`.
+    /// The weights of the chosen experts, `[batch · positions, top_k]`.
     RouterWeights,
-    /// `[batch, positions, hidden]`: of the experts.
+    /// The output of the experts, `[batch, positions, hidden]`.
     Experts,
-    /// `[batch, positions, hidden]`: of the layer.
+    /// The output of the layer, `[batch, positions, hidden]`.
     Output,
 }
 
-/// Sees the tensors on the way. `()` looks at nothing and costs nothing.
+/// Receives intermediate tensors of a forward pass. The observer `()` ignores them at no cost.
 pub trait Observer {
-    /// Called at each place, in the order of the computation. `tensor` gives what is there, in the model's dtype.
+    /// Receives one tensor. The calls come in the order of the computation. The function `tensor` returns the tensor at `site`
+    /// in the model's dtype.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 
@@ -52,28 +54,28 @@ impl Observer for () {
     fn observe<const D: usize>(&mut self, _site: Site, _tensor: impl FnOnce() -> Tensor<D>) {}
 }
 
-/// A part of a token's computation.
+/// A part of a decode step, for measurements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Part {
-    /// Embeddings, of tokens and per layer.
+    /// Token embeddings and per-layer embeddings.
     Embedding,
-    /// The products before and after attention.
+    /// The projections before and after attention.
     Projections,
-    /// Norms and rotation of heads, and writes into the cache.
+    /// The norms and rotation of queries, keys and values, and the writes to the KV cache.
     Heads,
     /// Attention.
     Attention,
-    /// The feed-forward network.
+    /// The dense MLP.
     Mlp,
-    /// The mixture of experts beside it.
+    /// The mixture of experts (MoE).
     Experts,
-    /// The per-layer embeddings on their way into the residual stream.
+    /// The addition of the per-layer embedding to the residual stream.
     PerLayerEmbeddings,
-    /// Norms and sums of the residual stream.
+    /// The norms and additions that update the residual stream.
     Norms,
-    /// Logits.
+    /// The head, which computes the logits.
     Head,
-    /// The next token.
+    /// The choice of the next token.
     Choice,
 }

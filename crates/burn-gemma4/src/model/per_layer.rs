@@ -1,109 +1,41 @@
-//! Per-layer embeddings: of each token a row for all layers, from a table that may be too large for the device.
+//! Per-layer embeddings (PLE). The table has one row per token, with a vector for each layer, and may be too large for the
+//! device.
 
-use super::{
-    Gemma4Model,
-    layer::{Weight, weight::AnyWeight},
-};
-use crate::{Gemma4Error, checkpoint::placement::TablePlacement, op::linear::Matrix};
-use burn::{
-    module::Module,
-    tensor::{DType, Device, Int, Tensor, TensorData},
-};
-
-/// The tokens of a call where they are needed: on the device, and on the host for a table that is there.
-#[derive(Clone)]
-pub(crate) struct Tokens {
-    /// `[batch, positions]`.
-    pub ids: Tensor<2, Int>,
-    /// The same, sequence after sequence.
-    pub on_host: Vec<u32>,
-}
-
-impl Tokens {
-    /// Tokens that are known to be in the vocabulary.
-    pub fn upload(on_host: Vec<u32>, shape: [usize; 2], device: &Device) -> Self {
-        let ids: Vec<i32> = on_host.iter().map(|token| *token as i32).collect();
-        Self {
-            ids: Tensor::from_data(TensorData::new(ids, shape), device),
-            on_host,
-        }
-    }
-}
-
-/// A table that no buffer of the device holds, by parts of its rows.
-#[derive(Module, Debug)]
-pub(crate) struct SplitTable {
-    /// `[tokens of a part, columns]`, one after the other.
-    pub parts: Vec<Weight>,
-    /// Tokens of every part but the last.
-    #[module(skip)]
-    of_part: usize,
-}
-
-impl SplitTable {
-    pub fn new(parts: Vec<Weight>, of_part: usize) -> Self {
-        Self { parts, of_part }
-    }
-
-    /// `[tokens, columns]`. Nothing here depends on the host.
-    fn rows(&self, tokens: &Tensor<1, Int>) -> Tensor<2> {
-        let of_part = |(index, part): (usize, &Weight)| {
-            let matrix = part.matrix();
-            let inside = tokens.clone() - (index * self.of_part) as i64;
-            let nearest = inside.clone().clamp(0, matrix.rows() as i64 - 1);
-            (inside, matrix.select(nearest).whole(part.dtype()))
-        };
-        let mut parts = self.parts.iter().enumerate().map(of_part);
-        let (_, first) = parts.next().expect("a part");
-        parts.fold(first, |earlier, (inside, rows)| {
-            let is_earlier = inside.lower_elem(0).unsqueeze_dim::<2>(1);
-            let is_earlier = is_earlier.expand(rows.dims());
-            rows.mask_where(is_earlier, earlier)
-        })
-    }
-
-    /// The whole table's bytes in `dtype`, little-endian.
-    pub fn whole(&self, dtype: DType) -> Vec<u8> {
-        let mut bytes = Vec::new();
-        for part in &self.parts {
-            bytes.extend_from_slice(&match part.quantized() {
-                Some(numbers) => numbers.bytes(dtype),
-                None => part
-                    .val()
-                    .into_data()
-                    .convert_dtype(dtype)
-                    .into_bytes()
-                    .to_vec(),
-            });
-        }
-        bytes
-    }
-}
+use super::placement::TablePlacement;
+use super::text_model::Gemma4Model;
+use super::tokens::Tokens;
+use crate::error::Gemma4Error;
+use crate::op::linear::Matrix;
+use burn::tensor::{DType, Device, Int, Tensor};
 
 impl Gemma4Model {
-    /// Where the table of per-layer embeddings is that was loaded, and why; nothing where the model has none, or was not loaded.
+    /// Returns where the per-layer embedding table was placed, and why. Returns `None` if the model has no table, or was not
+    /// loaded from a checkpoint.
     pub fn per_layer_table(&self) -> Option<TablePlacement> {
         self.placement
     }
 
-    /// Refuses tokens outside the vocabulary, and reads them back for that.
+    /// Copies token ids to the host and checks that every id is in the vocabulary.
     pub(crate) fn read_tokens(&self, ids: Tensor<2, Int>) -> Result<Tokens, Gemma4Error> {
-        let data = ids.clone().try_into_data().map_err(|error| {
-            Gemma4Error::Device(format!("the tokens could not be read: {error}"))
-        })?;
+        let data = ids
+            .clone()
+            .try_into_data()
+            .map_err(|error| Gemma4Error::Device(format!("cannot read the tokens: {error}")))?;
         self.config.check_tokens(data.iter::<i64>())?;
         let on_host = data.iter::<i64>().map(|token| token as u32).collect();
         Ok(Tokens { ids, on_host })
     }
 
-    /// `[tokens, layers · columns]`: the table's rows of tokens in the vocabulary, where the table is on the host; nothing where it is not.
+    /// Returns the tokens' rows of a table in host memory, `[tokens, layers · columns]`, or `None` if the table is not in host
+    /// memory. The tokens must be in the vocabulary.
     pub(crate) fn host_rows(&self, tokens: &[u32], device: &Device) -> Option<Tensor<2>> {
         let table = self.host_table.as_ref()?;
         Some(table.rows(tokens, self.dtype(), device))
     }
 
-    /// `[rows, layers · columns]`: the per-layer embeddings, half from the token, half from the embedding, by `project` times
-    /// the transpose of a weight. `from_host` are [`host_rows`](Self::host_rows).
+    /// Computes the per-layer embeddings, `[rows, layers · columns]`. A per-layer embedding is the token's table row plus the
+    /// projected token embedding, times 1/√2. The function `project` multiplies by the transpose of a weight. `from_host` holds
+    /// the rows that [`host_rows`](Self::host_rows) returned.
     pub(crate) fn per_layer_embeddings(
         &self,
         tokens: &Tensor<2, Int>,
@@ -118,7 +50,8 @@ impl Gemma4Model {
         let layers = self.config.num_layers();
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = of_token.reshape([rows, layers, columns]);
-        // Constants that bf16 does not hold are applied in f32. `first_rows` has the same in a launch.
+        // Multiply in f32 by the constants that bf16 cannot represent. The function `first_rows` rounds the same values, but in
+        // one launch.
         let of_embedding = project(embedded.clone(), projection.weight.matrix());
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
@@ -127,7 +60,8 @@ impl Gemma4Model {
         Some(sum.reshape([rows, layers * columns]))
     }
 
-    /// `[rows, layers · columns]`: what the table has of tokens, wherever it is, scaled as [`Embedding`](super::layer::Embedding) does.
+    /// Looks up the tokens' rows, `[rows, layers · columns]`, on the device or the host. The rows are scaled as in
+    /// [`Embedding`](super::layer::Embedding).
     pub(crate) fn rows_of(
         &self,
         tokens: &Tensor<2, Int>,

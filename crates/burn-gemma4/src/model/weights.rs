@@ -1,10 +1,10 @@
-//! The weights of a model, whole or quantized, by the paths of their parameters.
+//! Access to the model's weights by parameter path, quantized or not, and statistics about the weights.
 
 use super::{
     Gemma4Model,
     layer::weight::{AnyWeight, QuantizedNumbers},
 };
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use burn::{
     module::{LoraAdapter, Module, ModuleVisitor, Param, Reparameterization},
     tensor::{DType, Int, Tensor},
@@ -12,18 +12,18 @@ use burn::{
 use std::collections::BTreeSet;
 
 impl Gemma4Model {
-    /// Bytes that the parameters take, on the model's device: of quantized weights the words, whatever they stand for.
+    /// Returns the size of the parameters on the model's device in bytes. A quantized weight counts with its packed size.
     pub fn parameter_bytes(&self) -> usize {
         self.held().bytes
     }
 
-    /// Whether some of the weights are quantized.
+    /// True if at least one weight is quantized.
     pub fn is_quantized(&self) -> bool {
         self.held().is_quantized
     }
 
-    /// The dtype of the checkpoint that the model was loaded from; nothing for a model without one. Weights that are quantized in
-    /// the checkpoint count as bf16.
+    /// Returns the dtype of the checkpoint from which the model was loaded, or `None` for a model without a checkpoint. A
+    /// quantized weight in the checkpoint counts as bf16.
     pub fn written_dtype(&self) -> Option<DType> {
         self.written
     }
@@ -34,8 +34,10 @@ impl Gemma4Model {
         held
     }
 
+    /// Refuses to train weights other than adapters in a model with quantized weights.
+    ///
     /// # Errors
-    /// Where some of the weights are quantized, and others are to be trained that are no adapter's.
+    /// If the model has quantized weights, and a weight that is not an adapter requires gradients.
     pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
         let held = self.held();
         match held.is_quantized && held.trains_weights {
@@ -44,7 +46,7 @@ impl Gemma4Model {
         }
     }
 
-    /// Every weight that may be quantized.
+    /// Returns all weights that can be quantized, by path.
     pub(crate) fn weights_mut(&mut self) -> Vec<(String, &mut dyn AnyWeight)> {
         let mut weights: Vec<(String, &mut dyn AnyWeight)> = Vec::new();
         let mut add = |path: String, weight| weights.push((path, weight));
@@ -95,7 +97,7 @@ impl Gemma4Model {
         weights
     }
 
-    /// The quantized weights by their paths.
+    /// Returns the quantized weights, by path.
     pub(crate) fn quantized_weights(&self) -> Vec<(String, QuantizedNumbers)> {
         let mut model = self.clone();
         let weights = model.weights_mut().into_iter();
@@ -104,8 +106,8 @@ impl Gemma4Model {
     }
 }
 
-/// The form of a model's weights, for people: `whole`, or the bits of their codes. The table of per-layer embeddings does not
-/// count, because it is no parameter where it stays on the host.
+/// Describes the format of the model's weights: `whole`, or quantized to some number of bits. The description leaves out the
+/// per-layer embedding table, because a table on the host is not a parameter.
 pub(crate) fn form_of_weights(model: &Gemma4Model) -> String {
     let mut model = model.clone();
     let is_table =
@@ -120,14 +122,14 @@ pub(crate) fn form_of_weights(model: &Gemma4Model) -> String {
     }
 }
 
-/// What parameters take.
+/// Statistics about the parameters, collected by a visitor.
 #[derive(Default)]
 struct Held {
     bytes: usize,
     is_quantized: bool,
-    /// Some that are no adapter's.
+    /// True if a parameter outside the adapters requires gradients.
     trains_weights: bool,
-    /// How many adapters this is within.
+    /// The number of adapter modules that enclose the module being visited.
     adapters: usize,
 }
 
@@ -146,7 +148,7 @@ impl ModuleVisitor for Held {
         self.bytes += param.lazy_shape().num_elements() * dtype.size();
     }
 
-    /// The model's only integers are words.
+    /// Counts an integer parameter. All integer parameters of the model are packed quantized weights.
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
         let words = param.val();
         self.bytes += words.dims().iter().product::<usize>() * words.dtype().size();

@@ -1,4 +1,4 @@
-//! Gradients that are known before the backward, as an operator.
+//! An operator that attaches a gradient to the autodiff graph. The gradient is computed before the backward pass runs.
 
 use burn::{
     backend::{
@@ -14,8 +14,9 @@ use burn::{
     tensor::{FloatDType, Shape, Tensor},
 };
 
-/// `value` `[1]` as it is, of which `gradient` is the gradient by `source`, beside those that it has already. It may be in a wider dtype
-/// than `source`: what comes after `value` scales it before it is rounded.
+/// Returns `value`, `[1]`, unchanged, and registers `gradient` as the gradient of `value` with respect to `source`. `value`
+/// keeps its other gradients in the autodiff graph. `gradient` may have a wider dtype than `source`, because the backward pass
+/// scales the gradient before it rounds it to the dtype of `source`.
 pub(crate) fn attach<const D: usize>(
     value: Tensor<1>,
     source: Tensor<D>,
@@ -28,7 +29,7 @@ pub(crate) fn attach<const D: usize>(
     ))
 }
 
-/// The operator of a backend.
+/// The operator of a backend that attaches a gradient.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
@@ -57,7 +58,7 @@ impl AttachBackend for burn::backend::Flex {}
 struct AttachBackward;
 
 impl<B: AttachBackend> Backward<B, 2> for AttachBackward {
-    /// The gradient by the source, and the source's dtype.
+    /// The gradient with respect to the source, and the source's dtype.
     type State = (FloatTensor<B>, FloatDType);
 
     fn backward(

@@ -1,4 +1,5 @@
-//! Some columns of keys and values that share slots, read where they lie.
+//! Views of a column range in a KV cache, without a copy. In compact layers (see `model::cache::compact`) a cache slot holds
+//! both the key and the value of a token. The key and the value are two overlapping ranges of the slot's columns.
 
 use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]
@@ -17,8 +18,8 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-/// `count` columns of `[batch, heads, slots, width]` from `start` on; a view where the device addresses by pointers, and else where
-/// Burn's own slice is one.
+/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view on
+/// devices whose kernels address buffers by pointers. On other devices the result is Burn's slice, which may copy.
 pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
     #[cfg(feature = "cube")]
     if super::serve(&slots) {
@@ -27,7 +28,8 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
     slots.narrow(3, start, count)
 }
 
-/// [`columns`] of words, where their `scales` are.
+/// Returns a range of columns of the packed int8 words of a quantized cache, as [`columns`] does. `scales` only tells the
+/// function which device the cache is on.
 pub(crate) fn columns_of_words(
     words: Tensor<4, Int>,
     scales: &Tensor<4>,
@@ -56,14 +58,15 @@ pub trait ColumnsBackend: Backend {
     fn columns_of_words(words: IntTensor<Self>, start: usize, count: usize) -> IntTensor<Self>;
 }
 
-/// What Burn's fusion must know of the columns before they exist.
+/// Describes the output tensor to Burn's fusion before it exists.
 #[cfg(feature = "cube")]
 fn metadata(slots: &TensorSpec, count: usize) -> TensorSpec {
     let [batch, heads, rows] = [slots.shape[0], slots.shape[1], slots.shape[2]];
     TensorSpec::new(Shape::new([batch, heads, rows, count]), slots.dtype)
 }
 
-/// Bytes of a load at most, to a multiple of which kernels take tensors to begin.
+/// The width of a kernel's widest load in bytes. Kernels require that the address of a tensor's first element is a multiple of
+/// this width.
 #[cfg(feature = "cube")]
 const WIDEST_LOAD: u64 = 16;
 
@@ -78,12 +81,15 @@ impl ColumnsBackend for CubeBackend {
     }
 }
 
-/// Some columns of elements of any kind.
+/// Returns a view of a range of columns, for float or integer elements.
 #[cfg(feature = "cube")]
 fn view(slots: CubeTensor, start: usize, count: usize) -> CubeTensor {
     let slots = untile(slots);
     let [batch, heads, rows, width] = slots.meta.shape().dims();
-    assert!(start + count <= width, "the columns are there");
+    assert!(
+        start + count <= width,
+        "columns: the range exceeds the width of the slots"
+    );
     let strides = slots.meta.strides();
     let bytes = |columns: usize| (columns * strides[3] * slots.dtype.size()) as u64;
     let (before, behind) = (bytes(start), bytes(width - start - count));

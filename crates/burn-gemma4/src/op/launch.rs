@@ -1,7 +1,7 @@
-//! What launches have in common: what a device serves, teams, vectors.
+//! Helpers that several launches share: the dtypes that a device supports, teams of units, and vector sizes.
 
 use super::sums::Team;
-use crate::DeviceMemory;
+use crate::op::device_memory::DeviceMemory;
 use burn::{
     backend::{CubeDevice, cubecl::dtype_to_storage_type},
     tensor::DType,
@@ -16,11 +16,12 @@ use cubecl::{
     ir::features::{Plane, TypeUsage},
 };
 
-/// Buffers that a kernel binds at most: the product of three matrices' words, each of which is bound twice, with its input and output. What
-/// the runtime itself adds is not among those that a device tells.
+/// The largest number of buffers that a kernel binds. The quantized GEMV with three matrices needs the most: two bindings for the
+/// words of each matrix, one for the input and one for the output. The limit that a device reports does not include the runtime's
+/// own bindings.
 const BINDINGS: u32 = 8;
 
-/// Whether the device has the dtype, and room for every kernel's tensors.
+/// True if the device supports the dtype, and has enough bindings and units for every kernel.
 pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
@@ -32,7 +33,7 @@ pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
         && properties.hardware.max_units_per_cube >= 256
 }
 
-/// What the device says of its memory.
+/// The memory sizes that the device reports.
 pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     let client = device.client();
     let memory = &client.properties().memory;
@@ -43,7 +44,8 @@ pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     }
 }
 
-/// Units that one plane operation adds up; 1 where the device has no such operations, or planes of several sizes.
+/// The number of units whose values one plane operation adds up. The result is 1 if the device has no plane operations, or planes
+/// of several sizes.
 pub(super) fn plane_width(client: &Client) -> usize {
     let properties = client.properties();
     let hardware = &properties.hardware;
@@ -54,24 +56,25 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// Whether the device makes f32 of f16's bits, of the smallest numbers, too: scales of scales are such. Vulkan and WGSL leave it to the
-/// driver whether those are zero.
+/// True if the device converts f16 bits to f32 exactly, even if they are subnormal. Subnormal f16 occur in block formats whose
+/// scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]
         CubeDevice::Cuda(_) => true,
         #[allow(
             unreachable_patterns,
-            reason = "without other backends it is the only device"
+            reason = "with only the Cube backend, no other device exists"
         )]
         _ => false,
     }
 }
 
-/// A cube that adds up as one team, for `work` steps.
+/// Returns a team, a group of units that reduce a value together. The team is a whole cube, with enough units for `work`
+/// vectors or elements.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
-    // Without plane operations every unit adds up what all the others have found.
+    // Use few units without plane operations, because every unit then adds up the partial results of all other units.
     let limit = client.properties().hardware.max_units_per_cube as usize;
     let (least, most) = match width {
         1 => (32, 64),
@@ -83,24 +86,25 @@ pub(super) fn team(client: &Client, work: usize) -> Team {
     }
 }
 
-/// The widest vector in which `rows` of so many elements can be read, each row's start included.
+/// Returns the largest vector width, for elements of `size` bytes, that divides all `multiples`. Callers pass the lengths and
+/// strides of rows, so that the start of every row is aligned too.
 pub(super) fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> usize {
     let fits = |width: &usize| multiples.iter().all(|multiple| multiple % width == 0);
     let widths = client.io_optimized_vector_sizes(size);
     widths.filter(fits).max().unwrap_or(1)
 }
 
-/// The tensor side by side, and in nobody else's hands.
+/// Returns the tensor with contiguous elements, in a buffer that no other handle shares.
 pub(super) fn own(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     match tensor.can_mut() {
         true => tensor,
-        // A copy of Burn's may have room between its rows.
+        // Make the copy contiguous again: Burn's copy may pad its rows.
         false => into_contiguous(tensor.copy()),
     }
 }
 
-/// Rows whose elements lie together.
+/// Returns the tensor with contiguous elements within each row. Rows may be padded.
 pub(super) fn rows_of(tensor: CubeTensor) -> CubeTensor {
     let tensor = untile(tensor);
     let last = tensor.meta.strides().len() - 1;

@@ -1,49 +1,57 @@
-//! The model's operators: each with its kernels, their launches and its gradients.
+//! The model's operators. Each module holds one operator: its kernels, their launches and its gradients.
 //!
-//! Kernels are for CubeCL devices: what lies between products, of any rows, in as few launches as possible, and for inference
-//! products of a few rows, bound by the memory's rate. Other devices, and training but for norms, gates, products and updates, go through
-//! Burn's own operators, which compute the same.
+//! On CubeCL devices kernels compute the operators. For any number of rows, kernels fuse the operations between GEMMs into as few
+//! launches as possible. For inference, kernels also compute GEMVs (matrix products of a few rows), which memory bandwidth
+//! bounds. On other devices Burn's own operators compute the same values. Training also runs on Burn's operators, except for
+//! norms, GeGLU, matrix products and optimizer updates.
 
+pub(crate) mod adamw;
 pub(crate) mod argmax;
 pub(crate) mod attach;
+pub(crate) mod column_slice;
 pub(crate) mod columns;
 pub(crate) mod cross_entropy;
 pub(crate) mod dequantize;
+pub(crate) mod device_memory;
+#[cfg(feature = "cube")]
+pub(crate) mod drafter_head;
 #[cfg(feature = "cube")]
 pub(crate) mod embed;
-pub(crate) mod gate;
+pub(crate) mod geglu;
 #[cfg(feature = "cube")]
-pub(crate) mod guess;
+pub(crate) mod gemv;
+#[cfg(feature = "cube")]
+pub(crate) mod graph_capture;
+#[cfg(feature = "cube")]
+pub(crate) mod in_place;
+#[cfg(feature = "cube")]
+mod launch;
 pub(crate) mod linear;
+pub(crate) mod lora;
+#[cfg(feature = "cube")]
+pub(crate) mod merge_heads;
 #[cfg(feature = "cube")]
 pub(crate) mod mlp;
-pub(crate) mod norm;
 #[cfg(feature = "cube")]
-pub(crate) mod overwrite;
+pub(crate) mod moe_gemm;
+#[cfg(feature = "cube")]
+pub(crate) mod moe_router;
+pub(crate) mod norm;
+pub(crate) mod quantized_matmul;
 #[cfg(feature = "cube")]
 pub(crate) mod reading;
-#[cfg(feature = "cube")]
-pub(crate) mod recorded;
 pub(crate) mod residual;
 #[cfg(feature = "cube")]
-pub(crate) mod ring;
+pub(crate) mod ring_mask;
 pub(crate) mod rope;
-#[cfg(feature = "cube")]
-pub(crate) mod route;
-#[cfg(feature = "cube")]
-pub(crate) mod rows_of_heads;
 pub(crate) mod sample;
 #[cfg(feature = "cube")]
 pub(crate) mod store;
-pub(crate) mod update;
-
-#[cfg(feature = "cube")]
-mod launch;
 #[cfg(feature = "cube")]
 mod sums;
 
 #[cfg(feature = "cube")]
-use crate::DeviceMemory;
+use crate::op::device_memory::DeviceMemory;
 use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use burn::{
@@ -51,80 +59,85 @@ use burn::{
     tensor::{DType, Device, Int},
 };
 
-/// Whether the kernels serve tensors of `dtype` on `device`.
+/// True if the device can run the kernels on `dtype`, and does not track gradients.
 #[cfg(feature = "cube")]
 pub(crate) fn serves(device: &Device, dtype: DType) -> bool {
     !device.is_autodiff() && runs(device, dtype)
 }
 
-/// Whether the device, tracking gradients or not, runs kernels on `dtype`: those with a backward of their own serve it.
+/// True if the device can run the kernels on `dtype`, whether it tracks gradients or not. Operators that implement their own
+/// backward also run on devices that track gradients.
 #[cfg(feature = "cube")]
 pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     match device.clone().without_autodiff().as_dispatch() {
         DispatchDevice::Cube(device) => launch::serves(device, dtype),
         #[allow(
             unreachable_patterns,
-            reason = "without other backends it is the only device"
+            reason = "with only the Cube backend, no other device exists"
         )]
         _ => false,
     }
 }
 
-/// Lets the launches that are being captured overlap, where the device can: see [`cube_kit::overlap`]. The last of them makes `last`, whose launch, and
-/// others before it, Burn's fusion may still hold: so they are asked for first.
+/// Lets the launches of the CUDA graph that is being captured overlap, if the device supports PDL: see [`cube_kit::pdl`]. The
+/// last launch of the graph must write `last`. Burn's fusion may not have issued this launch and some earlier launches yet, so
+/// this function first makes fusion issue them.
 #[cfg(feature = "cube")]
-pub(crate) fn overlap_launches(last: &Tensor<1, Int>) {
+pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Kernels of older cards have the same names, and do not wait.
-        && cube_kit::overlap::overlaps(&cube.client())
+        // Kernels on cards without PDL have the same names, but do not wait for the previous launch. Their launches must not
+        // overlap.
+        && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {
-            // Where that fails, whoever reads the tokens is told.
+            // Ignore an error of the synchronization: the later read of the tokens reports it.
             let _ = last.client.try_sync(|| ());
         }
-        let count = cube_kit::overlap::graph::overlap_launches(device);
-        log::debug!("decode: {count} launches begin before the ones before them have ended");
+        let count = cube_kit::pdl::graph::make_edges_programmatic(device);
+        log::debug!(
+            "decode: {count} launches of the CUDA graph may overlap the previous one (PDL)"
+        );
     }
     #[cfg(not(feature = "cuda"))]
     let _ = last;
 }
 
-/// What the device says of its memory, if it runs kernels.
+/// Returns the memory sizes that the device reports, or `None` if the device cannot run the kernels.
 #[cfg(feature = "cube")]
 pub(crate) fn memory(device: &Device) -> Option<DeviceMemory> {
     match device.clone().without_autodiff().as_dispatch() {
         DispatchDevice::Cube(device) => Some(launch::memory(device)),
         #[allow(
             unreachable_patterns,
-            reason = "without other backends it is the only device"
+            reason = "with only the Cube backend, no other device exists"
         )]
         _ => None,
     }
 }
 
-/// Whether the kernels serve this tensor.
+/// True if the kernels support this tensor's device and dtype.
 #[cfg(feature = "cube")]
 pub(crate) fn serve<const D: usize>(tensor: &Tensor<D>) -> bool {
     serves(&tensor.device(), tensor.dtype())
 }
 
-/// Whether the kernels serve this tensor with a weight beside it, which they read in the same dtype.
+/// True if the kernels support this tensor together with `weight`. Both must have the same dtype.
 #[cfg(feature = "cube")]
 pub(crate) fn serve_with<const D: usize>(tensor: &Tensor<D>, weight: &Tensor<1>) -> bool {
     serve(tensor) && weight.dtype() == tensor.dtype()
 }
 
-/// All dimensions but the last as one.
+/// Reshapes the tensor to `[rows, columns]`. All dimensions but the last become `rows`.
 pub(crate) fn flat_rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
     let shape = tensor.dims();
     let columns = shape[D - 1];
     with_shape(tensor, [shape.iter().product::<usize>() / columns, columns])
 }
 
-/// The tensor in another shape; itself where it has as many dimensions, all of whose sizes are then the same. Burn's fusion
-/// would make a copy of it.
+/// Reshapes the tensor to `E` dimensions. If `D` equals `E`, the shape is already the same. The function then returns the
+/// tensor without a reshape, because Burn's fusion would turn the reshape into a copy.
 pub(crate) fn with_shape<const D: usize, const E: usize>(
     tensor: Tensor<D>,
     shape: [usize; E],

@@ -1,6 +1,6 @@
-//! Integers on their way to the host, while the device goes on.
+//! Asynchronous copies of integers to the host, while the device continues with later launches.
 
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use burn::{
     backend::{Cube, CubeDevice},
     tensor::{DType, Int, Tensor},
@@ -18,11 +18,11 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// A copy that has been put on the device, behind what makes the integers and before whatever comes after.
+/// A pending copy to the host. It is enqueued right after the kernels that write the integers, before all later launches.
 pub(crate) struct Reading {
-    /// Themselves.
+    /// The integers on the device, `[count]`.
     pub numbers: Tensor<1, Int>,
-    /// `None` once they are there.
+    /// The pending copy; `None` after it has been awaited.
     copied: Option<Copied>,
 }
 
@@ -35,11 +35,16 @@ impl fmt::Debug for Reading {
 }
 
 impl Reading {
-    /// Of 32-bit integers on a CubeCL device, `[count]`. Burn's own reads copy when the host looks, which is behind what has been put on the device meanwhile.
+    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when the
+    /// host asks for the data. Such a read would therefore also wait for all launches that were enqueued in the meantime.
     pub fn begin(numbers: Tensor<1, Int>) -> Self {
-        assert_eq!(numbers.dtype(), DType::I32, "32 bits each");
+        assert_eq!(
+            numbers.dtype(),
+            DType::I32,
+            "`numbers`: expected 32-bit integers"
+        );
         let tensor = numbers.clone().try_into_primitive::<Cube>();
-        let tensor = tensor.expect("kernels made them");
+        let tensor = tensor.expect("integers of a CubeCL device have a CubeCL primitive");
         let client = tensor.client.clone();
         let tensor = client.resolve_tensor_int::<CubeBackend>(tensor);
         let descriptor = CopyDescriptor::new(
@@ -61,28 +66,33 @@ impl Reading {
         }
     }
 
-    /// Waits for them.
+    /// Waits for the integers.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] where the device failed.
+    /// [`Gemma4Error::Device`] if the device failed.
     pub fn wait(mut self) -> Result<Vec<i32>, Gemma4Error> {
-        let copied = self.copied.take().expect("they are waited for once");
+        let copied = self
+            .copied
+            .take()
+            .expect("`copied` is set until `wait` consumes it");
         block_on(copied)
-            .map_err(|error| Gemma4Error::Device(format!("it computed no tokens: {error}")))
+            .map_err(|error| Gemma4Error::Device(format!("could not read the tokens: {error}")))
     }
 }
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        // What makes them writes what another thread may have next, whose work the device does not order after this.
+        // Wait for the copy to end, and with it for the kernels that write the integers. The allocator may give the buffers of
+        // these kernels to another thread next, and the device does not order that thread's launches after these kernels.
         if let Some(copied) = self.copied.take() {
-            // A device that failed says so to whoever asks it next.
+            // Ignore an error: the next operation on the failed device reports it.
             let _ = block_on(copied);
         }
     }
 }
 
-/// The client of a tensor's device, for as long as the program runs: what a copy on its way is told by borrows the one that began it.
+/// Returns a client of the tensor's device that is never dropped. The future of a pending copy borrows its client, so the client
+/// must outlive every copy.
 fn lasting_client(tensor: &CubeTensor) -> &'static Client {
     static CLIENTS: Mutex<Vec<(CubeDevice, &'static Client)>> = Mutex::new(Vec::new());
     let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);

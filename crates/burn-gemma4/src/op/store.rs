@@ -1,6 +1,7 @@
-//! Rows into the slots of a cache in int8, at positions that are on the device: for inference on CubeCL devices.
+//! Writes rows into the slots of an int8 KV cache. A tensor on the device holds the position of each row. Inference on CubeCL
+//! devices uses this operator.
 
-use attention_cube::passes::quantize;
+use attention_cube::internals::auxiliary::quantize;
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
@@ -10,7 +11,8 @@ use burn::{
 };
 use burn_cubecl::CubeBackend;
 
-/// Words of int8 and their scales, of which every handle sees what is written.
+/// Packed int8 words and their scales. All handles to a cache share the same memory, so later writes are visible through each
+/// handle.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct StoredRows<B: Backend> {
@@ -18,10 +20,16 @@ pub struct StoredRows<B: Backend> {
     pub scales: FloatTensor<B>,
 }
 
-/// Writes `rows`, `[sequences, heads, count, width]`, quantized into their slots of words, `[sequences, heads, slots, width / 4]`, and
-/// scales, `[sequences, heads, slots, 1]`: the row's position modulo the slots. Of `positions`, `[sequences · count]`, those of a sequence
-/// follow each other, and its rows are where a ring of `count` slots has them. The results are handles to the same memory, and what reads
-/// them comes after.
+/// Quantizes `rows` to int8, and writes each row into its slot of a KV cache. The slot of a row is the row's position modulo the
+/// number of slots.
+///
+/// # Shapes
+/// - `rows`: `[sequences, heads, count, width]`. The row with position `p` has index `p` modulo `count` in its sequence.
+/// - `positions`: `[sequences · count]`. The positions of one sequence are consecutive.
+/// - `words`: `[sequences, heads, slots, width / 4]`, four int8 values in each word.
+/// - `scales`: `[sequences, heads, slots, 1]`.
+///
+/// The results are new handles to the memory of `words` and `scales`. Reads through these handles run after the writes.
 pub(crate) fn store_rows(
     rows: Tensor<4>,
     positions: Tensor<1, Int>,

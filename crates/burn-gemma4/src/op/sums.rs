@@ -1,25 +1,26 @@
-//! Sums over the units of a team, and the largest of their values, by planes where the device has their operations, else by shared memory
-//! alone.
+//! Sums and maxima over the units of a team. The functions use plane operations if the device has them, and only shared memory
+//! otherwise. A part is the partial result that one plane writes to shared memory. Without plane operations each unit writes a
+//! part.
 
 use cubecl::prelude::*;
 
-/// Who adds up.
+/// A group of units that reduce a value together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Team {
-    /// Units of the team, which divide a cube's.
+    /// The number of units in the team. It divides the number of units in a cube.
     pub units: usize,
-    /// Units whose values one plane operation adds; 1 without such operations.
+    /// The number of units whose values one plane operation adds up; 1 without plane operations.
     pub width: usize,
 }
 
 impl Team {
-    /// Parts that meet in shared memory.
+    /// The number of partial results that the team writes to shared memory.
     pub fn parts(self) -> usize {
         self.units / self.width
     }
 }
 
-/// What the unit's plane, or the unit alone, adds to the sum.
+/// Returns the sum over the unit's plane. Without plane operations, returns the unit's own value.
 #[cube]
 pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
     if comptime!(team.width > 1) {
@@ -29,15 +30,16 @@ pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
     }
 }
 
-/// The sum over a cube that is one team, for all of its units. `partial` has a place for each part. Syncs.
+/// Returns, to every unit, the sum over a cube that is a single team. `partial` is shared memory with one element per plane, or
+/// per unit without plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
-    // Someone may still be reading an earlier sum's parts.
+    // Wait, because some units may still read the partial results of an earlier sum.
     sync_cube();
     first_cube_sum(value, partial, team)
 }
 
-/// The same where nothing has been in `partial` before: one barrier less.
+/// Returns the same sum as [`cube_sum`], but with one barrier less. The shared memory `partial` must not have been used before.
 #[cube]
 pub(super) fn first_cube_sum(
     value: f32,
@@ -57,10 +59,11 @@ pub(super) fn first_cube_sum(
     sum
 }
 
-/// The largest value of a cube that is one team, for all of its units. `partial` has a place for each part. Syncs.
+/// Returns, to every unit, the maximum over a cube that is a single team. `partial` is shared memory with one element per
+/// plane, or per unit without plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_max(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
-    // Someone may still be reading what was there before.
+    // Wait, because some units may still read earlier contents of `partial`.
     sync_cube();
     let mut part = value;
     if comptime!(team.width > 1) {
@@ -78,7 +81,7 @@ pub(super) fn cube_max(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     largest
 }
 
-/// The sum of a vector's squares, in f32.
+/// Returns the sum of the squares of a vector's components, in f32.
 #[cube]
 pub(super) fn sum_of_squares<E: Float, N: Size>(vector: Vector<E, N>) -> f32 {
     let vector = Vector::<f32, N>::cast_from(vector);

@@ -1,16 +1,19 @@
-//! Checkpoints of a session's cache, where turns end.
+//! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken at the boundary between two
+//! turns.
 
-use crate::{Cache, model::cache::checkpoint::Checkpoint};
+use crate::model::cache::Cache;
+use crate::model::cache::checkpoint::Checkpoint;
 
-/// Bytes that checkpoints take at most, but for one, which there is always: E2B's rings in bf16 are 6 MB, 31B's 840.
+/// The maximum size of all checkpoints together in bytes. The newest checkpoint is kept even if it alone is larger. In bf16 a
+/// checkpoint of E2B's ring buffers takes 6 MB, and a checkpoint of 31B's takes 840 MB.
 const MOST_BYTES: usize = 256 << 20;
 
-/// Checkpoints, the earliest first.
+/// The checkpoints, in ascending order of the columns at which they were taken.
 #[derive(Debug, Default)]
 pub(super) struct Checkpoints(Vec<Checkpoint>);
 
 impl Checkpoints {
-    /// Keeps what a cache holds now, and lets the earliest go where they are too much.
+    /// Adds a checkpoint of the cache. While the total size exceeds the limit, drops the checkpoint with the smallest column.
     pub fn push(&mut self, cache: &Cache) {
         self.forget_after(cache.len().saturating_sub(1));
         self.0.push(cache.checkpoint());
@@ -20,7 +23,7 @@ impl Checkpoints {
         }
     }
 
-    /// The last one that is at no later column.
+    /// Returns the last checkpoint at or before `column`, or `None` if all checkpoints come after `column`.
     pub fn up_to(&self, column: usize) -> Option<&Checkpoint> {
         self.0
             .iter()
@@ -28,7 +31,7 @@ impl Checkpoints {
             .find(|checkpoint| checkpoint.column <= column)
     }
 
-    /// Forgets those after a column.
+    /// Drops the checkpoints after `column`.
     pub fn forget_after(&mut self, column: usize) {
         self.0.retain(|checkpoint| checkpoint.column <= column);
     }
@@ -37,12 +40,12 @@ impl Checkpoints {
         self.0.clear();
     }
 
-    /// The last one.
+    /// Returns the last checkpoint.
     pub fn last(&self) -> Option<&Checkpoint> {
         self.0.last()
     }
 
-    /// One that was read from elsewhere.
+    /// Creates a list with the checkpoint of a session file. The list is empty if the file has none.
     pub fn of(checkpoint: Option<Checkpoint>) -> Self {
         Self(checkpoint.into_iter().collect())
     }

@@ -1,59 +1,62 @@
-//! Sessions on disk: a safetensors file with the tokens, their keys and values, and what tells of which model they are.
+//! Session files. A session file is a safetensors file. It holds the session's tokens, their keys and values, and data that
+//! identify the model.
 
 use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
-use crate::{
-    Cache, Gemma4, Gemma4Error, Gemma4Model, Message,
-    checkpoint::{Stored, map, write_tensors},
-    generate::draft::MOST_DRAFT_TOKENS,
-    model::{
-        cache::{
-            checkpoint::Checkpoint,
-            columns::Columns,
-            kind::{CacheKind, KvPrecision},
-            slots::{CODES, Slots},
-        },
-        weights::form_of_weights,
-    },
-};
+use crate::checkpoint::{Stored, map, write_tensors};
+use crate::error::Gemma4Error;
+use crate::gemma::Gemma4;
+use crate::model::Gemma4Model;
+use crate::model::cache::Cache;
+use crate::model::cache::checkpoint::Checkpoint;
+use crate::model::cache::columns::CacheColumns;
+use crate::model::cache::kind::CacheKind;
+use crate::model::cache::precision::{CODES, KvPrecision};
+use crate::model::cache::slots::Slots;
+use crate::model::weights::form_of_weights;
+use crate::speculative::drafts::MAX_DRAFT_TOKENS;
+use crate::text::chat::Message;
 use burn::tensor::{DType, Device, Tensor, TensorData, kind::Basic};
 use safetensors::{Dtype, SafeTensors, tensor::Metadata};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// What a file's metadata say, in JSON, by this key.
+/// The key of the JSON header in the safetensors file's metadata.
 const HEADER: &str = "session";
 const VERSION: usize = 1;
 const TOKENS: &str = "tokens";
 const WEIGHTS: &str = "weights";
 
-/// What is known of a session but its numbers.
+/// The header of a session file, which holds all data except the tensors.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
     version: usize,
-    /// The model's shape, as in its `config.json`.
+    /// The model's configuration in the format of its `config.json`.
     config: Value,
     compact_keys: bool,
-    /// In what keys and values are.
+    /// The storage format of the keys and values.
     #[serde(default, skip_serializing_if = "is_of_model")]
     kv: KvPrecision,
-    /// The dtype that they were computed in. Files of earlier versions have it for keys in int8 alone.
+    /// The dtype in which keys and values were computed. Files of earlier versions contain this field only if the keys and values
+    /// are int8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
-    /// The form of the weights, for people: see [`form_of_weights`]. Files of earlier versions lack it.
+    /// The quantization of the weights, which error messages name: see [`form_of_weights`]. Files of earlier versions do not
+    /// contain this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,
-    /// Columns that may be forgotten.
+    /// The number of columns that the cache can remove from its end.
     spare: usize,
-    /// Columns that rings still have.
+    /// The number of columns at the end of the session that the ring buffers of sliding layers still hold.
     kept: usize,
-    /// The last checkpoint.
+    /// The last checkpoint of the session, if it has one.
     turn: Option<Turn>,
     messages: Vec<Message>,
 }
 
-/// Whether keys and values are as programs before this choice wrote them.
+/// True if keys and values have the model's dtype. In this case the header omits the field `kv`, like files of earlier
+/// versions.
 fn is_of_model(precision: &KvPrecision) -> bool {
     *precision == KvPrecision::Model
 }
@@ -65,23 +68,24 @@ struct Turn {
     kept: usize,
 }
 
-/// A session that was on disk, for the model that it was of.
+/// A session that was read from a file. The session has been checked against a model.
 #[derive(Debug)]
 pub struct SavedSession {
     cache: Cache,
     read: Vec<u32>,
     checkpoints: Checkpoints,
-    /// The conversation, as far as [`Session::save`] was told of it.
+    /// The conversation that the caller of [`Session::save`] passed.
     pub messages: Vec<Message>,
 }
 
 impl SavedSession {
-    /// Reads a file that [`Session::save`] has written, for the same model: of the same shape, with the same weights, computing in the
-    /// same dtype.
+    /// Reads a file that [`Session::save`] wrote. `model` must have the same configuration, weights and compute dtype as the
+    /// model of the saved session.
     ///
     /// # Errors
-    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it is not whole or no session, and
-    /// [`Gemma4Error::Unsupported`] where it is one of another model, by what differs.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is incomplete or
+    /// not a session file. Returns [`Gemma4Error::Unsupported`] if the session belongs to another model. This error names the
+    /// difference.
     pub fn read(model: &Gemma4Model, path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = map(path)?;
@@ -90,19 +94,19 @@ impl SavedSession {
         file.session(model)
     }
 
-    /// The tokens that were read.
+    /// The tokens whose keys and values are in the KV cache.
     pub fn tokens(&self) -> &[u32] {
         &self.read
     }
 
-    /// Their keys and values, for [`Gemma4Model::step`].
+    /// Returns the KV cache of the tokens, for [`Gemma4Model::step`].
     pub fn into_cache(self) -> Cache {
         self.cache
     }
 }
 
 impl Gemma4 {
-    /// Goes on with a session that was [read](SavedSession::read) for this model.
+    /// Continues a session that was [read](SavedSession::read) for this model.
     pub fn resume(&self, saved: SavedSession) -> Session<'_> {
         Session {
             gemma: self,
@@ -114,15 +118,15 @@ impl Gemma4 {
 }
 
 impl Session<'_> {
-    /// Writes what was read, with its keys and values, to a file that [`SavedSession::read`] reads, and a conversation beside it. A file
-    /// that is there stays as it is until the new one is complete.
+    /// Writes the session's tokens, its keys and values, and a conversation to a file, for [`SavedSession::read`]. An existing
+    /// file is replaced only when the new file is complete.
     ///
     /// # Errors
-    /// [`Gemma4Error::Io`] where the file cannot be written, [`Gemma4Error::Device`] where weights cannot be read, and as
-    /// [`Gemma4Config::to_json`](crate::Gemma4Config::to_json).
+    /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot be read
+    /// from the device. Passes on the errors of [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
     ///
     /// # Panics
-    /// If the device fails while it is written.
+    /// Panics if the device fails while the file is written.
     pub fn save(&self, path: impl AsRef<Path>, messages: &[Message]) -> Result<(), Gemma4Error> {
         let model = self.gemma.model();
         let now = self.cache.checkpoint();
@@ -177,7 +181,8 @@ fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Slots)> {
         .collect()
 }
 
-/// Slots as they are in a file: numbers, or words and scales, each with its name.
+/// Returns the tensors that store a KV buffer in a file, with their names. They are the values, or the packed int8 values and
+/// their scales.
 fn stored(name: String, slots: Slots) -> Vec<(String, Stored)> {
     let numbers = |name, tensor: Tensor<4>| {
         let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
@@ -204,13 +209,13 @@ fn scales_of(name: &str) -> String {
     format!("{name}.scales")
 }
 
-/// A model's shape, as its `config.json` has it.
+/// Returns a model's configuration in the format of its `config.json`.
 fn config(model: &Gemma4Model) -> Result<Value, Gemma4Error> {
     let json = model.config().to_json()?;
     serde_json::from_str(&json).map_err(|error| Gemma4Error::Config(error.to_string()))
 }
 
-/// A file that is a session, whoever's.
+/// An opened session file. It has not been compared with a model yet.
 struct File<'a> {
     path: &'a Path,
     header: Header,
@@ -260,7 +265,7 @@ impl<'a> File<'a> {
         }
     }
 
-    /// The dtype that the session was computed in, where the file tells it.
+    /// Returns the dtype in which the session's keys and values were computed, or `None` if the file does not say it.
     fn computed_in(&self) -> Option<String> {
         if self.header.computed_in.is_some() || self.header.kv != KvPrecision::Model {
             return self.header.computed_in.clone();
@@ -270,19 +275,22 @@ impl<'a> File<'a> {
         dtype_of(keys.dtype()).map(|dtype| dtype.name().to_owned())
     }
 
-    /// The bytes of a list of 4 bytes each.
+    /// Returns the elements of a one-dimensional tensor whose elements have 4 bytes each.
     fn list(&self, name: &str, dtype: Dtype) -> Result<&[[u8; 4]], Gemma4Error> {
         match self.tensors.tensor(name) {
             Ok(view) if view.dtype() == dtype && view.shape().len() == 1 => {
                 Ok(view.data().as_chunks().0)
             }
-            _ => Err(self.malformed(format!("has no list of {dtype:?} called {name}"))),
+            _ => Err(self.malformed(format!(
+                "has no one-dimensional {dtype:?} tensor called {name}"
+            ))),
         }
     }
 
-    /// Refuses a session of another model.
+    /// Checks that the session belongs to `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        // Read as often as what is in the file: a float may be another after each time.
+        // Convert the model's configuration to text and parse the text. The configuration in the file has been through the same
+        // conversion, which may change a float.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;
@@ -340,9 +348,9 @@ impl<'a> File<'a> {
             turn,
             ..
         } = self.header;
-        if read.len() > config.max_position_embeddings || spare > MOST_DRAFT_TOKENS {
+        if read.len() > config.max_position_embeddings || spare > MAX_DRAFT_TOKENS {
             return Err(self.malformed(format!(
-                "has {} tokens and {spare} columns to forget, which no session of this model has",
+                "has {} tokens and {spare} spare columns, more than a session of this model can have",
                 read.len()
             )));
         }
@@ -359,11 +367,11 @@ impl<'a> File<'a> {
             kept,
         };
         let mut shapes = expected;
-        let ring_shapes = |prefix: &str, turn: Turn| -> Result<Vec<Columns>, Gemma4Error> {
+        let ring_shapes = |prefix: &str, turn: Turn| -> Result<Vec<CacheColumns>, Gemma4Error> {
             match turn.column <= read.len() && cache.may_keep(turn.column, turn.kept) {
                 true => Ok(cache.expected_rings(config, prefix, turn.kept)),
                 false => Err(self.malformed(format!(
-                    "keeps {} of {} columns in rings",
+                    "keeps {} of {} columns in ring buffers, which a session of this model cannot",
                     turn.kept, turn.column
                 ))),
             }
@@ -398,16 +406,17 @@ impl<'a> File<'a> {
         })
     }
 
-    /// The slots of these names and shapes, whose tensors are to be all but the lists.
+    /// Uploads the tensors that `shapes` lists by name and shape. The only further tensors that the file may contain are the
+    /// tokens and the fingerprint of the weights.
     fn upload(
         &self,
-        shapes: Vec<Columns>,
+        shapes: Vec<CacheColumns>,
         precision: KvPrecision,
         model: &Gemma4Model,
     ) -> Result<BTreeMap<String, Slots>, Gemma4Error> {
         let (device, dtype) = (model.device(), model.dtype());
         let mut views = Vec::with_capacity(shapes.len());
-        for Columns { name, shape } in shapes {
+        for CacheColumns { name, shape } in shapes {
             let [batch, heads, columns, width] = shape;
             let parts = match precision {
                 KvPrecision::Model => vec![self.view(&name, shape, dtype)?],
@@ -424,11 +433,15 @@ impl<'a> File<'a> {
         }
         let parts: usize = views.iter().map(|(_, parts)| parts.len()).sum();
         if self.tensors.len() != parts + 2 {
-            return Err(self.malformed("has tensors that no session of this model has"));
+            return Err(self.malformed("has tensors that do not belong to a session of this model"));
         }
         let uploaded = views.into_iter().map(|(name, parts)| {
             let mut parts = parts.into_iter();
-            let mut next = || parts.next().expect("as many as the precision has");
+            let mut next = || {
+                parts
+                    .next()
+                    .expect("each buffer has one view per tensor of its precision")
+            };
             let slots = match precision {
                 KvPrecision::Model => Slots::Whole(next().upload(&device)),
                 KvPrecision::Q8 => Slots::Q8 {
@@ -441,7 +454,7 @@ impl<'a> File<'a> {
         Ok(uploaded.collect())
     }
 
-    /// The numbers of a tensor of this name, shape and dtype.
+    /// Checks the shape and dtype of a tensor in the file, and returns the tensor.
     fn view(
         &self,
         name: &str,
@@ -476,7 +489,7 @@ impl<'a> File<'a> {
     }
 }
 
-/// Numbers where they are in a file.
+/// The elements of a tensor in the mapped file.
 struct Numbers<'a> {
     bytes: &'a [u8],
     shape: [usize; 4],

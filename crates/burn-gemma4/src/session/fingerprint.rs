@@ -1,23 +1,25 @@
-//! What tells one model's weights from another's: a few numbers of every one of them.
+//! A fingerprint of a model's weights: a few elements of every weight tensor.
 
-use crate::{Gemma4Error, Gemma4Model};
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
 use burn::{
     module::{Module, ModuleVisitor, Param},
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// Numbers of each weight, from its middle on: paddings and unused tokens are at tables' ends.
+/// The number of elements that are sampled from each weight. They begin at the middle of the weight, because the ends of
+/// embedding tables hold padding and unused tokens.
 const NUMBERS: usize = 16;
 
-/// Numbers of a model's weights, with their paths.
+/// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.
 pub(super) struct Fingerprint {
-    /// Of each weight its path, and how many numbers are of it.
+    /// The path of each weight, and the number of elements taken from it.
     weights: Vec<(String, usize)>,
     pub numbers: Vec<f32>,
 }
 
 impl Fingerprint {
-    /// Of a model, wherever its table of per-layer embeddings is.
+    /// Samples the weights of a model. The per-layer embedding table may be on the device or in host memory.
     pub fn of(model: &Gemma4Model) -> Result<Self, Gemma4Error> {
         let mut sampled = Sampled::default();
         model.visit(&mut sampled);
@@ -27,16 +29,16 @@ impl Fingerprint {
             sampled.add(TABLE.to_owned(), row.reshape([columns]));
         }
         let numbers = Tensor::cat(sampled.numbers, 0).try_into_data();
-        let numbers = numbers.map_err(|error| {
-            Gemma4Error::Device(format!("the weights could not be read: {error}"))
-        })?;
+        let numbers = numbers
+            .map_err(|error| Gemma4Error::Device(format!("cannot read the weights: {error}")))?;
         Ok(Self {
             weights: sampled.weights,
             numbers: numbers.iter::<f32>().collect(),
         })
     }
 
-    /// The first weight whose numbers are others, to the bit; nothing where there is none.
+    /// Compares the fingerprint with the sampled elements `numbers` of another model, bit by bit. Returns the path of the first
+    /// weight whose elements differ, or `None` if all elements are equal.
     pub fn differs(&self, numbers: &[f32]) -> Option<&str> {
         let mut first = 0;
         for (path, count) in &self.weights {
@@ -52,15 +54,15 @@ impl Fingerprint {
     }
 }
 
-/// Of FNV-1a (Fowler, Noll and Vo), in 64 bits: where it begins, and its prime.
+/// The constants of the 64-bit FNV-1a hash (Fowler, Noll and Vo): the offset basis and the prime.
 const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
 
 impl Gemma4Model {
-    /// What tells this model's weights from another's: a hash of 16 numbers of every one of them, wherever they are. It is the same on every device,
-    /// and another where weights are quantized.
+    /// Returns a hash of 16 elements of every weight, to recognize the model's weights. The hash does not depend on the device
+    /// or on the placement of the weights. A quantized model has another hash than the unquantized one.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] where the weights cannot be read.
+    /// Returns [`Gemma4Error::Device`] if the weights cannot be read from the device.
     pub fn fingerprint(&self) -> Result<u64, Gemma4Error> {
         let numbers = Fingerprint::of(self)?.numbers;
         let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
@@ -96,7 +98,8 @@ impl Sampled {
         self.numbers.push(numbers.cast(DType::F32));
     }
 
-    /// Whether this is the table, which is asked for its rows.
+    /// True while the visitor is in the per-layer embedding table. The visitor skips this table, and other code adds one row of
+    /// it to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))
@@ -124,7 +127,8 @@ impl ModuleVisitor for Sampled {
         let words = param.val();
         let count = words.shape().num_elements();
         if !self.is_table() {
-            // Of so few bits f32 has all, and words differ in any of them.
+            // Sample only the low 16 bits of each packed word. f32 represents integers of 16 bits exactly, and the low bits of
+            // different weights differ as often as the high bits.
             let low = words.reshape([count]).remainder_scalar(1 << 16);
             self.add(self.path.join("."), low.float());
         }

@@ -1,8 +1,11 @@
-//! Generations of one model, one after the other, that share what they have read.
+//! Sessions: consecutive generations of one model that share the KV cache of their common prefix.
 //!
-//! What two prompts have in common is where their tokens are the same, whatever template made them. The keys and values up to there are kept:
-//! full layers have all of them, and rings, which forget, are copied where a turn begins. So a conversation's next turn reads what is new,
-//! and where its template has changed the past, such as by leaving out thoughts, what comes after the change.
+//! The common prefix of two prompts is the prefix in which their tokens are equal, no matter which chat template wrote them. A
+//! session keeps the keys and values of this prefix. A *column* is one token position in the cache. Full layers hold the keys
+//! and values of all columns. Sliding layers hold only the columns of their window, in ring buffers that overwrite old columns.
+//! The session therefore takes a checkpoint of the ring buffers at the beginning of each turn. From a checkpoint, the next turn
+//! of a conversation runs the model only over its new tokens. If the template changes earlier turns, for example by removing
+//! thoughts, the session prefills again from the first changed token.
 
 mod checkpoints;
 mod file;
@@ -10,21 +13,25 @@ mod fingerprint;
 
 pub use file::SavedSession;
 
-use crate::{
-    Cache, ChatOptions, Gemma4, Gemma4Error, GenerateOptions, Generation, Prompt, Token, generate,
-};
+use crate::error::Gemma4Error;
+use crate::gemma::{Gemma4, Prompt};
+use crate::generate;
+use crate::generate::{GenerateOptions, Generation, Token};
+use crate::model::cache::Cache;
+use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// Tokens at the end of a text that may be others once it goes on, so that it is not kept up to its end.
+/// The number of tokens at the end of a text that may change when the text continues, because the tokenizer may join their
+/// characters with the following ones. The session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
-/// Generations of one model, one after the other, that share the keys and values of what they begin with.
+/// Consecutive generations of one model that share the keys and values of their common prefix.
 #[derive(Debug)]
 pub struct Session<'a> {
     gemma: &'a Gemma4,
     cache: Cache,
-    /// The tokens in the cache.
+    /// The tokens whose keys and values are in the cache.
     read: Vec<u32>,
     checkpoints: Checkpoints,
 }
@@ -39,12 +46,16 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Goes on from a prompt, as [`Gemma4::generate`]. Where the prompt begins with tokens that the session has read, it goes on from the
-    /// last column that it can go back to, if keys are kept in the same way and there are drafts again, or none: the end of what was read, the place
-    /// before an answer, or any column as long as sliding layers' windows have not moved on.
+    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with tokens of the session, the model does not run
+    /// over these tokens again, as far as the cache can be restored. The cache can be restored to the end of the cached tokens
+    /// and to the beginning of an answer. It can be restored to other columns only while the ring buffers of sliding layers
+    /// have not overwritten any column.
+    ///
+    /// The cache is reused only if the previous and the new generation store keys in the same format. Also, both must use
+    /// drafts or neither.
     ///
     /// # Errors
-    /// As [`Gemma4::generate`].
+    /// Passes on the errors of [`Gemma4::generate`].
     pub fn generate(
         &mut self,
         prompt: impl Into<Prompt>,
@@ -62,7 +73,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Where a prompt has branched off, the next one may do so again.
+        // Take two checkpoints. One is at the column where this prompt begins to differ from the cached tokens, because the
+        // next prompt may begin to differ there, too. The other is at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -70,7 +82,7 @@ impl<'a> Session<'a> {
                 on_token(token)
             });
         let Ok(generation) = generation else {
-            // What the cache holds after a failure is not known.
+            // After a failure the contents of the cache are unknown, so clear the session.
             self.reset();
             return generation;
         };
@@ -106,10 +118,11 @@ impl<'a> Session<'a> {
         Ok(generation)
     }
 
-    /// Goes back to the last column that the tokens have in common with what was read, and that there is a way to; how many tokens they
-    /// have in common.
+    /// Restores the cache to the last possible column in the common prefix of `tokens` and the cached tokens. Returns the
+    /// length of the common prefix.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
-        // The last token must be read again for its logits.
+        // The last token of the prompt must run through the model again, because its logits are needed. Exclude it from the
+        // prefix.
         let common = common(&self.read, tokens).min(tokens.len() - 1);
         if !options.fits(&self.cache) {
             self.cache = options.cache(self.gemma.config(), vec![0]);
@@ -125,7 +138,8 @@ impl<'a> Session<'a> {
         common
     }
 
-    /// The column that the next prompt is likely to have in common with these tokens: where a conversation's answer is to begin.
+    /// Returns how many tokens at the beginning of `tokens` the next prompt will probably share. In a conversation these are
+    /// the tokens before the model's answer.
     fn boundary(&self, prompt: &Prompt, tokens: &[u32], chat: ChatOptions) -> usize {
         let history = match prompt {
             Prompt::Chat(_) => {
@@ -133,7 +147,7 @@ impl<'a> Session<'a> {
                     add_generation_prompt: false,
                     ..chat
                 };
-                // A template may want a conversation to end in another way.
+                // Ignore an error here: the template may reject a conversation without a generation prompt at its end.
                 self.gemma.tokens(prompt, chat).ok()
             }
             Prompt::Text(_) | Prompt::Tokens(_) => None,
@@ -144,7 +158,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Forgets everything read.
+    /// Removes all tokens from the session.
     pub fn reset(&mut self) {
         let empty = Cache::new(self.gemma.config(), vec![0], self.cache.kind());
         self.cache = empty.forgetting(self.cache.spare());
@@ -152,18 +166,18 @@ impl<'a> Session<'a> {
         self.checkpoints.clear();
     }
 
-    /// Tokens in the cache.
+    /// The number of tokens in the cache.
     pub fn len(&self) -> usize {
         self.cache.len()
     }
 
-    /// Whether nothing has been read.
+    /// True if the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.cache.is_empty()
     }
 }
 
-/// How many tokens two texts begin with in common.
+/// Returns the length of the common prefix of two token sequences.
 fn common(one: &[u32], other: &[u32]) -> usize {
     let pairs = one.iter().zip(other);
     pairs.take_while(|(one, other)| one == other).count()

@@ -1,4 +1,5 @@
-//! The text on both sides of the model: tokens, conversations, and what becomes of generated text.
+//! Text before and after the model: the tokenizer, chat templates, stop strings, and the division of generated text into
+//! answer, thoughts and tool calls.
 
 pub(crate) mod chat;
 pub(crate) mod parts;

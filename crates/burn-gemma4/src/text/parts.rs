@@ -1,22 +1,24 @@
-//! What a model writes, told apart by its special tokens: answer, thoughts, calls of tools.
+//! The division of a generated text into answer, thoughts and tool calls. Special tokens separate these parts.
 
-use crate::{Gemma4Error, TextStream, Tokenizer};
+use crate::error::Gemma4Error;
+use crate::text::tokenizer::Tokenizer;
+use crate::text::tokenizer::stream::TextStream;
 use serde::Serialize;
 
-/// What a piece of generated text is.
+/// The kind of a piece of generated text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TextKind {
-    /// What the model says; all text of a model that has no special tokens for the others.
+    /// Text of the answer. If the tokenizer lacks the special tokens of the other kinds, the whole text is the answer.
     #[default]
     Answer,
-    /// What it thinks before, `<|channel>thought … <channel|>`.
+    /// Thoughts before the answer: `<|channel>thought … <channel|>`.
     Thought,
-    /// A tool that it calls, `<|tool_call>call:name{…}<tool_call|>`, or what it makes up as a tool's response.
+    /// A tool call, `<|tool_call>call:name{…}<tool_call|>`, or a tool response that the model invents.
     ToolCall,
 }
 
-/// The special tokens that begin a kind of text.
+/// Special tokens at which the kind of the text changes. Each token stands beside the kind of the text after it.
 const MARKS: [(&str, TextKind); 8] = [
     ("<|channel>", TextKind::Thought),
     ("<channel|>", TextKind::Answer),
@@ -28,16 +30,17 @@ const MARKS: [(&str, TextKind); 8] = [
     ("<turn|>", TextKind::Answer),
 ];
 
-/// The name of the channel of thoughts, which is the channel's first line.
+/// The name of the thought channel. The first line of a channel is its name.
 const THOUGHT: &str = "thought";
 
-/// The parts of a text whose tokens come one by one.
+/// Splits a stream of tokens into answer, thoughts and tool calls.
 pub(crate) struct Parts<'a> {
     tokenizer: &'a Tokenizer,
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
     kind: TextKind,
-    /// A channel's first line, as long as it may be its name.
+    /// The beginning of a channel's first line. It is held back, because the line may be the channel's name. `None` if no such
+    /// line is held back.
     name: Option<String>,
     pub answer: String,
     pub thoughts: String,
@@ -45,7 +48,7 @@ pub(crate) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// What comes after `prompt`, which may end within a thought.
+    /// Creates a splitter for the text after `prompt`. The prompt may end inside a thought.
     pub fn after(prompt: &[u32], tokenizer: &'a Tokenizer) -> Result<Self, Gemma4Error> {
         let mut parts = Self {
             tokenizer,
@@ -69,7 +72,7 @@ impl<'a> Parts<'a> {
             for token in &prompt[last..] {
                 parts.push(*token)?;
             }
-            // What has been read is not what is written.
+            // Drop the text that has been collected so far. It belongs to the prompt.
             parts.stream = tokenizer.stream();
             parts.thoughts.clear();
             parts.tool_calls.iter_mut().for_each(String::clear);
@@ -77,7 +80,7 @@ impl<'a> Parts<'a> {
         Ok(parts)
     }
 
-    /// The text that becomes complete with `token`, and what it is.
+    /// Adds a token. Returns the text that the token completes, and the kind of that text.
     pub fn push(&mut self, token: u32) -> Result<(TextKind, String), Gemma4Error> {
         if let Some(kind) = self.begins(token) {
             let end = self.finish()?;
@@ -90,7 +93,7 @@ impl<'a> Parts<'a> {
             return Ok(end);
         }
         let text = match self.tokenizer.special(token) {
-            // Special tokens delimit a call's texts.
+            // In a tool call, special tokens delimit the strings of its arguments. Keep them in the text.
             Some(special) if self.kind == TextKind::ToolCall => self.stream.finish()? + &special,
             _ => self.stream.push(token)?,
         };
@@ -98,7 +101,7 @@ impl<'a> Parts<'a> {
         Ok(self.keep(text))
     }
 
-    /// The text that was held back, and what it is.
+    /// Ends the current part. Returns the text that was held back, and the kind of that text.
     pub fn finish(&mut self) -> Result<(TextKind, String), Gemma4Error> {
         let mut text = self.stream.finish()?;
         text = self.without_name(text);
@@ -115,7 +118,7 @@ impl<'a> Parts<'a> {
         Some(mark.1)
     }
 
-    /// What is left of a channel's text without the line that names it. Lines of other words are no names.
+    /// Removes the first line from the text of a channel if the line is the channel's name. Otherwise the line stays.
     fn without_name(&mut self, text: String) -> String {
         let Some(mut line) = self.name.take() else {
             return text;

@@ -1,24 +1,16 @@
-//! Texts that end a text.
+//! Stop strings: strings that end a generated text.
 
-use crate::{Gemma4Error, TextStream, Tokenizer};
+use crate::error::Gemma4Error;
+use crate::text::tokenizer::Tokenizer;
+use crate::text::tokenizer::stream::TextStream;
 
-/// Refuses texts that every text has.
-pub(crate) fn validate(strings: &[String]) -> Result<(), Gemma4Error> {
-    match strings.iter().any(String::is_empty) {
-        true => Err(Gemma4Error::Argument {
-            argument: "stop_strings",
-            reason: "one of them is empty".into(),
-        }),
-        false => Ok(()),
-    }
-}
-
-/// Looks for texts in what is generated, wherever its tokens begin and end. Special tokens count by their names.
+/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. A special token in
+/// the text matches its name in a stop string.
 pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The end of the text, long enough for what may still become one of them.
+    /// The end of the text. It is long enough to contain the beginning of any stop string.
     end: String,
 }
 
@@ -32,7 +24,7 @@ impl<'a> StopStrings<'a> {
         }
     }
 
-    /// Whether one of them is complete with `token`.
+    /// Adds `token` to the text. Returns true if the token completes a stop string.
     pub fn end_with(&mut self, token: u32) -> Result<bool, Gemma4Error> {
         let Some(longest) = self.strings.iter().map(String::len).max() else {
             return Ok(false);
@@ -46,7 +38,8 @@ impl<'a> StopStrings<'a> {
         }
         let held = self.stream.held()?;
         let text = match held.contains(char::REPLACEMENT_CHARACTER) {
-            // Bytes of a character whose others may still come.
+            // Search without the bytes that the stream holds back. They form an incomplete character, which later bytes may
+            // complete.
             true => self.end.clone(),
             false => self.end.clone() + &held,
         };

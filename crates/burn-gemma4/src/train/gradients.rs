@@ -1,22 +1,21 @@
-//! Gradients with the activations of one layer in memory at a time (Chen et al. 2016, arXiv:1604.06174).
+//! Gradients with the activations of only one layer in memory at a time: gradient checkpointing (Chen et al. 2016,
+//! arXiv:1604.06174).
 //!
-//! Burn's own checkpointing computes cheap operations anew and keeps the outputs of all matrix products, which at long
-//! context are most of the memory. Here only what goes into each layer is kept, and the backward computes layer after layer
-//! once more, the last one first.
+//! Burn's own checkpointing recomputes cheap operations, but keeps the outputs of all GEMMs. At long context these outputs take
+//! most of the memory. This module keeps only the input of each layer. The backward recomputes one layer after the other, from
+//! the last layer to the first.
 
-use crate::{
-    Gemma4Error, Gemma4Model, Logits, Packing,
-    model::{
-        any_rows::{AnyRows, Rotations},
-        cache::{
-            key_values::{KeyValues, SharedKeyValues},
-            slots::Slots,
-        },
-        forward::{Text, last_positions},
-        layer::operators::{Columns, Stream},
-    },
-    op::{attach::attach, flat_rows, linear},
-};
+use crate::error::Gemma4Error;
+use crate::model::cache::key_values::{KeyValues, SharedKeyValues};
+use crate::model::cache::slots::Slots;
+use crate::model::forward::{Text, last_positions};
+use crate::model::layer::ops::ResidualStream;
+use crate::model::prefill_ops::{PrefillOps, Rotations};
+use crate::model::{Gemma4Model, Logits};
+use crate::op::attach::attach;
+use crate::op::column_slice::ColumnSlice;
+use crate::op::{flat_rows, linear};
+use crate::train::packing::Packing;
 use burn::{
     module::{Module, ModuleVisitor, Param},
     optim::GradientsParams,
@@ -25,9 +24,16 @@ use burn::{
 use std::collections::BTreeMap;
 
 impl Gemma4Model {
-    /// A loss of the hidden states that [`hidden`](Self::hidden) gives, or [`hidden_packed`](Self::hidden_packed) with a
-    /// packing, and the gradients of all parameters: those that [`Tensor::backward`] gives, in the memory of one layer's
-    /// activations, for the time of one more forward.
+    /// Computes a loss of the hidden states, and the gradients of all parameters. The backward recomputes each layer, so the
+    /// peak memory contains the activations of only one layer. The cost is one more forward.
+    ///
+    /// Without a packing, `loss` receives the hidden states that [`hidden`](Self::hidden) returns. With a packing, it receives
+    /// those of [`hidden_packed`](Self::hidden_packed). The gradients are those of [`Tensor::backward`].
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, positions]`
+    /// - argument of `loss`: `[batch, asked positions, hidden]`
+    /// - returned loss: `[1]`
     ///
     /// ```
     /// # use burn::tensor::{Device, Int, Tensor};
@@ -47,12 +53,16 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's, where a packing comes with other positions than [`Logits::All`],
-    /// where the model has [quantized weights](crate::layer::Weight) and others of it than a low-rank adapter are to be trained, as
-    /// [`forward`](Self::forward), and those of `loss`.
+    /// Returns an error in these cases:
+    ///
+    /// - The shape of the tokens differs from the packing's.
+    /// - A packing comes with any [`Logits`] other than [`Logits::All`].
+    /// - The model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA adapter are trained.
+    ///
+    /// Passes on the errors of [`forward`](Self::forward) and of `loss`.
     ///
     /// # Panics
-    /// Without autodiff on the model's device, or if the loss does not depend on the states.
+    /// Panics if the model's device has no autodiff, or if the loss does not depend on the hidden states.
     pub fn gradients(
         &self,
         tokens: Tensor<2, Int>,
@@ -67,7 +77,7 @@ impl Gemma4Model {
                 return Err(Gemma4Error::Argument {
                     argument: "asked",
                     reason: format!(
-                        "is {asked:?}; with a packing it has to be {:?}",
+                        "is {asked:?}; with a packing only {:?} is supported",
                         Logits::All
                     ),
                 });
@@ -79,7 +89,8 @@ impl Gemma4Model {
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        // Burn keeps a graph until the next backward, so that the forward has to do without.
+        // Remove autodiff from the tokens, so that the forward records no graph. Burn would keep such a graph in memory until
+        // the next backward.
         let tokens = self.read_tokens(tokens.inner())?;
         let text = match packing {
             Some(packing) => self.packed_text(&tokens, packing),
@@ -88,7 +99,8 @@ impl Gemma4Model {
         self.gradients_by_layer(text, asked, loss)
     }
 
-    /// [`gradients`](Self::gradients) of a text without autodiff. Nothing here depends on the host but the shapes.
+    /// Computes the [`gradients`](Self::gradients) for a text whose tensors have no autodiff. The computation needs no data on
+    /// the host, only shapes, so a CUDA graph can capture it.
     pub(crate) fn gradients_by_layer(
         &self,
         text: Text,
@@ -145,9 +157,10 @@ impl Gemma4Model {
         Ok((loss.detach(), sum))
     }
 
-    /// Whether something is trained of what the layers' input is made of.
+    /// True if a parameter of the embeddings is trained. These parameters compute the input of the first layer and the
+    /// per-layer embeddings.
     fn trains_embeddings(&self) -> bool {
-        let mut trained = Trained(false);
+        let mut trained = HasTrainable(false);
         self.embed_tokens.visit(&mut trained);
         self.embed_tokens_per_layer.visit(&mut trained);
         self.split_table.visit(&mut trained);
@@ -157,49 +170,50 @@ impl Gemma4Model {
     }
 }
 
-/// Whether a module has a parameter that is trained.
-struct Trained(bool);
+/// A visitor whose flag becomes true when it finds a trainable parameter in a module.
+struct HasTrainable(bool);
 
-impl ModuleVisitor for Trained {
+impl ModuleVisitor for HasTrainable {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.0 |= param.base().is_require_grad();
     }
 }
 
-/// What all layers of a pass have in common.
+/// The data of one forward and backward that all layers use.
 struct Pass<'a> {
-    /// With autodiff.
+    /// The model on the device with autodiff.
     model: &'a Gemma4Model,
     strategy: GradientCheckpointingStrategy,
     batch: usize,
-    /// Positions of the text.
+    /// The number of positions in the text.
     count: usize,
-    /// How many of the last ones are asked for.
+    /// The number of positions at the end of the text for which hidden states are requested.
     asked: usize,
-    /// Of all positions.
+    /// The rotary tables of all positions.
     rotations: Rotations,
-    /// Of those asked for.
+    /// The rotary tables of the positions for which hidden states are requested.
     last_rotations: Rotations,
     segments: Option<Tensor<2, Int>>,
 }
 
-/// What the backward needs of the forward, without autodiff.
+/// The results of the forward that the backward needs. They have no autodiff.
 struct Kept {
-    /// What goes into each layer, `[rows, hidden]`.
+    /// The input of each layer: the residual stream, `[rows, hidden]`.
     streams: Vec<Tensor<2>>,
-    /// `[rows, layers · columns]`.
+    /// The per-layer embeddings, `[rows, layers · columns]`.
     embeddings: Option<Tensor<2>>,
-    /// The keys and values that later layers read.
+    /// The keys and values of the layers whose KV cache later layers share.
     shared: SharedKeyValues,
 }
 
-/// A layer's backward.
+/// The data with which the backward of one layer begins.
 struct Objective {
     layer: usize,
-    /// Leaves: the stream, and the layer's per-layer embedding.
+    /// The inputs of the layer, as leaves of the autodiff graph. `input` is the residual stream, and `embedding` is the layer's
+    /// per-layer embedding.
     input: Tensor<2>,
     embedding: Option<Tensor<2>>,
-    /// The gradient by what the layer makes of them.
+    /// The gradient with respect to the layer's output.
     of_output: Tensor<2>,
 }
 
@@ -221,8 +235,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// The positions that a layer is computed for, the last ones: those that read an earlier layer's keys and values need
-    /// no others than those asked for.
+    /// Returns the number of positions, counted from the end of the text, at which a layer computes. A layer with its own KV
+    /// cache computes at all positions. A layer that shares an earlier layer's KV cache computes only at the requested
+    /// positions.
     fn computed(&self, layer: usize) -> usize {
         match self.model.config().is_shared(layer) {
             true => self.asked,
@@ -230,7 +245,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// A layer's per-layer embedding, at the positions that it is computed for.
+    /// Returns the per-layer embedding of one layer, at the positions at which the layer computes.
     fn embedding(&self, kept: &Kept, layer: usize) -> Option<Tensor<2>> {
         let embeddings = kept.embeddings.clone()?;
         let count = self.model.config().hidden_size_per_layer_input;
@@ -245,12 +260,13 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// An objective with nothing attached to it.
+    /// Returns a loss of zero. The caller attaches gradients to it.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
 
-    /// Everything up to the last layer's stream, at the positions asked for, by the model without autodiff.
+    /// Runs the forward without autodiff. Returns the results that the backward needs, and the output of the last layer at the
+    /// requested positions.
     fn forward(
         &self,
         plain: &Gemma4Model,
@@ -282,7 +298,8 @@ impl<'a> Pass<'a> {
         (kept, self.last(stream, self.asked))
     }
 
-    /// A layer's output, and its keys and values if they are its own; else it reads `shared`.
+    /// Computes a layer's output. If `shared` is `None`, the layer computes its own keys and values, and this function returns
+    /// them too.
     fn layer(
         &self,
         model: &Gemma4Model,
@@ -295,19 +312,20 @@ impl<'a> Pass<'a> {
             true => &self.last_rotations,
             false => &self.rotations,
         };
-        let mut operators = AnyRows {
+        let mut operators = PrefillOps {
             batch: self.batch,
             rotations: rotations.clone(),
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             cache: None,
-            // A layer that is computed anew has all of it for a moment only.
-            mlp_anew: false,
+            // Do not recompute the activations inside the feed-forward network. Only one layer has activations in memory at a
+            // time, so the recomputation would save little.
+            mlp_recompute: false,
             observer: &mut (),
         };
         let (stream, own) = model.layers[layer].forward(
-            Stream::new(stream),
-            embedding.map(Columns::all),
+            ResidualStream::new(stream),
+            embedding.map(ColumnSlice::all),
             shared,
             model.norm_after(layer),
             &mut operators,
@@ -315,8 +333,10 @@ impl<'a> Pass<'a> {
         (stream.into_rows(), own)
     }
 
-    /// The gradients by a layer's stream and by its per-layer embedding; those of its parameters are added to `sum`, and those
-    /// of the keys and values that it reads to `of_shared`, by the layer that made them.
+    /// Computes the gradients with respect to a layer's inputs: the residual stream and the layer's per-layer embedding.
+    ///
+    /// Adds the gradients of the layer's parameters to `sum`. If the layer reads shared keys and values, adds their gradients
+    /// to `of_shared`, under the index of the layer that computed them.
     fn backward(
         &self,
         objective: Objective,
@@ -374,12 +394,12 @@ impl<'a> Pass<'a> {
         (of_input, of_embedding)
     }
 
-    /// Those of the last positions, of rows.
+    /// Returns the rows of the last `positions` positions of each sequence.
     fn last(&self, rows: Tensor<2>, positions: usize) -> Tensor<2> {
         last_positions(rows, self.batch, positions)
     }
 
-    /// The gradient of all positions' rows, of which that of the last ones is known and the others' is 0.
+    /// Extends a gradient that has rows only for the last positions. The other positions get rows of zeros.
     fn padded(&self, gradient: Tensor<2>, positions: usize) -> Tensor<2> {
         let [rows, columns] = gradient.dims();
         let known = rows / self.batch;
@@ -398,7 +418,7 @@ fn of_leaf<const D: usize>(leaf: &Tensor<D>, gradients: &mut Gradients) -> Tenso
     gradient.expect("the objective depends on the leaf")
 }
 
-/// Adds the gradients of a module's parameters to those that are there.
+/// Adds the gradients of a module's parameters to `sum`.
 fn add<M: Module>(sum: &mut GradientsParams, gradients: Gradients, module: &M) {
     let mut new = GradientsParams::from_grads(gradients, module);
     module.visit(&mut Adder { sum, new: &mut new });

@@ -1,27 +1,30 @@
-//! The loss at the head, in chunks of positions: the logits of all positions are never there at once. With it the losses of the
-//! positions one by one, for who asks what a text costs.
+//! The cross entropy at the head, computed in chunks of positions, so that the logits of all positions are never in memory at
+//! once. Also computes the loss of each position, for evaluation.
 //!
-//! Gemma's vocabulary has 262,144 words, so that the logits of 8,192 positions take 8.6 GB in f32, their gradients as much
-//! again. Here a chunk's logits become its part of the loss and of both gradients, of the hidden states and of the head's
-//! matrix, while they are there (Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989). The gradients
-//! are ready when the backward begins, which only scales them, so that no logits are computed twice.
+//! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions therefore take 8.6 GB in f32, and their gradients take
+//! another 8.6 GB. From each chunk of logits, the forward computes three results: the chunk's part of the loss, the gradient of
+//! the chunk's hidden states, and the chunk's part of the head's gradient. The logits are then dropped. The method is that of
+//! Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989. The gradients are complete before the backward
+//! begins. The backward only scales them, so no logits are computed twice.
 
-use crate::{
-    Gemma4Error, Gemma4Model,
-    op::{
-        attach::attach,
-        cross_entropy::cross_entropy,
-        linear::{Matrix, columns, product, rows},
-    },
-};
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
+use crate::op::attach::attach;
+use crate::op::cross_entropy::cross_entropy;
+use crate::op::linear::{Matrix, columns, product, rows};
 use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
-    /// The mean cross entropy of `targets` `[batch, positions]` where the model is in the states `hidden`
-    /// `[batch, positions, hidden]`, as one number in f32; what [`forward`](Self::forward) and a cross entropy give, without
-    /// the memory of the logits, forward and backward.
+    /// Computes the mean cross entropy between `targets` and the logits of the hidden states `hidden`, as one f32 element.
     ///
-    /// Negative targets do not count: padding, ends of documents, a prompt. Where none counts, the loss is 0.
+    /// The result equals that of [`forward`](Self::forward) followed by a cross entropy, but the logits of all positions are
+    /// never in memory at once. Negative targets do not count: they mark padding, ends of documents or a prompt. The loss is 0
+    /// if no target counts.
+    ///
+    /// # Shapes
+    /// - `hidden`: `[batch, positions, hidden]`
+    /// - `targets`: `[batch, positions]`
+    /// - loss: `[1]`, in nats
     ///
     /// ```
     /// # use burn::tensor::{Device, Int, Tensor};
@@ -41,8 +44,9 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the targets' shape is not that of the states, and where the states are tracked, the model has
-    /// [quantized weights](crate::layer::Weight), and others of it than a low-rank adapter are to be trained. Targets beyond the vocabulary are not looked for.
+    /// Returns an error if the shape of the targets does not match the hidden states. Returns an error if autodiff tracks the
+    /// hidden states, the model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA adapter are
+    /// trained. Targets beyond the vocabulary are not detected.
     pub fn loss(
         &self,
         hidden: Tensor<3>,
@@ -60,9 +64,15 @@ impl Gemma4Model {
         ))
     }
 
-    /// The cross entropy of each of `targets` `[batch, positions]`, in nats, where the model is in the states `hidden`
-    /// `[batch, positions, hidden]`: `[batch, positions]` in f32, of which [`loss`](Self::loss) is the mean. It is 0 where a
-    /// target is negative, which does not count. A constant, whatever the states are.
+    /// Computes the cross entropy of each target given the hidden states `hidden`, in nats.
+    ///
+    /// The loss of a negative target is 0. [`loss`](Self::loss) returns the mean over all other targets. The result is a constant
+    /// without autodiff, even if the hidden states are tracked.
+    ///
+    /// # Shapes
+    /// - `hidden`: `[batch, positions, hidden]`
+    /// - `targets`: `[batch, positions]`
+    /// - losses: `[batch, positions]`, f32
     ///
     /// ```
     /// # use burn::tensor::{Device, Int, Tensor};
@@ -80,7 +90,8 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Where the targets' shape is not that of the states. Targets beyond the vocabulary are not looked for.
+    /// Returns an error if the shape of the targets does not match the hidden states. Targets beyond the vocabulary are not
+    /// detected.
     pub fn token_losses(
         &self,
         hidden: Tensor<3>,
@@ -99,7 +110,7 @@ impl Gemma4Model {
     }
 }
 
-/// The sizes of states, and that targets are of the same.
+/// Checks that the shape of the targets matches the hidden states. Returns the sizes of the hidden states.
 fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gemma4Error> {
     let [batch, positions, columns] = hidden.dims();
     match targets.dims() == [batch, positions] {
@@ -107,7 +118,7 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
         false => Err(Gemma4Error::Argument {
             argument: "targets",
             reason: format!(
-                "has the shape {:?}, but the states are of {:?}",
+                "has the shape {:?}, but the states have {:?}",
                 targets.dims(),
                 [batch, positions]
             ),
@@ -115,15 +126,17 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// Logits that are in memory at once: 128 MB in half precision, which become their gradient. Without kernels there are up to four such
-/// tensors in f32.
+/// The maximum number of logits in memory at once. They take 128 MB in half precision. Their gradient overwrites them, so it
+/// takes no more memory. Without fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// Rows that are in memory at once in f16: each adds up to a hidden state to the head's gradient, whose sum over a chunk's rows has to be below 65,504.
+/// The maximum number of rows in a chunk in f16. Each row adds to the head's gradient at most its hidden state. With this limit
+/// the sum over a chunk stays below f16's maximum, 65,504.
 const ROWS_IN_F16: usize = 256;
 
-/// The mean cross entropy of `targets` `[rows]` under the logits `hidden · headᵀ`, softcapped, in f32. `hidden` is
-/// `[rows, columns]`, `head` `[words, columns]`. Negative targets do not count; where none counts, the loss is 0.
+/// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. The hidden
+/// states are `[rows, columns]`, and the head is `[vocabulary, columns]`. Negative targets do not count. The loss is 0 if no
+/// target counts.
 fn mean_cross_entropy(
     hidden: Tensor<2>,
     head: Matrix,
@@ -134,7 +147,7 @@ fn mean_cross_entropy(
     in_chunks(hidden, head, targets, softcap, LOGITS_AT_ONCE / words)
 }
 
-/// [`mean_cross_entropy`], `at_once` rows at a time.
+/// Computes the same loss as [`mean_cross_entropy`], in chunks of `at_once` rows.
 fn in_chunks(
     hidden: Tensor<2>,
     head: impl Into<Matrix>,
@@ -172,7 +185,7 @@ fn in_chunks(
             of_hidden.push(columns(gradient.clone(), texts.head));
         }
         if tracked_head.is_some() {
-            // A sum of many chunks keeps its digits in f32.
+            // The head's gradient is the sum of the chunks' parts. Add the parts in f32, to keep precision over many chunks.
             let part = product(gradient.transpose(), chunk.hidden).cast(DType::F32);
             of_head = Some(match of_head {
                 Some(sum) => sum + part,
@@ -184,7 +197,8 @@ fn in_chunks(
     let mean = |gradient: Tensor<2>, dtype: DType| {
         let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
         match dtype {
-            // Of thousands of positions, a share is nothing in f16 before the loss's scale.
+            // Keep the gradient in f32. The mean divides it by the number of positions, so in f16 it would underflow before the
+            // loss scale is applied.
             DType::F16 => mean,
             _ => mean.cast(dtype),
         }
@@ -201,17 +215,17 @@ fn in_chunks(
     loss
 }
 
-/// What all rows have in common, all of it constants.
+/// The inputs that all chunks have in common. They are constants without autodiff.
 struct Texts<'a> {
-    /// `[words, columns]`.
+    /// The head's weight matrix, `[vocabulary, columns]`.
     head: &'a Matrix,
-    /// `[rows]`, of which negative ones do not count.
+    /// The targets, `[rows]`. Negative targets do not count.
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
 }
 
 impl Texts<'_> {
-    /// The rows `hidden` `[rows, columns]`, some at a time.
+    /// Splits `hidden`, `[rows, columns]`, and the targets into chunks of `at_once` rows.
     fn chunks<'a>(
         &'a self,
         hidden: &'a Tensor<2>,
@@ -231,20 +245,20 @@ impl Texts<'_> {
     }
 }
 
-/// Some of the positions, as constants.
+/// The hidden states and targets of one chunk of positions. They are constants without autodiff.
 struct Chunk<'a> {
-    /// `[rows, columns]`.
+    /// The hidden states, `[rows, columns]`.
     hidden: Tensor<2>,
-    /// `[words, columns]`.
+    /// The head's weight matrix, `[vocabulary, columns]`.
     head: &'a Matrix,
-    /// `[rows]`.
+    /// The targets, `[rows]`.
     targets: Tensor<1, Int>,
     softcap: Option<f64>,
 }
 
 impl Chunk<'_> {
-    /// The losses `[rows]` in f32, and where it is asked for the gradient of their sum by the logits before their softcap,
-    /// `[rows, words]` in the dtype of the model.
+    /// Returns the losses `[rows]` in f32. If requested, also returns the gradient of the summed losses with respect to the
+    /// logits before the softcap, `[rows, vocabulary]` in the model's dtype.
     fn loss(&self, with_gradient: bool) -> (Tensor<1>, Option<Tensor<2>>) {
         let logits = rows(self.hidden.clone(), self.head.clone());
         let targets = self.targets.clone();
@@ -274,7 +288,7 @@ mod tests {
         Tensor::from_data(TARGETS, device)
     }
 
-    /// By Burn's own operations, with all logits at once.
+    /// Computes the expected loss with Burn's own operations, from all logits at once.
     fn plain(hidden: Tensor<2>, head: Tensor<2>, softcap: Option<f64>) -> Tensor<1> {
         let device = hidden.device();
         let logits = hidden.matmul(head.transpose());
@@ -306,15 +320,16 @@ mod tests {
     }
 
     #[test]
-    fn is_the_loss_of_all_logits_with_its_gradients() {
+    fn in_chunks_equals_loss_and_gradients_of_all_logits() {
         let device = Device::flex().autodiff();
         for device in [device.clone(), device.gradient_checkpointing()] {
             for softcap in [None, Some(2.0)] {
-                // What comes after the loss scales the gradients.
+                // Multiply the computed loss by 3. The backward must then multiply the gradients by 3 too.
                 let [hidden, head] = leaves(&device);
                 let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
                 let gradients = expected.backward();
-                let of_leaves = [hidden, head].map(|leaf| leaf.grad(&gradients).expect("one"));
+                let of_leaves = [hidden, head]
+                    .map(|leaf| leaf.grad(&gradients).expect("the leaf has a gradient"));
                 let expected_gradients = of_leaves.map(values);
                 for at_once in [1, 4, POSITIONS, 100] {
                     let what = format!("{softcap:?}, {at_once} at once");
@@ -325,7 +340,7 @@ mod tests {
                     let gradients = found.backward();
                     assert_close(values(found), values(expected.clone()), &what);
                     for (leaf, expected) in [hidden, head].into_iter().zip(&expected_gradients) {
-                        let gradient = leaf.grad(&gradients).expect("a gradient");
+                        let gradient = leaf.grad(&gradients).expect("the leaf has a gradient");
                         assert_close(values(gradient), expected.clone(), &what);
                     }
                 }
@@ -334,10 +349,11 @@ mod tests {
     }
 
     #[test]
-    fn small_shares_outlive_f16() {
+    fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // The head's numbers are what a position's gradient is made of.
+            // Divide the head by 256 to get small gradients: the gradient of a position is a linear combination of the head's
+            // rows.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;
@@ -346,7 +362,8 @@ mod tests {
             let targets = targets(&device).repeat_dim(0, times);
             let loss = in_chunks(hidden.clone(), head.clone(), targets, Some(30.0), 1 << 12);
             let gradients = (loss * 65536.0).backward();
-            [hidden, head].map(|leaf| values(leaf.grad(&gradients).expect("a gradient")))
+            [hidden, head]
+                .map(|leaf| values(leaf.grad(&gradients).expect("the leaf has a gradient")))
         };
         let (found, expected) = (gradients(DType::F16), gradients(DType::F32));
         for (found, expected) in found.into_iter().zip(expected) {
@@ -360,25 +377,29 @@ mod tests {
         }
     }
 
-    /// Thousands of rows that all add up.
+    /// The head's gradient is large in this test, because the gradients of thousands of rows have the same sign and add up.
     #[test]
-    fn large_sums_of_the_head_stay_finite_in_f16() {
+    fn in_chunks_with_large_head_gradient_stays_finite_in_f16() {
         let device = Device::flex().autodiff();
         let rows = 1 << 14;
         let hidden = Tensor::<2>::full([rows, 4], 8.0, (&device, DType::F16));
         let head = Tensor::<2>::zeros([64, 4], (&device, DType::F16)).require_grad();
         let targets = Tensor::<1, Int>::zeros([rows], &device);
         let loss = in_chunks(hidden, head.clone(), targets, None, rows);
-        let gradient = values(head.grad(&loss.backward()).expect("a gradient"));
+        let gradient = values(
+            head.grad(&loss.backward())
+                .expect("the leaf has a gradient"),
+        );
         for (place, found) in gradient.into_iter().enumerate() {
             let expected = if place < 4 { -8.0 * 63.0 / 64.0 } else { 0.125 };
             assert!((found - expected).abs() < 1e-2, "{found}");
         }
     }
 
-    /// As the tied table of embeddings is, which is in the hidden states, too.
+    /// The embedding table is tied to the head, so its gradient has two parts: one through the head, and one through the hidden
+    /// states.
     #[test]
-    fn a_matrix_may_come_in_by_both_ways() {
+    fn in_chunks_with_head_inside_hidden_adds_both_gradients() {
         let device = Device::flex().autodiff();
         let gradient = |chunked: bool| {
             let [_, head] = leaves(&device);
@@ -388,13 +409,13 @@ mod tests {
                 false => plain(hidden, head.clone(), Some(3.0)),
             };
             let gradients = loss.backward();
-            values(head.grad(&gradients).expect("a gradient"))
+            values(head.grad(&gradients).expect("the leaf has a gradient"))
         };
         assert_close(gradient(true), gradient(false), "tied");
     }
 
     #[test]
-    fn what_is_not_trained_gets_no_gradient() {
+    fn in_chunks_with_frozen_tensors_gives_no_gradient() {
         let device = Device::flex().autodiff();
         let [hidden, head] = leaves(&device);
         let loss = in_chunks(hidden.clone(), head.detach(), targets(&device), None, 4);
@@ -407,14 +428,14 @@ mod tests {
     }
 
     #[test]
-    fn without_targets_that_count_it_is_0() {
+    fn in_chunks_without_counted_targets_gives_zero() {
         let device = Device::flex().autodiff();
         let [hidden, head] = leaves(&device);
         let none = Tensor::<1, Int>::from_data([-1; POSITIONS], &device);
         let loss = in_chunks(hidden.clone(), head, none, Some(30.0), 4);
         let gradients = loss.backward();
         assert_eq!(values(loss), [0.0]);
-        let gradient = values(hidden.grad(&gradients).expect("a gradient"));
+        let gradient = values(hidden.grad(&gradients).expect("the leaf has a gradient"));
         assert!(gradient.iter().all(|value| *value == 0.0));
     }
 }

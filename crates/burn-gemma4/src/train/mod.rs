@@ -1,8 +1,8 @@
-//! What training needs beside a differentiable model.
+//! Training: losses, gradients, packing and graph capture for a differentiable model.
 
+mod checkpointing;
+pub(crate) mod graph_capture;
 pub(crate) mod packing;
-pub(crate) mod recorder;
 
-mod anew;
 mod gradients;
 mod loss;

@@ -1,40 +1,42 @@
-//! Documents packed into rows, as training reads them.
+//! Packed sequences: training rows of equal length that hold several documents each.
 
-use crate::{
-    Gemma4Error, Gemma4Model, Logits,
-    model::{forward::Text, per_layer::Tokens},
-    op::rope::Positions,
-};
+use crate::error::Gemma4Error;
+use crate::model::forward::Text;
+use crate::model::tokens::Tokens;
+use crate::model::{Gemma4Model, Logits};
+use crate::op::rope::Positions;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-/// Which tokens of a batch belong together: documents one after another in rows of one length.
+/// The document lengths of a batch of packed sequences. Each row holds its documents one after another. All rows have equal
+/// length.
 ///
-/// [`Gemma4Model::forward_packed`](crate::Gemma4Model::forward_packed) gives each document the logits that it has alone:
-/// its positions begin at 0, and it sees no other.
+/// [`Gemma4Model::forward_packed`](crate::model::Gemma4Model::forward_packed) computes the logits of each document as if the
+/// document were alone. The positions of each document begin at 0, and its tokens attend to no other document.
 ///
 /// ```
 /// use burn_gemma4::Packing;
 ///
-/// // Two rows of six tokens. What its documents leave of a row is padding.
+/// // Two rows of six tokens. The tokens after a row's documents are padding.
 /// let packing = Packing::new(vec![vec![2, 4], vec![5]], 6)?;
 /// assert_eq!([packing.batch(), packing.positions()], [2, 6]);
 /// # Ok::<(), burn_gemma4::Gemma4Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
-    /// The lengths of each row's documents, padding included as one more.
+    /// The lengths of the documents in each row. The padding at the end of a row counts as one more document.
     rows: Vec<Vec<usize>>,
-    /// Which of a row's documents is padding: the one at this index, if it is there.
+    /// For each row, the index of the padding among the row's documents in `rows`. If a row has no padding, no document has
+    /// this index.
     padding: Vec<usize>,
     positions: usize,
 }
 
 impl Packing {
-    /// Rows of `positions` tokens, each of which holds documents of the lengths `rows[row]` in their order, and after them
-    /// padding.
+    /// Creates a packing with rows of `positions` tokens. Row `row` contains documents with the lengths `rows[row]`, in this
+    /// order, followed by padding.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where a row's documents are longer than it.
+    /// Returns [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
     pub fn new(mut rows: Vec<Vec<usize>>, positions: usize) -> Result<Self, Gemma4Error> {
         let padding = rows.iter().map(Vec::len).collect();
         for (index, row) in rows.iter_mut().enumerate() {
@@ -58,18 +60,18 @@ impl Packing {
         })
     }
 
-    /// Rows.
+    /// Returns the number of rows.
     pub fn batch(&self) -> usize {
         self.rows.len()
     }
 
-    /// Tokens of a row, padding included.
+    /// Returns the number of tokens in a row, including padding.
     pub fn positions(&self) -> usize {
         self.positions
     }
 
-    /// `[batch, positions]`: whether the next column holds the next token of the same document, so that the logits there
-    /// have something to predict. `false` at the end of each document and for padding.
+    /// Returns a mask `[batch, positions]`. It is true at each position where the next token belongs to the same document, so
+    /// that the logits have a token to predict. It is false at the last token of each document and in the padding.
     pub fn predicts(&self, device: &Device) -> Tensor<2, Bool> {
         let mut predicts = Vec::with_capacity(self.batch() * self.positions);
         for (row, padding) in self.rows.iter().zip(&self.padding) {
@@ -81,7 +83,7 @@ impl Packing {
         Tensor::from_data(TensorData::new(predicts, self.shape()), device)
     }
 
-    /// Refuses tokens of another shape.
+    /// Refuses tokens whose shape differs from the packing's.
     pub(crate) fn check(&self, tokens: &Tensor<2, Int>) -> Result<(), Gemma4Error> {
         let (found, expected) = (tokens.dims(), self.shape());
         match found == expected {
@@ -93,13 +95,13 @@ impl Packing {
         }
     }
 
-    /// The tokens' positions in their documents.
+    /// Returns the position of each token within its document.
     pub(crate) fn rotary_positions(&self) -> Positions {
         let of_row = |row: &Vec<usize>| row.iter().flat_map(|length| 0..*length).collect();
         Positions::Each(self.rows.iter().map(of_row).collect())
     }
 
-    /// `[batch, positions]`: the number of the document that each token belongs to.
+    /// Returns the index of each token's document within its row, `[batch, positions]`.
     pub(crate) fn segments(&self, device: &Device) -> Tensor<2, Int> {
         let mut segments = Vec::with_capacity(self.batch() * self.positions);
         for row in &self.rows {
@@ -116,11 +118,18 @@ impl Packing {
 }
 
 impl Gemma4Model {
-    /// The logits of every position of packed documents, `[batch, positions]` to `[batch, positions, vocabulary]`: each
-    /// document's are those that [`forward`](Self::forward) gives it alone. What it gives padding means nothing.
+    /// Computes the logits of every position of packed documents.
+    ///
+    /// The logits of each document equal those that [`forward`](Self::forward) gives for the document alone. The logits of the
+    /// padding are meaningless.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, positions]`
+    /// - logits: `[batch, positions, vocabulary]`
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
+    /// Returns an error if the shape of the tokens differs from the packing's. Passes on the errors of
+    /// [`forward`](Self::forward).
     pub fn forward_packed(
         &self,
         tokens: Tensor<2, Int>,
@@ -129,11 +138,16 @@ impl Gemma4Model {
         Ok(self.logits(self.hidden_packed(tokens, packing)?))
     }
 
-    /// [`hidden`](Self::hidden) of every position of packed documents: [`forward_packed`](Self::forward_packed) before the
-    /// head.
+    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents. The head of
+    /// [`forward_packed`](Self::forward_packed) computes the logits from them.
+    ///
+    /// # Shapes
+    /// - `tokens`: `[batch, positions]`
+    /// - states: `[batch, positions, hidden]`
     ///
     /// # Errors
-    /// Where the tokens' shape is not the packing's, and as [`forward`](Self::forward).
+    /// Returns an error if the shape of the tokens differs from the packing's. Passes on the errors of
+    /// [`forward`](Self::forward).
     pub fn hidden_packed(
         &self,
         tokens: Tensor<2, Int>,
@@ -144,7 +158,7 @@ impl Gemma4Model {
         Ok(self.hidden_states(text, None, Logits::All, &mut ()))
     }
 
-    /// Tokens of the packing's shape.
+    /// Creates the model input for packed documents. `tokens` must have the packing's shape.
     pub(crate) fn packed_text(&self, tokens: &Tokens, packing: &Packing) -> Text {
         Text {
             segments: Some(packing.segments(&tokens.ids.device())),
@@ -158,11 +172,12 @@ mod tests {
     use super::*;
 
     fn packing() -> Packing {
-        Packing::new(vec![vec![2, 3], vec![6], vec![], vec![1, 0, 1]], 6).expect("rows that fit")
+        Packing::new(vec![vec![2, 3], vec![6], vec![], vec![1, 0, 1]], 6)
+            .expect("the documents fit into their rows")
     }
 
     #[test]
-    fn what_documents_leave_is_padding() {
+    fn segments_after_documents_are_padding() {
         let segments = packing().segments(&Device::default()).into_data();
         let expected = [[0, 0, 1, 1, 1, 2], [0; 6], [0; 6], [0, 2, 3, 3, 3, 3]];
         assert_eq!(
@@ -172,9 +187,9 @@ mod tests {
     }
 
     #[test]
-    fn positions_begin_anew_with_each_document() {
+    fn rotary_positions_restart_at_each_document() {
         let Positions::Each(rows) = packing().rotary_positions() else {
-            panic!("each row has its own");
+            panic!("packed rows have positions of their own");
         };
         let expected = [
             [0, 1, 0, 1, 2, 0],
@@ -186,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_and_padding_predict_nothing() {
+    fn predicts_at_ends_and_padding_is_false() {
         let predicts = packing().predicts(&Device::default()).into_data();
         let expected = [
             [true, false, true, true, false, false],
@@ -201,9 +216,9 @@ mod tests {
     }
 
     #[test]
-    fn rows_that_are_too_long_are_named() {
+    fn new_with_too_long_row_fails_with_row_index() {
         for rows in [vec![vec![6], vec![4, 3]], vec![vec![], vec![usize::MAX, 2]]] {
-            let error = Packing::new(rows, 6).expect_err("a row that is too long");
+            let error = Packing::new(rows, 6).expect_err("row 1 is too long");
             assert!(error.to_string().contains("row 1 has"), "{error}");
         }
     }

@@ -1,23 +1,24 @@
-//! Registers of a warp in shared memory, through which warps with the same fragments add theirs up: every four of them are 512 bytes, 16 a
-//! lane, so that no two lanes meet in a bank.
+//! Exchanges registers between warps through shared memory, for warps that add up accumulator fragments of the same elements.
+//!
+//! Four registers of all 32 lanes occupy 512 bytes, 16 consecutive bytes per lane, so bank conflicts do not occur.
 
-use crate::hopper::ptx::value_of;
 use crate::hopper::wgmma::registers;
+use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// Registers that a lane moves at once.
+/// The number of registers that a lane stores or loads at once.
 const FOUR: usize = 4;
 
-/// Bytes of four registers of all lanes.
+/// The size in bytes of four registers of all lanes.
 pub const FOURS_BYTES: usize = 32 * 4 * FOUR;
 
-/// Where this lane's registers lie, of those that start at `start`.
+/// Returns the shared-memory address for this lane's registers, in an exchange area that starts at `start`.
 #[cube]
 pub fn exchange_address(start: u32) -> u32 {
     start + UNIT_POS % 32u32 * comptime!(4 * FOUR as u32)
 }
 
-/// The lane's address, and its registers, of which `count` from the `first` on are stored.
+/// PTX that stores `count` registers, from register `first` on. Inputs: the lane's address, and the registers.
 fn store_text(first: usize, count: usize) -> String {
     (0..count / FOUR)
         .map(|four| {
@@ -30,7 +31,7 @@ fn store_text(first: usize, count: usize) -> String {
         .collect()
 }
 
-/// Registers | the lane's address.
+/// PTX that loads `count` registers. Outputs: the registers. Input: the lane's address.
 fn load_text(count: usize) -> String {
     (0..count / FOUR)
         .map(|four| {
@@ -43,7 +44,8 @@ fn load_text(count: usize) -> String {
         .collect()
 }
 
-/// Stores `count` of a vector's registers, from the `first` on, whole fours, at [`exchange_address`].
+/// Stores `count` registers of a vector, from register `first` on, at the lane's [`exchange_address()`]. `count` is a multiple
+/// of 4.
 #[cube]
 pub fn store_registers<N: Size>(
     address: u32,
@@ -59,7 +61,8 @@ pub fn store_registers<N: Size>(
     );
 }
 
-/// Loads a vector's registers, whole fours, from where another warp stored them and a barrier showed them.
+/// Loads `count` registers that another warp has stored. `count` is a multiple of 4. A barrier must lie between the store and
+/// the load.
 #[cube]
 pub fn load_registers<N: Size>(address: u32, #[comptime] count: usize) -> Vector<f32, N> {
     let text = comptime!(load_text(count));

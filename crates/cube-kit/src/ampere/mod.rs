@@ -1,29 +1,28 @@
-//! NVIDIA's matrix unit and copies from sm_80 (Ampere) on: `mma.sync`, `ldmatrix` and `cp.async`, which every later
-//! architecture has, too.
+//! Tensor cores and asynchronous copies of NVIDIA GPUs from sm_80 (Ampere) on: `mma.sync`, `ldmatrix` and `cp.async`. Every
+//! later architecture also supports these instructions.
 //!
-//! Operands lie in shared memory as subtiles of 64 columns, a row's eight pieces of 16 bytes permuted by its number (the
-//! 128-byte swizzle of [`hopper`](crate::hopper)), so that neither `cp.async` nor `ldmatrix` meets a bank twice.
+//! Operands lie in shared memory as subtiles of 64 columns. The eight 16-byte pieces of a row are permuted by the row's
+//! index: this is the 128-byte swizzle of [`hopper`](crate::hopper). The swizzle avoids bank conflicts of `cp.async` and
+//! `ldmatrix`.
 
 #![allow(
     missing_docs,
-    reason = "CubeCL's macros make public items beside those that are documented here"
+    reason = "CubeCL's macros generate public items without docs"
 )]
 
 #[cfg(feature = "cuda")]
-pub mod barriers;
-#[cfg(feature = "cuda")]
-pub mod copy;
+pub mod cp_async;
 #[cfg(feature = "cuda")]
 pub mod exchange;
 #[cfg(feature = "cuda")]
-pub mod few_rows;
+pub mod gemv;
 #[cfg(feature = "cuda")]
-pub mod product;
+pub mod int8_operand;
 #[cfg(feature = "cuda")]
-pub mod words;
+pub mod mma;
 
-/// Rows of a product's left operand, and so of an accumulator's fragment.
+/// Rows of the left operand of `mma.sync`, and rows of an accumulator fragment.
 pub const FRAGMENT_ROWS: usize = 16;
 
-/// Bytes of a barrier in shared memory, which starts at a multiple of as many.
+/// Bytes and alignment of a barrier in shared memory.
 pub const BARRIER_BYTES: usize = 8;

@@ -1,14 +1,13 @@
-//! Hopper: what its matrix unit and its copy engine (TMA) read and write, and the instructions for them.
+//! Hopper: the data layouts of its tensor cores and of its copy engine (TMA), and the instructions of both.
 
 #![allow(
     missing_docs,
-    reason = "CubeCL's macros make public items beside those that are documented here"
+    reason = "CubeCL's macros generate public items without docs"
 )]
 
 #[cfg(feature = "cuda")]
-pub mod accumulator;
-#[cfg(feature = "cuda")]
 pub mod barriers;
+pub mod gemm;
 #[cfg(feature = "cuda")]
 pub mod pipeline;
 #[cfg(feature = "cuda")]
@@ -18,107 +17,64 @@ pub mod tma;
 #[cfg(feature = "cuda")]
 pub mod wgmma;
 
-use burn::tensor::DType;
+use crate::nvidia::{Half, registers};
 #[cfg(feature = "cube")]
 use cubecl::{client::Client, ir::features::Tma};
 
-/// Whether the device is of NVIDIA's Hopper (sm_90), and CubeCL compiles its kernels through CUDA C++.
+/// True if the device is an NVIDIA Hopper GPU (sm_90) and CubeCL compiles its kernels through CUDA C++.
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
-    // The copy engine is reached through CUDA C++ alone; later architectures have other matrix units.
+    // Checks TMA, because CubeCL supports it only through CUDA C++. Then checks for sm_90 by name, because later architectures
+    // have other tensor-core instructions.
     cfg!(feature = "cuda")
         && properties.features.tma.contains(Tma::Base)
         && properties.identity.fingerprint == "ptx_sm90"
 }
 
-/// Multiprocessors assumed where the runtime does not say.
+/// The number of multiprocessors assumed if the runtime does not report it.
 pub const ASSUMED_MULTIPROCESSORS: usize = 132;
 
-/// The half precisions that the matrix unit multiplies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Half {
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-}
-
-impl Half {
-    /// Its name in PTX.
-    pub const fn ptx(self) -> &'static str {
-        match self {
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-        }
-    }
-
-    /// Of a dtype, if it is one of them.
-    pub const fn of(dtype: DType) -> Option<Self> {
-        match dtype {
-            DType::F16 => Some(Self::F16),
-            DType::BF16 => Some(Self::Bf16),
-            _ => None,
-        }
-    }
-}
-
-/// Bytes of a row of a subtile, 64 halves: what the 128-byte swizzle permutes.
-pub const ROW_BYTES: usize = 128;
-
-/// Columns of a subtile.
-pub const SUBTILE: usize = 64;
-
-/// Rows of one matrix product.
+/// Rows of one `wgmma`.
 pub const PRODUCT_ROWS: usize = 64;
 
-/// Threads of a warpgroup.
+/// Threads per warpgroup.
 pub const WARPGROUP: usize = 128;
 
-/// Whether rows of so many columns are whole subtiles, which the copy engine then brings by one box.
-pub const fn is_whole(columns: usize) -> bool {
-    columns.is_multiple_of(SUBTILE)
-}
-
-/// `left · rightᵀ`, both in shared memory in subtiles of their rows.
+/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, with both operands in subtiles in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ScoreProduct {
-    /// Columns of both, which are summed over.
+    /// The number of columns of both operands, over which the multiplication sums.
     pub depth: usize,
-    /// Rows of a subtile of the left operand.
+    /// The number of rows per subtile of the left operand.
     pub left_rows: usize,
-    /// Rows of the right operand: columns of the product.
+    /// The number of rows of the right operand, which is the number of columns of the result.
     pub right_rows: usize,
     /// The precision of the operands.
     pub half: Half,
 }
 
 impl ScoreProduct {
-    /// Size of the product's vector of registers.
+    /// Returns the size of the result's register vector.
     pub const fn fragment(&self) -> usize {
         registers(self.right_rows / 2)
     }
 }
 
-/// `left · right`, the left operand in registers, the right one in shared memory.
+/// The multiplication `left · right`, such as P V, with the left operand in registers and the right operand in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Product {
-    /// Rows of the right operand, which are summed over.
+    /// The number of rows of the right operand, over which the multiplication sums.
     pub depth: usize,
-    /// Columns of the product.
+    /// The number of columns of the result.
     pub columns: usize,
     /// The precision of the operands.
     pub half: Half,
 }
 
 impl Product {
-    /// Sizes of the vectors of registers of the left operand, and of the product.
+    /// Returns the sizes of the register vectors of the left operand and of the result.
     pub const fn fragments(&self) -> [usize; 2] {
         [registers(self.depth / 4), registers(self.columns / 2)]
     }
-}
-
-/// A vector of registers has a power of two of them.
-pub const fn registers(used: usize) -> usize {
-    used.next_power_of_two()
 }

@@ -1,18 +1,18 @@
-//! Rings of stages in shared memory, through which the copy engine's boxes go in their order.
+//! Pipelines: ring buffers of stages in shared memory. TMA fills the stages in order.
 
 use cubecl::prelude::*;
 
-/// A stage of a ring, and the parity of its phase.
+/// A stage of a pipeline, and the parity of the phase of its barriers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PipelineState {
-    /// The stage.
+    /// Index of the stage.
     pub stage: u32,
-    /// 0 in even rounds of the ring, 1 in odd ones.
+    /// 0 in even passes over the ring buffer, 1 in odd passes.
     pub parity: u32,
 }
 
-/// Where the `index`-th that goes through a ring of `stages` is.
+/// Returns the stage and parity of the `index`-th item in a ring buffer of `stages` stages.
 #[cube]
 pub fn pipeline_state(index: u32, #[comptime] stages: usize) -> PipelineState {
     let stages = comptime!(stages as u32);

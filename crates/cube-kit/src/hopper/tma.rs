@@ -1,25 +1,29 @@
-//! Boxes of tensors by the copy engine (TMA): how it sees a tensor, loads and stores.
+//! TMA access to tensors in boxes: tensor maps, loads and stores.
 
-use crate::hopper::accumulator::Pair;
+use crate::hopper::WARPGROUP;
 use crate::hopper::barriers::warpgroup_barrier;
 use crate::hopper::ptx::{
-    async_proxy_fence, pack, store_matrices, tma_load, tma_load_subtiles, tma_store, tma_store_wait,
+    async_proxy_fence, store_matrices, tma_load, tma_load_subtiles, tma_store, tma_store_wait,
 };
 use crate::hopper::wgmma::matrix_row;
-use crate::hopper::{Half, SUBTILE, WARPGROUP, is_whole};
+use crate::nvidia::accumulator::Pair;
+use crate::nvidia::ptx::pack;
+use crate::nvidia::{Half, SUBTILE, is_whole};
 use burn::backend::cubecl::dtype_to_storage_type;
 use burn::tensor::Shape;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 
-/// Whether all of a dimension is the same: there is one, or it is broadcast.
+/// True if the dimension has one distinct index only: its size is 1, or it is broadcast (stride 0).
 pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
-/// How the copy engine sees a tensor: boxes of `[1, heads, rows, 64]` elements, or of `[1, heads, subtiles, rows,
-/// 64]` where `subtiles` are asked for and rows are whole subtiles. Beyond the shape it reads zeros, and writes
-/// nothing.
+/// Builds the tensor map of a tensor, with boxes of `[1, heads, rows, 64]` elements or of `[1, heads, subtiles, rows, 64]`
+/// elements.
+///
+/// The second form is chosen if `subtiles` is given and the rows consist of whole subtiles. Reads beyond the shape give
+/// zeros, and writes beyond the shape are dropped.
 pub fn map(
     tensor: &CubeTensor,
     [heads, rows]: [usize; 2],
@@ -29,7 +33,7 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // A stride that nothing is read by must still be a legal one.
+            // Sets a legal stride for a dimension of size 1, because TMA checks the stride although it does not use it.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -46,14 +50,15 @@ pub fn map(
     boxes(tensor, shape, strides, tile_size)
 }
 
-/// Boxes of `tile_size` elements of a view of the tensor, which reaches no other elements.
+/// Builds a tensor map with boxes of `tile_size` elements over a view of the tensor. `shape` and `strides` describe the view,
+/// which must reach only elements of the tensor.
 pub fn boxes(
     tensor: &CubeTensor,
     shape: Vec<usize>,
     strides: Vec<usize>,
     tile_size: Vec<usize>,
 ) -> TensorMapArg<Tiled> {
-    // SAFETY: the callers' shapes and strides reach the same elements as the tensor's, or fewer.
+    // SAFETY: the callers choose `shape` and `strides` such that every index below `shape` is an element of `tensor`.
     let view = unsafe {
         TensorArg::from_raw_parts(tensor.handle.clone(), strides.into(), Shape::from(shape))
     };
@@ -64,8 +69,10 @@ pub fn boxes(
         .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// Copies `subtiles` subtiles of rows from `row` and `column` on to `target`. The map is of whole subtiles
-/// if these are `whole`, else of columns.
+/// Copies `subtiles` subtiles to `target`, from row `row` and column `column` of the tensor on.
+///
+/// If `whole`, a box of the tensor map contains all these subtiles, which one copy loads. Otherwise a box has 64 columns, and
+/// each subtile is copied separately.
 #[cube]
 pub fn load_subtiles(
     target: u32,
@@ -104,7 +111,7 @@ pub fn load_subtiles(
     }
 }
 
-/// Copies `subtiles` subtiles of columns, which the map is of, one by one.
+/// Copies `subtiles` subtiles one by one, through a tensor map with boxes of 64 columns.
 #[cube]
 pub fn load_columns(
     target: u32,
@@ -131,7 +138,7 @@ pub fn load_columns(
     }
 }
 
-/// Before the cube ends: waits until its stores have read their sources.
+/// Waits until the cube's TMA stores have read shared memory. A cube must call this function before it ends.
 #[cube]
 pub fn await_stores() {
     let thread = UNIT_POS % comptime!(WARPGROUP as u32);
@@ -140,8 +147,11 @@ pub fn await_stores() {
     }
 }
 
-/// Writes a warpgroup's 64 rows of output from its fragments to `target`, subtiles `subtile_bytes` apart,
-/// and from there to the tensor. Each warp must be done with what was there, but for what the warpgroup last stored from it.
+/// Writes a warpgroup's 64 output rows from its fragments to `target` in shared memory, and from there to the tensor.
+/// Neighbouring subtiles are `subtile_bytes` apart.
+///
+/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last TMA
+/// store may still read from there.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -167,7 +177,8 @@ pub fn store_tma_tiles<NO: Size>(
             tma_store_wait();
         }
     }
-    // The last store has read its source: thread 0 waited for it, here or after it.
+    // After this barrier, the previous TMA store has read the data at `target`: thread 0 waited for that store, either just
+    // above or at the end of the previous call.
     warpgroup_barrier();
     #[unroll]
     for step in 0..columns / 16 {

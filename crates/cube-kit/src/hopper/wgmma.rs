@@ -1,40 +1,42 @@
-//! The tile products of Hopper: `wgmma`, by which a warpgroup multiplies 64 rows with operands that the
-//! copy engine brought to shared memory, while its threads do something else.
+//! Tile multiplications on Hopper with `wgmma`: a warpgroup multiplies 64 rows of operands that TMA copied to shared memory.
+//! A `wgmma` runs asynchronously, so the warpgroup's threads can do other work meanwhile.
 //!
-//! A product in flight writes registers that nothing may touch, so each product is one PTX text: issue, commit.
-//! Its accumulator leaves the text at once, and a *fence* text later waits for the product and hands the
-//! registers on; in between they must only be carried along.
+//! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that issues and
+//! commits its `wgmma` and outputs the accumulator immediately. A later *fence* text waits for the `wgmma` and passes the
+//! registers on. Between these two texts, code may neither read nor write the registers.
 //!
-//! Operands are in subtiles of 64 columns: `rows × 128` bytes with the copy engine's 128-byte swizzle, in
-//! which the descriptors below find rows 8 by 8, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level
-//! matrix shared memory layout"). Accumulator register `i` of lane `l` of warp `w` is row
-//! `16 w + l / 4 + 8 (i / 2 % 2)`, column `8 (i / 4) + 2 (l % 4) + i % 2`; P, as registers of the second
-//! product's left operand, has the same layout, two columns a register.
+//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors below address the
+//! subtiles in groups of 8 rows, and the groups are 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared
+//! memory layout"). Accumulator register `i` of lane `l` of warp `w` is row `16 w + l / 4 + 8 (i / 2 % 2)` and column
+//! `8 (i / 4) + 2 (l % 4) + i % 2`. P, the left operand of `O += P V`, has the same layout with two columns per register.
 
-use crate::hopper::ptx::{arrive_text, load_matrices, value_of};
-use crate::hopper::{Half, Product, ROW_BYTES, ScoreProduct};
+use crate::hopper::ptx::arrive_text;
+use crate::hopper::{Product, ScoreProduct};
+use crate::nvidia::ptx::{load_matrices, load_matrices_transposed, value_of};
+use crate::nvidia::{Half, ROW_BYTES};
 use cubecl::prelude::*;
 
-/// Columns of one step of a product.
+/// The number of columns (or inner elements) per step. One step is one `wgmma`.
 pub const STEP: usize = 16;
 
-/// Bytes of a step in a row of a subtile.
+/// Bytes of one step within a row of a subtile.
 pub const STEP_BYTES: usize = 2 * STEP;
 
 /// Bytes of 16 rows of a subtile.
 pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
-/// The upper half of every descriptor: eight rows take 1024 bytes, and the 128-byte swizzle.
+/// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 
-/// The lower half of the descriptor of the operand at `address` whose columns are summed over: queries,
-/// keys, P.
+/// Returns the lower half of the descriptor of an operand at `address`. The `wgmma` sums over this operand's columns, as for
+/// queries, keys and P.
 #[cube]
 pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
-/// The same of an operand whose rows are summed over, values, in subtiles of `subtile_bytes`.
+/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes`. The `wgmma` sums over this
+/// operand's rows, as for values.
 #[cube]
 pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
@@ -45,37 +47,39 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
     ((address & 0x3FFFFu32) >> 4u32) | comptime!(((leading_bytes as u32) >> 4) << 16)
 }
 
-/// Makes `name` the descriptor whose lower half is `low + offset`. Sums of halves are cheaper than of whole
-/// descriptors; needs a register `low`.
+/// PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare a register
+/// `low`.
+///
+/// The offset is added only to the lower half, which is cheaper than an addition to the whole descriptor.
 pub fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
 
-/// What an address in bytes adds to a descriptor.
+/// Converts an offset from bytes to the unit of a descriptor, which is 16 bytes.
 pub const fn units(bytes: usize) -> usize {
     bytes >> 4
 }
 
-/// `count` registers of a text from `from` on, as an operand lists them.
+/// Lists `count` registers of a PTX text, from `%from` on, as a PTX operand.
 pub fn registers(from: usize, count: usize) -> String {
     let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
     names.join(", ")
 }
 
-/// Moves `count` registers of a text from `from` on to its first ones.
+/// PTX that copies the `count` registers from `%from` on to the registers from `%0` on.
 pub fn moves(count: usize, from: usize) -> String {
     (0..count)
         .map(|i| format!("mov.b32 %{i}, %{};\n", from + i))
         .collect()
 }
 
-/// The instruction whose product has so many columns.
+/// Returns the name of the `wgmma` instruction whose result has `columns` columns.
 pub fn instruction(columns: usize, half: Half) -> String {
     let half = half.ptx();
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
 }
 
-/// `S = Q Kᵀ` of a whole block: registers of S | queries' and keys' descriptors.
+/// PTX of `S = Q Kᵀ` for a block. Outputs: the registers of S. Inputs: the descriptors of queries and keys.
 fn scores_text(product: &ScoreProduct) -> String {
     let [query, key] = [0, 1].map(|i| format!("%{}", product.fragment() + i));
     let mut text = String::from("{\n.reg .pred sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
@@ -98,7 +102,8 @@ fn scores_text(product: &ScoreProduct) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// `O += P V` of a whole block, P in registers: registers of O | O, P, values' descriptor.
+/// PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P, and the
+/// descriptor of the values.
 fn output_text(product: &Product) -> String {
     let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
@@ -119,8 +124,9 @@ fn output_text(product: &Product) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Waits until at most `pending` products are in flight, then says at a barrier that a stage is free:
-/// `used` registers of a fragment | the same, barrier, elected.
+/// PTX that waits until at most `pending` `wgmma` groups are in flight, then signals at a barrier that a stage is free.
+///
+/// Outputs: `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag.
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -130,7 +136,7 @@ pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Starts `S = Q Kᵀ` of a block, whose keys are there.
+/// Starts `S = Q Kᵀ` of a block without waiting for the result. Queries and keys must be in shared memory.
 #[cube]
 pub fn multiply_scores<NS: Size>(
     query: u32,
@@ -148,7 +154,7 @@ pub fn multiply_scores<NS: Size>(
     s
 }
 
-/// Starts `O += P V` of a block, whose values are there.
+/// Starts `O += P V` of a block without waiting for the result. The values must be in shared memory.
 #[cube]
 pub fn multiply_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,
@@ -168,10 +174,11 @@ pub fn multiply_output<NO: Size, NP: Size>(
     sum
 }
 
-/// Steps of 16 columns in a subtile.
+/// The number of 16-column steps per subtile.
 pub const SUBTILE_STEPS: usize = 4;
 
-/// Waits until at most `pending` products are in flight: `used` registers of a fragment | the same.
+/// PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: `used` registers of a fragment. Inputs: the
+/// same registers.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     format!(
         "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
@@ -179,8 +186,10 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Where the thread's row of a warp's matrices lies: of the warpgroup's 64 rows of the subtile at `subtile`, 16
-/// columns from the `step`-th on. The 128-byte swizzle permutes a row's pieces of 16 bytes by its number.
+/// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The warp's matrices are in the
+/// warpgroup's 64 rows of the subtile at `subtile`, in the 16 columns of step `step`.
+///
+/// The 128-byte swizzle permutes the 16-byte pieces of a row by the row's index.
 #[cube]
 pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -189,8 +198,8 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// The warp's 16 rows of `steps` steps of columns, of subtiles of `subtile_rows` rows the first of which starts at `start`, as
-/// registers of a product's left operand.
+/// Loads the warp's 16 rows over `steps` steps of 16 columns, as registers of a left operand. The first subtile starts at
+/// `start`, and each subtile has `subtile_rows` rows.
 #[cube]
 pub fn load_rows<N: Size>(
     start: u32,
@@ -210,7 +219,28 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// A fragment of which `used` registers are used, once at most `pending` later products are in flight.
+/// Loads the warp's 16 columns over `steps` steps of 16 rows of the subtile at `subtile`. The matrices are transposed, so the
+/// result is a left operand whose rows are these columns.
+#[cube]
+pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
+    let lane = UNIT_POS % 32u32;
+    // The first two of a step's four 8 × 8 matrices come from the step's first 8 rows.
+    let row = lane / 16u32 * 8u32 + lane % 8u32;
+    let piece = UNIT_POS / 32u32 % 4u32 * 2u32 + lane / 8u32 % 2u32;
+    let at = subtile + row * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32);
+    let mut registers = Vector::<u32, N>::zeroed();
+    #[unroll]
+    for step in 0..steps {
+        let loaded = load_matrices_transposed(at + comptime!((step * STEP * ROW_BYTES) as u32));
+        #[unroll]
+        for i in 0..4usize {
+            registers.insert(comptime!(4 * step + i), loaded.extract(i));
+        }
+    }
+    registers
+}
+
+/// Waits until at most `pending` later `wgmma` groups are in flight, then returns the fragment's `used` registers.
 #[cube]
 pub fn take_fragment<NF: Size>(
     fragment: Vector<f32, NF>,
@@ -228,7 +258,8 @@ pub fn take_fragment<NF: Size>(
     taken
 }
 
-/// The same of a product whose left operand is `p`, which outlives it.
+/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. Passing `p` keeps its registers alive
+/// until the wait.
 #[cube]
 pub fn take_sums<NF: Size, NP: Size>(
     fragment: Vector<f32, NF>,
@@ -248,7 +279,7 @@ pub fn take_sums<NF: Size, NP: Size>(
     taken
 }
 
-/// Waits until at most `pending` products are in flight, then arrives `times` times at a barrier.
+/// Waits until at most `pending` `wgmma` groups are in flight, then arrives `times` times at the barrier `empty`.
 #[cube]
 pub fn free_chunk(empty: u32, elected: u32, #[comptime] pending: usize, #[comptime] times: usize) {
     let text = comptime!(format!(

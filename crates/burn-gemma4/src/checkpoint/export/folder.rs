@@ -1,16 +1,16 @@
-//! A folder whose products compressed-tensors has packed.
+//! Writes a quantized checkpoint as a folder whose weights are in the packed format of compressed-tensors.
 
 use super::{Export, QuantizedCheckpoint};
-use crate::{
-    Gemma4Error,
-    checkpoint::{
-        files::TensorFiles,
-        packed::{SCALES, SHAPE, WORDS},
-        save::{copy_beside, dtype_in_file, folder_of, partial_folder, write_file, write_tensors},
-        source::{Source, Weights},
-    },
-    quantized::{packed::Scheme, quantize::Target, rows::written},
+use crate::checkpoint::files::TensorFiles;
+use crate::checkpoint::packed::{SCALES, SHAPE, WORDS};
+use crate::checkpoint::save::{
+    copy_beside, dtype_in_file, folder_of, partial_folder, write_file, write_tensors,
 };
+use crate::checkpoint::source::{Source, WeightSource};
+use crate::error::Gemma4Error;
+use crate::quant::packed::Scheme;
+use crate::quant::quantize::QuantTarget;
+use crate::quant::rows::written;
 use burn::tensor::DType;
 use safetensors::{Dtype, View};
 use serde_json::{Value, json};
@@ -23,21 +23,22 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Columns that share a scale.
+/// The group size of the quantization: the number of consecutive columns of a row that share a scale.
 const GROUP: usize = 32;
-/// What products are not of, and no folder has packed.
+/// The matrices that stay unquantized in an exported folder: the embedding tables and the output projection.
 pub(super) const TABLES: [&str; 3] = [
     "embed_tokens.weight",
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The stacked matrices of experts, and what those of one are called, one below the other.
+/// The names of the stacked tensors that hold the matrices of all experts. Each name comes with the names of the matrices that
+/// the stack holds for one expert, in the order of their rows.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
 ];
 
-/// A tensor of the new file.
+/// A tensor that is written to the file.
 struct Part<'a> {
     dtype: Dtype,
     shape: Vec<usize>,
@@ -62,19 +63,20 @@ impl View for Part<'_> {
     }
 }
 
-/// A matrix that is packed.
+/// A matrix that is written in packed form.
 struct Matrix<'a> {
-    /// Of its module in the new file.
+    /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// Its slice of a stack, and rows in that.
+    /// The matrix's position if the source is a stacked tensor: the index of the slice, and the rows within that slice. `None`
+    /// if the source holds only this matrix.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
 }
 
 impl Matrix<'_> {
-    /// All numbers.
+    /// Reads all elements of the matrix in f32, row by row.
     fn numbers(&self) -> Vec<f32> {
         match &self.place {
             None => self
@@ -90,7 +92,7 @@ impl Matrix<'_> {
         }
     }
 
-    /// Bytes of what it is made of.
+    /// Returns the bytes that the matrix occupies in the source.
     fn bytes(&self) -> usize {
         self.source.len() / self.source.shape.iter().product::<usize>() * self.rows * self.columns
     }
@@ -109,7 +111,8 @@ impl Export<'_> {
         let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
-        // Under its old name there is nothing to remove.
+        // The rename has moved the folder to its final name. `keep` stops `partial` from removing the folder at the temporary
+        // name.
         let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }
@@ -156,15 +159,15 @@ impl Export<'_> {
     fn scheme(&self) -> Scheme {
         Scheme {
             bits: match self.target {
-                Target::Q8 => 8,
-                Target::Q4 => 4,
+                QuantTarget::Q8 => 8,
+                QuantTarget::Q4 => 4,
             },
             group: Some(GROUP),
             is_symmetric: true,
         }
     }
 
-    /// What is packed, by the paths of its parameters.
+    /// Returns the matrices to pack, each with the path of its parameter.
     fn matrices(&self) -> Vec<(String, Matrix<'_>)> {
         let mut matrices = Vec::new();
         for (path, shape) in &self.parameters {
@@ -189,13 +192,15 @@ impl Export<'_> {
                 }
             }
         }
-        // Published checkpoints have keys and values of layers that read an earlier layer's. Loaders that join a layer's projections
-        // take them all packed or none.
+        // Published checkpoints contain K and V projections even for layers that share an earlier layer's KV cache. This model
+        // does not use these projections, but the loop packs them too. The reason is that some loaders fuse all projections of
+        // a layer, so they need all of them packed or none.
         for path in self.weights.unread(self.config) {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
-            // Nobody has read it, whatever it is.
+            // Pack the matrix only if each of its rows consists of whole groups. The model has no parameter for this matrix, so
+            // no earlier code has checked the shape.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
                 && rows * columns > 0
@@ -217,7 +222,7 @@ impl Export<'_> {
         matrices
     }
 
-    /// The matrices of each expert.
+    /// Returns the matrices of each expert in a stack.
     fn of_experts(&self, path: &str, name: &str, shape: &[usize]) -> Vec<Matrix<'_>> {
         let mut matrices = Vec::new();
         let found = OF_EXPERTS
@@ -241,7 +246,7 @@ impl Export<'_> {
         matrices
     }
 
-    /// The tensors that a matrix is packed into.
+    /// Returns the three tensors that store a packed matrix: its words, its scales and its shape.
     fn parts<'a>(&'a self, matrix: Matrix<'a>) -> [(String, Part<'a>); 3] {
         let scheme = self.scheme();
         let dtype = match self.dtype {
@@ -255,7 +260,8 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // Both are made of the numbers each time, rather than kept from one to the other.
+        // The words and the scales are written by two separate passes over the rows. Each pass quantizes the rows again. So
+        // neither result stays in memory while the other is written.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
         };
@@ -314,10 +320,10 @@ impl Export<'_> {
             },
         ];
         let mut parts = parts.into_iter();
-        names.map(|name| (name, parts.next().expect("as many")))
+        names.map(|name| (name, parts.next().expect("one part per name")))
     }
 
-    /// The `config.json` with what was done to the weights.
+    /// Returns the text of the source's `config.json`, with a description of the quantization added.
     fn packed_config(&self, ignored: BTreeSet<String>) -> Result<String, Gemma4Error> {
         let malformed = |error: serde_json::Error| Gemma4Error::Config(error.to_string());
         let mut json: Value = serde_json::from_str(self.json).map_err(malformed)?;

@@ -1,21 +1,18 @@
-//! A GGUF file of the text model, as llama.cpp's converter and quantizer write it.
+//! Writes a GGUF file of the text model, with the keys and tensors that llama.cpp's converter and quantizer write.
 
 use super::{Export, QuantizedCheckpoint, tokenizer};
-use crate::{
-    Gemma4Config, Gemma4Error, GenerationDefaults, LayerType, RopeConfig,
-    checkpoint::{
-        gguf::{
-            Gguf, names,
-            types::Encoding,
-            writer::{self, Planned, Written},
-        },
-        save::replace,
-        source::{PORTION, Source},
-    },
-    error::{existing, read},
-    quantized::{quantize::Target, rows::written},
-    text::chat::source_of_folder,
-};
+use crate::checkpoint::gguf::types::Encoding;
+use crate::checkpoint::gguf::writer::{Planned, Written};
+use crate::checkpoint::gguf::{Gguf, names, writer};
+use crate::checkpoint::save::replace;
+use crate::checkpoint::source::{PORTION, Source};
+use crate::config::generation::GenerationDefaults;
+use crate::config::{Gemma4Config, LayerType, RopeConfig};
+use crate::error::Gemma4Error;
+use crate::error::{existing, read};
+use crate::quant::quantize::QuantTarget;
+use crate::quant::rows::written;
+use crate::text::chat::source_of_folder;
 use burn::tensor::DType;
 use serde_json::Value;
 use std::{
@@ -25,16 +22,18 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// What angles are divided by: those of pairs of channels that stand still, by 1e30.
+/// The name of the tensor that holds a divisor of the rotary angle for each channel pair. A channel pair without rotation has
+/// the divisor 1e30.
 const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
 const STANDS_STILL: f32 = 1e30;
-/// A file's number of the way in which its weights are quantized.
+/// The value of the metadata key `general.quantization_version`: the version of ggml's block formats.
 const QUANTIZATION_VERSION: usize = 2;
 
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
         let values = self.values()?;
-        // What is broken there is told before the file is written.
+        // The generation defaults are parsed before the file is written, so that an error in them is reported before the long
+        // write.
         let defaults = existing(self.from, "generation_config.json")?;
         let defaults = defaults.map(GenerationDefaults::from_file).transpose()?;
         let (paths, mut tensors): (Vec<&str>, Vec<Planned>) = self.planned().into_iter().unzip();
@@ -68,7 +67,7 @@ impl Export<'_> {
         Ok(self.written(to, self.left_out(to, defaults)?))
     }
 
-    /// The parameters' paths and tensors.
+    /// Returns the tensors to write, each with its parameter's path.
     fn planned(&self) -> Vec<(&str, Planned)> {
         let plan = |(path, shape): &(String, Vec<usize>)| {
             let name = names::in_file(path, |_| false).swap_remove(0);
@@ -89,12 +88,12 @@ impl Export<'_> {
             return Encoding::Blocks(self.target.format());
         }
         Encoding::Floats(match self.quantized.contains(path) {
-            // A matrix without whole blocks.
+            // A matrix whose rows are not whole blocks keeps its dtype.
             true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
             },
-            // Norms, scalars and routers are computed with in f32.
+            // Norms, scalars and routers are written in f32, because readers compute with them in f32.
             false => DType::F32,
         })
     }
@@ -127,7 +126,7 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Some slices in blocks.
+    /// Quantizes the slices `range` of a parameter's slowest dimension into blocks.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
@@ -152,7 +151,7 @@ impl Export<'_> {
         bytes
     }
 
-    /// Of models with full layers.
+    /// Returns the divisors of the rotary angles, one per channel pair, or `None` if the model has no full-attention layers.
     fn divisors(&self) -> Option<Vec<f32>> {
         let config = self.config;
         let rope = &config.global_rope;
@@ -166,7 +165,7 @@ impl Export<'_> {
         has_full.then(|| pairs.map(divisor).collect())
     }
 
-    /// The keys, in the order in which llama.cpp's converter has them.
+    /// Returns the metadata keys and values, in the order of llama.cpp's converter.
     fn values(&self) -> Result<Vec<(String, Written)>, Gemma4Error> {
         let generation = match existing(self.from, "generation_config.json")? {
             Some(path) => {
@@ -202,17 +201,19 @@ impl Export<'_> {
         }
         values.number("general.quantization_version", QUANTIZATION_VERSION);
         let file_type = match self.target {
-            Target::Q8 => 7,
-            Target::Q4 => 2,
+            QuantTarget::Q8 => 7,
+            QuantTarget::Q4 => 2,
         };
         values.number("general.file_type", file_type);
         Ok(values.0)
     }
 
-    /// Refuses a configuration that is another one in the file, which has not a word for everything.
+    /// Reads the configuration of the written file, and returns an error if it differs from the source's configuration. The two
+    /// differ if GGUF's keys cannot express the source's configuration.
     fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
         let alike = |config: &Gemma4Config| Gemma4Config {
-            // What a model is drawn with, what the file says elsewhere, or nothing that changes what is computed.
+            // The comparison leaves out fields that do not change results. The dtype and the initializer range matter only for
+            // new models. The end tokens are not compared either, because readers collect them from the tokenizer's keys.
             dtype: None,
             initializer_range: 0.0,
             eos_tokens: Vec::new(),
@@ -220,20 +221,21 @@ impl Export<'_> {
         };
         let found = Gguf::at(path)
             .map_err(io::Error::other)?
-            .ok_or_else(|| io::Error::other("is no GGUF file"))?
+            .ok_or_else(|| io::Error::other("is not a GGUF file"))?
             .config()
             .map_err(io::Error::other)?;
         match alike(&found) == alike(self.config) {
             true => Ok(()),
             false => Err(io::Error::other(format!(
-                "GGUF has no words for a configuration: it would be read as {:?}, not as {:?}",
+                "GGUF has no words for the configuration: the file would be read as {:?} instead of {:?}",
                 alike(&found),
                 alike(self.config)
             ))),
         }
     }
 
-    /// What the file does not have: towers, and of the defaults what it has no words for.
+    /// Returns descriptions of everything in the source that the GGUF file lacks: towers, and generation defaults for which
+    /// GGUF has no keys.
     fn left_out(
         &self,
         written: &Path,
@@ -277,7 +279,7 @@ impl Export<'_> {
     }
 }
 
-/// Keys and their values.
+/// The metadata keys of the file to write, with their values and in their order.
 struct Values(Vec<(String, Written)>);
 
 impl Values {
@@ -286,7 +288,8 @@ impl Values {
     }
 
     fn number(&mut self, key: &str, number: usize) {
-        // What does not fit is refused when the file is read again.
+        // A number that does not fit into u32 becomes the largest u32. The written file is later read again and compared with
+        // the source, and that comparison finds the wrong number.
         self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
     }
 
@@ -298,7 +301,7 @@ impl Values {
         self.add(&format!("gemma4.{key}"), Written::F32(number as f32));
     }
 
-    /// A number of each layer: one where all have the same.
+    /// Adds a list with one number per layer, or a single number if all layers have the same number.
     fn of_layers(&mut self, key: &str, numbers: Vec<usize>) {
         if numbers.windows(2).all(|pair| pair[0] == pair[1]) {
             self.of_model(key, numbers[0]);
@@ -309,7 +312,7 @@ impl Values {
         self.add(&format!("gemma4.{key}"), Written::I32s(numbers.collect()));
     }
 
-    /// How the authors sample, where they do.
+    /// Adds the sampling settings that the model's authors recommend, if `do_sample` is true.
     fn sampling(&mut self, generation: &Value) {
         if generation.get("do_sample").and_then(Value::as_bool) != Some(true) {
             return;

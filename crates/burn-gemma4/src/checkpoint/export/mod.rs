@@ -1,17 +1,22 @@
-//! Whole checkpoints into quantized ones, from file to file: a matrix at a time, on no device.
+//! Quantizes a whole checkpoint from source files to new files, one matrix at a time, without a device.
 
 mod folder;
 mod gguf;
 mod tokenizer;
 
 use super::{
-    Expected, LoadProgress, Quantization, check, files::TensorFiles, folder::Folder,
-    source::Source, source::Weights, written_dtype,
+    files::TensorFiles,
+    folder::Folder,
+    loader::{Expected, check, written_dtype},
+    options::{LoadProgress, Quantization},
+    source::{Source, WeightSource},
 };
-use crate::{
-    Gemma4Config, Gemma4Error, Gemma4Model, TensorProblem, checkpoint::missing,
-    config::quantization::schemes_of, quantized::quantize::Target,
-};
+use crate::config::Gemma4Config;
+use crate::config::quantization::schemes_of;
+use crate::config::unknown_files::missing;
+use crate::error::{Gemma4Error, TensorProblem};
+use crate::model::Gemma4Model;
+use crate::quant::quantize::QuantTarget;
 use burn::{
     module::Module,
     tensor::{DType, Device},
@@ -24,34 +29,43 @@ use std::{
     sync::Arc,
 };
 
-/// What [`quantize_checkpoint`] has written.
+/// A summary of the checkpoint that [`quantize_checkpoint`] has written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantizedCheckpoint {
-    /// Bytes of the weights' file.
+    /// The size of the weight file in bytes.
     pub bytes: u64,
-    /// The matrices that stay whole since their rows are no whole blocks, by the paths of the model's parameters.
+    /// The paths of parameters that stay unquantized because their rows are not whole blocks.
     pub whole: Vec<String>,
-    /// What the source has and a GGUF file does not, such as towers.
+    /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as towers.
     pub left_out: Vec<String>,
 }
 
-/// Writes the checkpoint in the folder `from` with quantized weights to `to`: a GGUF file where `.gguf` is its ending, in any case, else a folder.
+/// Writes a quantized copy of the checkpoint in the folder `from` to `to`.
 ///
-/// A GGUF file has the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) quantizes in blocks of Q8_0 or Q4_0, bit
-/// by bit as llama.cpp's quantizer makes them, and what stays in f32, or a matrix in its own dtype; with the tokenizer, the chat template and
-/// the defaults of sampling, as llama.cpp's converter writes them. Of a multimodal checkpoint it has the text model.
+/// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
 ///
-/// A folder has the products of the layers, and of the projection of per-layer embeddings, as compressed-tensors packs them: `pack-quantized`,
-/// symmetric, 8 or 4 bits in groups of 32 with a scale in the checkpoint's dtype. Experts are one by one, as llm-compressor writes them.
-/// Embeddings, the head, routers and all that is not of the text model are as they were: other loaders know no other. So are the files beside
-/// the weights.
+/// A GGUF file stores the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize as blocks
+/// of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. Matrices that stay unquantized keep their
+/// dtype, and all other weights are in f32. The file also has the tokenizer, the chat template and the sampling defaults, as
+/// llama.cpp's converter writes them. Only the text model of a multimodal checkpoint is written.
 ///
-/// What is written comes to its place when it is complete, and the host holds about a matrix of it at a time.
+/// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors. The
+/// format is `pack-quantized`, symmetric, with 8 or 4 bits and groups of 32 elements that share a scale in the checkpoint's
+/// dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head, routers and
+/// everything outside the text model are copied unchanged, because other loaders do not support packed tensors there. The files
+/// beside the weights are copied too.
+///
+/// The output appears under its final name only when it is complete. The host holds about one matrix at a time.
 ///
 /// # Errors
-/// Where `to` is there already, `from` is no whole checkpoint of Gemma 4 (a drafter, a file, weights that are quantized: each by name), no
-/// matrix has rows of whole blocks, a weight is no finite number, the form is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4), a
-/// GGUF file has no words for the configuration or the tokenizer, and where a file cannot be written.
+/// Returns an error in these cases:
+///
+/// - The file or folder `to` exists already, or a file cannot be written.
+/// - The folder `from` is not a complete checkpoint of Gemma 4. A drafter, a path to a file, and weights that are quantized
+///   already each have their own message.
+/// - No matrix has rows of whole blocks, or a weight is not finite.
+/// - The requested format is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4).
+/// - GGUF cannot express the configuration or the tokenizer.
 pub fn quantize_checkpoint(
     from: impl AsRef<Path>,
     to: impl AsRef<Path>,
@@ -61,7 +75,7 @@ pub fn quantize_checkpoint(
     let (from, to) = (from.as_ref(), to.as_ref());
     let target = form.target().ok_or_else(|| Gemma4Error::Argument {
         argument: "form",
-        reason: format!("is {form:?}; weights are written as Q8 or as Q4"),
+        reason: format!("is {form:?}; weights can be written as Q8 or Q4"),
     })?;
     refuse_existing(to)?;
     let is_gguf = to
@@ -73,7 +87,7 @@ pub fn quantize_checkpoint(
     };
     if from.is_file() {
         return Err(unsupported(
-            "is a file; what is quantized is a folder as Hugging Face has it, with safetensors",
+            "is a file; expected a folder in Hugging Face's layout, with safetensors files",
         ));
     }
     let path = from.join("config.json");
@@ -81,7 +95,7 @@ pub fn quantize_checkpoint(
     let json = fs::read_to_string(&path).map_err(|source| missing(path, source))?;
     if !schemes_of(&json)?.is_empty() {
         return Err(unsupported(
-            "its weights are quantized by compressed-tensors already; take the checkpoint that they were made of",
+            "its weights are quantized by compressed-tensors already; quantize the original checkpoint instead",
         ));
     }
     let files = Arc::new(TensorFiles::open(from)?);
@@ -130,30 +144,30 @@ fn refuse_existing(path: &Path) -> Result<(), Gemma4Error> {
     }
 }
 
-/// A checkpoint on its way.
+/// The state of a checkpoint's export to a quantized form.
 struct Export<'a> {
     from: &'a Path,
-    /// Its `config.json`.
+    /// The contents of the source checkpoint's `config.json`.
     json: &'a str,
     config: &'a Gemma4Config,
     weights: &'a Folder,
-    /// The dtype of most of its numbers.
+    /// The dtype of most of the checkpoint's elements.
     dtype: DType,
-    /// Path and shape.
+    /// The path and shape of each parameter.
     parameters: Vec<(String, Vec<usize>)>,
-    /// The paths of those that may be quantized in what is written.
+    /// The paths of the parameters that the output format can quantize if their rows are whole blocks.
     quantized: BTreeSet<String>,
-    target: Target,
+    target: QuantTarget,
     report: RefCell<Report<'a>>,
 }
 
-/// What is told on the way.
+/// The progress of the export, and the first problem that it met.
 struct Report<'a> {
     on_progress: &'a mut dyn FnMut(LoadProgress<'_>),
-    /// Bytes of the source that are written.
+    /// The number of source bytes that have been processed.
     bytes: usize,
     total_bytes: usize,
-    /// The first weight that cannot be written.
+    /// The first problem that makes a weight impossible to write.
     problem: Option<TensorProblem>,
 }
 
@@ -161,16 +175,16 @@ impl<'a> Export<'a> {
     fn source(&self, path: &str) -> Source<'a> {
         self.weights
             .get(path)
-            .unwrap_or_else(|problem| unreachable!("checked: {problem}"))
+            .unwrap_or_else(|problem| unreachable!("the tensors were checked before: {problem}"))
     }
 
-    /// Whether a parameter has rows of whole blocks, which is asked of those that may be quantized.
+    /// True if a parameter is quantized: the output format can quantize it, and its rows are whole blocks.
     fn is_quantized(&self, path: &str, shape: &[usize]) -> bool {
         let columns = shape.last().copied().unwrap_or(0);
         self.quantized.contains(path) && self.target.layout(columns).is_some()
     }
 
-    /// Those that may be quantized and are not.
+    /// Returns the paths of parameters that the format could quantize, but whose rows are not whole blocks.
     fn whole(&self) -> Vec<String> {
         let parameters = self.parameters.iter();
         let whole = parameters.filter(|(path, shape)| {
@@ -184,13 +198,13 @@ impl<'a> Export<'a> {
             false => Ok(()),
             true => Err(Gemma4Error::Unsupported {
                 path: self.from.into(),
-                reason: "no matrix has rows of whole blocks of 32 numbers, so that there is nothing to quantize"
+                reason: "no matrix has rows of whole blocks of 32 numbers, so there is nothing to quantize"
                     .into(),
             }),
         }
     }
 
-    /// A tensor of so many bytes in the source is written.
+    /// Reports to the progress callback that a tensor has been written. The tensor occupies `bytes` bytes in the source.
     fn is_written(&self, tensor: &str, bytes: usize) {
         let mut report = self.report.borrow_mut();
         report.bytes += bytes;
@@ -202,13 +216,14 @@ impl<'a> Export<'a> {
         });
     }
 
-    /// Takes down that the weight called `name` is no finite numbers.
+    /// Records that the weight called `name` has an element that is NaN or infinite.
     fn is_no_number(&self, name: &str) {
         let problem = TensorProblem::NoNumber { name: name.into() };
         self.report.borrow_mut().problem.get_or_insert(problem);
     }
 
-    /// What is wrong with the weights, before what went wrong with the file.
+    /// Returns the recorded problem with a weight as an error, or `outcome` if no problem is recorded. A bad weight also makes
+    /// the write of the file fail. The error about the weight is more precise than the error about the file.
     fn finish<T>(&self, outcome: Result<T, Gemma4Error>) -> Result<T, Gemma4Error> {
         match self.report.borrow_mut().problem.take() {
             None => outcome,

@@ -1,19 +1,16 @@
-//! A folder's tokenizer as a GGUF file has it: tokens, their types and merges. How texts are cut before and after is Gemma's own way there,
-//! so that a tokenizer of another is refused.
+//! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF has no keys for normalization and
+//! pre-tokenization, so its readers apply those of Gemma. A tokenizer that differs from Gemma's is therefore refused.
 
-use crate::{
-    Gemma4Config, Gemma4Error,
-    checkpoint::gguf::{
-        tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type},
-        writer::Written,
-    },
-    error::{existing, read},
-};
+use crate::checkpoint::gguf::tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type};
+use crate::checkpoint::gguf::writer::Written;
+use crate::config::Gemma4Config;
+use crate::error::{Gemma4Error, existing, read};
 use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// llama.cpp's converter has them as ordinary text, to be seen by its own reader of answers.
+/// Special tokens that llama.cpp's converter stores with the type of ordinary text. llama.cpp removes special tokens from an
+/// answer's text, but its answer parser needs these tokens.
 const VISIBLE: [&str; 7] = [
     "<|channel>",
     "<channel|>",
@@ -23,13 +20,13 @@ const VISIBLE: [&str; 7] = [
     "<tool_response|>",
     "<|\"|>",
 ];
-/// What the converter has for every token of Gemma 4.
+/// The score that llama.cpp's converter gives to every token of Gemma 4.
 const SCORE: f32 = -1000.0;
 
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
-    added_tokens: Vec<Added>,
+    added_tokens: Vec<AddedToken>,
     #[serde(default)]
     normalizer: Value,
     #[serde(default)]
@@ -40,7 +37,7 @@ struct File {
 }
 
 #[derive(Deserialize)]
-struct Added {
+struct AddedToken {
     id: usize,
     content: String,
     #[serde(default)]
@@ -68,7 +65,7 @@ struct Model {
     merges: Vec<Merge>,
 }
 
-/// Two texts, apart or with a space between them.
+/// A merge of two token texts: a list of both texts, or one text with a space between them.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Merge {
@@ -76,17 +73,17 @@ enum Merge {
     Together(String),
 }
 
-/// The tokens of a file.
+/// The tokens of a `tokenizer.json` with their GGUF types and merges. Also the ids of tokens with a role, such as `bos`.
 pub(super) struct Tokens {
     texts: Vec<String>,
     types: Vec<i32>,
     merges: Vec<String>,
-    /// By their names in keys.
+    /// The ids of tokens with a role. Each id comes with the role's name in GGUF's keys, such as `bos`.
     named: Vec<(&'static str, usize)>,
 }
 
 impl Tokens {
-    /// Those of the folder `from`.
+    /// Reads the tokenizer of the folder `from`.
     pub fn read(from: &Path, config: &Gemma4Config) -> Result<Self, Gemma4Error> {
         let path = from.join("tokenizer.json");
         let malformed = |reason: String| Gemma4Error::Malformed {
@@ -110,7 +107,7 @@ impl Tokens {
                 Ok(())
             }
             None => Err(format!(
-                "has the token {id}, but the model's vocabulary has {vocabulary} tokens, as GGUF would have"
+                "has the token {id}, but the model's vocabulary, and with it GGUF's, has {vocabulary} tokens"
             )),
         };
         for (text, id) in file.model.vocab {
@@ -121,7 +118,7 @@ impl Tokens {
             };
             add(id, text, kind)?;
         }
-        for Added {
+        for AddedToken {
             id,
             content,
             special,
@@ -137,7 +134,7 @@ impl Tokens {
         let texts = texts.into_iter().enumerate();
         let merges = file.model.merges.into_iter();
         Ok(Self {
-            // As the converter fills a vocabulary up.
+            // Some ids have no token in the `tokenizer.json`. They get the texts that llama.cpp's converter gives them.
             texts: texts
                 .map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")))
                 .collect(),
@@ -147,7 +144,7 @@ impl Tokens {
         })
     }
 
-    /// With the tokens that have a name in the tokenizer's configuration or in the model's.
+    /// Adds the ids of tokens with a role, such as `bos`. The roles come from the tokenizer's and the model's configuration.
     fn with_names(mut self, from: &Path, config: &Gemma4Config) -> Result<Self, Gemma4Error> {
         let json = match existing(from, "tokenizer_config.json")? {
             Some(path) => {
@@ -170,7 +167,8 @@ impl Tokens {
                 "padding" => Some(config.pad_token as usize),
                 _ => None,
             };
-            // The model's own token goes before the tokenizer's: it is what the model reads first.
+            // The ids of `bos` and `padding` come from the model's configuration. That configuration has precedence, because
+            // its `bos` is the token with which the model expects a text to begin.
             let id = match name {
                 "bos" | "padding" => by_config,
                 _ => by_text.or(by_config),
@@ -180,7 +178,7 @@ impl Tokens {
         Ok(self)
     }
 
-    /// Adds the keys.
+    /// Adds the tokenizer's keys and their values to `values`.
     pub fn add_to(self, values: &mut Vec<(String, Written)>) {
         let Self {
             texts,
@@ -204,7 +202,8 @@ impl Tokens {
 }
 
 impl File {
-    /// Refuses what is cut otherwise than GGUF's readers do.
+    /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's, because readers of GGUF
+    /// apply Gemma 4's.
     fn refuse_others(&self) -> Result<(), String> {
         let Model {
             unk_token,
@@ -213,7 +212,7 @@ impl File {
             ignore_merges,
             ..
         } = &self.model;
-        let added = |is: fn(&Added) -> bool| self.added_tokens.iter().any(is);
+        let added = |is: fn(&AddedToken) -> bool| self.added_tokens.iter().any(is);
         let others = [
             ("normalizer", self.normalizer != normalizer()),
             ("pre_tokenizer", self.pre_tokenizer != pre_tokenizer()),
@@ -239,7 +238,7 @@ impl File {
         match others.iter().find(|(_, is_other)| *is_other) {
             None => Ok(()),
             Some((what, _)) => Err(format!(
-                "its {what} is not as Gemma 4's, which is all that GGUF has words for"
+                "its {what} differs from Gemma 4's, which is the only one that GGUF has words for"
             )),
         }
     }
@@ -253,7 +252,7 @@ impl Merge {
                 Ok(format!("{first} {second}"))
             }
             Self::Apart(first, second) => Err(format!(
-                "merges {first:?} and {second:?}, whose spaces GGUF has no words for"
+                "merges {first:?} and {second:?}; GGUF has no words for spaces in a merge"
             )),
         }
     }

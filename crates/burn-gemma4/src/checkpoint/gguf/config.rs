@@ -1,22 +1,21 @@
-//! A file's metadata as the shape of a model. The keys are llama.cpp's, by the architecture `gemma4`.
+//! Derives the model's configuration from a GGUF file's metadata. The keys are those of llama.cpp's architecture `gemma4`.
 
 use super::{Gguf, metadata::Metadata};
-use crate::{
-    ExpertsConfig, Gemma4Config, LayerType, RopeConfig,
-    config::validate::{MOST_LAYERS, number_of_layers},
-};
+use crate::config::validate::{MOST_LAYERS, number_of_layers};
+use crate::config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 
-/// The architecture that is read, which is also what its keys begin with.
+/// The only supported architecture. The architecture's name is also the prefix of its keys.
 const ARCHITECTURE: &str = "gemma4";
-/// That of the small models that guess tokens for a large one.
+/// The architecture of drafters, the small models that propose tokens in speculative decoding.
 const DRAFTER: &str = "gemma4-assistant";
-/// Pairs of channels are not rotated where the file divides their angles by this or more: llama.cpp's converter writes 1e30.
+/// The smallest divisor of the rotary angles that means "no rotation". llama.cpp's converter writes 1e30 for channel pairs
+/// without rotation.
 const STANDS_STILL: f32 = 1e20;
-/// llama.cpp's for files that do not say.
+/// The logit softcap that llama.cpp uses for files without the key.
 const SOFTCAP: f64 = 30.0;
 const SLIDING_THETA: f64 = 1e4;
 
-/// The keys of the architecture.
+/// The metadata of the file. The methods prefix each key with the architecture's name.
 struct Keys<'a>(Metadata<'a>);
 
 impl Keys<'_> {
@@ -37,7 +36,7 @@ impl Keys<'_> {
         required(&key, self.0.sizes(&key, layers)?)
     }
 
-    /// A size that is the same for all layers.
+    /// Returns a size that is the same in all layers. The file holds either one number or a list with one number per layer.
     fn size_of_layers(&self, name: &str, layers: usize) -> Result<usize, String> {
         required(&Self::key(name), same(name, self.sizes(name, layers)?)?)
     }
@@ -55,7 +54,7 @@ fn required<T>(key: &str, value: Option<T>) -> Result<T, String> {
     value.ok_or_else(|| format!("{key} is missing"))
 }
 
-/// What all of `values` are; nothing where there are none.
+/// Returns the number to which all `values` are equal, or `None` if `values` is empty.
 fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<usize>, String> {
     let mut values = values.into_iter();
     let Some(first) = values.next() else {
@@ -64,19 +63,19 @@ fn same(name: &str, values: impl IntoIterator<Item = usize>) -> Result<Option<us
     match values.find(|value| *value != first) {
         None => Ok(Some(first)),
         Some(other) => Err(format!(
-            "{} is {first} of one layer and {other} of another of its kind",
+            "{} is {first} of one layer and {other} of another of the same type",
             Keys::key(name)
         )),
     }
 }
 
-/// Refuses files that are of another model, or not whole.
+/// Refuses files of another architecture, and files that are one part of a split checkpoint.
 pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
     match metadata.text("general.architecture")? {
         Some(ARCHITECTURE) => (),
         Some(DRAFTER) => {
             return Err(format!(
-                "its architecture is {DRAFTER:?}, a drafter: it reads the keys and values of the model that it guesses for, and is none alone"
+                "its architecture is {DRAFTER:?}, a drafter; it reads the KV cache of its target model and cannot run alone"
             ));
         }
         Some(other) => {
@@ -84,7 +83,7 @@ pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
                 "is GGUF of the architecture {other:?}; only {ARCHITECTURE:?} is loaded"
             ));
         }
-        None => return Err("is no GGUF of a model: general.architecture is missing".into()),
+        None => return Err("is not a model in GGUF: general.architecture is missing".into()),
     }
     match metadata.size("split.count")? {
         None | Some(0 | 1) => Ok(()),
@@ -94,7 +93,7 @@ pub(super) fn refuse_others(metadata: Metadata<'_>) -> Result<(), String> {
     }
 }
 
-/// The model's shape. What the metadata leave open, the tensors say.
+/// Returns the model's configuration. GGUF has no keys for some properties, which are derived from the tensors.
 pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
     let metadata = gguf.metadata();
     let keys = Keys(metadata);
@@ -115,7 +114,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
         .filter(|own| *own > 0)
         .ok_or_else(|| {
             format!(
-                "{} is {num_kv_shared_layers}, which leaves none of {layers} layers to read keys and values from",
+                "{} is {num_kv_shared_layers}, which leaves none of {layers} layers with a KV cache of its own",
                 Keys::key("attention.shared_kv_layers")
             )
         })?;
@@ -171,12 +170,12 @@ pub(super) fn config(gguf: &Gguf) -> Result<Gemma4Config, String> {
     })
 }
 
-/// Refuses positions that are scaled for texts longer than the model was made for.
+/// Refuses scaled rotary positions, which extend a model to longer contexts than it was trained for.
 fn refuse_scaled_positions(keys: &Keys<'_>) -> Result<(), String> {
     match keys.0.text(&Keys::key("rope.scaling.type"))? {
         None | Some("none") => Ok(()),
         Some(other) => Err(format!(
-            "{} is {other:?}; only \"none\" is computed",
+            "{} is {other:?}; only \"none\" is supported",
             Keys::key("rope.scaling.type")
         )),
     }
@@ -194,7 +193,8 @@ fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Vec<LayerType>, String>
         .collect())
 }
 
-/// The columns inside the feed-forward networks, and whether layers that read an earlier one's keys and values have twice as many.
+/// Returns the hidden size of the feed-forward networks, and a flag. The flag is true if the networks are twice as wide in the
+/// layers that share an earlier layer's KV cache.
 fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize, bool), String> {
     const KEY: &str = "feed_forward_length";
     let widths = keys.sizes(KEY, layers)?;
@@ -205,13 +205,13 @@ fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize,
         Some(shared) if shared == own => Ok((own, false)),
         Some(shared) if Some(shared) == own.checked_mul(2) => Ok((own, true)),
         Some(shared) => Err(format!(
-            "{} is {own} of layers with their own keys and {shared} of the others, which is neither as much nor twice as much",
+            "{} is {own} of layers with their own KV cache and {shared} of the others, which is neither as much nor twice as much",
             Keys::key(KEY)
         )),
     }
 }
 
-/// The key and value heads of sliding and of full layers.
+/// Returns the number of KV heads of sliding layers and that of full layers.
 fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize, usize), String> {
     const KEY: &str = "attention.head_count_kv";
     let heads = keys.sizes(KEY, layer_types.len())?;
@@ -226,13 +226,15 @@ fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize,
     };
     match (of(LayerType::Sliding)?, of(LayerType::Full)?) {
         (Some(sliding), Some(full)) => Ok((sliding, full)),
-        // Of the kind that there is not, nothing is asked.
+        // If the model has no sliding layers or no full layers, the missing type gets the other type's number of heads. No
+        // layer uses that number.
         (Some(heads), None) | (None, Some(heads)) => Ok((heads, heads)),
         (None, None) => Err(format!("{} is missing", Keys::key("block_count"))),
     }
 }
 
-/// The columns of a head of sliding and of full layers, all of which are keys' and values' alike, and rotated as a whole.
+/// Returns the head sizes of sliding layers and of full layers. Keys and values must have the same head size, and
+/// `dimension_count` must equal it.
 fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     let of = |suffix: &str| {
         let key = keys.size(&format!("attention.key_length{suffix}"))?;
@@ -242,7 +244,7 @@ fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
                 && other != key
             {
                 return Err(format!(
-                    "{} is {other}, but {} is {key}; only the same is computed",
+                    "{} is {other}, but {} is {key}; only equal sizes are supported",
                     Keys::key(&name),
                     Keys::key(&format!("attention.key_length{suffix}")),
                 ));
@@ -253,7 +255,7 @@ fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     Ok((of("_swa")?, of("")?))
 }
 
-/// Whether full layers have no values of their own.
+/// True if full layers have no V projection and use their keys as values.
 fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
     let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
     full.is_some_and(|layer| {
@@ -273,8 +275,8 @@ fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, Stri
     }
 }
 
-/// The positions of full layers. How many pairs are rotated is in a tensor of what angles are divided by: one number for those that are,
-/// and a huge one for the others.
+/// Returns the rotary embedding of full layers. A tensor of divisors for the angles shows which channel pairs are rotated. All
+/// rotated channel pairs have the same divisor. The other pairs have a huge divisor.
 fn global_rope(
     gguf: &Gguf,
     keys: &Keys<'_>,
@@ -293,7 +295,7 @@ fn global_rope(
     let pairs = head_dim / 2;
     if divisors.len() != pairs {
         return Err(format!(
-            "{NAME} has {} numbers, and full layers have {pairs} pairs of channels",
+            "{NAME} has {} numbers, but full layers have {pairs} channel pairs",
             divisors.len()
         ));
     }
@@ -303,7 +305,7 @@ fn global_rope(
     let factor = rotates.first().copied().unwrap_or(1.0);
     if rotates.iter().any(|divisor| *divisor != factor) || !stands.iter().all(stands_still) {
         return Err(format!(
-            "{NAME} is not one number for the first pairs of channels and a huge one for the others"
+            "{NAME} does not have one number for the first channel pairs and a huge one for the others"
         ));
     }
     let rope = RopeConfig {
@@ -311,7 +313,8 @@ fn global_rope(
         partial_rotary_factor: rotated as f64 / pairs.max(1) as f64,
         factor: f64::from(factor),
     };
-    // The share is a fraction that may be rounded down.
+    // The fraction `rotated pairs / all pairs` is rounded to a float. With a float that is too small, the model would rotate
+    // one pair too few. In that case the next larger float is used.
     Ok(RopeConfig {
         partial_rotary_factor: match rope.rotated_pairs(head_dim) == rotated {
             true => rope.partial_rotary_factor,

@@ -1,7 +1,7 @@
-//! The container: keys with values, the places of tensors, and after them the tensors' bytes.
+//! The GGUF container. A file holds keys with values, then the positions of the tensors, and then the tensors' bytes.
 //!
-//! What a file says of itself is not believed: nothing is allocated by a number that it states, every place is looked at before it is read, and
-//! texts and lists stay in the file until they are asked for.
+//! The parser does not trust a file. It never allocates memory only because a count in the file asks for it. It checks every
+//! position before it reads there. For texts and lists, the parser stores only their positions in the file.
 
 use super::{
     metadata::{Kind, Value},
@@ -9,42 +9,44 @@ use super::{
 };
 use std::{collections::BTreeMap, ops::Range};
 
-/// What a file begins with.
+/// The magic bytes at the beginning of a file.
 pub(super) const MAGIC: &[u8] = b"GGUF";
-/// The versions whose lengths are of 64 bits. The first one's, of 32, is of before there was a Gemma.
+/// The supported versions of the format, which store lengths in 64 bits. Version 1 stores lengths in 32 bits. It was replaced
+/// before Gemma existed, so no Gemma file has it.
 const VERSIONS: [u32; 2] = [2, 3];
-/// Keys, of which files have some fifty, and tensors, of which a thousand layers have some twenty thousand.
+/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys. A model with a
+/// thousand layers would have about twenty thousand tensors.
 const MOST_KEYS: u64 = 1 << 12;
 const MOST_TENSORS: u64 = 1 << 16;
-/// Bytes of a key or of a tensor's name.
+/// The limit on the length of a key or of a tensor's name, in bytes.
 const LONGEST_NAME: u64 = 1 << 12;
-/// Dimensions, as in ggml.
+/// The limit on the number of dimensions of a tensor. ggml has the same limit.
 const MOST_DIMENSIONS: u32 = 4;
-/// Where a tensor may begin if the file does not say otherwise.
+/// The alignment of tensors in bytes, for files that do not give one.
 const ALIGNMENT: u64 = 32;
 
-/// A file's header.
+/// The parsed header of a file.
 #[derive(Debug)]
 pub(super) struct Container {
     pub values: BTreeMap<String, Value>,
     pub tensors: BTreeMap<String, Tensor>,
 }
 
-/// A tensor's place.
+/// The type, shape and position of a tensor.
 #[derive(Debug, PartialEq)]
 pub(super) struct Tensor {
     pub kind: Type,
-    /// The slowest dimension first, as everywhere but in the file.
+    /// The size of each dimension, slowest dimension first. The file stores the sizes in the reverse order.
     pub shape: Vec<usize>,
-    /// Its bytes in the file; none where the bytes of a type are not known.
+    /// The range of the tensor's bytes in the file. The range is empty if the tensor type's block size is unknown.
     pub place: Range<usize>,
 }
 
 impl Container {
-    /// Reads a file's header, and checks that every tensor lies in the file.
+    /// Reads a file's header, and checks that every tensor lies within the file.
     ///
     /// # Errors
-    /// What is wrong, naming the key or tensor.
+    /// Returns a text that names the key or tensor at fault.
     pub fn read(file: &[u8]) -> Result<Self, String> {
         let mut reader = Reader {
             file,
@@ -84,27 +86,29 @@ impl Container {
 fn alignment(values: &BTreeMap<String, Value>) -> Result<u64, String> {
     match values.get("general.alignment") {
         None => Ok(ALIGNMENT),
-        // ggml asks for no more; a file's own bytes are all that a larger one could skip.
+        // The alignment must be a power of two, as in ggml. It must also be at most 2^30. A larger alignment would only leave
+        // an enormous gap before the tensors.
         Some(Value::Unsigned(alignment))
             if alignment.is_power_of_two() && *alignment <= 1 << 30 =>
         {
             Ok(*alignment)
         }
-        Some(_) => Err("general.alignment is no power of two".into()),
+        Some(_) => Err("general.alignment is not a power of two up to 2^30".into()),
     }
 }
 
-/// What the header says of a tensor.
+/// The entry of a tensor in the file's header.
 struct Info {
     name: String,
     kind: u32,
-    /// The fastest first.
+    /// The size of each dimension, fastest dimension first.
     dimensions: Vec<u64>,
     offset: u64,
 }
 
 impl Info {
-    /// The tensor's place in a file of `len` bytes whose tensors begin at `data`.
+    /// Checks the entry and returns the tensor that it describes. `len` is the size of the file in bytes, and `data` is the
+    /// offset at which the tensors begin.
     fn place(self, data: u64, alignment: u64, len: u64) -> Result<Tensor, String> {
         let name = &self.name;
         let kind = Type(self.kind);
@@ -125,13 +129,13 @@ impl Info {
         let block = encoding.block_numbers() as u64;
         if !self.dimensions[0].is_multiple_of(block) {
             return Err(format!(
-                "{name:?} has rows of {} numbers, which are no whole blocks of {block} as {kind} has them",
+                "{name:?} has rows of {} numbers, which is not a multiple of {kind}'s block of {block}",
                 self.dimensions[0]
             ));
         }
         if !self.offset.is_multiple_of(alignment) {
             return Err(format!(
-                "{name:?} begins at {}, which is no multiple of {alignment}",
+                "{name:?} begins at {}, which is not a multiple of {alignment}",
                 self.offset
             ));
         }
@@ -147,30 +151,30 @@ impl Info {
             })
             .filter(|(_, end)| *end <= len);
         match place {
-            // Within a file that is in memory.
+            // The casts to usize lose nothing: `start` and `end` lie within the file, and the whole file is mapped into memory.
             Some((start, end)) => Ok(Tensor {
                 kind,
                 shape,
                 place: start as usize..end as usize,
             }),
             None => Err(format!(
-                "{name:?} of the shape {shape:?} in {kind} at {} is not within the file, which has {len} bytes",
+                "{name:?} of the shape {shape:?} in {kind} at {} is not within the file of {len} bytes",
                 self.offset
             )),
         }
     }
 }
 
-/// Where reading has come.
+/// A reader of the file's bytes, with its current position.
 struct Reader<'a> {
     file: &'a [u8],
     at: usize,
-    /// What is read, for who asks why it failed.
+    /// The name of the key or tensor that is being read, for error messages.
     within: String,
 }
 
 impl<'a> Reader<'a> {
-    /// The numbers of keys and of tensors.
+    /// Reads the header and returns the number of keys and the number of tensors.
     fn header(&mut self) -> Result<(u64, u64), String> {
         if self.take(MAGIC.len() as u64)? != MAGIC {
             return Err("does not begin with GGUF".into());
@@ -178,8 +182,8 @@ impl<'a> Reader<'a> {
         let version = self.u32()?;
         if !VERSIONS.contains(&version) {
             return Err(match VERSIONS.contains(&version.swap_bytes()) {
-                true => "is big-endian, as no machine is that this runs on".into(),
-                false => format!("is of version {version}, which is none of {VERSIONS:?}"),
+                true => "is big-endian; only little-endian files are supported".into(),
+                false => format!("has version {version}; supported are {VERSIONS:?}"),
             });
         }
         let (tensors, keys) = (self.u64()?, self.u64()?);
@@ -188,7 +192,7 @@ impl<'a> Reader<'a> {
             ("keys", keys, MOST_KEYS),
         ] {
             if count > most {
-                return Err(format!("has {count} {what}; {most} is the most"));
+                return Err(format!("has {count} {what}; the maximum is {most}"));
             }
         }
         Ok((keys, tensors))
@@ -226,12 +230,12 @@ impl<'a> Reader<'a> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// A key or a tensor's name.
+    /// Reads a key or a tensor's name.
     fn name(&mut self) -> Result<String, String> {
         let length = self.u64()?;
         if length > LONGEST_NAME {
             return Err(format!(
-                "{} has a name of {length} bytes; {LONGEST_NAME} is the most",
+                "{} has a name of {length} bytes; the maximum is {LONGEST_NAME}",
                 self.within
             ));
         }
@@ -241,7 +245,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A text's place.
+    /// Reads a text and returns the range of its bytes in the file.
     fn text(&mut self) -> Result<Range<usize>, String> {
         let length = self.u64()?;
         let text = self.take(length)?;
@@ -250,8 +254,7 @@ impl<'a> Reader<'a> {
 
     fn kind(&mut self) -> Result<Kind, String> {
         let id = self.u32()?;
-        Kind::of(id)
-            .ok_or_else(|| format!("{} is of the type {id}, which there is not", self.within))
+        Kind::of(id).ok_or_else(|| format!("{} has the unknown type {id}", self.within))
     }
 
     fn value(&mut self) -> Result<Value, String> {
@@ -272,9 +275,10 @@ impl<'a> Reader<'a> {
         let count = self.u64()?;
         let start = self.at;
         match kind {
-            // As ggml has it.
+            // Nested lists are refused. ggml does not support them either.
             Kind::List => return Err(format!("{} is a list of lists", self.within)),
-            // However many they are said to be, each is some bytes of the file.
+            // A list of texts is read text by text. A wrong count cannot make this loop run long: each text takes at least 8
+            // bytes, so the reader fails at the end of the file.
             Kind::Text => {
                 for _ in 0..count {
                     self.text()?;
@@ -296,7 +300,7 @@ impl<'a> Reader<'a> {
         let dimensions = self.u32()?;
         if !(1..=MOST_DIMENSIONS).contains(&dimensions) {
             return Err(format!(
-                "{name:?} has {dimensions} dimensions, which are not 1 to {MOST_DIMENSIONS}"
+                "{name:?} has {dimensions} dimensions; expected 1 to {MOST_DIMENSIONS}"
             ));
         }
         Ok(Info {

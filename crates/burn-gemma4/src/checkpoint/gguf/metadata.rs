@@ -1,8 +1,8 @@
-//! The values of a file's keys, asked for by what they should be.
+//! The values of a file's metadata keys, each read as the type that the caller expects.
 
 use std::{collections::BTreeMap, ops::Range};
 
-/// A key's value. What may be long is a place in the file.
+/// The value of a metadata key. Numbers and booleans are decoded. Texts and lists are given by their byte ranges in the file.
 #[derive(Debug, PartialEq)]
 pub(super) enum Value {
     Unsigned(u64),
@@ -13,7 +13,7 @@ pub(super) enum Value {
     List { kind: Kind, place: Range<usize> },
 }
 
-/// What a value is; whole numbers by their bytes.
+/// The type of a metadata value. An integer type includes the size of the integer in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Unsigned(u64),
@@ -25,7 +25,7 @@ pub(super) enum Kind {
     List,
 }
 
-/// Kinds by their numbers in files.
+/// The types of metadata values. The index of a type is its id in files.
 const KINDS: [Kind; 13] = {
     use Kind::{Boolean, F32, F64, List, Signed, Text, Unsigned};
     [
@@ -50,7 +50,8 @@ impl Kind {
         KINDS.get(id as usize).copied()
     }
 
-    /// Bytes of a value; of a text or a list, that of its length.
+    /// Returns the number of bytes that a value of this type occupies. For a text or a list this is the size of the length
+    /// field.
     pub fn bytes(self) -> u64 {
         match self {
             Self::Unsigned(bytes) | Self::Signed(bytes) => bytes,
@@ -60,7 +61,8 @@ impl Kind {
         }
     }
 
-    /// The number that `bytes`, which are as many as it has, stand for; nothing where they stand for none.
+    /// Decodes `bytes`, which has the type's size, as a number or a boolean. Returns `None` if the type is a text or a list, or
+    /// if the bytes are not a valid boolean.
     pub fn number(self, bytes: &[u8]) -> Option<Value> {
         let mut eight = [0; 8];
         eight[..bytes.len()].copy_from_slice(bytes);
@@ -71,7 +73,7 @@ impl Kind {
                 let unused = 64 - 8 * bytes.len();
                 Some(Value::Signed((bits << unused) as i64 >> unused))
             }
-            // By its decimals: 1e-6 is to be the same from every kind of file.
+            // The f32 is printed as a decimal number and then parsed as an f64. So 1e-6 becomes the same f64 as in a JSON file.
             Self::F32 => {
                 let decimals = f32::from_bits(bits as u32).to_string();
                 Some(Value::Float(decimals.parse().ok()?))
@@ -83,7 +85,7 @@ impl Kind {
     }
 }
 
-/// A file's keys and their values.
+/// A file's keys with their values.
 #[derive(Clone, Copy)]
 pub(super) struct Metadata<'a> {
     pub file: &'a [u8],
@@ -118,14 +120,15 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// A whole number from 0.
+    /// Returns the value of `key` as a non-negative integer.
     pub fn size(&self, key: &str) -> Result<Option<usize>, String> {
-        self.get(key, "a whole number from 0", Value::size)
+        self.get(key, "a whole number of at least 0", Value::size)
     }
 
-    /// A number that is one for all of `count`, or a list of one for each.
+    /// Returns a list of `count` non-negative integers. The file has either such a list or one integer, which is then repeated
+    /// `count` times.
     pub fn sizes(&self, key: &str, count: usize) -> Result<Option<Vec<usize>>, String> {
-        let what = format!("a whole number from 0 or a list of {count}");
+        let what = format!("a whole number of at least 0 or a list of {count}");
         self.get(key, &what, |value| match value.size() {
             Some(size) => Some(vec![size; count]),
             None => self
@@ -134,14 +137,14 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// A list of whole numbers from 0.
+    /// Returns a list of non-negative integers.
     pub fn list(&self, key: &str) -> Result<Option<Vec<usize>>, String> {
-        self.get(key, "a list of whole numbers from 0", |value| {
+        self.get(key, "a list of whole numbers of at least 0", |value| {
             self.values_of(value, Value::size)
         })
     }
 
-    /// A list of `count` times true or false.
+    /// Returns a list of `count` booleans.
     pub fn booleans(&self, key: &str, count: usize) -> Result<Option<Vec<bool>>, String> {
         let what = format!("a list of {count} times true or false");
         self.get(key, &what, |value| {
@@ -153,7 +156,7 @@ impl<'a> Metadata<'a> {
         })
     }
 
-    /// A list of texts.
+    /// Returns a list of texts.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, String> {
         self.get(key, "a list of texts in UTF-8", |value| match value {
             Value::List {
@@ -178,7 +181,8 @@ impl<'a> Metadata<'a> {
         std::str::from_utf8(self.file.get(place.clone())?).ok()
     }
 
-    /// What `read` makes of each value of a list; nothing where it makes nothing of one.
+    /// Decodes a list of numbers or booleans and applies `read` to each element. Returns `None` for any other value, or if
+    /// `read` returns `None` for an element.
     fn values_of<T>(&self, list: &Value, read: fn(&Value) -> Option<T>) -> Option<Vec<T>> {
         match list {
             Value::List {

@@ -1,4 +1,4 @@
-//! GGUF files of Gemma 4, llama.cpp's format: a whole checkpoint in a file.
+//! GGUF files of Gemma 4. GGUF is llama.cpp's format, which stores a whole checkpoint in one file.
 
 mod config;
 mod container;
@@ -10,11 +10,13 @@ pub(super) mod writer;
 
 use super::{
     files::map,
-    source::{Source, Weights},
+    source::{Source, WeightSource},
 };
-use crate::{
-    ChatTemplate, Gemma4Config, Gemma4Error, GenerationDefaults, TensorProblem, Tokenizer,
-};
+use crate::config::Gemma4Config;
+use crate::config::generation::GenerationDefaults;
+use crate::error::{Gemma4Error, TensorProblem};
+use crate::text::chat::ChatTemplate;
+use crate::text::tokenizer::Tokenizer;
 use burn::tensor::{DType, TensorData};
 use container::{Container, MAGIC, Tensor};
 use memmap2::Mmap;
@@ -27,7 +29,7 @@ use std::{
 };
 use types::Encoding;
 
-/// A GGUF file of Gemma 4. Nothing but its header is read before it is asked for.
+/// A GGUF file of Gemma 4. Opening a file reads only its header. The bytes of a tensor are read when the tensor is used.
 pub(crate) struct Gguf {
     path: PathBuf,
     file: Mmap,
@@ -35,10 +37,10 @@ pub(crate) struct Gguf {
 }
 
 impl Gguf {
-    /// The file at `path`, if that is a GGUF file.
+    /// Opens the file at `path`. Returns `None` if the file is not GGUF.
     ///
     /// # Errors
-    /// Where it is not whole, or not of Gemma 4.
+    /// Returns an error if the file is incomplete, or if it is not a Gemma 4 model.
     pub fn at(path: &Path) -> Result<Option<Self>, Gemma4Error> {
         match begins_with_magic(path) {
             true => Self::open(path).map(Some),
@@ -61,39 +63,39 @@ impl Gguf {
         Ok(gguf)
     }
 
-    /// Where it is.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The model's shape.
+    /// Returns the model's configuration.
     ///
     /// # Errors
-    /// [`Gemma4Error::Malformed`] naming the key or tensor.
+    /// Returns [`Gemma4Error::Malformed`], which names the key or tensor at fault.
     pub fn config(&self) -> Result<Gemma4Config, Gemma4Error> {
         let config = config::config(self).map_err(|reason| self.malformed(reason))?;
         match config.validate() {
             Ok(()) => Ok(config),
             Err(Gemma4Error::Config(reason)) => Err(self.malformed(format!(
-                "its metadata say, by the names of config.json: {reason}"
+                "its metadata, by the field names of config.json: {reason}"
             ))),
             Err(other) => Err(other),
         }
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     ///
     /// # Errors
-    /// [`Gemma4Error::Malformed`] where there is none, or one of another kind.
+    /// Returns [`Gemma4Error::Malformed`] if the file has no tokenizer, or if the tokenizer's type is not supported.
     pub fn tokenizer(&self) -> Result<Tokenizer, Gemma4Error> {
         let json = tokenizer::json(self.metadata()).map_err(|reason| self.malformed(reason))?;
         Tokenizer::from_bytes(json.as_bytes()).map_err(|error| self.malformed(error.to_string()))
     }
 
-    /// How conversations become prompts: the file's template, or [`ChatTemplate::gemma4`].
+    /// Returns the chat template in the file, or [`ChatTemplate::gemma4`] if the file has none.
     ///
     /// # Errors
-    /// [`Gemma4Error::Malformed`] where it is no template.
+    /// Returns [`Gemma4Error::Malformed`] if the file's template is invalid.
     pub fn chat_template(&self) -> Result<ChatTemplate, Gemma4Error> {
         let metadata = self.metadata();
         let read = || {
@@ -104,10 +106,11 @@ impl Gguf {
         ChatTemplate::with_tokens(source, tokens).map_err(|error| self.malformed(error.to_string()))
     }
 
-    /// How the model's authors sample from it, and the tokens that end a text.
+    /// Returns the generation defaults in the file: the sampling settings that the model's authors recommend, and the stop
+    /// tokens.
     ///
     /// # Errors
-    /// [`Gemma4Error::Malformed`] where that is no way to sample.
+    /// Returns [`Gemma4Error::Malformed`] if the sampling settings are invalid.
     pub fn generation_defaults(&self) -> Result<GenerationDefaults, Gemma4Error> {
         let json = tokenizer::generation_config(self.metadata())
             .map_err(|reason| self.malformed(reason))?;
@@ -125,7 +128,7 @@ impl Gguf {
         &self.container.tensors
     }
 
-    /// The slowest dimension of a tensor.
+    /// Returns the size of a tensor's slowest dimension.
     fn rows(&self, name: &str) -> Result<usize, String> {
         match self.tensors().get(name) {
             Some(tensor) => Ok(tensor.shape[0]),
@@ -133,9 +136,10 @@ impl Gguf {
         }
     }
 
-    /// The numbers of a small tensor.
+    /// Reads the elements of a small tensor and converts them to f32.
     fn floats(&self, name: &str) -> Result<Vec<f32>, String> {
-        /// Far more than a head's pairs of channels.
+        /// The largest number of elements that this function reads. The tensor of rotary divisors has one element per channel
+        /// pair of a head, which is far fewer.
         const MOST: usize = 1 << 16;
         match self.tensor(name) {
             Ok(source) if source.shape.iter().product::<usize>() <= MOST => {
@@ -168,7 +172,7 @@ impl Gguf {
     }
 }
 
-impl Weights for Gguf {
+impl WeightSource for Gguf {
     fn names(&self, path: &str) -> Vec<String> {
         names::in_file(path, |name| self.tensors().contains_key(name))
     }
@@ -182,7 +186,8 @@ impl Weights for Gguf {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let is_ignored = |name: &str| {
-            // What of it is needed is in the configuration.
+            // These tensors are not reported as unknown, although the model has no parameter for them. The rotary divisors are
+            // already part of the configuration. K and V tensors may exist for layers that share an earlier layer's KV cache.
             name == "rope_freqs.weight"
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())

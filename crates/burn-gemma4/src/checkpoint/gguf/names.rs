@@ -1,6 +1,6 @@
-//! What llama.cpp calls the model's parameters.
+//! llama.cpp's names of the model's parameters.
 
-/// The parameters of the model, and their tensors.
+/// The paths of the parameters outside of layers, with llama.cpp's tensor names.
 const OF_MODEL: [(&str, &str); 6] = [
     ("embed_tokens.weight", "token_embd.weight"),
     (
@@ -19,7 +19,8 @@ const OF_MODEL: [(&str, &str); 6] = [
     ("lm_head.weight", "output.weight"),
 ];
 
-/// The parameters of a layer, after `layers.{i}.`, and their tensors, after `blk.{i}.`.
+/// The paths of a layer's parameters with llama.cpp's tensor names. The paths follow the prefix `layers.{i}.`, and the tensor
+/// names follow the prefix `blk.{i}.`.
 const OF_LAYER: [(&str, &str); 25] = [
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.q_norm.weight", "attn_q_norm.weight"),
@@ -60,12 +61,14 @@ const OF_LAYER: [(&str, &str); 25] = [
     ("layer_scalar", "layer_output_scale.weight"),
 ];
 
-/// The parameter that files may have in two tensors.
+/// The path of the stacked parameter that holds the gate and up projections of all experts. Some files store it as two tensors.
 const GATE_UP: &str = "experts.gate_up_proj";
-/// These, of each expert first the one's rows and then the other's.
+/// The names of the two tensors that may store [`GATE_UP`]. An expert's slice of the parameter holds the rows of the gate
+/// tensor, followed by the rows of the up tensor.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
-/// The tensors that the parameter at `path` is made of, of those that the file `has`.
+/// Returns the names of the tensors that store the parameter at `path`. `has` returns true for each tensor that the file
+/// contains.
 pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
     let layer = path
         .strip_prefix("layers.")
@@ -81,7 +84,7 @@ pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> 
     }
 }
 
-/// The name that llama.cpp has for a parameter; its own where it has none.
+/// Returns llama.cpp's name for a parameter, or the parameter's own name if llama.cpp has none.
 fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     match names.iter().find(|(ours, _)| *ours == path) {
         Some((_, theirs)) => theirs,
@@ -89,7 +92,8 @@ fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     }
 }
 
-/// The layer of a tensor that converted files still have, though that layer reads an earlier one's keys and values.
+/// Returns the index of the layer to which a K or V tensor belongs, or `None` for other tensors. Converted files contain K and
+/// V tensors even for layers that share an earlier layer's KV cache.
 pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
     const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
     let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;
@@ -99,12 +103,15 @@ pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Gemma4Config, Gemma4Model, checkpoint::stored};
+    use crate::checkpoint::stored;
+    use crate::config::Gemma4Config;
+    use crate::model::Gemma4Model;
     use burn::tensor::{DType, Device};
 
-    /// No path stays as it is: that would be one that llama.cpp has no tensor for.
+    /// Checks that the tables contain every parameter. `in_file` would return the parameter's own path if the tables had no
+    /// llama.cpp name for it.
     #[test]
-    fn every_parameter_has_a_tensor() {
+    fn in_file_for_every_parameter_gives_unique_tensor() {
         for config in [Gemma4Config::e2b(), Gemma4Config::moe_26b_a4b()] {
             let model = Gemma4Model::new(&config, &Device::default());
             let mut names = Vec::new();

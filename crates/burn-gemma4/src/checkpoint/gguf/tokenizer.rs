@@ -1,4 +1,4 @@
-//! A file's tokens as a tokenizer of Hugging Face's kind, and what the file says about generation.
+//! Converts a GGUF file's tokens to a Hugging Face `tokenizer.json`, and its generation settings to a `generation_config.json`.
 
 use super::metadata::Metadata;
 use crate::text::chat::SPECIAL_TOKENS;
@@ -9,10 +9,10 @@ use std::collections::{BTreeSet, HashSet};
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const TYPES: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
-/// The kind of tokenizer that is read, by llama.cpp's name.
+/// The only supported type of tokenizer, by llama.cpp's name.
 const MODEL: &str = "gemma4";
 
-/// Types of tokens, by their numbers in files.
+/// The ids by which a file gives the types of its tokens.
 pub(in crate::checkpoint) mod token_type {
     pub const NORMAL: usize = 1;
     pub const UNKNOWN: usize = 2;
@@ -22,7 +22,8 @@ pub(in crate::checkpoint) mod token_type {
     pub const BYTE: usize = 6;
 }
 
-/// Tokens that have a name in the metadata, where it is `tokenizer.ggml.{name}_token_id`, and the name that chat templates have for them.
+/// The roles of special tokens. A role has two names: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`, and
+/// the name of the variable in chat templates.
 pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("bos", "bos_token"),
     ("eos", "eos_token"),
@@ -30,14 +31,15 @@ pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("padding", "pad_token"),
     ("mask", "mask_token"),
 ];
-/// Tokens that end a text by their names in the metadata, and those that do by their texts, as llama.cpp has them.
+/// The roles of the tokens that end a text (`ENDS`), and the texts of further end tokens (`ENDS_BY_TEXT`). llama.cpp has the
+/// same two lists.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
 const ENDS_BY_TEXT: [&str; 3] = ["<eos>", "<turn|>", "<|tool_response>"];
 
-/// The parts of a `tokenizer.json`.
+/// The fields of a `tokenizer.json`.
 #[derive(Serialize)]
 struct File<'a> {
-    added_tokens: Vec<Added<'a>>,
+    added_tokens: Vec<AddedToken<'a>>,
     normalizer: Value,
     pre_tokenizer: Value,
     decoder: Value,
@@ -45,7 +47,7 @@ struct File<'a> {
 }
 
 #[derive(Serialize)]
-struct Added<'a> {
+struct AddedToken<'a> {
     id: usize,
     content: &'a str,
     single_word: bool,
@@ -66,12 +68,12 @@ struct Model<'a> {
     merges: Vec<(&'a str, &'a str)>,
 }
 
-/// Texts with their numbers.
+/// Serializes a list of texts as a JSON object that maps each text to its index.
 fn numbered<S: Serializer>(tokens: &[&str], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(tokens.iter().zip(0u32..))
 }
 
-/// The `tokenizer.json` of a file's tokens.
+/// Returns the contents of a `tokenizer.json` with the file's tokens.
 pub(super) fn json(metadata: Metadata<'_>) -> Result<String, String> {
     match metadata.text("tokenizer.ggml.model")? {
         Some(MODEL) => (),
@@ -115,19 +117,19 @@ pub(super) fn json(metadata: Metadata<'_>) -> Result<String, String> {
     serde_json::to_string(&file).map_err(|error| error.to_string())
 }
 
-/// What becomes of a text before it is cut.
+/// Returns the normalizer, which changes the text before it is split.
 pub(in crate::checkpoint) fn normalizer() -> Value {
     json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
 }
 
-/// Where it is cut first.
+/// Returns the pre-tokenizer, which splits the text before the merges.
 pub(in crate::checkpoint) fn pre_tokenizer() -> Value {
     json!({
         "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
     })
 }
 
-/// How tokens become a text.
+/// Returns the decoder, which turns tokens into text.
 pub(in crate::checkpoint) fn decoder() -> Value {
     json!({"type": "Sequence", "decoders": [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -141,7 +143,7 @@ fn tokens<'a>(metadata: Metadata<'a>) -> Result<Vec<&'a str>, String> {
     tokens.ok_or_else(|| format!("{TOKENS} is missing"))
 }
 
-/// The id of the token that the metadata call `name`.
+/// Returns the id of the token with a role, such as `bos`, if the metadata gives one. `name` is the role.
 fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<usize>, String> {
     let key = format!("tokenizer.ggml.{name}_token_id");
     match metadata.size(&key)? {
@@ -153,9 +155,10 @@ fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<u
     }
 }
 
-/// Tokens that are looked for in a text before all others. What Gemma marks parts of a text with is special, though llama.cpp's converter has
-/// some of it as ordinary text, to be seen by its own reader of answers.
-fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<Added<'a>> {
+/// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get the
+/// flag `special`, even those that have the type of ordinary text in the file. llama.cpp's converter gives some control tokens
+/// that type, because its answer parser needs them.
+fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
     let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
     let tokens = tokens.iter().zip(types).enumerate();
     tokens
@@ -165,7 +168,7 @@ fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<Added<'a>> {
                 token_type::USER_DEFINED => marks.contains(content),
                 _ => return None,
             };
-            Some(Added {
+            Some(AddedToken {
                 id,
                 content,
                 single_word: false,
@@ -178,7 +181,7 @@ fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<Added<'a>> {
         .collect()
 }
 
-/// The two parts of a merge, which a space parts. The first one is of a character at least, which may be a space.
+/// Splits a merge at the space between its two texts. The first text has at least one character, which may be a space.
 fn pair(merge: &str) -> Result<(&str, &str), String> {
     let space = merge.match_indices(' ').find(|(at, _)| *at > 0);
     match space {
@@ -187,7 +190,7 @@ fn pair(merge: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// What chat templates name of the tokenizer, and its texts.
+/// Returns the variables by which chat templates name special tokens, with the tokens' texts.
 pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, String> {
     let tokens = tokens(metadata)?;
     let mut named = Vec::new();
@@ -199,7 +202,7 @@ pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, Str
     Ok(named)
 }
 
-/// What would be in a `generation_config.json`.
+/// Returns the contents of a `generation_config.json`.
 pub(super) fn generation_config(metadata: Metadata<'_>) -> Result<Value, String> {
     let tokens = tokens(metadata)?;
     let mut ends = BTreeSet::new();

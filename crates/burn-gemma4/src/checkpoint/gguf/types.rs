@@ -1,21 +1,21 @@
-//! The types of ggml's tensors.
+//! The tensor types of ggml.
 
-use crate::quantized::blocks::BlockFormat;
+use crate::quant::blocks::BlockFormat;
 use burn::tensor::DType;
 use std::fmt;
 
-/// A type, by ggml's number of it.
+/// The type of a tensor's elements, as the id that ggml gives it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Type(pub u32);
 
-/// How numbers of a type are written.
+/// The encoding of a tensor's elements: a floating-point dtype, or quantized blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::checkpoint) enum Encoding {
     Floats(DType),
     Blocks(BlockFormat),
 }
 
-/// The types by their numbers: those that are read, and the names of the others.
+/// All tensor types of ggml: the id, the name, and the encoding. The encoding is `None` if this crate cannot read the type.
 const TYPES: [(u32, &str, Option<Encoding>); 35] = {
     use Encoding::{Blocks, Floats};
     [
@@ -58,7 +58,7 @@ const TYPES: [(u32, &str, Option<Encoding>); 35] = {
 };
 
 impl Type {
-    /// How its numbers are written; nothing where they are not read.
+    /// Returns the encoding of the type's elements, or `None` if this crate cannot read the type.
     pub fn encoding(self) -> Option<Encoding> {
         let known = TYPES.iter().find(|(id, _, _)| *id == self.0);
         known.and_then(|(_, _, encoding)| *encoding)
@@ -75,18 +75,18 @@ impl fmt::Display for Type {
 }
 
 impl Encoding {
-    /// ggml's number of it.
+    /// Returns ggml's id of the type with this encoding.
     ///
     /// # Panics
-    /// For floats of a dtype that it has none of.
+    /// Panics if ggml has no type for the dtype.
     pub fn id(self) -> u32 {
         let known = TYPES
             .iter()
             .find(|(_, _, encoding)| *encoding == Some(self));
-        known.expect("a type of ggml").0
+        known.expect("ggml has a type for the encoding").0
     }
 
-    /// Numbers that are written together.
+    /// Returns the number of elements per block. An unquantized element is a block of its own.
     pub fn block_numbers(self) -> usize {
         match self {
             Self::Floats(_) => 1,
@@ -94,7 +94,7 @@ impl Encoding {
         }
     }
 
-    /// Bytes of these.
+    /// Returns the number of bytes per block. An unquantized element is a block of its own.
     pub fn block_bytes(self) -> usize {
         match self {
             Self::Floats(dtype) => dtype.size(),

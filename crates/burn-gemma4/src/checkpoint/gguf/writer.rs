@@ -1,16 +1,16 @@
-//! A GGUF file as it is written: keys with values, the places of tensors, and after them the tensors' bytes.
+//! Writes a GGUF file. The file holds keys with values, then the positions of the tensors, and then the tensors' bytes.
 
 use super::{container::MAGIC, types::Encoding};
 use std::io::{self, Write};
 
-/// The version that is written.
+/// The version of the format that this crate writes.
 const VERSION: u32 = 3;
-/// Where tensors begin: at multiples of it.
+/// The alignment of tensors in bytes.
 const ALIGNMENT: usize = 32;
-/// The number of a list's type.
+/// The type id of a list.
 const LIST: u32 = 9;
 
-/// What is written of a key. Texts and numbers as ggml's programs expect the keys that they read.
+/// The value of a metadata key to write. The variants are the types that llama.cpp expects for its keys.
 pub(in crate::checkpoint) enum Written {
     U32(u32),
     I32(i32),
@@ -23,16 +23,16 @@ pub(in crate::checkpoint) enum Written {
     Booleans(Vec<bool>),
 }
 
-/// A tensor that is to be written.
+/// The name, shape and encoding of a tensor to write.
 pub(in crate::checkpoint) struct Planned {
     pub name: String,
-    /// The slowest dimension first.
+    /// The size of each dimension, slowest dimension first.
     pub shape: Vec<usize>,
     pub encoding: Encoding,
 }
 
 impl Planned {
-    /// Bytes in the file.
+    /// Returns the number of bytes of the tensor in the file.
     pub fn bytes(&self) -> usize {
         let numbers: usize = self.shape.iter().product();
         numbers / self.encoding.block_numbers() * self.encoding.block_bytes()
@@ -92,7 +92,8 @@ fn text(file: &mut impl Write, text: &str) -> io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Writes a file, of whose tensors `write` writes one after the other, each as many bytes as it has.
+/// Writes a file with the keys `values` and the tensors `tensors`. The callback `write` is called once for each tensor, in
+/// order, and must write exactly the bytes of that tensor.
 pub(in crate::checkpoint) fn write<W: Write>(
     file: W,
     values: &[(String, Written)],
@@ -125,12 +126,12 @@ pub(in crate::checkpoint) fn write<W: Write>(
         write(tensor, &mut file)?;
         assert_eq!(file.at - start, tensor.bytes(), "{}", tensor.name);
     }
-    // As ggml's programs do after the last tensor, too.
+    // The last tensor is padded to the alignment too, like in files that ggml's programs write.
     file.align()?;
     Ok(file.file)
 }
 
-/// A file that knows how far it is.
+/// A writer that counts the bytes that it has written.
 struct Counted<W> {
     file: W,
     at: usize,

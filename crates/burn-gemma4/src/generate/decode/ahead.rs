@@ -1,15 +1,17 @@
-//! A pass that is under way before anybody has asked for it.
+//! Lookahead: the decoder queues a decode step on the device before the caller requests that step.
 
 use crate::op::reading::Reading;
 
-/// A pass over tokens that the pass before it chose.
+/// A queued decode step. Its input tokens are the tokens that the previous step chose.
 ///
-/// It writes the column behind the cache's last one. Nobody sees what was there: of a ring's columns, the one whose slot it takes is
-/// out of every window that may still be asked for.
+/// The step writes keys and values to the column after the cache's last column. In a sliding layer's ring buffer the new column
+/// overwrites an old one. The overwrite does no harm even if the step is discarded, because the old column is already outside
+/// the window of every later query.
 pub(super) struct Ahead {
-    /// What it reads.
+    /// The input tokens of the step, one per sequence. A sequence for which the previous step could not choose a token has
+    /// `None`.
     tokens: Vec<Option<u32>>,
-    /// What it chooses. Whoever lets go of it waits for it.
+    /// The tokens that the step chooses. They are being copied to the host. Dropping the [`Reading`] waits for the copy.
     chosen: Reading,
 }
 
@@ -18,7 +20,7 @@ impl Ahead {
         Self { tokens, chosen }
     }
 
-    /// What comes after `tokens`, if these are what it reads.
+    /// Returns the tokens that the step chooses, if `tokens` are the input tokens of the step. Returns `None` otherwise.
     pub fn after(self, tokens: &[u32]) -> Option<Reading> {
         let tokens = tokens.iter().copied().map(Some);
         self.tokens

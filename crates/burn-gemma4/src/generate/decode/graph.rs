@@ -1,36 +1,46 @@
-//! A decoder's passes and a drafter's rounds by kernels, whose launches are captured in a graph once and replayed.
+//! Decode passes and drafting rounds that run on decode kernels. Their launches are captured in CUDA graphs and replayed.
+//!
+//! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes draft
+//! tokens.
 
 use super::{
-    DecodeMode, Part, Streams,
     ahead::Ahead,
+    guessed::Streams,
     inputs::{Begun, Inputs, Uploaded},
+    mode::DecodeMode,
     position::{Outputs, Position},
     round::Round,
 };
-use crate::{
-    Cache, Drafter, Gemma4Error, Gemma4Model, Guesses, LayerType,
-    generate::sampling::device::DeviceSampler,
-    model::few_rows::FewRows,
-    op::{overwrite::overwrite_floats, reading::Reading, recorded::Recorded},
-};
+use crate::config::LayerType;
+use crate::error::Gemma4Error;
+use crate::generate::sampling::device::DeviceSampler;
+use crate::model::Gemma4Model;
+use crate::model::cache::Cache;
+use crate::model::decode_ops::DecodeOps;
+use crate::model::observe::Part;
+use crate::op::graph_capture::CapturedGraph;
+use crate::op::in_place::overwrite_floats;
+use crate::op::reading::Reading;
+use crate::speculative::drafter::{Draft, Drafter};
 use burn::tensor::{Int, Tensor};
 use std::{
     collections::{BTreeMap, btree_map::Entry},
     fmt,
 };
 
-/// The computations, kept as long as the cache's buffers have room.
+/// The passes and drafting rounds of a decoder, with their captured graphs. They are valid until the cache's buffers are
+/// reallocated.
 pub(super) struct GraphCapture {
     may_capture: bool,
-    /// By the positions that a pass reads of each sequence.
-    passes: BTreeMap<usize, Recorded<Position>>,
-    /// By the tokens that a round guesses.
-    rounds: BTreeMap<usize, Recorded<Round>>,
-    /// Who draws each sequence's next token in passes that read one of each.
+    /// The decode passes, indexed by the number of positions per sequence.
+    passes: BTreeMap<usize, CapturedGraph<Position>>,
+    /// The drafting rounds, indexed by the number of draft tokens per sequence.
+    rounds: BTreeMap<usize, CapturedGraph<Round>>,
+    /// The sampler that draws the next tokens on the device. Only passes over one token of each sequence use it.
     sampler: Option<DeviceSampler>,
-    /// Whether the last pass was replayed.
+    /// True if the last pass was a replay of its graph.
     replayed: bool,
-    /// The pass after the last one, where it is under way already.
+    /// The decode step that is queued although the caller has not requested it yet, if there is one.
     ahead: Option<Ahead>,
 }
 
@@ -45,9 +55,10 @@ impl fmt::Debug for GraphCapture {
 }
 
 impl GraphCapture {
-    /// `None` where the kernels do not serve the model or the cache.
+    /// Creates the state of a decoder that has captured nothing yet. Returns `None` if the decode kernels do not support the
+    /// model or the batch size.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
-        let serves = FewRows::serve(model, cache.batch());
+        let serves = DecodeOps::serve(model, cache.batch());
         serves.then_some(Self {
             may_capture: true,
             passes: BTreeMap::new(),
@@ -66,13 +77,13 @@ impl GraphCapture {
         }
     }
 
-    /// With another sampler.
+    /// Replaces the sampler and drops all captured graphs.
     pub fn with_sampler(mut self, sampler: Option<DeviceSampler>) -> Self {
         self.release();
         Self { sampler, ..self }
     }
 
-    /// Forgets what a drafter has guessed by.
+    /// Drops the captured drafting rounds. The caller replaces the drafter to which they belong.
     pub fn without_rounds(self) -> Self {
         Self {
             rounds: BTreeMap::new(),
@@ -87,7 +98,8 @@ impl GraphCapture {
         }
     }
 
-    /// Lets go of the cache's buffers, which something else is to write.
+    /// Drops all passes and drafting rounds, and the queued decode step. This decoder then holds no handle to the cache's
+    /// buffers, so other code may write to the buffers in place.
     pub fn release(&mut self) {
         self.ahead = None;
         self.passes.clear();
@@ -95,7 +107,8 @@ impl GraphCapture {
         self.replayed = false;
     }
 
-    /// Reads as many tokens of each sequence, `[batch · positions]`.
+    /// Runs a pass over `tokens`, `[batch · positions]`. The tokens are ordered by sequence, with equally many of each
+    /// sequence.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
         let count = self.prepare(model, cache, tokens);
         let outputs = self.run_pass(count);
@@ -103,26 +116,33 @@ impl GraphCapture {
         outputs
     }
 
-    /// Runs the pass of so many positions, which there is.
+    /// Runs the pass over `count` positions per sequence. `passes` must already contain this pass, and its inputs must be
+    /// written.
     fn run_pass(&mut self, count: usize) -> Outputs {
-        let pass = self.passes.get_mut(&count).expect("it is prepared");
+        let pass = self
+            .passes
+            .get_mut(&count)
+            .expect("the pass over `count` positions has been prepared");
         let outputs = pass.run(&mut self.may_capture);
         self.replayed = pass.is_captured();
         outputs
     }
 
-    /// Lets go of the pass that is under way, if there is one.
-    pub fn leave_what_is_ahead(&mut self) {
+    /// Drops the queued decode step, if any.
+    pub fn discard_lookahead(&mut self) {
         self.ahead = None;
     }
 
-    /// Whether tokens are drawn.
+    /// True if this decoder has a sampler that draws tokens on the device.
     pub fn draws(&self) -> bool {
         self.sampler.is_some()
     }
 
-    /// Reads a token of each sequence, and gives those that come next, nothing where none does. Where `goes_on`, what reads these
-    /// is on the device before they are on the host: it is what the next call with them gives.
+    /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible token has
+    /// `None`.
+    ///
+    /// With `goes_on`, the decode step over the returned tokens is queued before the host has received them. The following call
+    /// takes the result of that queued step if its `tokens` are the step's input tokens.
     pub fn follow(
         &mut self,
         model: &Gemma4Model,
@@ -148,7 +168,8 @@ impl GraphCapture {
         Ok(tokens)
     }
 
-    /// Puts the pass that reads the chosen tokens on the device, if the cache's buffers have room for it.
+    /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the tokens that the step
+    /// chooses, or `None` if the cache's buffers have no free column.
     fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
         if cache.len() + 1 > cache.room() {
             return None;
@@ -166,13 +187,17 @@ impl GraphCapture {
         after: &mut dyn FnMut(Part),
     ) -> Outputs {
         let count = self.prepare(model, cache, tokens);
-        let pass = self.passes.get(&count).expect("it is prepared");
+        let pass = self
+            .passes
+            .get(&count)
+            .expect("the pass over `count` positions has been prepared");
         let outputs = pass.computation.compute_by_parts(after);
         cache.advance_by(count);
         outputs
     }
 
-    /// Guesses `count` tokens after one of each sequence, which were chosen by what the `streams` became.
+    /// Proposes `count` draft tokens after one token of each sequence. `tokens` are these tokens, one per sequence. `streams`
+    /// holds the hidden states from which they were chosen.
     pub fn guess(
         &mut self,
         drafter: &Drafter,
@@ -181,14 +206,16 @@ impl GraphCapture {
         tokens: &[u32],
         streams: &Streams,
         count: usize,
-    ) -> Guesses {
-        // The guesses' own position is the next one.
+    ) -> Draft {
+        // Make room for only one more column: the drafter computes all draft tokens of a round at the position of the next
+        // column.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
     }
 
-    /// [`guess`](Self::guess), and reads the tokens and their guesses, all of which are on the device before the guesses are on the host.
+    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens. Both are queued
+    /// without waiting for the copy of the draft tokens to the host.
     pub fn guess_and_read(
         &mut self,
         drafter: &Drafter,
@@ -209,7 +236,8 @@ impl GraphCapture {
         (on_the_way, outputs)
     }
 
-    /// What a round guesses, and what it began with. There is room for its position.
+    /// Runs a drafting round. Returns the draft tokens and the inputs of the round. The cache's buffers must already have room
+    /// for the next column.
     fn run_round(
         &mut self,
         drafter: &Drafter,
@@ -218,20 +246,21 @@ impl GraphCapture {
         tokens: &[u32],
         streams: &Streams,
         count: usize,
-    ) -> (Guesses, [Tensor<1, Int>; 3]) {
+    ) -> (Draft, [Tensor<1, Int>; 3]) {
         self.ahead = None;
         let begun = Begun::new(cache, tokens, streams, &model.device());
-        cache.turn();
+        cache.rotate();
         let round = self.rounds.entry(count);
         let round =
-            round.or_insert_with(|| Recorded::new(Round::new(drafter, model, cache, count)));
+            round.or_insert_with(|| CapturedGraph::new(Round::new(drafter, model, cache, count)));
         let inputs = &round.computation.inputs;
         inputs.begin_round(begun, round.computation.hidden.clone());
         let begun = inputs.all();
         (round.run(&mut self.may_capture), begun)
     }
 
-    /// Sees to the pass, with the tokens and their positions on the device and room for their keys and values: how many positions it is of.
+    /// Prepares a pass over `tokens`: makes room in the cache for their keys and values, and uploads the tokens with their
+    /// positions. Returns the number of positions per sequence.
     fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
@@ -239,21 +268,23 @@ impl GraphCapture {
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
-        // No pass holds buffers that are still to be turned: what turns them back has released them.
-        cache.turn();
+        // Rotate padded sequences to the beginning of their buffers. All passes in `passes` hold rotated buffers: the code that
+        // rotates the buffers back also drops all passes.
+        cache.rotate();
         let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);
         count
     }
 
-    /// The computation after what the cache holds, whose tokens are still to be written.
+    /// Returns the pass over the next `count` positions of each sequence, and builds it if necessary. The caller still has to
+    /// write the tokens and positions to the pass's inputs.
     fn pass(
         &mut self,
         model: &Gemma4Model,
         cache: &Cache,
         count: usize,
         from_host: Option<Tensor<1>>,
-    ) -> &mut Recorded<Position> {
+    ) -> &mut CapturedGraph<Position> {
         match self.passes.entry(count) {
             Entry::Occupied(pass) => {
                 let pass = pass.into_mut();
@@ -269,35 +300,37 @@ impl GraphCapture {
                     sampler,
                     ..position(model, cache, count, from_host)
                 };
-                place.insert(Recorded::new(position))
+                place.insert(CapturedGraph::new(position))
             }
         }
     }
 
-    /// Sees to room for `count` more columns.
+    /// Makes room for `count` more columns in the cache's buffers. If the buffers must grow, all passes and drafting rounds are
+    /// dropped.
     fn make_room(&mut self, cache: &mut Cache, count: usize) {
         if cache.len() + count > cache.room() {
-            // Whoever holds a buffer would go on with the old one.
+            // Drop the captured graphs. They would continue to write to the old buffers.
             self.release();
             cache.make_room(count);
         }
     }
 }
 
-/// All numbers, row after row.
+/// Flattens a matrix to one dimension.
 fn flat(rows: Tensor<2>) -> Tensor<1> {
     let count = rows.dims().iter().product::<usize>();
     rows.reshape([count])
 }
 
-/// The same numbers under a handle of their own, over which the next ones are written.
+/// Copies the elements to a newly allocated tensor. Later steps can overwrite that tensor in place.
 fn own(numbers: Tensor<1>) -> Tensor<1> {
     let own = Tensor::empty(numbers.dims(), (&numbers.device(), numbers.dtype()));
     overwrite_floats(own.clone(), numbers);
     own
 }
 
-/// The computation after what the cache holds, and as far as it has room.
+/// Builds the pass over the next `count` positions of each sequence. The pass's rotary tables cover all positions for which the
+/// cache's buffers have room.
 fn position(
     model: &Gemma4Model,
     cache: &Cache,

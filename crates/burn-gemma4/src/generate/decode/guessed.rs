@@ -1,21 +1,22 @@
-//! What a drafter begins with, and what it has guessed.
+//! The input of a drafting round (hidden states) and its result (draft tokens).
 
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 #[cfg(feature = "cube")]
 use crate::op::reading::Reading;
 use burn::tensor::Tensor;
 
-/// What the logits of each sequence's last token were made of.
+/// Hidden states from which the model has chosen the last token of each sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Streams {
-    /// `[rows, hidden]`, normalised: see [`Next::hidden`](super::Next::hidden).
+    /// The normalised hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden). There may be more rows than
+    /// sequences.
     pub rows: Tensor<2>,
-    /// The row of each sequence.
+    /// For each sequence, the index in `rows` of the hidden state of its last token.
     pub of: Vec<usize>,
 }
 
 impl Streams {
-    /// The sequences' rows alone, `[batch, hidden]`.
+    /// Returns the hidden state of each sequence, `[batch, hidden]`.
     pub fn of_each(&self) -> Tensor<2> {
         let row = |row: &usize| self.rows.clone().narrow(0, *row, 1);
         match &self.of[..] {
@@ -25,9 +26,9 @@ impl Streams {
     }
 }
 
-/// Tokens that a drafter has guessed, on their way to the host.
+/// Draft tokens that the drafter has proposed. The device may still be copying them to the host.
 #[derive(Debug)]
-pub struct GuessedTokens(Source);
+pub struct DraftTokens(Source);
 
 #[derive(Debug)]
 enum Source {
@@ -36,7 +37,7 @@ enum Source {
     Device(Box<Reading>),
 }
 
-impl GuessedTokens {
+impl DraftTokens {
     pub(super) fn known(tokens: Vec<u32>) -> Self {
         Self(Source::Host(tokens))
     }
@@ -46,10 +47,11 @@ impl GuessedTokens {
         Self(Source::Device(Box::new(reading)))
     }
 
-    /// Waits for them. They are there before what was chosen after them is.
+    /// Waits for the copy of the draft tokens to the host, and returns the tokens. The copy was queued before the model's pass
+    /// over the draft tokens, so the wait does not include that pass.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] where the device failed.
+    /// Returns [`Gemma4Error::Device`] if the device failed.
     pub fn tokens(self) -> Result<Vec<u32>, Gemma4Error> {
         match self.0 {
             Source::Host(tokens) => Ok(tokens),

@@ -1,24 +1,23 @@
-//! Tokens and their positions on the device, where computations that are captured once read them anew.
+//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay.
 
-use super::{Streams, integers};
-use crate::{
-    Cache,
-    op::overwrite::{begin_round_with, go_on_with, overwrite_three, take_guesses_of},
-};
+use super::guessed::Streams;
+use crate::model::cache::Cache;
+use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// They are written between two runs of a graph, and by no launch of it.
+/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite them between two replays.
+/// The graph itself only reads them.
 pub(super) struct Inputs {
-    /// `[rows]`: as many of each sequence, one sequence after the other.
+    /// The token ids, `[rows]`, ordered by sequence. Each sequence has equally many tokens.
     pub tokens: Tensor<1, Int>,
-    /// `[rows]`: theirs.
+    /// The position of each token, `[rows]`.
     pub positions: Tensor<1, Int>,
-    /// `[batch]`: the columns of each sequence that are written with them.
+    /// The number of columns that each sequence has in the cache after this pass, `[batch]`.
     pub lengths: Tensor<1, Int>,
 }
 
 impl Inputs {
-    /// Of so many rows of so many sequences, which nobody has written yet.
+    /// Allocates uninitialised inputs for `rows` tokens of `batch` sequences.
     pub fn empty(rows: usize, batch: usize, device: &Device) -> Self {
         let own = |count| Tensor::empty([count], (device, DType::I32));
         Self {
@@ -28,32 +27,35 @@ impl Inputs {
         }
     }
 
-    /// Takes as many others.
+    /// Overwrites the inputs with uploaded tokens, positions and lengths of the same shapes.
     pub fn overwrite(&self, uploaded: Uploaded) {
         overwrite_three(self.all(), uploaded.numbers);
     }
 
-    /// Takes what was chosen after the tokens, of which each sequence has one.
+    /// Overwrites the inputs with those of the next decode step. `chosen` are the tokens of that step, one per sequence. Each
+    /// is at the position after the previous token of its sequence.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
-        go_on_with(self.all(), chosen);
+        advance_inputs(self.all(), chosen);
     }
 
-    /// Takes what a round begins with, and writes the streams before it over `hidden`, `[batch, columns]`.
+    /// Overwrites the inputs with those of a drafting round. Also writes the hidden states from which the round's tokens were
+    /// chosen to the tensor `hidden`, `[batch, columns]`.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Takes what a round began with, and its guesses, one step's after the other.
+    /// Overwrites the inputs of a pass with the tokens of a drafting round: for each sequence, the round's input token followed
+    /// by its draft tokens. `first` are the inputs of the round. `guesses` are the draft tokens, ordered by drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }
 
-    /// The three tensors.
+    /// Returns the tokens, the positions and the lengths.
     pub fn all(&self) -> [Tensor<1, Int>; 3] {
         [&self.tokens, &self.positions, &self.lengths].map(Tensor::clone)
     }
 
-    /// How many tokens there are.
+    /// The number of tokens of all sequences together.
     pub fn rows(&self) -> usize {
         self.tokens.dims()[0]
     }
@@ -63,7 +65,8 @@ impl Inputs {
     }
 }
 
-/// Tokens that come after what a cache holds, with their positions and the lengths, one after the other.
+/// The uploaded inputs of a pass, concatenated in one tensor: the tokens after the cache's last columns, their positions, and
+/// the lengths of the sequences.
 pub(super) struct Uploaded {
     numbers: Tensor<1, Int>,
 }
@@ -85,9 +88,11 @@ impl Uploaded {
     }
 }
 
-/// What a round begins with: a token of each sequence, its position, and the stream before it.
+/// The inputs of a drafting round. For each sequence they contain a token, its position, and the hidden state from which the
+/// token was chosen.
 pub(super) struct Begun {
-    /// Tokens, positions, lengths, rows of the streams, as many of each.
+    /// A concatenation of four lists, `[4 · batch]`: the tokens, the positions, the lengths, and the row indices of the hidden
+    /// states.
     numbers: Tensor<1, Int>,
     streams: Tensor<2>,
 }
@@ -105,4 +110,8 @@ impl Begun {
             streams: streams.rows.clone(),
         }
     }
+}
+
+fn integers(tokens: &[u32]) -> Vec<i32> {
+    tokens.iter().map(|token| *token as i32).collect()
 }

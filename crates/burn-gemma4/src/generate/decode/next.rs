@@ -1,34 +1,37 @@
-//! What comes after tokens: logits, on the device until they are asked for, or what was chosen of them there.
+//! The result of a decode step: logits, or tokens that the device has already chosen.
 
-use super::check_samplers;
 #[cfg(feature = "cube")]
 use super::position::{Choice, Outputs};
+use crate::error::Gemma4Error;
 #[cfg(feature = "cube")]
 use crate::generate::sampling::device::{DeviceSampler, upload};
-use crate::{
-    Gemma4Error, Gemma4Model, Sampler,
-    op::{argmax::argmax, flat_rows},
-};
+use crate::generate::sampling::sampler::Sampler;
+use crate::model::Gemma4Model;
+use crate::op::argmax::argmax;
+use crate::op::flat_rows;
 use burn::tensor::{DType, Int, Tensor};
 use std::marker::PhantomData;
 
-/// What comes after tokens, one of each sequence or [several](super::Decoder::read) of one: the next ones' logits, on the device until
-/// they are asked for.
+/// The logits after one token of each sequence, or after [several tokens](super::Decoder::read) of one sequence. The logits stay
+/// on the device until the host requests them.
 #[derive(Debug)]
 pub struct Next<'a> {
-    /// `[tokens, vocabulary]`.
+    /// The logits, `[rows, vocabulary]`. Each input token of the step has one row.
     logits: Tensor<2>,
-    /// What is known of the next tokens already.
+    /// The next tokens, if the decode step has already chosen them on the device.
     #[cfg(feature = "cube")]
     chosen: Option<Choice>,
-    /// `[tokens, hidden]`, normalised: what the logits are made of, where that is known.
+    /// The normalised hidden states from which the logits are computed, `[rows, hidden]`, if they are available.
     hidden: Option<Tensor<2>>,
-    /// The next step may write over them.
+    /// Keeps the decoder borrowed while this value exists, because the decoder's next step may overwrite the tensors.
     _until_the_next: PhantomData<&'a mut ()>,
 }
 
 impl Next<'_> {
-    /// What logits of one position say, `[batch, 1, vocabulary]`, such as those of a prompt's last one.
+    /// Wraps the logits of one position per sequence, such as the last position of each prompt.
+    ///
+    /// # Shapes
+    /// `logits`: `[batch, 1, vocabulary]`.
     pub fn of(logits: Tensor<3>) -> Self {
         Self {
             logits: flat_rows(logits),
@@ -39,7 +42,7 @@ impl Next<'_> {
         }
     }
 
-    /// What `[batch, positions, hidden]`, normalised, say.
+    /// Computes the logits from normalised hidden states, `[batch, positions, hidden]`, and wraps them.
     pub(crate) fn of_hidden(model: &Gemma4Model, hidden: Tensor<3>) -> Self {
         Self {
             hidden: Some(flat_rows(hidden.clone())),
@@ -51,25 +54,25 @@ impl Next<'_> {
         self.logits.dims()[1]
     }
 
-    /// What the logits are made of, `[tokens, hidden]`, normalised; nothing where only they are known. The decoder's next step or pass
-    /// may write over it.
+    /// Returns the normalised hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits
+    /// are available. The decoder's next step or pass may overwrite the hidden states.
     pub fn hidden(&self) -> Option<Tensor<2>> {
         self.hidden.clone()
     }
 
-    /// The likeliest token after each. A logit that is NaN counts as −∞. Only the tokens' numbers leave the device.
+    /// Returns the argmax of each row. A NaN logit counts as −∞. Only the token ids are copied to the host.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where every logit of a sequence is NaN or −∞, so that none is the likeliest;
-    /// [`Gemma4Error::Device`] where the device failed.
+    /// Returns [`Gemma4Error::Argument`] if every logit of a row is NaN or −∞, so that the row has no argmax. Returns
+    /// [`Gemma4Error::Device`] if the device failed.
     pub fn argmax(self) -> Result<Vec<u32>, Gemma4Error> {
         let [_, vocabulary] = self.logits.dims();
         let number = |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
-        self.likeliest()?.into_iter().map(number).collect()
+        self.try_argmax()?.into_iter().map(number).collect()
     }
 
-    /// As [`argmax`](Self::argmax), with nothing where no token is the likeliest.
-    pub(crate) fn likeliest(self) -> Result<Vec<Option<u32>>, Gemma4Error> {
+    /// Returns the argmax of each row like [`argmax`](Self::argmax), with `None` for a row without an argmax.
+    pub(crate) fn try_argmax(self) -> Result<Vec<Option<u32>>, Gemma4Error> {
         #[cfg(feature = "cube")]
         if let Some(Choice::Largest(tokens)) = self.chosen {
             return numbers(tokens);
@@ -77,13 +80,18 @@ impl Next<'_> {
         numbers(argmax(self.logits))
     }
 
-    /// The next token of each sequence, by its sampler, which reads it: on the device where kernels serve and all samplers have the same
-    /// options but for their seeds, so that only the tokens' numbers leave it; else on the host. A token that a decoder
-    /// [with samplers](super::Decoder::with_samplers) has drawn in its step is that one.
+    /// Returns the next token of each sequence. The sequence's sampler chooses the token and records it.
+    ///
+    /// A decoder [with samplers](super::Decoder::with_samplers) may have drawn the tokens in its step already. This function
+    /// then returns those tokens. Otherwise the device draws if its kernels support the vocabulary and the samplers' options
+    /// differ only in their seeds. In these two cases only the token ids are copied to the host. In all other cases the host
+    /// draws.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where there is not one sampler for each of the logits' rows, those of [`Sampling::validate`](crate::Sampling::validate), and where every logit of a sequence, by its
-    /// penalty and suppressed tokens, is NaN or −∞; [`Gemma4Error::Device`] where the device failed. No sampler has read a token then.
+    /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of rows. Returns the same error if
+    /// every logit of a row is NaN or −∞ after the repetition penalty and the suppressed tokens. Returns
+    /// [`Gemma4Error::Device`] if the device failed. Also passes on the errors of
+    /// [`Sampling::validate`](crate::config::sampling::Sampling::validate). After an error no sampler has recorded a token.
     pub fn sample(self, samplers: &mut [Sampler]) -> Result<Vec<u32>, Gemma4Error> {
         let [rows, vocabulary] = self.logits.dims();
         check_samplers(samplers.len(), rows)?;
@@ -111,8 +119,8 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// The next token of each row, drawn on the device by its sampler, which does not read it; nothing for a row where none can be.
-    /// `None` where the device does not draw.
+    /// Draws the next token of each row on the device. A row without a possible token has `None`. The samplers do not record the
+    /// tokens. Returns `None` instead of the list if the device does not draw with these samplers.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],
@@ -127,7 +135,8 @@ impl Next<'_> {
             if samplers.len() == rows
                 && let Some(sampler) = DeviceSampler::new(samplers, vocabulary, dtype, &device)
             {
-                // Of the tokens that were read last.
+                // Pass the position of each sequence's last token, because the kernel adds 1 to get the position of the token
+                // to draw.
                 let positions = samplers
                     .iter()
                     .map(|sampler| (sampler.position() as u32).wrapping_sub(1));
@@ -140,10 +149,10 @@ impl Next<'_> {
         None
     }
 
-    /// The logits, `[tokens · vocabulary]`, on the host.
+    /// Copies the logits to the host, `[rows · vocabulary]`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Device`] where the device failed.
+    /// Returns [`Gemma4Error::Device`] if the device failed.
     pub fn logits(self) -> Result<Vec<f32>, Gemma4Error> {
         let logits = self
             .logits
@@ -166,7 +175,7 @@ impl From<Outputs> for Next<'_> {
     }
 }
 
-/// Tokens' numbers, on the host; nothing for those that are none.
+/// Copies token ids to the host. A negative id means that no token is possible in the row. It becomes `None`.
 fn numbers(tokens: Tensor<1, Int>) -> Result<Vec<Option<u32>>, Gemma4Error> {
     let tokens = tokens.try_into_data().map_err(failed)?;
     let tokens = tokens.iter::<i64>();
@@ -174,5 +183,16 @@ fn numbers(tokens: Tensor<1, Int>) -> Result<Vec<Option<u32>>, Gemma4Error> {
 }
 
 fn failed(error: impl std::fmt::Display) -> Gemma4Error {
-    Gemma4Error::Device(format!("it computed no logits: {error}"))
+    Gemma4Error::Device(format!("cannot read the logits or tokens: {error}"))
+}
+
+/// Checks that each sequence has one sampler.
+pub(super) fn check_samplers(samplers: usize, sequences: usize) -> Result<(), Gemma4Error> {
+    match samplers == sequences {
+        true => Ok(()),
+        false => Err(Gemma4Error::Argument {
+            argument: "samplers",
+            reason: format!("are {samplers}; expected one for each of {sequences} sequences"),
+        }),
+    }
 }

@@ -1,71 +1,67 @@
-//! One or a few positions of every sequence, from their tokens to the next ones' logits.
+//! A decode pass: runs the model over one or a few positions of every sequence, from the token ids to the next logits.
 //!
-//! Nothing here depends on the host but the shapes. Which tokens and which positions, the kernels read from the device, so
-//! that the launches can be captured and replayed.
+//! The host determines only the shapes. The kernels read token ids and positions from device memory, so the launches can be
+//! captured in a CUDA graph and replayed for other tokens.
 
-use super::{CAPTURED_AFTER, inputs::Inputs};
-use crate::{
-    Gemma4Model,
-    generate::sampling::device::DeviceSampler,
-    model::{
-        cache::{
-            Target,
-            key_values::{SharedKeyValues, Visible},
-            ring::Ring,
-        },
-        few_rows::{FewRows, Targets},
-        observe::Part,
-    },
-    op::{
-        argmax::argmax,
-        linear::few_rows::{self, Origin},
-        overlap_launches,
-        recorded::Computation,
-        rope::RotationTables,
-    },
-};
+use super::inputs::Inputs;
+use crate::generate::sampling::device::DeviceSampler;
+use crate::model::Gemma4Model;
+use crate::model::cache::WriteTarget;
+use crate::model::cache::key_values::{SharedKeyValues, Visible};
+use crate::model::cache::ring::Ring;
+use crate::model::decode_ops::{DecodeOps, Targets};
+use crate::model::observe::Part;
+use crate::op::argmax::argmax;
+use crate::op::graph_capture::Computation;
+use crate::op::rope::RotationTables;
+use crate::op::{gemv, make_edges_programmatic};
 use burn::tensor::{Device, Int, Tensor};
 
-/// The computation of a few positions: everything it reads and writes.
+/// The number of decode steps before a CUDA graph is captured. A capture runs the step several times, which would not pay off for
+/// a short text.
+pub(super) const CAPTURED_AFTER: usize = 3;
+
+/// A decode pass with all tensors that its launches read and write.
 pub(super) struct Position {
-    /// Its tensors are the caller's model's.
+    /// A copy of the caller's model that shares the weight tensors.
     pub model: Gemma4Model,
-    /// Where every layer that has keys and values of its own writes them.
-    pub targets: Vec<Target>,
+    /// The KV buffers to which the pass writes. Only layers that compute their own keys and values have such buffers.
+    pub targets: Vec<WriteTarget>,
     pub batch: usize,
-    /// Whether sequences are at different positions.
+    /// True if the sequences may be at different positions.
     pub is_ragged: bool,
     pub ring: Ring,
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// `[rows · layers · columns]`: of a table of per-layer embeddings on the host, the tokens' rows.
+    /// The rows of the pass's tokens in a per-layer embedding table that is in host memory: `[rows · layers · columns]`. `None`
+    /// if the table is on the device.
     pub from_host: Option<Tensor<1>>,
-    /// Who draws the next tokens, where it is not their argmax.
+    /// The sampler that draws the next tokens. If there is none, the pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
 }
 
-/// What comes of a few positions.
+/// The results of a decode pass.
 #[derive(Clone)]
 pub(super) struct Outputs {
-    /// `[rows, vocabulary]`.
+    /// The logits, `[rows, vocabulary]`.
     pub logits: Tensor<2>,
     pub chosen: Choice,
-    /// `[rows, hidden]`, normalised: what the logits are made of.
+    /// The normalised hidden states from which the logits are computed, `[rows, hidden]`.
     pub hidden: Tensor<2>,
 }
 
-/// The next tokens, `[rows]`.
+/// The next tokens, `[rows]`. The variant tells how they were chosen.
 #[derive(Clone, Debug)]
 pub(crate) enum Choice {
-    /// The likeliest.
+    /// The argmax of each row.
     Largest(Tensor<1, Int>),
-    /// Those that a [`DeviceSampler`] has drawn.
+    /// The tokens that a [`DeviceSampler`] drew.
     Drawn(Tensor<1, Int>),
 }
 
 impl Choice {
-    /// They.
+    /// The chosen tokens, `[rows]`.
     pub fn tokens(&self) -> Tensor<1, Int> {
         match self {
             Self::Largest(tokens) | Self::Drawn(tokens) => tokens.clone(),
@@ -83,7 +79,7 @@ impl Computation for Position {
 
     fn compute_captured(&self) -> Self::Outputs {
         let outputs = self.compute();
-        overlap_launches(&outputs.chosen.tokens());
+        make_edges_programmatic(&outputs.chosen.tokens());
         outputs
     }
 
@@ -93,7 +89,7 @@ impl Computation for Position {
 }
 
 impl Position {
-    /// [`compute`](Computation::compute) with a call after each part.
+    /// Runs the pass like [`compute`](Computation::compute), and calls `after` after each [`Part`] of it.
     pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
@@ -110,7 +106,7 @@ impl Position {
         let (sliding, full) = (self.sliding(), self.full());
         after(Part::Embedding);
 
-        let mut operators = FewRows {
+        let mut operators = DecodeOps {
             batch: self.batch,
             positions,
             sliding: self.sliding.clone(),
@@ -129,7 +125,7 @@ impl Position {
 
         let hidden = stream.norm(&model.norm);
         let (head, cap) = (model.head_weight(), config.final_logit_softcapping);
-        let logits = few_rows::project(hidden.clone(), head.matrix(), cap, Origin::of(head));
+        let logits = gemv::project(hidden.clone(), head.matrix(), cap, head.origin());
         after(Part::Head);
         let chosen = match &self.sampler {
             Some(sampler) => Choice::Drawn(sampler.choose(logits.clone(), Some(read), read_at)),
@@ -143,12 +139,13 @@ impl Position {
         }
     }
 
-    /// Positions of each sequence.
+    /// The number of positions of each sequence in this pass.
     fn count(&self) -> usize {
         self.inputs.rows() / self.batch
     }
 
-    /// What queries of full layers see once all positions are written.
+    /// Returns which keys the queries see in full layers. The pass writes the keys of all its positions before attention reads
+    /// them.
     fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
@@ -156,13 +153,15 @@ impl Position {
         }
     }
 
-    /// What queries of sliding layers see in the ring then.
+    /// Returns which keys the queries see in the ring buffer of a sliding layer. The pass writes the keys of all its positions
+    /// before attention reads them.
     fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
-            // Of a ring that is full the last query sees all there is.
+            // The ring buffer has exactly as many slots as the window, and the pass has one query per sequence. The query sees
+            // every key in the ring buffer, so the lengths determine the visible keys without a mask.
             return self.written();
         }
-        // One sequence stands for all that are at the same positions.
+        // If all sequences are at the same positions, one mask serves all of them. Otherwise build one mask per sequence.
         let sequences = match self.is_ragged {
             true => self.batch,
             false => 1,
@@ -171,7 +170,7 @@ impl Position {
         self.ring.visible(queries, self.inputs.positions.clone())
     }
 
-    /// All that is there.
+    /// Returns which keys the queries see if they see all columns that have been written.
     fn written(&self) -> Visible {
         Visible {
             lengths: Some(self.inputs.lengths.clone()),

@@ -1,43 +1,45 @@
-//! A drafter's round: all tokens that it guesses after one, by kernels alone.
+//! A drafting round: decode kernels run the drafter, which proposes all draft tokens after one token of each sequence.
 //!
-//! Nothing here depends on the host but the shapes. After which token and at which position, the kernels read from the device, so that
-//! the launches can be captured and replayed.
+//! The host determines only the shapes. The kernels read the tokens and their positions from device memory, so the launches can
+//! be captured in a CUDA graph and replayed for other tokens.
 
-use super::{CAPTURED_AFTER, inputs::Inputs};
-use crate::{
-    Cache, Drafter, Gemma4Model, Guesses, LayerType,
-    model::{
-        cache::{
-            Target,
-            key_values::{KeyValues, SharedKeyValues, Visible},
-            ring::Ring,
-        },
-        few_rows::FewRows,
-    },
-    op::{overlap_launches, recorded::Computation, rope::RotationTables},
-};
+use super::inputs::Inputs;
+use super::position::CAPTURED_AFTER;
+use crate::config::LayerType;
+use crate::model::Gemma4Model;
+use crate::model::cache::Cache;
+use crate::model::cache::WriteTarget;
+use crate::model::cache::key_values::{KeyValues, SharedKeyValues, Visible};
+use crate::model::cache::ring::Ring;
+use crate::model::decode_ops::DecodeOps;
+use crate::op::graph_capture::Computation;
+use crate::op::make_edges_programmatic;
+use crate::op::rope::RotationTables;
+use crate::speculative::drafter::{Draft, Drafter};
 use burn::tensor::{Device, Tensor};
 
-/// The computation of a round: everything it reads and writes.
+/// A drafting round with all tensors that its launches read and write.
 pub(super) struct Round {
     drafter: Drafter,
-    /// Its tensors are the caller's model's.
+    /// A copy of the caller's model that shares the weight tensors.
     target: Gemma4Model,
-    /// Where the last layers of each kind that have keys and values of their own keep them.
-    last_sliding: Option<Target>,
-    last_full: Option<Target>,
+    /// The KV buffers that the drafter reads. They belong to two layers of the target model: the last sliding layer and the
+    /// last full layer with keys and values of their own.
+    last_sliding: Option<WriteTarget>,
+    last_full: Option<WriteTarget>,
     ring: Ring,
     sliding: RotationTables,
     full: RotationTables,
-    /// A token of each sequence, and their positions, which the cache does not hold yet.
+    /// One token of each sequence with its position. The cache does not hold these tokens yet.
     pub inputs: Inputs,
-    /// `[batch, hidden]`: what the tokens' logits were made of.
+    /// The hidden states from which the tokens were chosen, `[batch, hidden]`.
     pub hidden: Tensor<2>,
     count: usize,
 }
 
 impl Round {
-    /// Of `count` tokens of each sequence after what the cache holds, and as far as it has room. What it begins with is still to be written.
+    /// Builds a round of `count` draft tokens per sequence, at the position after the cache's last column. The round's rotary
+    /// tables cover all positions for which the cache's buffers have room. The caller still has to write the round's inputs.
     pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
         let (device, batch) = (target.device(), cache.batch());
         let hidden = [batch, target.config().hidden_size];
@@ -60,11 +62,11 @@ impl Round {
 
 impl Computation for Round {
     const BEFORE_CAPTURE: usize = CAPTURED_AFTER;
-    type Outputs = Guesses;
+    type Outputs = Draft;
 
-    fn compute(&self) -> Guesses {
+    fn compute(&self) -> Draft {
         let position = self.inputs.positions.clone();
-        // The position's own key is not there yet.
+        // The queries see only the keys before their own position, because the cache does not hold the key of that position.
         let in_ring = [self.inputs.rows(), 1];
         let in_ring = self.ring.visible_before(in_ring, position.clone());
         let in_full = Visible {
@@ -81,7 +83,7 @@ impl Computation for Round {
                 shared.set(kind, read(last, visible));
             }
         }
-        let mut operators = FewRows {
+        let mut operators = DecodeOps {
             batch: self.inputs.rows(),
             positions: position,
             sliding: self.sliding.clone(),
@@ -101,7 +103,7 @@ impl Computation for Round {
 
     fn compute_captured(&self) -> Self::Outputs {
         let outputs = self.compute();
-        overlap_launches(&outputs.tokens);
+        make_edges_programmatic(&outputs.tokens);
         outputs
     }
 
@@ -110,10 +112,10 @@ impl Computation for Round {
     }
 }
 
-/// What a layer's buffers hold, of which queries see what is `visible`.
-fn read(buffers: &Target, visible: Visible) -> KeyValues {
+/// Returns the keys and values in a layer's buffers, of which the queries see those that `visible` selects.
+fn read(buffers: &WriteTarget, visible: Visible) -> KeyValues {
     match buffers {
-        Target::Apart(buffers) => buffers.read(visible),
-        Target::Compact(buffer) => KeyValues::of_slots(&buffer.slots, &buffer.keys, visible),
+        WriteTarget::Apart(buffers) => buffers.read(visible),
+        WriteTarget::Compact(buffer) => KeyValues::of_slots(&buffer.slots, &buffer.keys, visible),
     }
 }

@@ -1,25 +1,27 @@
-//! Draws on the device: the tensors by which kernels draw what samplers would.
+//! Sampling on the device. The kernels draw the same tokens as the samplers on the host would draw.
 
-use super::{Sampling, sampler::Sampler};
+use super::sampler::Sampler;
+use crate::config::sampling::Sampling;
 use crate::op::{argmax::argmax, sample};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The samplers of a batch's sequences, on its device.
+/// The settings and state of a batch's samplers, as device tensors.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceSampler {
-    /// Nothing where the likeliest is taken of what penalty and suppressed tokens leave.
+    /// The settings of a random draw. `None` means greedy sampling: the argmax after repetition penalty and suppressed tokens.
     draw: Option<sample::Draw>,
-    /// `[2 · batch]`.
+    /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
-    /// `[batch · words]`, and what tokens are penalized by.
+    /// The set of tokens that each sequence already contains, and the repetition penalty. The set is a bit mask,
+    /// `[batch · words]`.
     seen: Option<(Tensor<1, Int>, f32)>,
-    /// `[words]`.
+    /// The set of suppressed tokens as a bit mask, `[words]`.
     suppressed: Option<Tensor<1, Int>>,
 }
 
 impl DeviceSampler {
-    /// Of one sampler a row of logits of `dtype` for so many tokens; `None` where the kernels do not serve, or the samplers' options are
-    /// not the same but for their seeds.
+    /// Uploads the samplers, one per row of the logits. `dtype` is the dtype of the logits. Returns `None` if the kernels do
+    /// not support the vocabulary or the dtype, or if the samplers' options differ in more than their seeds.
     pub fn new(
         samplers: &[&Sampler],
         vocabulary: usize,
@@ -53,8 +55,11 @@ impl DeviceSampler {
         })
     }
 
-    /// The next token of each row of `[batch, vocabulary]`: `[batch]`, −1 where a row has none. `read` are the tokens, if any, that the
-    /// samplers' texts have got since, at `positions`, or the positions of their last ones. To draw once more changes nothing.
+    /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for a row
+    /// without a possible token.
+    ///
+    /// `read` holds one more token of each sequence, if any, that the sampler's bit mask does not contain yet. `positions`
+    /// holds the position of each sequence's last token. A second draw with the same arguments gives the same tokens.
     pub fn choose(
         &self,
         logits: Tensor<2>,
@@ -80,7 +85,7 @@ impl DeviceSampler {
 }
 
 impl Sampling {
-    /// Whether it is the same but for the seed.
+    /// True if two samplings have the same options. The seeds may differ.
     fn is_as(&self, other: &Self) -> bool {
         let seed = other.seed;
         *other
@@ -90,12 +95,12 @@ impl Sampling {
             }
     }
 
-    /// What the kernels draw by; `None` where it is [greedy](Self::is_greedy).
+    /// Returns the settings of the sampling kernel, or `None` if the sampling is [greedy](Self::is_greedy).
     fn draw(&self, vocabulary: usize) -> Option<sample::Draw> {
         let top_k = self.top_k.filter(|top_k| *top_k < vocabulary);
         let top_p = self.top_p.filter(|top_p| *top_p < 1.0);
         (!self.is_greedy()).then(|| sample::Draw {
-            // A smaller one is 0 on devices without subnormal numbers.
+            // Raise a subnormal temperature to the smallest normal number, because some devices flush subnormal numbers to 0.
             temperature: self.temperature.max(f32::MIN_POSITIVE),
             top_k: top_k.map(|top_k| top_k as u32),
             top_p: top_p.map(|top_p| (f64::from(top_p) * 2f64.powi(32)).ceil() as u32),
@@ -104,9 +109,9 @@ impl Sampling {
     }
 }
 
-/// The least number whose power of e is `weight`, from 0 to 1, at least.
+/// Returns the smallest f32 `x` with `exp(x) >= weight`. The weight is from 0 to 1, so `x` is at most 0.
 fn least_logarithm(weight: f32) -> f32 {
-    // Floats from 0 on are in the order of their bits.
+    // Search for `−x` by bisection over the bit patterns of f32. Non-negative floats have the same order as their bit patterns.
     let (mut last, mut first_below) = (0, f32::INFINITY.to_bits());
     while first_below - last > 1 {
         let middle = last + (first_below - last) / 2;
@@ -118,7 +123,7 @@ fn least_logarithm(weight: f32) -> f32 {
     -f32::from_bits(last)
 }
 
-/// A bit for each of `tokens`, in words of 32; those that the vocabulary lacks have none.
+/// Returns the set of `tokens` as a bit mask in 32-bit words. Tokens outside the vocabulary are ignored.
 fn words<'a>(tokens: impl IntoIterator<Item = &'a u32>, vocabulary: usize) -> Vec<u32> {
     let mut words = vec![0; vocabulary.div_ceil(32)];
     for token in tokens {
@@ -140,7 +145,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_logarithm_is_where_min_p_begins() {
+    fn least_logarithm_is_the_smallest_that_reaches_the_weight() {
         assert_eq!(least_logarithm(0.0), f32::MIN);
         for weight in [1.0f32, 0.999_999_9, 0.5, 0.05, 1e-10, 1e-38, 1e-45] {
             let least = least_logarithm(weight);
@@ -152,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_bits() {
+    fn words_have_a_bit_for_each_token() {
         assert_eq!(words(&[0, 31, 33, 34, 90], 34), [1 << 31 | 1, 2]);
     }
 }

@@ -1,29 +1,33 @@
-//! Draws tokens: penalty and suppressed tokens, then temperature, top-k, top-p, min-p, each over what the last has left.
+//! Sampling of tokens on the host. Repetition penalty and suppressed tokens come first, then temperature, top-k, top-p and min-p.
+//! Each of these steps works on the candidates that the previous step left.
 
-use super::Sampling;
-use crate::{Gemma4Error, op::sample::random::random_bits};
+use crate::config::sampling::Sampling;
+use crate::error::Gemma4Error;
+use crate::op::sample::random::random_bits;
 use std::cmp::Ordering;
 use std::collections::HashSet;
 
-/// Draws tokens by a [`Sampling`]. One draws for one text: a draw's random number is its seed's for the token's position.
+/// A sampler, which draws the tokens of one text with the options of a [`Sampling`]. The random bits of a draw depend only on
+/// the seed and on the position of the drawn token.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
-    /// Tokens of the text.
+    /// The number of tokens in the text so far.
     position: usize,
-    /// Tokens that are not drawn before the text has so many tokens.
+    /// Tokens that are forbidden at the beginning of the text. Each list of tokens comes with a length: the tokens are
+    /// forbidden while the text is shorter than this length.
     suppressed: Vec<(usize, Vec<u32>)>,
-    /// The tokens that the text has, where they are penalized.
+    /// The tokens that the text contains, if a repetition penalty is set.
     seen: HashSet<u32>,
-    /// Kept from draw to draw, to allocate once.
+    /// Scratch memory for the candidates, reused by all draws.
     candidates: Vec<Candidate>,
-    /// Kept likewise.
+    /// Scratch memory for the modified logits, reused by all draws.
     changed: Vec<f32>,
 }
 
 impl Sampler {
-    /// A sampler of a text that has no tokens yet.
+    /// Creates a sampler for a text that has no tokens yet.
     pub fn new(sampling: &Sampling) -> Self {
         Self {
             sampling: sampling.clone(),
@@ -36,7 +40,7 @@ impl Sampler {
         }
     }
 
-    /// Tokens that the text has without this sampler having drawn them: its prompt's.
+    /// Records tokens that are part of the text but were not drawn by this sampler, such as the tokens of the prompt.
     pub fn read(&mut self, tokens: &[u32]) {
         self.position += tokens.len();
         if self.sampling.repetition_penalty != 1.0 {
@@ -44,7 +48,7 @@ impl Sampler {
         }
     }
 
-    /// Draws none of `tokens` as one of the next `count`.
+    /// Forbids `tokens` at the next `count` positions.
     pub(crate) fn suppress_for(&mut self, count: usize, tokens: &[u32]) {
         if count > 0 && !tokens.is_empty() {
             let end = self.position.saturating_add(count);
@@ -52,15 +56,17 @@ impl Sampler {
         }
     }
 
-    /// True if [`suppress_for`](Self::suppress_for) holds for the next token.
+    /// True if [`suppress_for`](Self::suppress_for) forbids tokens at the next position.
     pub(crate) fn suppresses_now(&self) -> bool {
         self.suppressed.iter().any(|(end, _)| self.position < *end)
     }
 
-    /// A token by its logits, one a token of the vocabulary. A logit that is NaN counts as −∞.
+    /// Draws a token from `logits`, which has one logit per token of the vocabulary, and records the token. A NaN logit counts as
+    /// −∞.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where every logit is NaN or −∞, so that there is no token to draw, and those of [`Sampling::validate`].
+    /// Returns [`Gemma4Error::Argument`] if every logit is NaN or −∞, so that no token can be drawn. Passes on the errors of
+    /// [`Sampling::validate`].
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         self.sampling.validate()?;
         let token = self.choose(logits)?;
@@ -68,7 +74,7 @@ impl Sampler {
         Ok(token)
     }
 
-    /// A token by its logits and by options that make sense, which it does not read.
+    /// Draws a token from `logits` without recording it. The sampling options must be valid.
     pub(crate) fn choose(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         if !self.sampling.changes_logits() && !self.suppresses_now() {
             return self.choose_among(logits);
@@ -91,7 +97,7 @@ impl Sampler {
         self.seed
     }
 
-    /// Of the token that is drawn next.
+    /// Returns the position of the next token to draw.
     #[cfg(feature = "cube")]
     pub(crate) fn position(&self) -> usize {
         self.position
@@ -102,7 +108,7 @@ impl Sampler {
         &self.seen
     }
 
-    /// Applies the penalty and the suppressed tokens.
+    /// Applies the repetition penalty and the suppressed tokens to the logits.
     fn change(&self, logits: &mut [f32]) {
         let penalty = self.sampling.penalty();
         for token in &self.seen {
@@ -124,11 +130,11 @@ impl Sampler {
     }
 
     fn choose_among(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
-        let likeliest = possible(logits)
+        let argmax = possible(logits)
             .reduce(|best, next| if next.logit > best.logit { next } else { best })
             .ok_or_else(|| Gemma4Error::no_number(logits.len()))?;
         if self.sampling.is_greedy() {
-            return Ok(likeliest.token);
+            return Ok(argmax.token);
         }
         self.candidates.clear();
         self.candidates.extend(possible(logits));
@@ -136,21 +142,22 @@ impl Sampler {
             self.keep_top_k(top_k);
         }
         for candidate in &mut self.candidates {
-            candidate.weigh(likeliest.logit, self.sampling.temperature);
+            candidate.weigh(argmax.logit, self.sampling.temperature);
         }
         match self.sampling.top_p {
             Some(top_p) if top_p < 1.0 => self.keep_top_p(f64::from(top_p)),
             _ => (),
         }
         if let Some(min_p) = self.sampling.min_p {
-            // The likeliest weighs 1.
+            // Compare the weights with `min_p` without dividing by the largest weight, because the largest weight is 1.
             self.candidates
                 .retain(|candidate| candidate.weight >= min_p);
         }
-        Ok(self.draw().unwrap_or(likeliest.token))
+        Ok(self.draw().unwrap_or(argmax.token))
     }
 
-    /// Keeps the `top_k` likeliest, and as transformers does, what ties with the last of them.
+    /// Keeps the `top_k` most likely candidates. Also keeps the other candidates whose logit equals the smallest kept logit, as
+    /// transformers does.
     fn keep_top_k(&mut self, top_k: usize) {
         if top_k >= self.candidates.len() {
             return;
@@ -162,8 +169,8 @@ impl Sampler {
         self.candidates.retain(|candidate| candidate.logit >= last);
     }
 
-    /// Keeps the likeliest, until their probabilities reach `top_p`. Few usually do, so the rest of a
-    /// vocabulary is not sorted.
+    /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. A few candidates are usually
+    /// enough to reach it, so the candidates are sorted piece by piece, beginning with the most likely ones.
     fn keep_top_p(&mut self, top_p: f64) {
         let enough = top_p * sum(&self.candidates);
         let mut reached = 0.0;
@@ -187,11 +194,12 @@ impl Sampler {
         }
     }
 
-    /// One of the candidates by their weights, in the tokens' order; none where rounding passes over the last one.
+    /// Draws a candidate with a probability proportional to its weight. The candidates are searched in the order of token ids.
+    /// Returns `None` if rounding errors move the drawn number past the last candidate.
     fn draw(&mut self) -> Option<u32> {
         self.candidates
             .sort_unstable_by_key(|candidate| candidate.token);
-        // As many of the bits as the number holds.
+        // Drop the lowest 11 of the 64 random bits, because an f64 holds 53 bits exactly.
         let bits = random_bits(self.seed, self.position as u32) >> 11;
         let mut left = bits as f64 * 2f64.powi(-53) * sum(&self.candidates);
         let drawn = self.candidates.iter().find(|candidate| {
@@ -207,20 +215,20 @@ impl Sampler {
 struct Candidate {
     token: u32,
     logit: f32,
-    /// In proportion to its probability; 1 for the likeliest token.
+    /// A weight proportional to the probability. The most likely token has the weight 1.
     weight: f32,
 }
 
 impl Candidate {
-    /// The likelier first, of equal ones the lower token. No two are equal in it, so what is drawn does not
-    /// depend on how sorting treats equals.
+    /// Orders candidates by descending logit, then by ascending token id. No two candidates are equal in this order, so a draw
+    /// does not depend on how the sort treats equal elements.
     fn order(&self, other: &Self) -> Ordering {
         let by_logit = other.logit.total_cmp(&self.logit);
         by_logit.then(self.token.cmp(&other.token))
     }
 
     fn weigh(&mut self, largest: f32, temperature: f32) {
-        // Apart, because ∞ - ∞ is NaN.
+        // Set the weight to 1 for the largest logit instead of subtracting: if the logit is ∞, the subtraction gives NaN.
         self.weight = if self.logit == largest {
             1.0
         } else {
@@ -229,7 +237,7 @@ impl Candidate {
     }
 }
 
-/// The tokens whose probability is not 0 or unknown.
+/// Returns the tokens whose logit is neither NaN nor −∞.
 fn possible(logits: &[f32]) -> impl Iterator<Item = Candidate> {
     let candidates = (0u32..).zip(logits).map(|(token, &logit)| Candidate {
         token,
@@ -258,13 +266,13 @@ mod tests {
         }
     }
 
-    /// How often each token is drawn.
+    /// Draws many times and returns the share of each token among the drawn tokens.
     fn frequencies(sampling: &Sampling, logits: &[f32]) -> Vec<f64> {
         const DRAWS: usize = 20_000;
         let mut sampler = Sampler::new(sampling);
         let mut counts = vec![0usize; logits.len()];
         for _ in 0..DRAWS {
-            counts[sampler.sample(logits).expect("a token") as usize] += 1;
+            counts[sampler.sample(logits).expect("a logit is finite") as usize] += 1;
         }
         let share = |count| count as f64 / DRAWS as f64;
         counts.into_iter().map(share).collect()
@@ -276,23 +284,23 @@ mod tests {
         for (found_one, expected_one) in found.iter().zip(expected) {
             let close = (found_one - expected_one).abs() < 0.015;
             let never = *expected_one > 0.0 || *found_one == 0.0;
-            assert!(close && never, "{found:?} is not {expected:?}");
+            assert!(close && never, "found {found:?}, expected {expected:?}");
         }
     }
 
-    /// Logits of the given probabilities.
+    /// Returns logits whose softmax is the given list of probabilities.
     fn logits(probabilities: &[f32]) -> Vec<f32> {
         probabilities.iter().map(|p| p.ln()).collect()
     }
 
-    /// A vocabulary of Gemma's size in no order, with many ties.
+    /// Returns logits of a vocabulary of Gemma's size, in no order and with many equal values.
     fn vocabulary() -> Vec<f32> {
         let scatter = |i: u32| i.wrapping_mul(2_654_435_761) >> 18;
         (0..262_144).map(|i| scatter(i) as f32 / 1000.0).collect()
     }
 
     #[test]
-    fn greedy_takes_the_first_of_the_largest() {
+    fn sample_greedy_gives_the_first_argmax() {
         let logits = [f32::NAN, 1.0, 3.0, 3.0, f32::NEG_INFINITY];
         for sampling in [
             Sampling::greedy(),
@@ -300,15 +308,20 @@ mod tests {
             sampling(1.0, Some(1), None),
         ] {
             assert!(sampling.is_greedy());
-            assert_eq!(Sampler::new(&sampling).sample(&logits).expect("a token"), 2);
+            assert_eq!(
+                Sampler::new(&sampling)
+                    .sample(&logits)
+                    .expect("a logit is finite"),
+                2
+            );
         }
     }
 
     #[test]
-    fn temperature_changes_probabilities() {
+    fn sample_with_temperature_scales_probabilities() {
         let logits = logits(&[0.5, 0.25, 0.25]);
         assert_frequencies(&sampling(1.0, None, None), &logits, &[0.5, 0.25, 0.25]);
-        // Squared and summed up to 1.
+        // A temperature of 0.5 squares the probabilities, which are normalised afterwards.
         assert_frequencies(
             &sampling(0.5, None, None),
             &logits,
@@ -319,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn top_k_keeps_the_largest_and_their_ties() {
+    fn sample_with_top_k_keeps_the_largest_and_ties() {
         let logits = logits(&[0.1, 0.4, 0.2, 0.1, 0.2]);
         assert_frequencies(
             &sampling(1.0, Some(2), None),
@@ -334,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn top_p_keeps_the_token_that_reaches_it() {
+    fn sample_with_top_p_keeps_the_token_that_reaches_it() {
         let logits = logits(&[0.1, 0.5, 0.15, 0.25]);
         for (top_p, expected) in [
             (0.4, [0.0, 1.0, 0.0, 0.0]),
@@ -347,12 +360,14 @@ mod tests {
     }
 
     #[test]
-    fn top_p_counts_what_temperature_and_top_k_leave() {
+    fn sample_with_top_p_counts_after_temperature_and_top_k() {
         let logits = logits(&[0.1, 0.3, 0.2, 0.4]);
-        // Of 0.4, 0.3, 0.2 the first two are 7/9, which reaches 0.75, though of all they are only 0.7.
+        // Top-k keeps the tokens with the probabilities 0.4, 0.3 and 0.2. The first two of these make up 7/9 of the sum 0.9,
+        // and 7/9 is more than the `top_p` of 0.75. Without top-k the first two would make up only 0.7.
         let expected = [0.0, 3.0 / 7.0, 0.0, 4.0 / 7.0];
         assert_frequencies(&sampling(1.0, Some(3), Some(0.75)), &logits, &expected);
-        // Squared: 0.16, 0.09, 0.04, 0.01; the first is 0.53 of their sum.
+        // The temperature of 0.5 squares the probabilities to 0.16, 0.09, 0.04 and 0.01. The first of these is 0.53 of their
+        // sum, so it alone reaches the `top_p` of 0.5.
         assert_frequencies(
             &sampling(0.5, None, Some(0.5)),
             &logits,
@@ -360,9 +375,9 @@ mod tests {
         );
     }
 
-    /// What is not sorted in full must be what a full sort gives.
+    /// The sampler sorts only a part of the candidates. It must keep the same candidates as with a full sort.
     #[test]
-    fn a_large_nucleus_is_the_one_of_a_full_sort() {
+    fn sample_with_large_top_p_keeps_the_prefix_of_a_full_sort() {
         let logits = vocabulary();
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         order.sort_by(|&a, &b| {
@@ -371,7 +386,7 @@ mod tests {
         });
         for (temperature, top_p) in [(0.2, 0.3), (1.0, 0.5), (5.0, 0.9), (5.0, 0.999)] {
             let mut sampler = Sampler::new(&sampling(temperature, None, Some(top_p)));
-            sampler.sample(&logits).expect("a token");
+            sampler.sample(&logits).expect("a logit is finite");
             sampler.candidates.sort_by(Candidate::order);
             let kept: Vec<u32> = sampler.candidates.iter().map(|kept| kept.token).collect();
             assert!(
@@ -396,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_seed_draws_the_same_tokens() {
+    fn sample_with_the_same_seed_repeats_tokens() {
         let logits = vocabulary();
         let drawn = |seed| {
             let sampling = Sampling {
@@ -407,7 +422,7 @@ mod tests {
                 ..Sampling::greedy()
             };
             let mut sampler = Sampler::new(&sampling);
-            let draw = |_| sampler.sample(&logits).expect("a token");
+            let draw = |_| sampler.sample(&logits).expect("a logit is finite");
             (0..20).map(draw).collect::<Vec<_>>()
         };
         assert_eq!(drawn(Some(3)), drawn(Some(3)));
@@ -416,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_number_is_never_drawn() {
+    fn sample_with_nan_never_draws_it() {
         let logits = [f32::NAN, 0.0, f32::NEG_INFINITY, f32::NAN, 0.0];
         for sampling in [
             sampling(1.0, None, None),
@@ -428,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn infinity_beats_everything() {
+    fn sample_with_infinite_logits_draws_only_those() {
         let logits = [f32::INFINITY, 0.0, f32::INFINITY];
         for sampling in [sampling(1.0, None, None), sampling(1.0, Some(2), Some(0.9))] {
             assert_frequencies(&sampling, &logits, &[0.5, 0.0, 0.5]);
@@ -436,10 +451,12 @@ mod tests {
     }
 
     #[test]
-    fn no_number_is_an_error() {
+    fn sample_without_finite_logits_is_an_error() {
         for sampling in [Sampling::greedy(), sampling(1.0, Some(2), Some(0.5))] {
             for logits in [&[f32::NAN, f32::NEG_INFINITY][..], &[]] {
-                let error = Sampler::new(&sampling).sample(logits).expect_err("nothing");
+                let error = Sampler::new(&sampling)
+                    .sample(logits)
+                    .expect_err("no token can be drawn");
                 assert!(error.to_string().starts_with("logits: "), "{error}");
             }
         }

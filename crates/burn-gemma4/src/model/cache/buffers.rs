@@ -1,15 +1,19 @@
-//! Slots of keys and values, and how columns get into them and out again.
+//! Buffers of keys and values, and functions that write and read their columns.
+//!
+//! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A full layer stores column
+//! `c` in slot `c`, a ring buffer in slot `c % slots`.
 
 use super::{
     key_values::{KeyValues, Visible},
     slots::Slots,
 };
 
-/// Columns that a full layer's buffer grows by. Growing copies the buffer, which attention reads once a column
-/// anyway, so this bounds the copies to 1/256 of what is read.
+/// The number of slots by which a full layer's buffer grows. Growing copies the whole buffer once per 256 new columns.
+/// Attention reads the whole buffer once per new column in a decode step, so the copies are at most 1/256 of the memory that
+/// attention reads.
 pub(super) const BLOCK: usize = 256;
 
-/// `[batch, kv_heads, slots, head_dim]` each.
+/// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.
 #[derive(Clone, Debug)]
 pub(crate) struct Buffers {
     pub key: Slots,
@@ -29,12 +33,13 @@ impl Buffers {
     }
 }
 
-/// Slots of a buffer that holds `columns`.
+/// Returns the number of slots in a buffer that holds `columns` columns (tokens of every sequence).
 pub(super) fn capacity(columns: usize) -> usize {
     columns.next_multiple_of(BLOCK)
 }
 
-/// The buffer, or a larger one with its first `columns`, where it has fewer slots than these.
+/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a larger buffer with a copy of the first `columns`
+/// columns.
 pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     match buffer.dims()[2] < slots {
         true => write(buffer.empty(slots), buffer, 0, 0, columns),
@@ -42,7 +47,8 @@ pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     }
 }
 
-/// A full layer's buffer with a call's columns, `[batch, kv_heads, count, …]`, after `past` others.
+/// Appends `new`, `[batch, kv_heads, count, …]`, to a full layer's buffer that already holds `past` columns. Returns the
+/// buffer.
 pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots {
     let count = new.dims()[2];
     let slots = capacity(past + count);
@@ -53,15 +59,16 @@ pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots 
     write(buffer, new, 0, past, count)
 }
 
-/// Writes `count` columns of `new`, from its `start` on, into the slots from `slot` on.
+/// Copies `count` columns (tokens) of `new`, from column `start` on, into `buffer`, from slot `slot` on.
 ///
-/// The buffer is the only handle to its memory, so this writes in place.
+/// The caller passes the only handle to the buffer's memory, so the write happens in place.
 pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count: usize) -> Slots {
     let [batch, ..] = buffer.dims();
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
-/// Writes into a ring the last columns of `new`, whose first column comes after `past` others.
+/// Writes the last columns (tokens) of `new` to a ring buffer, at most as many as the buffer has slots. `past` is the number of
+/// columns before `new`.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);
@@ -75,7 +82,8 @@ pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     }
 }
 
-/// The last `kept` of `past` columns of a ring, in order, and then `new`.
+/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, followed by the columns of `new`.
+/// The columns are in text order.
 pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> Slots {
     if kept == 0 {
         return new.clone();
@@ -85,7 +93,8 @@ pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> S
     Slots::cat(parts)
 }
 
-/// The last `kept` of `past` columns of a ring, of which there is one at least, in order.
+/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, in text order, as one or two
+/// slices. `kept` must be at least 1.
 pub(super) fn parts_in_order(ring: &Slots, past: usize, kept: usize) -> Vec<Slots> {
     let slots = ring.dims()[2];
     let slot = (past - kept) % slots;

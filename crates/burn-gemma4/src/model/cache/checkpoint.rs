@@ -1,4 +1,6 @@
-//! A cache as it was at an earlier column. Full layers still have all columns; a ring forgets, so that its last ones are copied.
+//! Checkpoints, which restore a cache to an earlier column. A column is one token of the text. Full layers keep all columns, so
+//! a checkpoint stores nothing for them. Ring buffers overwrite old columns, so a checkpoint stores copies of their last
+//! columns.
 
 use super::{
     Cache, Store,
@@ -6,19 +8,20 @@ use super::{
     slots::Slots,
 };
 
-/// What rings held at a column.
+/// The contents of the ring buffers after a given number of columns. A column is one token of the text.
 #[derive(Debug)]
 pub(crate) struct Checkpoint {
-    /// Columns that had been written.
+    /// The number of columns (tokens) in the cache when the checkpoint was made.
     pub column: usize,
-    /// The last of them that each ring still had.
+    /// The number of columns (tokens) that the checkpoint copied from each ring buffer.
     pub kept: usize,
-    /// By layer: `[batch, kv_heads, kept, head_dim]`, in order; nothing for layers without a ring, and where nothing was kept.
+    /// The copied columns of each layer, `[batch, kv_heads, kept, head_dim]`, in text order. The entry of a layer without a
+    /// ring buffer is `None`. All entries are `None` if `kept` is 0.
     pub rings: Vec<Option<Buffers>>,
 }
 
 impl Checkpoint {
-    /// Bytes on the device.
+    /// Returns the checkpoint's size on the device in bytes.
     pub fn bytes(&self) -> usize {
         let rings = self.rings.iter().flatten();
         rings
@@ -28,7 +31,7 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// What the rings hold now.
+    /// Copies the columns that the ring buffers still hold.
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
@@ -47,18 +50,21 @@ impl Cache {
         }
     }
 
-    /// The last columns that a ring still has and may need: what the next query sees, and what may be forgotten before it.
+    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs some
+    /// of these columns, and [`forget`](Self::forget) may still remove the others.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
 
-    /// Forgets all columns after an earlier one, if rings have not overwritten what the next query sees. Whether it did.
+    /// Removes all columns from `column` on, and returns true. Returns false, and changes nothing, if the ring buffers no
+    /// longer hold every key in the window of a query at `column`.
     ///
     /// # Panics
-    /// With padding, whose mask counts all columns that were ever written.
+    /// If the cache is padded. A padded cache has one padding mask for all columns that were ever written.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
-        assert!(!self.is_padded(), "of one text");
-        // A full ring counts as one that has overwritten: of a checkpoint, its first column may be missing.
+        assert!(!self.is_padded(), "only an unpadded cache can be rewound");
+        // Treat a ring buffer as overwritten once all slots are written, although it may still hold every token of the text.
+        // After a restore all slots count as written, but the first tokens can be missing.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -73,12 +79,12 @@ impl Cache {
         }
     }
 
-    /// Goes back to a checkpoint of this cache: to no later column than it has.
+    /// Restores this cache to one of its own earlier checkpoints. The checkpoint must not have more columns than the cache.
     ///
     /// # Panics
-    /// As [`rewind`](Self::rewind).
+    /// If the cache is padded.
     pub(crate) fn restore(&mut self, checkpoint: &Checkpoint) {
-        assert!(!self.is_padded(), "of one text");
+        assert!(!self.is_padded(), "only an unpadded cache can be restored");
         let slots = self.ring_slots();
         let past = checkpoint.column - checkpoint.kept;
         let written = |ring, columns: &Slots| write_ring(ring, columns.clone(), past);
@@ -95,7 +101,8 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Of the spare columns, those may be forgotten before which the window is still there.
+        // Limit the number of tokens that can be forgotten. After the last of them is forgotten, the ring buffer must still
+        // hold the whole window of the next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
             false => self.spare.min(checkpoint.kept + 1 - self.window),
@@ -104,10 +111,12 @@ impl Cache {
     }
 }
 
-/// The last `kept` of `past` columns of a ring, of which there is one at least, in memory of their own: kernels write rings where they lie.
+/// Copies the last `kept` of the `past` columns (tokens) that were written to a ring buffer. The copy is new memory, because
+/// kernels write ring buffers in place, which would change a view. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
-    // One slot more than there are columns: what is written to all of a tensor may be the tensor from then on.
+    // Allocate one slot more than needed, so that no write covers the whole tensor. A write that covers the whole tensor may
+    // return the source tensor, a view of the ring buffer, instead of a copy.
     let copy =
         parts_in_order(ring, past, kept)
             .into_iter()

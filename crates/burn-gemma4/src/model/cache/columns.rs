@@ -1,4 +1,4 @@
-//! The columns of a cache by layer, out of its buffers and into them again.
+//! The columns of each layer's cache as named tensors, in the form that session files store. A column is one token of the text.
 
 use super::{
     Cache, Store,
@@ -6,19 +6,20 @@ use super::{
     compact::{CompactBuffer, CompactKeys},
     slots::Slots,
 };
-use crate::{Gemma4Config, Gemma4Model};
+use crate::config::Gemma4Config;
+use crate::model::Gemma4Model;
 use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// What a layer's keys or values, or both, are called, and their shape.
-pub(crate) struct Columns {
+/// The name and shape of a tensor in a session file: a layer's keys, its values, or its compact slots.
+pub(crate) struct CacheColumns {
     pub name: String,
-    /// `[1, kv_heads, columns, head_dim]`.
+    /// The shape, `[1, kv_heads, columns, head_dim]`. For compact slots the last dimension is the slot's width.
     pub shape: [usize; 4],
 }
 
 impl Cache {
-    /// All columns of full layers, by name.
+    /// Returns all columns (tokens) of the full layers' buffers, with their tensor names.
     pub(crate) fn columns_of_layers(&self) -> Vec<(String, Slots)> {
         let columns = |buffer: &Slots| buffer.narrow(2, 0, self.columns);
         let mut found = Vec::new();
@@ -38,13 +39,18 @@ impl Cache {
         found
     }
 
-    /// What [`columns_of_layers`](Self::columns_of_layers) are with so many columns.
-    pub(crate) fn expected_columns(&self, config: &Gemma4Config, columns: usize) -> Vec<Columns> {
+    /// Returns the names and shapes of the tensors that [`columns_of_layers`](Self::columns_of_layers) returns for a cache of
+    /// `columns` columns. The loader compares a session file with these names and shapes.
+    pub(crate) fn expected_columns(
+        &self,
+        config: &Gemma4Config,
+        columns: usize,
+    ) -> Vec<CacheColumns> {
         let mut expected = Vec::new();
         for (layer, store) in self.stores.iter().enumerate() {
             let shape = |width| [1, config.key_value_heads(layer), columns, width];
             let mut add = |what, width| {
-                expected.push(Columns {
+                expected.push(CacheColumns {
                     name: name(layer, what),
                     shape: shape(width),
                 });
@@ -62,13 +68,14 @@ impl Cache {
         expected
     }
 
-    /// What rings are that have kept so many columns.
+    /// Returns the names and shapes of the ring buffers' tensors in a checkpoint of `kept` columns. The loader compares a
+    /// session file with these names and shapes.
     pub(crate) fn expected_rings(
         &self,
         config: &Gemma4Config,
         prefix: &str,
         kept: usize,
-    ) -> Vec<Columns> {
+    ) -> Vec<CacheColumns> {
         let rings = self.stores.iter().enumerate();
         let rings = rings.filter(|(_, store)| kept > 0 && matches!(store, Store::Ring(_)));
         rings
@@ -79,7 +86,7 @@ impl Cache {
                     kept,
                     config.head_dim(layer),
                 ];
-                ["key", "value"].map(|what| Columns {
+                ["key", "value"].map(|what| CacheColumns {
                     name: format!("{prefix}.{layer}.{what}"),
                     shape,
                 })
@@ -87,14 +94,15 @@ impl Cache {
             .collect()
     }
 
-    /// Whether rings may have kept so many columns of these.
+    /// True if the ring buffers of a cache with `columns` columns (tokens) may hold exactly `kept` columns. The loader rejects
+    /// a session file with another number.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;
         kept <= columns.min(most) && (kept == columns || kept >= window)
     }
 
-    /// Fills the full layers of an empty cache.
+    /// Fills the buffers of the full layers from named tensors. The cache must be empty.
     pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Slots>) {
         for (layer, store) in self.stores.iter_mut().enumerate() {
             let mut take = |what| {
@@ -118,7 +126,8 @@ impl Cache {
         }
     }
 
-    /// Gives rings slots that have kept none of the columns that were read: those of a window of one column.
+    /// Allocates the missing ring buffers. A session file has no tensors for ring buffers that hold no token, for example with
+    /// a window of one token.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());
@@ -136,7 +145,7 @@ impl Cache {
         }
     }
 
-    /// What rings have kept, by layer.
+    /// Removes the ring buffers' columns from the named tensors, and returns them by layer.
     pub(crate) fn rings_of(
         &self,
         prefix: &str,

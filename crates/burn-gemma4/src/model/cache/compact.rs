@@ -1,8 +1,9 @@
-//! Keys and values in one buffer, where both are made of the same projection.
+//! Compact keys: keys and values in one buffer, for layers that compute both from the same projection.
 //!
-//! There a head's value is the normalised projection `r`, and its key `r` times the weight `w` of the keys' norm, rotated by position.
-//! The rotation is of a few of the channels; in all others the key is `w` times the value, so that the query can be
-//! multiplied by `w` instead and meet the value itself. Of the key, only the rotated channels are kept:
+//! In these layers a head's value is the normalised projection `r`. The key is `r` times the weight `w` of the key norm,
+//! rotated by position. The rotation changes only some channels. In every other channel the key equals `w` times the value. In
+//! these channels the query is therefore multiplied by `w`, and attention takes the dot product of query and value instead of
+//! query and key. The buffer stores only the rotated channels of the key, beside the whole value:
 //!
 //! ```text
 //! slot     value's rotated   | value's others    | key's rotated
@@ -10,23 +11,26 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! With Gemma 4's 512 channels, 128 of which are rotated, that is 640 numbers instead of 1024. It is the same mathematics; in half
-//! precision it is rounded elsewhere.
+//! A Gemma 4 head has 512 channels, and 128 of them are rotated. A slot therefore has 640 elements instead of 1024. The result
+//! is mathematically equal, but in half precision it differs in rounding.
 
-use super::slots::{CODES, Slots};
-use crate::Gemma4Config;
+use super::precision::CODES;
+use super::slots::Slots;
+use crate::config::Gemma4Config;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-/// How a slot is laid out.
+/// The layout of the channels in a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompactLayout {
     pub head_dim: usize,
-    /// Channel `p` is rotated with channel `p + head_dim / 2` for every `p` below.
+    /// The number of rotated channel pairs. Pair `p` consists of the channels `p` and `p + head_dim / 2`, and is rotated if `p`
+    /// is below this number.
     pub rotated_pairs: usize,
 }
 
 impl CompactLayout {
-    /// Of a layer's slots; `None` where a key says more than the value, or nothing is saved.
+    /// Returns the layout of a layer's slots. Returns `None` if the layer has separate key and value projections, or if a
+    /// compact slot would not be smaller.
     pub fn of(config: &Gemma4Config, layer: usize) -> Option<Self> {
         let head_dim = config.head_dim(layer);
         let layout = Self {
@@ -36,22 +40,23 @@ impl CompactLayout {
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
-    /// Whether keys and values each begin and end with a word of int8.
+    /// True if the key range and the value range of a slot begin and end at boundaries of 32-bit words, each of which holds
+    /// four int8 codes.
     pub fn has_words(&self) -> bool {
         self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }
 
-    /// Columns of a slot.
+    /// Returns the number of elements in a slot.
     pub fn width(&self) -> usize {
         self.head_dim + self.rotated()
     }
 
-    /// Rotated channels.
+    /// Returns the number of rotated channels.
     pub fn rotated(&self) -> usize {
         2 * self.rotated_pairs
     }
 
-    /// The channel in each of the values' columns.
+    /// Returns the channel that each element of a slot's value range holds.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -65,14 +70,14 @@ impl CompactLayout {
         .collect()
     }
 
-    /// The channel in each of the keys' columns.
+    /// Returns the channel that each element of a slot's key range holds.
     fn key_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.rotate_left(self.rotated());
         order
     }
 
-    /// What each of a slot's columns has: of a value's channels and then a key's.
+    /// Returns the source of each slot element, as an index into the channels of the value followed by the channels of the key.
     fn slot_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.extend_from_within(..self.rotated());
@@ -82,7 +87,7 @@ impl CompactLayout {
         order
     }
 
-    /// The values' column that each channel is in.
+    /// Returns the index in the value range for each channel. This is the inverse of [`value_order`](Self::value_order).
     fn value_columns(&self) -> Vec<usize> {
         let mut columns = vec![0; self.head_dim];
         for (column, channel) in self.value_order().into_iter().enumerate() {
@@ -92,11 +97,12 @@ impl CompactLayout {
     }
 }
 
-/// What makes slots, and what queries need to read them.
+/// The index tensors that build compact slots, and the weight by which a query is multiplied before it attends to the slots.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
-    /// `[head_dim]`: what queries are multiplied by, beside their norm's weight: the keys' where channels are not rotated.
+    /// A weight by which each channel of a query is multiplied, `[head_dim]`. It is the key norm's weight in channels without
+    /// rotation, and 1 in rotated channels.
     pub query_factor: Tensor<1>,
     slot_order: Tensor<1, Int>,
     key_order: Tensor<1, Int>,
@@ -104,7 +110,7 @@ pub(crate) struct CompactKeys {
 }
 
 impl CompactKeys {
-    /// For keys whose norm has the weight `[head_dim]`.
+    /// Builds the index tensors and the query weight. `key_weight`, `[head_dim]`, is the weight of the key norm.
     pub fn new(layout: CompactLayout, key_weight: &Tensor<1>) -> Self {
         let device = key_weight.device();
         let pairs = layout.head_dim / 2;
@@ -122,28 +128,29 @@ impl CompactKeys {
         }
     }
 
-    /// Slots for keys and values, `[batch, kv_heads, positions, head_dim]` each: `[batch, kv_heads, positions, width]`.
+    /// Builds slots, `[batch, kv_heads, positions, width]`, from keys and values, each `[batch, kv_heads, positions, head_dim]`.
     pub fn slots(&self, key: Tensor<4>, value: Tensor<4>) -> Tensor<4> {
         Tensor::cat(vec![value, key], 3).select(3, self.slot_order.clone())
     }
 
-    /// Queries that have been multiplied by [`query_factor`](Self::query_factor), `[…, head_dim]`, in the keys' order.
+    /// Reorders the channels of queries, `[…, head_dim]`, to the order of a slot's key range. The queries must already be
+    /// multiplied by [`query_factor`](Self::query_factor).
     pub fn queries(&self, queries: Tensor<4>) -> Tensor<4> {
         queries.select(3, self.key_order.clone())
     }
 
-    /// What queries have read, `[…, head_dim]`, by channels.
+    /// Reorders an attention output, `[…, head_dim]`, from the order of a slot's value range to channel order.
     pub fn channels(&self, read: Tensor<4>) -> Tensor<4> {
         read.select(3, self.value_columns.clone())
     }
 }
 
-/// Keys and values that share slots.
+/// A buffer whose slots hold both keys and values.
 #[derive(Clone, Debug)]
 pub(crate) struct CompactBuffer {
-    /// `[batch, kv_heads, slots, width]`.
+    /// The slots, `[batch, kv_heads, slots, width]`.
     pub slots: Slots,
-    /// How they are laid out and read.
+    /// The layout of the slots and the index tensors.
     pub keys: CompactKeys,
 }
 
@@ -156,7 +163,7 @@ fn indices(values: Vec<usize>, device: &Device) -> Tensor<1, Int> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::LayerType;
+    use crate::config::LayerType;
 
     const LAYOUT: CompactLayout = CompactLayout {
         head_dim: 12,
@@ -164,7 +171,7 @@ mod tests {
     };
 
     #[test]
-    fn keys_and_values_share_what_is_not_rotated() {
+    fn slot_order_shares_the_unrotated_channels() {
         assert_eq!(LAYOUT.width(), 16);
         assert_eq!(LAYOUT.value_order(), [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]);
         let slot = LAYOUT.slot_order();
@@ -175,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn columns_undo_the_order() {
+    fn value_columns_invert_the_value_order() {
         let order = LAYOUT.value_order();
         for (channel, column) in LAYOUT.value_columns().into_iter().enumerate() {
             assert_eq!(order[column], channel);
@@ -183,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn gemma_4_saves_three_eighths() {
+    fn layout_of_gemma_4_saves_three_eighths() {
         let expected = CompactLayout {
             head_dim: 512,
             rotated_pairs: 64,
@@ -196,7 +203,7 @@ mod tests {
                 assert_eq!(layout, full.then_some(expected), "layer {layer}");
             }
         }
-        // Its values have a projection of their own.
+        // E2B has separate key and value projections, so it has no compact layout.
         assert_eq!(CompactLayout::of(&Gemma4Config::e2b(), 4), None);
     }
 }

@@ -1,25 +1,26 @@
-//! What queries read: keys and values, and what is visible of them.
+//! The keys and values that a layer's queries attend to, and the rules that decide which keys a query sees.
 
 use super::{compact::CompactKeys, slots::Slots};
-use crate::LayerType;
+use crate::config::LayerType;
 use attention_cube::AttentionOptions;
 use burn::tensor::{Bool, Int, Tensor};
 
-/// Keys and values that a layer attends to, and what its queries see of them.
+/// The keys and values that a layer's queries attend to, and which of the keys each query sees.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyValues {
-    /// `[batch, kv_heads, kv_len, head_dim]`, normalised and rotated.
+    /// The normalised and rotated keys, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: Slots,
-    /// `[batch, kv_heads, kv_len, head_dim]`, normalised.
+    /// The normalised values, `[batch, kv_heads, kv_len, head_dim]`.
     pub value: Slots,
-    /// What the queries see.
+    /// The rules that decide which keys a query sees.
     pub visible: Visible,
-    /// Where keys and values share columns, how: the key's norm is then the query's in part.
+    /// The layout of compact keys, if keys and values share slots. Channels of the query must then be multiplied by the key
+    /// norm's weight.
     pub compact: Option<CompactKeys>,
 }
 
 impl KeyValues {
-    /// Keys and values with columns of their own.
+    /// Creates a view of keys and values in separate buffers.
     pub fn new(key: Slots, value: Slots, visible: Visible) -> Self {
         Self {
             key,
@@ -29,7 +30,7 @@ impl KeyValues {
         }
     }
 
-    /// Keys and values that share slots, `[batch, kv_heads, slots, width]`, read where they lie.
+    /// Creates a view of keys and values that share slots, `[batch, kv_heads, slots, width]`, without a copy.
     pub fn of_slots(slots: &Slots, keys: &CompactKeys, visible: Visible) -> Self {
         let (rotated, head_dim) = (keys.layout.rotated(), keys.layout.head_dim);
         Self {
@@ -41,26 +42,27 @@ impl KeyValues {
     }
 }
 
-/// What queries see of keys. The last query is at the last key.
+/// The rules that decide which keys a query sees. The last query is at the position of the last key.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Visible {
-    /// No query sees a later key.
+    /// True if a query sees no later key.
     pub causal: bool,
-    /// A query sees this many keys, its own included.
+    /// The number of keys that a query sees, including the key at its own position.
     pub window: Option<usize>,
-    /// `[batch]`: how many of the keys exist.
+    /// The number of valid keys in each sequence, `[batch]`.
     pub lengths: Option<Tensor<1, Int>>,
-    /// Whether no launch of a graph writes them.
+    /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous launch has
+    /// ended (programmatic dependent launch).
     pub lengths_ahead: bool,
-    /// `[batch, 1, 1, kv_len]`: `false` where a key is padding.
+    /// The padding mask, `[batch, 1, 1, kv_len]`: `false` if a key is padding.
     pub mask: Option<Tensor<4, Bool>>,
-    /// `[batch, kv_len]`: the document that each key, and the query at the same place, belongs to. Only those of one
-    /// document see each other.
+    /// The packed document to which each position belongs, `[batch, kv_len]`. Queries and keys have the same positions. A query
+    /// sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
 }
 
 impl Visible {
-    /// What a query of a layer of `kind` sees where the keys are all positions so far, in their order.
+    /// The rules in a layer of `kind` when the keys are those of all positions so far, in text order.
     pub fn in_order(kind: LayerType, window: usize) -> Self {
         Self {
             causal: true,
@@ -70,7 +72,7 @@ impl Visible {
     }
 
     pub fn options(&self) -> AttentionOptions {
-        // The norms of queries and keys have learned the scale.
+        // The scale is 1, because the learned norm weights of queries and keys contain the attention scale.
         let mut options = AttentionOptions::new().scale(1.0);
         if self.causal {
             options = options.causal();
@@ -92,7 +94,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that layers without their own read: of each type those of the last layer that made its own.
+/// The keys and values that shared KV layers read. For each layer type, these are the keys and values of the last layer that
+/// computed its own.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,

@@ -1,35 +1,28 @@
-//! How a cache keeps keys and values, and what a model has no cache of.
+//! Storage formats of the KV cache, and the check that a model supports a format.
 
-use super::{compact::CompactLayout, slots::CODES};
-use crate::{Gemma4Config, Gemma4Error};
+use super::compact::CompactLayout;
+use super::precision::{CODES, KvPrecision};
+use crate::config::Gemma4Config;
+use crate::error::Gemma4Error;
 
-/// In what a cache keeps keys and values.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum KvPrecision {
-    /// The dtype that the model computes in.
-    #[default]
-    Model,
-    /// int8, with a scale in f32 a token and head: see [`attention_cube::quantized`].
-    Q8,
-}
-
-/// How a cache keeps keys and values.
+/// How a KV cache stores keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
-    /// Of keys only what their values do not say, where layers make both of the same projection: of them, the rotated channels. Those
-    /// layers keep five eighths at Gemma 4's shapes, and a token reads as much less. It is the same mathematics, rounded elsewhere. Models
-    /// without such layers keep what they always keep.
+    /// Stores only the rotated channels of keys, in layers whose keys and values come from the same projection. The other key
+    /// channels are derived from the values. At Gemma 4's shapes such a layer stores five eighths of the bytes, and a decode
+    /// step reads five eighths. The result is mathematically equal, but differs in rounding. Models without such layers are not
+    /// affected.
     pub compact_keys: bool,
-    /// In what.
+    /// The storage format.
     pub precision: KvPrecision,
 }
 
 impl CacheKind {
-    /// Refuses what a model of this shape has no cache of.
+    /// Checks that a model of this configuration supports the storage format.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where int8 is asked for, and a head has a part of a word.
+    /// [`Gemma4Error::Argument`] if int8 is requested, and the channels of a head or of a compact slot's parts do not fill
+    /// whole 32-bit words of four int8 codes.
     pub(crate) fn check(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
         if self.precision == KvPrecision::Model {
             return Ok(());
@@ -43,12 +36,12 @@ impl CacheKind {
             let compact = CompactLayout::of(config, layer).filter(|_| self.compact_keys);
             if !head_dim.is_multiple_of(CODES) {
                 return refuse(format!(
-                    "is q8, which keeps numbers by fours, but layer {layer} has heads of {head_dim}"
+                    "is q8, which packs channels by fours, but layer {layer} has heads of {head_dim}"
                 ));
             }
             if let Some(layout) = compact.filter(|layout| !layout.has_words()) {
                 return refuse(format!(
-                    "is q8, which keeps numbers by fours, but with compact keys layer {layer} keeps {} rotated ones apart",
+                    "is q8, which packs channels by fours, but with compact keys layer {layer} stores {} rotated channels apart",
                     layout.rotated()
                 ));
             }

@@ -1,91 +1,99 @@
-//! Keys and values of the positions that a model has read.
+//! The KV cache: the keys and values of all tokens that the model has processed.
 //!
-//! Sliding layers keep a ring of one window, full layers a buffer that grows by blocks, layers that read an
-//! earlier layer's keys and values keep nothing. Sequences of a batch are aligned at their ends: a shorter one
-//! begins with padding, which nothing sees, so that every sequence writes the same column. While kernels decode, it begins with its text
-//! instead, and every sequence writes at its own position.
+//! A sliding layer stores its keys and values in a ring buffer of one window. A full layer's buffer grows in blocks. A shared
+//! KV layer reads an earlier layer's keys and values, so it stores nothing.
 //!
-//! A cache that may forget its last columns has rings of as many slots more: a column that is forgotten has then overwritten
-//! nothing that the columns after it see.
+//! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at their
+//! ends. A shorter sequence begins with masked padding, so that all sequences write the same column. While the decode kernels
+//! run, each sequence instead begins with its first token and writes at its own position.
+//!
+//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column that may
+//! be forgotten. Without the spare slots, a new column would overwrite a key that a query needs again after the new column is
+//! forgotten.
 
 mod buffers;
+#[cfg(feature = "cube")]
+mod capacity;
+mod rotated;
 
 pub(crate) mod checkpoint;
 pub(crate) mod columns;
 pub(crate) mod compact;
 pub(crate) mod key_values;
 pub(crate) mod kind;
+pub(crate) mod precision;
 #[cfg(feature = "cube")]
 pub(crate) mod ring;
-#[cfg(feature = "cube")]
-mod room;
 pub(crate) mod slots;
-mod turned;
 
-use crate::{Gemma4Config, Gemma4Error, LayerType, op::rope::Positions};
+use crate::config::{Gemma4Config, LayerType};
+use crate::error::Gemma4Error;
+use crate::op::rope::Positions;
 use buffers::{Buffers, capacity, extended, in_order, parts_in_order, write, write_ring};
 use burn::{
     module::Param,
     tensor::{Bool, Device, Int, Tensor, TensorData},
 };
+#[cfg(feature = "cube")]
+pub(crate) use capacity::WriteTarget;
 use compact::{CompactBuffer, CompactKeys, CompactLayout};
 use key_values::{KeyValues, Visible};
-use kind::{CacheKind, KvPrecision};
+use kind::CacheKind;
+use precision::KvPrecision;
 #[cfg(feature = "cube")]
 use ring::Ring;
-#[cfg(feature = "cube")]
-pub(crate) use room::Target;
 use slots::Slots;
 
-/// Keys and values of a batch of sequences.
+/// The keys and values of a batch of sequences.
 #[derive(Debug)]
 pub struct Cache {
-    /// Of every layer that has its own keys and values.
+    /// The buffers of every layer that computes its own keys and values.
     stores: Vec<Store>,
     window: usize,
-    /// Positions that the model has.
+    /// The model's maximum number of positions.
     #[cfg(feature = "cube")]
     positions: usize,
-    /// Columns that may be forgotten at once, for each of which a ring has a slot beside the window's.
+    /// The number of spare slots in each ring buffer, beyond the slots of the window. At most this many columns (tokens of
+    /// every sequence) can be forgotten.
     spare: usize,
-    /// Columns written, padding included, but for those that are forgotten.
+    /// The current number of columns (tokens of every sequence), including padding and without the forgotten columns.
     columns: usize,
-    /// One more than the last column that was ever written.
+    /// The largest number of columns (tokens of every sequence) that was ever written.
     written: usize,
-    /// Leading columns of each sequence that are padding.
+    /// The number of padding tokens at the beginning of each sequence.
     padding: Vec<usize>,
     kind: CacheKind,
-    /// Whether each sequence's first token, rather than its padding, is in slot 0: see `turned`.
-    turned: bool,
+    /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
+    rotated: bool,
     /// See [`Self::room`].
     #[cfg(feature = "cube")]
     room: usize,
 }
 
-/// Where one layer's keys and values are, from the first call on.
+/// The buffers of one layer. They are allocated when the first columns are written.
 #[derive(Debug)]
 enum Store {
-    /// Column `c` is in slot `c % slots`, of which there are the window's and the spare ones.
+    /// A ring buffer of `window + spare` slots. Column `c` is in slot `c % slots`.
     Ring(Option<Buffers>),
-    /// Column `c` is in slot `c`.
+    /// A growing buffer. Column `c` is in slot `c`.
     Growing(Option<Buffers>),
-    /// Column `c` is in slot `c`, which holds both key and value.
+    /// A growing buffer with compact keys. Column `c` is in slot `c`, which holds both key and value.
     Compact(CompactLayout, Option<Box<CompactBuffer>>),
 }
 
-/// What all layers share in one call.
+/// The data of one model call that all layers share.
 #[derive(Debug)]
 pub(crate) struct Call {
-    /// Columns before the call.
+    /// The number of columns (tokens of every sequence) in the cache before the call.
     past: usize,
-    /// Columns of the call.
+    /// The number of columns (tokens of every sequence) that the call adds.
     count: usize,
     sliding: Visible,
     full: Visible,
 }
 
 impl Cache {
-    /// An empty cache for `padding.len()` sequences, each of which begins with that many columns of padding.
+    /// Creates an empty cache for `padding.len()` sequences. Sequence `i` begins with `padding[i]` padding tokens.
     pub(crate) fn new(config: &Gemma4Config, padding: Vec<usize>, kind: CacheKind) -> Self {
         let stores = (0..config.first_shared_layer())
             .map(|layer| {
@@ -99,7 +107,8 @@ impl Cache {
             .collect();
         Self {
             stores,
-            // A window beyond the last position shows no more keys, and a ring has a slot for each of its keys.
+            // Limit the window to the model's maximum number of positions, because a ring buffer allocates a slot for each key
+            // of the window.
             window: config.sliding_window.min(config.max_position_embeddings),
             #[cfg(feature = "cube")]
             positions: config.max_position_embeddings,
@@ -108,39 +117,42 @@ impl Cache {
             written: 0,
             padding,
             kind,
-            turned: false,
+            rotated: false,
             #[cfg(feature = "cube")]
             room: 0,
         }
     }
 
-    /// The same cache, still empty, whose last columns may be [forgotten](Self::forget), up to `columns` before the last one that
-    /// it ever had. Rings get as many slots more.
+    /// Allocates spare slots, so that [`forget`](Self::forget) can remove the last columns. A column is one token of every
+    /// sequence. The cache can then shrink to `columns` columns fewer than the largest number of columns that it ever had.
     ///
     /// # Panics
-    /// If something was written: its rings have their sizes.
+    /// If the cache is not empty, because its ring buffers can then no longer be resized.
     pub fn forgetting(self, columns: usize) -> Self {
-        assert!(self.written == 0, "rings keep their sizes");
+        assert!(
+            self.written == 0,
+            "the cache is empty, so its ring buffers can still be resized"
+        );
         Self {
             spare: columns,
             ..self
         }
     }
 
-    /// How many columns [`forgetting`](Self::forgetting) asked for.
+    /// The number of spare slots that [`forgetting`](Self::forgetting) set.
     pub(crate) fn spare(&self) -> usize {
         self.spare
     }
 
-    /// How many of its last columns may be forgotten now.
+    /// Returns the number of last columns (tokens of every sequence) that can be forgotten now.
     pub fn forgettable(&self) -> usize {
         (self.columns + self.spare - self.written).min(self.columns)
     }
 
-    /// Forgets the last `count` columns, as if they had not been read.
+    /// Removes the last `count` columns (tokens of every sequence), as if the model had never processed them.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where that is more than [`forgettable`](Self::forgettable).
+    /// [`Gemma4Error::Argument`] if `count` exceeds [`forgettable`](Self::forgettable).
     pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
         let most = self.forgettable();
         match count > most {
@@ -155,27 +167,27 @@ impl Cache {
         }
     }
 
-    /// How it keeps keys and values.
+    /// The storage format of keys and values.
     pub fn kind(&self) -> CacheKind {
         self.kind
     }
 
-    /// Sequences.
+    /// The number of sequences.
     pub fn batch(&self) -> usize {
         self.padding.len()
     }
 
-    /// Columns written, padding included.
+    /// The number of columns (tokens of every sequence), padding included.
     pub fn len(&self) -> usize {
         self.columns
     }
 
-    /// Whether nothing is written.
+    /// True if the cache has no columns (tokens of every sequence).
     pub fn is_empty(&self) -> bool {
         self.columns == 0
     }
 
-    /// Bytes that keys and values take on the device.
+    /// Returns the size of keys and values on the device in bytes.
     pub fn bytes(&self) -> usize {
         self.stores
             .iter()
@@ -189,12 +201,12 @@ impl Cache {
             .sum()
     }
 
-    /// Whether some sequence begins with padding.
+    /// True if at least one sequence begins with padding.
     pub(crate) fn is_padded(&self) -> bool {
         self.most_padding() > 0
     }
 
-    /// Counts columns that were written into the buffers.
+    /// Adds `count` to the number of columns (tokens of every sequence). The columns must already be written to the buffers.
     pub(crate) fn advance_by(&mut self, count: usize) {
         self.columns += count;
         self.written = self.written.max(self.columns);
@@ -204,7 +216,8 @@ impl Cache {
         self.padding.iter().copied().max().unwrap_or(0)
     }
 
-    /// The positions of the next `count` columns. Padding is at position 0, like the first token.
+    /// Returns the positions of the next `count` columns (tokens of every sequence). Padding has position 0, like the first
+    /// token.
     pub(crate) fn positions(&self, count: usize) -> Positions {
         if self.most_padding() == 0 {
             return Positions::Range {
@@ -226,7 +239,8 @@ impl Cache {
         )
     }
 
-    /// What a call with `count` more columns sees.
+    /// Describes a call that adds `count` tokens to every sequence: the number of columns before the call, and the rules that
+    /// decide which keys a query sees.
     pub(crate) fn call(&self, count: usize, device: &Device) -> Call {
         let (past, batch) = (self.columns, self.batch());
         let end = past + count;
@@ -266,11 +280,11 @@ impl Cache {
         }
     }
 
-    /// Takes a layer's new keys and values, `[batch, kv_heads, count, head_dim]`, and gives what its queries read.
-    /// `key_weight` is that of the norm of keys.
+    /// Writes a layer's new keys and values, each `[batch, kv_heads, count, head_dim]`. Returns the keys and values that the
+    /// layer's queries attend to. `key_weight` is the weight of the key norm.
     ///
     /// # Panics
-    /// For a layer that reads an earlier layer's keys and values.
+    /// If the layer is a shared KV layer, which has no keys and values of its own.
     pub(crate) fn extend(
         &mut self,
         layer: usize,
@@ -298,8 +312,8 @@ impl Cache {
                     *store = Some(buffers);
                     return read;
                 }
-                // The ring holds fewer columns than the queries see together: they read what it has kept and
-                // the new ones side by side.
+                // Concatenate the keys or values of the ring buffer with the new ones. The queries of the call together see
+                // more tokens than the ring buffer can hold.
                 let read = KeyValues::new(
                     in_order(&buffers.key, &key, call.past, kept),
                     in_order(&buffers.value, &value, call.past, kept),
@@ -347,8 +361,8 @@ impl Cache {
         }
     }
 
-    /// The keys and values of the last layer of `kind` that has its own, and what a query at the next position sees of them. Nothing where
-    /// there is no such layer, or nothing was read.
+    /// Returns the keys and values of the last layer of `kind` that computes its own, with the rules for a query at the next
+    /// position. Returns `None` if no such layer exists, or if the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
@@ -360,7 +374,8 @@ impl Cache {
         let stores = self.stores.iter().rev();
         let mut found = stores.filter_map(|store| match (kind, store) {
             (LayerType::Sliding, Store::Ring(Some(buffers))) => {
-                // The next position's own key takes one of the window's places, of which there is one at least.
+                // Read the last `kept` tokens, one less than the window, because the window includes the query's own position,
+                // which is not in the cache. Read at least one token.
                 let kept = self.kept().max(1);
                 let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
                 let visible = Visible {
@@ -383,13 +398,14 @@ impl Cache {
         found.next()
     }
 
-    /// Counts the columns of a call whose every layer has been extended.
+    /// Adds the call's columns (tokens of every sequence) to the number of columns, after all layers have written them to their
+    /// buffers.
     pub(crate) fn advance(&mut self, call: &Call) {
         self.advance_by(call.count);
     }
 
-    /// Slots of a full layer's buffer with columns up to `end`. It keeps the blocks that columns needed which are forgotten, and the
-    /// room that decoding by kernels has made.
+    /// Returns the number of slots that a full layer's buffer needs for columns (tokens of every sequence) up to `end`. The
+    /// slots of forgotten columns and the slots that the decode kernels have reserved count too, so the buffer never shrinks.
     fn full_slots(&self, end: usize) -> usize {
         let slots = capacity(end.max(self.written));
         #[cfg(feature = "cube")]
@@ -397,29 +413,30 @@ impl Cache {
         slots
     }
 
-    /// Whether a call's queries read the ring where it lies: a single query sees all of it, in any order, unless it has spare
-    /// slots.
+    /// True if the call's queries can attend to the ring buffer in place, with slots in any order. This is possible if the call
+    /// has a single query and the ring buffer has no spare slots. The query then sees every slot.
     fn reads_ring(&self, count: usize) -> bool {
         count == 1 && self.spare == 0
     }
 
-    /// Slots of a sliding layer.
+    /// Returns the number of slots in a sliding layer's ring buffer.
     fn ring_slots(&self) -> usize {
         self.window + self.spare
     }
 
-    /// What queries see in sliding layers.
+    /// Returns the ring buffer's size and window, from which the decode kernels compute which slots a query sees.
     #[cfg(feature = "cube")]
     pub(crate) fn ring(&self) -> Ring {
         Ring::new(self.ring_slots(), self.window)
     }
 
-    /// Columns of the past that a sliding layer's next queries may still see.
+    /// Returns the number of earlier tokens that the next query of a sliding layer sees.
     fn kept(&self) -> usize {
         self.columns.min(self.window - 1)
     }
 
-    /// The columns in the ring's slots once `end` columns are written, the newest of each slot.
+    /// Returns the newest column (token of every sequence) in each slot of a ring buffer of `window` slots, after `end` columns
+    /// were written.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {
@@ -428,13 +445,15 @@ impl Cache {
         })
     }
 
-    /// `[batch, 1, 1, columns]`, `false` for padding; `None` where there is none.
+    /// Returns the padding mask, `[batch, 1, 1, columns]`, which is `false` for padding. Returns `None` if no column is
+    /// padding.
     fn mask(
         &self,
         columns: impl ExactSizeIterator<Item = usize> + Clone,
         device: &Device,
     ) -> Option<Tensor<4, Bool>> {
-        // Most batches have no padding, and then a token must not cost a look at every column.
+        // Return early for batches without padding, which are the most common. For such a batch a decode step must not iterate
+        // over all columns.
         let most = self.most_padding();
         let padded = most > 0 && columns.clone().any(|column| column < most);
         padded.then(|| {
@@ -450,8 +469,9 @@ impl Cache {
 }
 
 impl Call {
-    /// What full layers' queries read in a first call: its own keys and values, and no buffer. What is kept quantized is read so, too: what
-    /// comes out does not depend on how a text is divided into calls.
+    /// Returns the call's own keys and values if the cache was empty before the call. A full layer then need not read its
+    /// buffer. The keys and values of an int8 cache are already quantized here, so that the result does not depend on how a
+    /// text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
         (self.past == 0).then(own)
     }

@@ -1,14 +1,15 @@
-//! What queries see in a ring whose columns are in any order, told from positions on the device.
+//! The slots of a sliding layer's ring buffer that a query sees. The device computes them from the positions of the queries. A
+//! column is one token of the text, stored in slot `column % slots`.
 
 use super::key_values::Visible;
-use crate::op::ring::{RingMask, ring_mask};
+use crate::op::ring_mask::{RingMask, ring_mask};
 use burn::tensor::{Int, Tensor};
 
-/// A ring of a sliding layer.
+/// The number of slots in a ring buffer, and the window.
 #[derive(Clone, Debug)]
 pub(crate) struct Ring {
     slots: usize,
-    /// Keys that a query sees, its own included.
+    /// The number of keys that a query sees, including the key at its own position.
     window: usize,
 }
 
@@ -17,18 +18,20 @@ impl Ring {
         Self { slots, window }
     }
 
-    /// Whether it has no more slots than a query sees keys, so that the last column's query sees all of it.
+    /// True if the ring has exactly one slot per key of the window. The query of the last token then sees all slots.
     pub fn is_exact(&self) -> bool {
         self.slots == self.window
     }
 
-    /// What queries of sequences, `[sequences, queries]`, see that are at these positions, a sequence's one after the other, whose own columns are the last ones: the newest
-    /// column of each slot, if there is one and it is in the window. There may be more positions behind them.
+    /// Computes which slots each query sees, for `queries` `[sequences, queries]`. A column is one token of the text. The
+    /// queries' own columns must already be in the ring buffer. A query sees the newest column of a slot if the column exists
+    /// and lies in the query's window. `positions` lists the queries' positions, sequence by sequence, and may have further
+    /// elements.
     pub fn visible(&self, queries: [usize; 2], positions: Tensor<1, Int>) -> Visible {
         self.mask(queries, positions, true)
     }
 
-    /// The same of queries before whose columns the last ones are.
+    /// Computes [`visible`](Self::visible) for queries whose own keys are not yet in the ring buffer.
     pub fn visible_before(&self, queries: [usize; 2], positions: Tensor<1, Int>) -> Visible {
         self.mask(queries, positions, false)
     }

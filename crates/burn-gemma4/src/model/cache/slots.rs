@@ -1,35 +1,33 @@
-//! Keys or values as a cache keeps them: in the model's dtype, or in int8 with a scale a slot and head.
+//! The storage of a layer's keys or values in the cache, in the model's dtype or in int8 with a scale per slot and head. A slot
+//! holds one token's key or value.
 
-use super::kind::KvPrecision;
+use super::precision::{CODES, KvPrecision};
 use crate::op::columns::{columns, columns_of_words};
 use attention_cube::quantized::QuantizedRows;
 use burn::tensor::{DType, Int, Tensor, kind::Basic};
 use std::ops::Range;
 
-/// `[batch, kv_heads, slots, width]`.
+/// Keys or values, `[batch, kv_heads, slots, width]`.
 #[derive(Clone, Debug)]
 #[expect(
     clippy::large_enum_variant,
-    reason = "a layer has two, and either kind is handles"
+    reason = "each layer has only two values, and both variants hold tensor handles"
 )]
 pub(crate) enum Slots {
     Whole(Tensor<4>),
     Q8 {
-        /// Of four numbers each.
+        /// Packed int8 codes, four per 32-bit word, `[batch, kv_heads, slots, width / 4]`.
         words: Tensor<4, Int>,
-        /// `[batch, kv_heads, slots, 1]`.
+        /// The f32 scale of each slot and head, `[batch, kv_heads, slots, 1]`.
         scales: Tensor<4>,
     },
 }
 
-/// Numbers of a word.
-pub(crate) const CODES: usize = 4;
-
 impl Slots {
-    /// Numbers in this precision.
+    /// Converts floats to the storage format.
     ///
     /// # Panics
-    /// Where rows do not consist of words, which a cache of that precision has made sure of.
+    /// If a row does not fill whole words. `CacheKind::check` has already ruled this out.
     pub fn new(numbers: Tensor<4>, precision: KvPrecision) -> Self {
         match precision {
             KvPrecision::Model => Self::Whole(numbers),
@@ -41,7 +39,7 @@ impl Slots {
         }
     }
 
-    /// Its sizes, in numbers.
+    /// Returns the dimensions. The last dimension counts values, not packed words.
     pub fn dims(&self) -> [usize; 4] {
         match self {
             Self::Whole(numbers) => numbers.dims(),
@@ -52,7 +50,7 @@ impl Slots {
         }
     }
 
-    /// Bytes on the device.
+    /// Returns the size on the device in bytes.
     pub fn bytes(&self) -> usize {
         match self {
             Self::Whole(numbers) => bytes(numbers),
@@ -60,7 +58,7 @@ impl Slots {
         }
     }
 
-    /// As many `slots` of this kind. What is in them before they are written is never read.
+    /// Allocates `slots` uninitialised slots of the same format. The caller must write a slot before reading it.
     pub fn empty(&self, slots: usize) -> Self {
         match self {
             Self::Whole(numbers) => Self::Whole(empty(numbers, slots)),
@@ -71,7 +69,7 @@ impl Slots {
         }
     }
 
-    /// Writes `new` over the slots of these sequences, in place where this is the only handle to their memory.
+    /// Writes `new` to a range of sequences and slots. The write happens in place if `self` is the only handle to the memory.
     pub fn assign(self, sequences: Range<usize>, slots: Range<usize>, new: Self) -> Self {
         match (self, new) {
             (Self::Whole(numbers), Self::Whole(new)) => {
@@ -88,12 +86,12 @@ impl Slots {
                 scales: assign(scales, sequences, slots, new_scales),
             },
             (Self::Whole(_), Self::Q8 { .. }) | (Self::Q8 { .. }, Self::Whole(_)) => {
-                panic!("a cache is of one precision")
+                panic!("the slots of a cache have one storage format")
             }
         }
     }
 
-    /// `count` sequences (`dim` 0) or slots (`dim` 2) from `start` on.
+    /// Selects `count` sequences (`dim` 0) or slots (`dim` 2), beginning at `start`.
     pub fn narrow(&self, dim: usize, start: usize, count: usize) -> Self {
         match self.clone() {
             Self::Whole(numbers) => Self::Whole(numbers.narrow(dim, start, count)),
@@ -104,7 +102,7 @@ impl Slots {
         }
     }
 
-    /// `count` columns from `start` on, of all slots: whole words.
+    /// Selects `count` elements of every slot, beginning at `start`. In int8 both `start` and `count` must be multiples of 4.
     pub fn columns(&self, start: usize, count: usize) -> Self {
         match self.clone() {
             Self::Whole(numbers) => Self::Whole(columns(numbers, start, count)),
@@ -115,7 +113,7 @@ impl Slots {
         }
     }
 
-    /// Slots side by side.
+    /// Concatenates buffers along the slots.
     pub fn cat(parts: Vec<Self>) -> Self {
         let (mut whole, mut all_words, mut all_scales) = (Vec::new(), Vec::new(), Vec::new());
         for part in parts {
@@ -136,10 +134,10 @@ impl Slots {
         }
     }
 
-    /// What they stand for.
+    /// Returns the keys or values as floats. Int8 codes are dequantized to f32.
     ///
     /// # Panics
-    /// Where the device serves no attention, which a model has needed before.
+    /// If the device does not support attention. The model has already run attention on the device.
     pub fn numbers(self) -> Tensor<4> {
         match self {
             Self::Whole(numbers) => numbers,
@@ -150,10 +148,10 @@ impl Slots {
     }
 }
 
-/// Words and scales as attention reads them.
+/// Combines packed int8 codes and scales into the type that attention reads.
 ///
 /// # Panics
-/// Where they do not fit each other, as those of slots do.
+/// If the shapes of codes and scales do not match. The shapes in [`Slots`] always match.
 pub(crate) fn rows(words: Tensor<4, Int>, scales: Tensor<4>) -> QuantizedRows {
     QuantizedRows::of_parts(words, scales.squeeze_dim(3)).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -164,7 +162,7 @@ fn bytes<K: Basic>(tensor: &Tensor<4, K>) -> usize {
 
 fn empty<K: Basic>(like: &Tensor<4, K>, slots: usize) -> Tensor<4, K> {
     let [batch, heads, _, columns] = like.dims();
-    // A slot a row, CUDA's allocator would fill slots of 1,280 bytes up to 1,536.
+    // Allocate a flat tensor, because CUDA's allocator would pad each row of 1,280 bytes to 1,536.
     let flat = Tensor::<3, K>::empty(
         [batch, heads, slots * columns],
         (&like.device(), like.dtype()),

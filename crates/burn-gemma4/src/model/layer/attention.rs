@@ -1,40 +1,40 @@
-//! Attention of one layer, through `fused_attention`, or `quantized_attention` where keys and values are quantized.
+//! The attention of one layer. It calls `fused_attention`, or `quantized_attention` if the KV cache is int8.
 
 use super::{Linear, RmsNorm};
+use crate::config::{Gemma4Config, LayerType};
+use crate::model::cache::key_values::KeyValues;
+use crate::model::cache::slots::{Slots, rows};
 #[cfg(feature = "cube")]
-use crate::op::{self, linear::few_rows::MOST_ROWS, rows_of_heads::rows_of_heads};
-use crate::{
-    Gemma4Config, LayerType,
-    model::cache::{
-        key_values::KeyValues,
-        slots::{Slots, rows},
-    },
-};
+use crate::op;
+#[cfg(feature = "cube")]
+use crate::op::gemv::GEMV_MAX_ROWS;
+#[cfg(feature = "cube")]
+use crate::op::merge_heads::rows_of_heads;
 use attention_cube::{fused_attention, quantized::quantized_attention};
 use burn::{
     module::Module,
     tensor::{Device, Tensor},
 };
 
-/// Queries, keys and values of one layer and what becomes of them. Layers that read an earlier layer's keys
-/// and values have only queries.
+/// The projections and norms of one layer's attention. A shared KV layer attends to an earlier layer's keys and values, so it
+/// has only the query projection and the output projection.
 #[derive(Module, Debug)]
 pub struct Attention {
-    /// `[q_heads · head_dim, hidden]`.
+    /// The query projection, `[q_heads · head_dim, hidden]`.
     pub q_proj: Linear,
-    /// Of each query head.
+    /// The norm of each query head.
     pub q_norm: RmsNorm,
-    /// `[kv_heads · head_dim, hidden]`.
+    /// The key projection, `[kv_heads · head_dim, hidden]`.
     pub k_proj: Option<Linear>,
-    /// Of each key head.
+    /// The norm of each key head.
     pub k_norm: Option<RmsNorm>,
-    /// `[kv_heads · head_dim, hidden]`; absent where values are made of what keys are made of.
+    /// The value projection, `[kv_heads · head_dim, hidden]`. It is `None` if the values come from the key projection.
     pub v_proj: Option<Linear>,
-    /// `[hidden, q_heads · head_dim]`.
+    /// The output projection, `[hidden, q_heads · head_dim]`.
     pub o_proj: Linear,
     #[module(skip)]
     pub(crate) head_dim: usize,
-    /// Of the model.
+    /// The index of the layer in the model.
     #[module(skip)]
     pub(crate) layer: usize,
     #[module(skip)]
@@ -46,7 +46,8 @@ impl Attention {
         let head_dim = config.head_dim(layer);
         let hidden = config.hidden_size;
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
-        // The scale is 1, so that norms of 1 would give scores of a deviation of √head_dim, which no softmax learns from.
+        // Initialise the norm weights of queries and keys below 1, because the attention scale is 1. With weights of 1 the
+        // scores would have a standard deviation of √head_dim, too large for the softmax to learn.
         let weight = (head_dim as f64).powf(-0.25);
         let norm = || RmsNorm::of(weight, head_dim, config.rms_norm_eps, device);
         let own = !config.is_shared(layer);
@@ -65,15 +66,18 @@ impl Attention {
         }
     }
 
-    /// The norm of keys.
+    /// Returns the norm of the keys.
     ///
     /// # Panics
-    /// For a layer that reads an earlier layer's keys.
+    /// If the layer is a shared KV layer, which has no keys of its own.
     pub(crate) fn key_norm(&self) -> &RmsNorm {
-        self.k_norm.as_ref().expect("the layer makes keys")
+        self.k_norm
+            .as_ref()
+            .expect("a layer with its own keys and values has a key norm")
     }
 
-    /// The weight of the norm of queries for `key_values`.
+    /// Returns the weight of the query norm. With compact keys, the weights of channels without rotation are also multiplied by
+    /// the key norm's weights.
     pub(crate) fn query_weight(&self, key_values: &KeyValues) -> Tensor<1> {
         let weight = self.q_norm.weight.val();
         match &key_values.compact {
@@ -82,8 +86,8 @@ impl Attention {
         }
     }
 
-    /// What queries `[batch, q_heads, positions, head_dim]` read: `[batch · positions, q_heads · head_dim]`, before the
-    /// projection back.
+    /// Computes attention for queries `[batch, q_heads, positions, head_dim]`. Returns
+    /// `[batch · positions, q_heads · head_dim]`, the input of the output projection.
     pub(crate) fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<2> {
         let [batch, heads, positions, head_dim] = query.dims();
         let options = key_values.visible.options();
@@ -107,7 +111,7 @@ impl Attention {
             None => read,
         };
         #[cfg(feature = "cube")]
-        if positions > 1 && batch * positions <= MOST_ROWS && op::serve(&read) {
+        if positions > 1 && batch * positions <= GEMV_MAX_ROWS && op::serve(&read) {
             return rows_of_heads(read);
         }
         read.swap_dims(1, 2)

@@ -1,54 +1,50 @@
-//! One layer: attention and feed-forward networks around the residual stream.
+//! A decoder layer: attention and MLP blocks around the residual stream.
 
-use super::{
-    Attention, Experts, Linear, Mlp, RmsNorm, Router, constant,
-    experts::Mixture,
-    operators::{Columns, KEYS_ARE_THERE, Operators, OwnColumns, Stream},
-};
-use crate::{
-    Gemma4Config,
-    model::{
-        cache::key_values::KeyValues,
-        observe::{LayerSite, Part},
-    },
-};
+use super::experts::Mixture;
+use super::ops::{KEYS_ARE_THERE, LayerOps, OwnColumns, ResidualStream};
+use super::{Attention, Experts, Linear, Mlp, RmsNorm, Router, constant};
+use crate::config::Gemma4Config;
+use crate::model::cache::key_values::KeyValues;
+use crate::model::observe::{LayerSite, Part};
+use crate::op::column_slice::ColumnSlice;
 use burn::{
     module::{Module, Param},
     tensor::{Device, Tensor},
 };
 
-/// One layer, by the names of the checkpoint's tensors.
+/// A decoder layer. The field names are those of the checkpoint's tensors.
 #[derive(Module, Debug)]
 pub struct DecoderLayer {
-    /// Attention.
+    /// The attention block.
     pub self_attn: Attention,
-    /// The dense feed-forward network.
+    /// The dense MLP.
     pub mlp: Mlp,
-    /// Before attention.
+    /// The norm before attention.
     pub input_layernorm: RmsNorm,
-    /// Of what attention adds.
+    /// The norm of the attention block's output.
     pub post_attention_layernorm: RmsNorm,
-    /// Before the dense network.
+    /// The norm before the dense MLP.
     pub pre_feedforward_layernorm: RmsNorm,
-    /// Of what the feed-forward networks add.
+    /// The norm of the feed-forward output: the dense MLP's output, or in a layer with experts, the sum of the dense MLP's and
+    /// the experts' normalised outputs.
     pub post_feedforward_layernorm: RmsNorm,
-    /// Chooses experts.
+    /// The MoE router.
     pub router: Option<Router>,
-    /// The experts beside the dense network.
+    /// The experts, whose output is added to the dense MLP's output.
     pub experts: Option<Experts>,
-    /// Of what the dense network adds to the experts.
+    /// The norm of the dense MLP's output. It applies before the experts' output is added.
     pub post_feedforward_layernorm_1: Option<RmsNorm>,
-    /// Of what the experts add to the dense network.
+    /// The norm of the experts' output. It applies before the dense MLP's output is added.
     pub post_feedforward_layernorm_2: Option<RmsNorm>,
-    /// Before the experts.
+    /// The norm before the experts.
     pub pre_feedforward_layernorm_2: Option<RmsNorm>,
-    /// Opens the gate of the per-layer embedding.
+    /// The gate projection of the per-layer embedding.
     pub per_layer_input_gate: Option<Linear>,
-    /// Brings the per-layer embedding into the residual stream.
+    /// The projection of the gated per-layer embedding to the residual stream.
     pub per_layer_projection: Option<Linear>,
-    /// Of what they add.
+    /// The norm of the projected per-layer embedding.
     pub post_per_layer_input_norm: Option<RmsNorm>,
-    /// `[1]`: the factor of the whole stream, which is not trained.
+    /// A scalar that multiplies the layer's output, `[1]`. It is not trained.
     pub layer_scalar: Param<Tensor<1>>,
 }
 
@@ -83,19 +79,19 @@ impl DecoderLayer {
         }
     }
 
-    /// What becomes of the residual stream, and the layer's keys and values if it has its own; else it reads `shared`.
-    /// `next` is the norm that comes after the layer.
+    /// Runs the layer. Returns the residual stream, and the layer's keys and values if the layer computes its own. A shared KV
+    /// layer attends to `shared` instead. `next` is the norm that follows the layer.
     ///
     /// # Panics
-    /// Without keys and values to read.
-    pub(crate) fn forward<O: Operators>(
+    /// If the layer computes no keys and values, and `shared` holds none for its layer type.
+    pub(crate) fn forward<O: LayerOps>(
         &self,
-        stream: Stream,
-        embedding: Option<Columns>,
+        stream: ResidualStream,
+        embedding: Option<ColumnSlice>,
         shared: Option<&KeyValues>,
         next: &RmsNorm,
         operators: &mut O,
-    ) -> (Stream, Option<KeyValues>) {
+    ) -> (ResidualStream, Option<KeyValues>) {
         let attention = &self.self_attn;
         let projections: Vec<&Linear> = [
             Some(&attention.q_proj),
@@ -108,9 +104,11 @@ impl DecoderLayer {
         let (stream, projected) =
             operators.project_normed(stream, &self.input_layernorm, &projections);
         let mut projected = projected.into_iter();
-        let query = projected.next().expect("queries come first");
+        let query = projected
+            .next()
+            .expect("project_normed gives the queries first");
         let own = projected.next().map(|key| {
-            // Values are made of what keys are made of, where nothing else is there.
+            // Use the key projection's output as the value if the layer has no value projection.
             let value = projected.next().unwrap_or_else(|| key.clone());
             OwnColumns { key, value }
         });
@@ -160,10 +158,11 @@ impl DecoderLayer {
         (stream, own)
     }
 
-    /// What the dense network and the experts add together; `dense` alone without experts.
-    fn with_experts<O: Operators>(
+    /// Returns the sum of the dense MLP's and the experts' normalised outputs. Returns `dense` unchanged if the layer has no
+    /// experts.
+    fn with_experts<O: LayerOps>(
         &self,
-        stream: &Stream,
+        stream: &ResidualStream,
         dense: Tensor<2>,
         shape: [usize; 2],
         operators: &mut O,
@@ -186,14 +185,14 @@ impl DecoderLayer {
         let mixed = operators.experts(stream.clone().into_rows(), mixture, layer);
         operators.after(Part::Experts);
         operators.observe(layer, LayerSite::Experts, || of_text(&mixed, shape));
-        let dense = Stream::new(after_dense.forward(dense));
+        let dense = ResidualStream::new(after_dense.forward(dense));
         let both = operators.add(dense, mixed, after_experts).into_rows();
         operators.after(Part::Norms);
         both
     }
 }
 
-/// Rows as `[batch, positions, columns]`.
+/// Reshapes rows to `[batch, positions, columns]`.
 fn of_text(rows: &Tensor<2>, [batch, positions]: [usize; 2]) -> Tensor<3> {
     let [_, columns] = rows.dims();
     rows.clone().reshape([batch, positions, columns])

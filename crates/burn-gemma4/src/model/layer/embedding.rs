@@ -1,4 +1,4 @@
-//! Rows of a table by token.
+//! An embedding table.
 
 use super::Weight;
 use crate::op::linear::Matrix;
@@ -7,10 +7,10 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-/// A row for each token, times a constant.
+/// Looks up a row for each token and multiplies it by a constant.
 #[derive(Module, Debug)]
 pub struct Embedding {
-    /// `[tokens, columns]`.
+    /// The table, `[tokens, columns]`.
     pub weight: Weight,
     #[module(skip)]
     scale: f64,
@@ -30,14 +30,17 @@ impl Embedding {
         }
     }
 
-    /// What rows are multiplied by.
+    /// Returns the constant by which the rows are multiplied.
     #[cfg(feature = "cube")]
     pub(crate) fn scale(&self) -> f64 {
         self.scale
     }
 
-    /// `[batch, positions]` to `[batch, positions, columns]`, scaled. The scale is rounded to the table's dtype, as the
-    /// models were trained.
+    /// Looks up the tokens' rows and multiplies them by the constant, which is rounded to the table's dtype as in the models'
+    /// training.
+    ///
+    /// # Shapes
+    /// `tokens` is `[batch, positions]`; the result is `[batch, positions, columns]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, positions] = tokens.dims();
         let tokens = tokens.reshape([batch * positions]);

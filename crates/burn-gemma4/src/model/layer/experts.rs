@@ -1,38 +1,39 @@
-//! The mixture of experts: each token goes through the few small networks that its router chooses.
+//! The mixture of experts (MoE). A router chooses several experts per token, and only these experts process the token.
 
 use super::{Linear, RmsNorm, Weight, constant};
+use crate::config::ExpertsConfig;
+use crate::config::Gemma4Config;
+use crate::op::geglu::gated;
+use crate::op::linear;
 #[cfg(feature = "cube")]
-use crate::op::{
-    linear::grouped::{self, Groups},
-    route::{self, Choice, RouterWeights},
-};
-use crate::{
-    Gemma4Config,
-    config::ExpertsConfig,
-    op::{gate::gated, linear, norm::normalize},
-};
+use crate::op::moe_gemm::Groups;
+#[cfg(feature = "cube")]
+use crate::op::moe_router::{Choice, RouterWeights};
+use crate::op::norm::normalize;
+#[cfg(feature = "cube")]
+use crate::op::{moe_gemm, moe_router};
 use burn::{
     module::{Module, Param},
     tensor::{DType, Device, Int, Tensor, TensorData, activation::softmax},
 };
 
-/// The parts of a layer's mixture of experts.
+/// The modules of a layer's mixture of experts.
 #[derive(Clone, Copy)]
 pub(crate) struct Mixture<'a> {
     pub router: &'a Router,
     pub experts: &'a Experts,
-    /// Before the experts, not before the router.
+    /// The norm of the experts' input. The router reads the same input without this norm.
     pub norm: &'a RmsNorm,
 }
 
-/// Chooses experts.
+/// The MoE router.
 #[derive(Module, Debug)]
 pub struct Router {
-    /// `[experts, hidden]`.
+    /// The router's projection, `[experts, hidden]`.
     pub proj: Linear,
-    /// `[hidden]`: of the normalised input.
+    /// The scale of each channel of the router's normalised input, `[hidden]`.
     pub scale: Param<Tensor<1>>,
-    /// `[experts]`: of what an expert contributes.
+    /// The scale of each expert, `[experts]`, by which the expert's weight in the sum is multiplied.
     pub per_expert_scale: Param<Tensor<1>>,
     #[module(skip)]
     top_k: usize,
@@ -40,14 +41,14 @@ pub struct Router {
     epsilon: f64,
 }
 
-/// Which experts each row goes through.
+/// The experts that the router chose for each row.
 #[derive(Clone, Debug)]
 pub struct Routing {
-    /// `[rows, experts]` in f32.
+    /// The router's probabilities in f32, `[rows, experts]`.
     pub probabilities: Tensor<2>,
-    /// `[rows, top_k]`, the most probable first.
+    /// The indices of the chosen experts, `[rows, top_k]`, the most probable first.
     pub experts: Tensor<2, Int>,
-    /// `[rows, top_k]` in f32: what each contributes.
+    /// The weights of the chosen experts in f32, `[rows, top_k]`.
     pub weights: Tensor<2>,
 }
 
@@ -67,10 +68,13 @@ impl Router {
         }
     }
 
-    /// Chooses for each row of `[rows, hidden]`: on the device where kernels serve, else on the host.
+    /// Chooses the experts of each row. The top-k runs on the device if a kernel supports it, otherwise on the host.
+    ///
+    /// # Shapes
+    /// `input` is `[rows, hidden]`.
     pub fn forward(&self, input: Tensor<2>) -> Routing {
         let [rows, hidden] = input.dims();
-        // All in f32: rounding decides between experts whose probabilities are close.
+        // Compute in f32. In lower precision, rounding errors would decide between experts of similar probability.
         let scale = self.scale.val().cast(DType::F32).unsqueeze::<2>();
         let scaled =
             normalize(input.cast(DType::F32), self.epsilon) * scale * (hidden as f64).powf(-0.5);
@@ -79,7 +83,8 @@ impl Router {
 
         let experts = self.most_probable(&probabilities);
         let weights = probabilities.clone().gather(1, experts.clone());
-        // The gradient of a choice among rows is a sum of rows, of a choice among numbers one unit's work.
+        // Expand the scales to all rows before the gather. The backward pass then sums over rows in parallel. The gradient of a
+        // gather from one vector would run on a single thread of the device.
         let scales = self.per_expert_scale.val().cast(DType::F32);
         let [count] = scales.dims();
         let scales = scales.unsqueeze::<2>().expand([rows, count]);
@@ -92,7 +97,8 @@ impl Router {
         }
     }
 
-    /// The same choice for a few rows, by one kernel.
+    /// Chooses the experts of a few rows in one kernel. The result is that of [`forward`](Self::forward) without the
+    /// probabilities.
     #[cfg(feature = "cube")]
     pub(crate) fn choice(&self, input: Tensor<2>) -> Choice {
         let dtype = input.dtype();
@@ -101,13 +107,14 @@ impl Router {
             scale: self.scale.val(),
             per_expert_scale: self.per_expert_scale.val(),
         };
-        route::route(input, weights, self.top_k, self.epsilon)
+        moe_router::route(input, weights, self.top_k, self.epsilon)
     }
 
-    /// The most probable experts of each row, `[rows, top_k]`; of equally probable ones those of smaller numbers.
+    /// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`. Among equally probable experts
+    /// the lower index comes first.
     fn most_probable(&self, probabilities: &Tensor<2>) -> Tensor<2, Int> {
         #[cfg(feature = "cube")]
-        if let Some(chosen) = route::choose(probabilities, self.top_k) {
+        if let Some(chosen) = moe_router::choose(probabilities, self.top_k) {
             return chosen;
         }
         let [rows, experts] = probabilities.dims();
@@ -126,12 +133,12 @@ impl Router {
     }
 }
 
-/// The experts' weights, stacked.
+/// The stacked weights of all experts.
 #[derive(Module, Debug)]
 pub struct Experts {
-    /// `[experts, 2 · intermediate, hidden]`: what opens the gates, then what goes through them.
+    /// The gate and up projections, `[experts, 2 · intermediate, hidden]`, the gate first.
     pub gate_up_proj: Weight<3>,
-    /// `[experts, hidden, intermediate]`.
+    /// The down projections, `[experts, hidden, intermediate]`.
     pub down_proj: Weight<3>,
 }
 
@@ -149,7 +156,10 @@ impl Experts {
         }
     }
 
-    /// The weighted sum of what the chosen experts make of each row of `[rows, hidden]`.
+    /// Runs the chosen experts on each row, and returns the weighted sum of their outputs.
+    ///
+    /// # Shapes
+    /// `input` and the result are `[rows, hidden]`.
     pub fn forward(&self, input: Tensor<2>, routing: &Routing) -> Tensor<2> {
         let [rows, hidden] = input.dims();
         if rows == 0 {
@@ -166,12 +176,12 @@ impl Experts {
             .cast(dtype)
     }
 
-    /// What each row's experts make of it, `[rows · top_k, hidden]`, one row after the other.
+    /// Returns the outputs of each row's chosen experts, `[rows · top_k, hidden]`, row by row.
     fn outputs(&self, input: Tensor<2>, chosen: &Tensor<2, Int>) -> Tensor<2> {
         #[cfg(feature = "cube")]
-        if grouped::serves(&input) {
+        if moe_gemm::serves(&input) {
             let [_, top_k] = chosen.dims();
-            let groups = grouped::groups(chosen, self.count());
+            let groups = moe_gemm::groups(chosen, self.count());
             return self.outputs_of_groups(input, &groups, top_k);
         }
         self.outputs_by_host(input, chosen)
@@ -179,17 +189,18 @@ impl Experts {
 
     #[cfg(feature = "cube")]
     fn outputs_of_groups(&self, input: Tensor<2>, groups: &Groups, top_k: usize) -> Tensor<2> {
-        let inner = grouped::rows(input, self.gate_up_proj.matrices(), groups, top_k);
-        grouped::rows(through_gates(inner), self.down_proj.matrices(), groups, 1)
+        let inner = moe_gemm::rows(input, self.gate_up_proj.matrices(), groups, top_k);
+        moe_gemm::rows(through_gates(inner), self.down_proj.matrices(), groups, 1)
     }
 
-    /// Rows are brought into the order of their experts, so that each expert reads its weights once.
+    /// Computes [`outputs`](Self::outputs) with one matmul per expert. The host sorts the rows by expert, so that each expert's
+    /// weights are read only once.
     fn outputs_by_host(&self, input: Tensor<2>, chosen: &Tensor<2, Int>) -> Tensor<2> {
         let device = input.device();
         let [_, top_k] = chosen.dims();
         let chosen: Vec<i64> = chosen.clone().into_data().iter::<i64>().collect();
 
-        // A place is one choice of one row: `row · top_k + rank`.
+        // Sort the (row, chosen expert) pairs by expert. A place is the index of a pair: `row · top_k + rank`.
         let mut places: Vec<usize> = (0..chosen.len()).collect();
         places.sort_by_key(|place| chosen[*place]);
         let mut back = vec![0; places.len()];
@@ -225,7 +236,7 @@ impl Experts {
     }
 }
 
-/// What goes through the gates of `[rows, 2 · columns]`, whose first half opens them.
+/// Computes GeGLU of `[rows, 2 · columns]`. The first half of the columns is the gate.
 fn through_gates(inner: Tensor<2>) -> Tensor<2> {
     let columns = inner.dims()[1] / 2;
     let gate = inner.clone().narrow(1, 0, columns);

@@ -1,10 +1,8 @@
-//! A matrix product as a module.
+//! A linear projection as a module.
 
 use super::Weight;
-use crate::op::{
-    flat_rows,
-    linear::{Matrix, adapted, rows},
-};
+use crate::op::linear::{Matrix, rows};
+use crate::op::{flat_rows, lora};
 #[cfg(feature = "cube")]
 use burn::module::LoraAdapter;
 use burn::{
@@ -12,11 +10,11 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// `output = input · weightᵀ`.
+/// A linear projection: `output = input · weightᵀ`.
 #[derive(Module, Debug)]
 pub struct Linear {
-    /// `[columns out, columns in]`, as checkpoints have it. Matrix products read it through its strides,
-    /// so it is never transposed in memory.
+    /// The weight, `[columns out, columns in]`, as in checkpoints. GEMMs read its transpose through the strides, so the weight
+    /// is never transposed in memory.
     pub weight: Weight,
 }
 
@@ -27,7 +25,10 @@ impl Linear {
         }
     }
 
-    /// `[batch, positions, columns in]` to `[batch, positions, columns out]`.
+    /// Applies the projection to the last dimension.
+    ///
+    /// # Shapes
+    /// `input` is `[batch, positions, columns in]`; the result is `[batch, positions, columns out]`.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
         let [batch, positions, _] = input.dims();
         let rows = self.rows(flat_rows(input));
@@ -35,22 +36,24 @@ impl Linear {
         rows.reshape([batch, positions, output])
     }
 
-    /// `[rows, columns in]` to `[rows, columns out]`.
+    /// Projects `[rows, columns in]` to `[rows, columns out]`.
     ///
-    /// What a low-rank adapter adds goes through its factors, in the dtype of the rows: their product, of the weight's size, is never
-    /// there, nor is its gradient.
+    /// A LoRA adapter is two narrow matrices. They multiply the rows one after the other, in the dtype of the rows. The product
+    /// of the two matrices would have the weight's size, so it is never stored, and neither is its gradient.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
             return rows(input, self.weight.matrix());
         };
         match self.weight.base() {
-            // A product of few rows reads words as they lie; the operator makes them whole.
+            // Multiply by the packed weight and the adapter separately. For a few rows this reads the packed weight directly,
+            // whereas `lora_product` would dequantize the weight.
             Matrix::Quantized(_) if !input.device().is_autodiff() => self.rows_by(input, rows),
-            base => adapted(input, base, adapter),
+            base => lora::lora_product(input, base, adapter),
         }
     }
 
-    /// The matrix beneath an adapter, where it is not trained itself, and the adapter.
+    /// Returns the frozen base weight and its adapter. Returns `None` if the weight has no adapter, or if the base weight is
+    /// trained.
     #[cfg(feature = "cube")]
     pub(super) fn adapted(&self) -> Option<(Matrix, &LoraAdapter)> {
         let adapter = self.weight.adapter()?;
@@ -58,7 +61,7 @@ impl Linear {
         base.tracked().is_none().then_some((base, adapter))
     }
 
-    /// [`rows`](Self::rows) by another product, for inference.
+    /// Computes [`rows`](Self::rows) with the given matmul function, for inference.
     pub(crate) fn rows_by(
         &self,
         input: Tensor<2>,
@@ -83,7 +86,7 @@ mod tests {
         tensor::Distribution,
     };
 
-    /// Draws the factors, of which one begins with zeros.
+    /// A mapper that fills both LoRA matrices with random values, because one of them is initialised with zeros.
     struct Drawn;
 
     impl ModuleMapper for Drawn {
@@ -104,12 +107,12 @@ mod tests {
         assert_eq!(found.len(), expected.len(), "{what}");
         for (found, expected) in found.into_iter().zip(expected) {
             let error = (found - expected).abs();
-            assert!(error < 1e-4, "{what}: {found}, not {expected}");
+            assert!(error < 1e-4, "{what}: found {found}, expected {expected}");
         }
     }
 
     #[test]
-    fn factors_give_what_their_product_gives() {
+    fn rows_with_adapter_equals_the_merged_weight() {
         let device = Device::flex().autodiff();
         let linear = Linear::new(5, 7, 1.0, &device).apply_lora(Lora::new(3, 6.0));
         let linear = linear.map(&mut Drawn);
@@ -119,25 +122,29 @@ mod tests {
         let expected = rows(input.clone(), linear.weight.val());
         close(found.clone(), expected.clone(), "output");
         let [found, expected] = [found, expected].map(|output| weighted(output).backward());
-        let adapter = linear.weight.adapter().expect("an adapter");
+        let adapter = linear.weight.adapter().expect("the linear has an adapter");
         for (what, leaf) in [
             ("input", input),
             ("a", adapter.a.val()),
             ("b", adapter.b.val()),
         ] {
             let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
-            close(found.expect("one"), expected.expect("one"), what);
+            close(
+                found.expect("the leaf has a gradient"),
+                expected.expect("the leaf has a gradient"),
+                what,
+            );
         }
         let Matrix::Whole(base) = linear.weight.base() else {
-            panic!("a whole matrix")
+            panic!("the base weight is not quantized")
         };
         assert!(base.grad(&found).is_none());
     }
 
-    /// Factors in f32 are rounded to the dtype of rows, and their gradients are in f32 again.
+    /// In half precision, f32 LoRA matrices are rounded to the dtype of the rows, and their gradients are in f32.
     #[cfg(feature = "cube")]
     #[test]
-    fn factors_in_f32_serve_rows_of_halves() {
+    fn lora_product_in_half_precision_has_f32_gradients() {
         use burn::tensor::DType;
         let device = Device::default();
         for (dtype, rounding) in [(DType::F16, 1e-3), (DType::BF16, 8e-3)] {
@@ -152,14 +159,15 @@ mod tests {
             let (input, base) = (random([24, 32]), random([40, 32]));
             let linear = Linear::new(32, 40, 1.0, &device).apply_lora(Lora::new(8, 4.0));
             let linear = linear.map(&mut Drawn);
-            let adapter = linear.weight.adapter().expect("an adapter");
-            let found = adapted(input.clone(), base.clone().into(), adapter);
+            let adapter = linear.weight.adapter().expect("the linear has an adapter");
+            let found = lora::lora_product(input.clone(), base.clone().into(), adapter);
             let product = adapter.a.val().matmul(adapter.b.val()) * adapter.scale;
             let whole = base.cast(DType::F32) + product;
             let expected = rows(input.cast(DType::F32), whole);
             let [found, expected] = [found.cast(DType::F32), expected].map(|output| {
                 let gradients = output.clone().sum().backward();
-                let of = |factor: Tensor<2>| factor.grad(&gradients).expect("one");
+                let of =
+                    |factor: Tensor<2>| factor.grad(&gradients).expect("the leaf has a gradient");
                 let numbers = [output.inner(), of(adapter.a.val()), of(adapter.b.val())];
                 numbers.map(|tensor| {
                     assert_eq!(tensor.dtype(), DType::F32);
@@ -170,33 +178,38 @@ mod tests {
                 let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (found, expected) in found.iter().zip(expected) {
                     let error = (found - expected).abs();
-                    // A number of each factor, of their product and of the sum is rounded.
+                    // Allow for four rounded values: an element of each of the two LoRA matrices, the adapter's output, and the
+                    // sum with the base output.
                     assert!(
                         error <= 4.0 * rounding * largest,
-                        "{dtype:?}: {found}, not {expected}"
+                        "{dtype:?}: found {found}, expected {expected}"
                     );
                 }
             }
         }
     }
 
-    /// Where it is trained beside its adapter.
+    /// A base weight that is trained gets a gradient, and so does its adapter.
     #[test]
-    fn what_is_beneath_has_its_gradient() {
+    fn lora_product_with_trained_base_gives_its_gradient() {
         let device = Device::flex().autodiff();
         let random = |shape| Tensor::<2>::random(shape, Distribution::Default, &device);
         let [input, base] = [[4, 5], [7, 5]].map(|shape| random(shape).require_grad());
         let linear = Linear::new(5, 7, 1.0, &device).apply_lora(Lora::new(3, 6.0));
         let linear = linear.map(&mut Drawn);
-        let adapter = linear.weight.adapter().expect("an adapter");
-        let found = adapted(input.clone(), base.clone().into(), adapter);
+        let adapter = linear.weight.adapter().expect("the linear has an adapter");
+        let found = lora::lora_product(input.clone(), base.clone().into(), adapter);
         let product = adapter.a.val().matmul(adapter.b.val()) * adapter.scale;
         let expected = rows(input.clone(), base.clone() + product);
         let weighted = |output: Tensor<2>| (output.clone().tanh() * output).sum().backward();
         let [found, expected] = [found, expected].map(weighted);
         for (what, leaf) in [("input", input), ("base", base)] {
             let [found, expected] = [&found, &expected].map(|gradients| leaf.grad(gradients));
-            close(found.expect("one"), expected.expect("one"), what);
+            close(
+                found.expect("the leaf has a gradient"),
+                expected.expect("the leaf has a gradient"),
+                what,
+            );
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The dense feed-forward network, gated by GELU (Shazeer 2020, arXiv:2002.05202).
+//! The dense MLP with GeGLU (Shazeer 2020, arXiv:2002.05202).
 
 use super::Linear;
-use crate::op::gate::gated;
+use crate::op::geglu::gated;
 #[cfg(feature = "cube")]
 use crate::op::linear::Matrix;
 #[cfg(feature = "cube")]
@@ -11,14 +11,14 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// `down(gelu(gate(x)) · up(x))`.
+/// The dense MLP: `down(gelu(gate(x)) · up(x))`.
 #[derive(Module, Debug)]
 pub struct Mlp {
-    /// What opens the gate.
+    /// The gate projection, whose output passes through GELU.
     pub gate_proj: Linear,
-    /// What goes through it.
+    /// The up projection, whose output is multiplied by the GELU of the gate.
     pub up_proj: Linear,
-    /// Back to the residual stream.
+    /// The projection back to the residual stream.
     pub down_proj: Linear,
 }
 
@@ -31,7 +31,7 @@ impl Mlp {
         }
     }
 
-    /// Its matrices with their adapters, where each has one and is not trained itself: gate, up and down.
+    /// Returns the gate, up and down weights with their adapters, if all three have an adapter and a frozen base weight.
     #[cfg(feature = "cube")]
     pub(crate) fn adapted(&self) -> Option<[(Matrix, &LoraAdapter); 3]> {
         Some([
@@ -41,7 +41,10 @@ impl Mlp {
         ])
     }
 
-    /// `[batch, positions, hidden]` to the same.
+    /// Applies the MLP.
+    ///
+    /// # Shapes
+    /// `input` and the result are `[batch, positions, hidden]`.
     pub fn forward(&self, input: Tensor<3>) -> Tensor<3> {
         let gate = self.gate_proj.forward(input.clone());
         self.down_proj

@@ -1,4 +1,4 @@
-//! The parts of a layer.
+//! The modules of a decoder layer.
 
 pub mod attention;
 pub mod decoder;
@@ -7,7 +7,7 @@ pub mod experts;
 pub mod linear;
 pub mod mlp;
 pub mod norm;
-pub(crate) mod operators;
+pub(crate) mod ops;
 pub mod weight;
 
 pub use attention::Attention;
@@ -24,7 +24,8 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// Weights from a normal distribution, drawn when they are first read: a checkpoint replaces them before.
+/// Creates normally distributed weights. The values are drawn when a weight is first read, so loading a checkpoint skips the
+/// draw.
 fn random<const D: usize>(shape: [usize; D], deviation: f64, device: &Device) -> Param<Tensor<D>> {
     Initializer::Normal {
         mean: 0.0,

@@ -1,4 +1,4 @@
-//! The norm as a module.
+//! The RMS norm as a module.
 
 use super::constant;
 use crate::op::norm::norm;
@@ -7,10 +7,11 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// `x / √(mean(x²) + ε) · weight` over the last dimension, in f32, rounded once to the input's dtype.
+/// The RMS norm `x / √(mean(x²) + ε) · weight` over the last dimension. It computes in f32 and rounds once, to the input's
+/// dtype.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
-    /// `[columns]`. The factor itself, not what it exceeds 1 by.
+    /// The weight, `[columns]`. It multiplies the normalised input directly, without the `1 +` of earlier Gemma models.
     pub weight: Param<Tensor<1>>,
     #[module(skip)]
     epsilon: f64,
@@ -21,7 +22,7 @@ impl RmsNorm {
         Self::of(1.0, columns, epsilon, device)
     }
 
-    /// With a weight other than 1 to begin with.
+    /// Creates a norm whose weight is initialised with `weight` instead of 1.
     pub(crate) fn of(weight: f64, columns: usize, epsilon: f64, device: &Device) -> Self {
         Self {
             weight: constant(weight, [columns], device),
@@ -29,12 +30,12 @@ impl RmsNorm {
         }
     }
 
-    /// Normalises each row of the last dimension.
+    /// Normalises along the last dimension.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         norm(input, self.weight.val(), self.epsilon)
     }
 
-    /// What is added to the mean of squares.
+    /// Returns the epsilon that is added to the mean of squares.
     pub(crate) fn epsilon(&self) -> f64 {
         self.epsilon
     }

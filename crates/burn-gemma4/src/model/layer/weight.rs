@@ -1,15 +1,13 @@
-//! A weight matrix: whole, or quantized.
+//! A weight matrix, unquantized or quantized.
 
 use super::random;
+use crate::op::flat_rows;
+#[cfg(feature = "cube")]
+use crate::op::gemv::Origin;
 #[cfg(feature = "cube")]
 use crate::op::linear::Matrices;
-use crate::{
-    op::{
-        flat_rows,
-        linear::{Matrix, QuantizedMatrix},
-    },
-    quantized::layout::Layout,
-};
+use crate::op::linear::{Matrix, QuantizedMatrix};
+use crate::quant::layout::Layout;
 use burn::{
     module::{
         Content, Devices, Lora, LoraAdapter, Module, ModuleDisplay, ModuleDisplayDefault,
@@ -19,23 +17,23 @@ use burn::{
 };
 use std::{iter::once, ops::Range};
 
-/// A weight matrix, or several of them: its rows are what products give, its last dimension what they read.
+/// A weight matrix, `[out, in]`, or a stack of several matrices, `[count, out, in]`.
 #[derive(Clone, Debug)]
 pub enum Weight<const D: usize = 2> {
-    /// All of its numbers.
+    /// Unquantized values.
     Whole(Param<Tensor<D>>),
-    /// Codes of a few bits and scales, as a checkpoint has them or as
-    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization) makes them. Products make numbers of them on their way. They are not
-    /// trained, but a low-rank adapter over them is.
+    /// Packed codes of a few bits with scales, from a quantized checkpoint or from
+    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). GEMVs dequantize the codes while they read
+    /// them. Quantized weights are frozen, but a LoRA adapter over a quantized weight can be trained.
     Quantized(Box<QuantizedWeight<D>>),
 }
 
-/// The words of quantized rows.
+/// A quantized weight, with the rows of all its matrices packed into words.
 #[derive(Module, Debug)]
 pub struct QuantizedWeight<const D: usize = 2> {
-    /// `[rows, words]`, each 32 bits, whose meaning is this crate's own.
+    /// The packed rows, `[rows, words]`, in 32-bit words of a layout that is internal to this crate.
     pub words: Param<Tensor<2, Int>>,
-    /// What is added to the numbers that they stand for, by the name that a whole weight's has.
+    /// The LoRA adapter over the weight. Its parameter path equals that of an adapter over an unquantized weight.
     pub lora: Option<LoraAdapter>,
     #[module(skip)]
     layout: Layout,
@@ -46,7 +44,7 @@ pub struct QuantizedWeight<const D: usize = 2> {
 }
 
 impl<const D: usize> QuantizedWeight<D> {
-    /// `words` are `[rows, words]` of a weight of this shape, whose model computes in `dtype`.
+    /// Creates a weight of the given shape from its packed rows `words`, `[rows, words]`. The model computes in `dtype`.
     pub(crate) fn new(
         words: Tensor<2, Int>,
         layout: Layout,
@@ -62,7 +60,7 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// All numbers, with what an adapter adds.
+    /// Returns the dequantized weight, with the adapter's contribution added.
     fn val(&self) -> Tensor<D> {
         let numbers = self.matrix().dequantized(self.dtype).reshape(self.shape);
         match &self.lora {
@@ -71,7 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// All numbers, a few rows at a time; at once what an adapter adds to, which is no table.
+    /// Returns the dequantized rows, a few at a time. Returns all rows at once if the weight has an adapter, because only large
+    /// tables need portions, and no large table has an adapter.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -81,7 +80,7 @@ impl<const D: usize> QuantizedWeight<D> {
         Box::new(rows.map(move |rows| matrix.rows(rows.start, rows.len()).dequantized(dtype)))
     }
 
-    /// All rows.
+    /// Returns all packed rows.
     pub(crate) fn matrix(&self) -> QuantizedMatrix {
         QuantizedMatrix {
             words: self.words.val(),
@@ -95,7 +94,7 @@ impl<const D: usize> Weight<D> {
         Self::Whole(random(shape, deviation, device))
     }
 
-    /// All numbers, with what an adapter adds. Of a quantized weight, which has them nowhere, they are a new tensor.
+    /// Returns the weight as floats, with the adapter's contribution added. A quantized weight is dequantized to a new tensor.
     pub fn val(&self) -> Tensor<D> {
         match self {
             Self::Whole(weight) => weight.val(),
@@ -103,7 +102,7 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// The dtype of its numbers.
+    /// Returns the dtype of the weight's floats. For a quantized weight this is the dtype after dequantization.
     pub fn dtype(&self) -> DType {
         match self {
             Self::Whole(weight) => weight.base().dtype(),
@@ -111,7 +110,7 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Where it is.
+    /// Returns the device that holds the weight.
     pub fn device(&self) -> Device {
         match self {
             Self::Whole(weight) => weight.base().device(),
@@ -119,7 +118,17 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Its low-rank adapter.
+    /// Returns the origin of [`matrix`](Weight::matrix). The origin is a parameter if the weight has no adapter. With an
+    /// adapter, the matrix is computed, because the adapter's contribution is added.
+    #[cfg(feature = "cube")]
+    pub(crate) fn origin(&self) -> Origin {
+        match self.adapter() {
+            None => Origin::Parameters,
+            Some(_) => Origin::Computed,
+        }
+    }
+
+    /// Returns the weight's LoRA adapter, if it has one.
     pub(crate) fn adapter(&self) -> Option<&LoraAdapter> {
         match self {
             Self::Whole(weight) => weight.adapter(),
@@ -129,7 +138,8 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// As products take it, with what an adapter adds: whole, where there is one.
+    /// Returns the matrix by which activations are multiplied, with the adapter's contribution added. A quantized weight with
+    /// an adapter is dequantized.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
             Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
@@ -137,7 +147,7 @@ impl Weight {
         }
     }
 
-    /// The same without what an adapter adds.
+    /// Returns the matrix by which activations are multiplied, without the adapter's contribution.
     pub(crate) fn base(&self) -> Matrix {
         match self {
             Self::Whole(weight) => weight.base().into(),
@@ -147,7 +157,7 @@ impl Weight {
 }
 
 impl Weight<3> {
-    /// The shape of its numbers.
+    /// Returns the shape of the weight, without the packing.
     #[cfg(feature = "cube")]
     pub(crate) fn dims(&self) -> [usize; 3] {
         match self {
@@ -156,7 +166,7 @@ impl Weight<3> {
         }
     }
 
-    /// As products of several of the matrices take them.
+    /// Returns the stacked matrices for an MoE GEMM.
     #[cfg(feature = "cube")]
     pub(crate) fn matrices(&self) -> Matrices {
         match self {
@@ -168,7 +178,7 @@ impl Weight<3> {
         }
     }
 
-    /// One of the matrices.
+    /// Returns the matrix at `index` in the stack.
     pub(crate) fn matrix(&self, index: usize) -> Matrix {
         match self {
             Self::Whole(weight) => {
@@ -183,45 +193,47 @@ impl Weight<3> {
     }
 }
 
-/// A weight of any number of dimensions.
+/// A weight with any number of dimensions.
 pub(crate) trait AnyWeight {
-    /// The weight by its words, in their place what there was.
+    /// Replaces the weight by packed quantized rows of the same shape.
     fn quantize(&mut self, words: Tensor<2, Int>, layout: Layout, dtype: DType);
 
-    /// Makes it whole.
+    /// Replaces a quantized weight by its dequantized floats.
     fn dequantize(&mut self);
 
-    /// The size of its last dimension, where it is whole.
+    /// Returns the size of the last dimension, or `None` if the weight is quantized.
     fn whole_columns(&self) -> Option<usize>;
 
-    /// All dimensions but the last as one, where it is whole.
+    /// Returns the weight with all dimensions but the last flattened, or `None` if the weight is quantized.
     fn whole_rows(&self) -> Option<Tensor<2>>;
 
-    /// The shape of its numbers, and how to make them, where they are quantized.
+    /// Returns the shape and a function that dequantizes the weight, or `None` if the weight is not quantized.
     fn quantized(&self) -> Option<QuantizedNumbers>;
 
-    /// The bits of a code, where it is quantized.
+    /// Returns the number of bits per code, or `None` if the weight is not quantized.
     fn bits(&self) -> Option<usize>;
 
-    /// Attaches an adapter where it is a quantized matrix.
+    /// Attaches a LoRA adapter if the weight is a single quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
 
-    /// The shape of a quantized matrix that has no adapter yet, and the dtype and the device of what one for it has to be.
+    /// Returns the shape, dtype and device that an adapter needs, if the weight is a single quantized matrix without an
+    /// adapter.
     fn without_adapter(&self) -> Option<([usize; 2], DType, Device)>;
 
-    /// Gives such a matrix an adapter.
+    /// Sets the adapter of a quantized weight.
     fn adapt(&mut self, adapter: LoraAdapter);
 }
 
-/// The numbers of a quantized weight, made when they are asked for.
+/// The shape of a quantized weight, and a function that dequantizes the weight on demand.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// A few rows after the other, all dimensions but the last being one, in the dtype that the model computes in or, with an adapter, in f32.
+    /// Dequantizes a few rows at a time, with all dimensions but the last flattened. The dtype is the model's, or f32 for a
+    /// weight with an adapter.
     make: Box<dyn Fn() -> Box<dyn Iterator<Item = Tensor<2>>>>,
 }
 
 impl QuantizedNumbers {
-    /// They in `dtype`, little-endian.
+    /// Returns the dequantized weight as little-endian values of `dtype`.
     pub fn bytes(&self, dtype: DType) -> Vec<u8> {
         let mut bytes = Vec::new();
         for rows in (self.make)() {
@@ -232,7 +244,8 @@ impl QuantizedNumbers {
     }
 }
 
-/// Rows of so many columns, as many at a time as any device has a buffer for: of a table whose words are in one the numbers may be too many.
+/// Divides rows into portions of at most 2²⁴ elements and at least one row. A device buffer may be large enough for a packed
+/// table, but too small for the dequantized table.
 fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
     const NUMBERS: usize = 1 << 24;
     let at_once = (NUMBERS / columns.max(1)).max(1);
@@ -252,7 +265,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
     fn dequantize(&mut self) {
         if let Self::Quantized(_) = self {
             let dtype = self.dtype();
-            // Of an adapter's factors that are trained, the sum is no parameter.
+            // Detach the sum of weight and adapter from the autodiff graph. The sum becomes a parameter, which must not depend
+            // on the adapter's parameters.
             *self = Self::Whole(Param::from_tensor(self.val().detach().cast(dtype)));
         }
     }
@@ -297,7 +311,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let Ok(shape) = <[usize; 2]>::try_from(weight.shape.to_vec()) else {
             return;
         };
-        // Burn draws factors by the size of a parameter, whose numbers it does not look at.
+        // Use an expanded zero tensor as the parameter. Burn initialises LoRA matrices from the parameter's shape only.
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
@@ -320,7 +334,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
     }
 }
 
-/// Parameters have the paths that they would have without the enum: those of the checkpoint's tensors.
+/// The parameter paths equal the names of the checkpoint's tensors. The enum adds no level to a path.
 impl<const D: usize> Module for Weight<D> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {
@@ -399,7 +413,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn portions_are_all_rows_in_their_order() {
+    fn portions_cover_all_rows_in_order() {
         for (rows, columns) in [(0, 4), (5, 1 << 26), (10, 1 << 23), (1 << 20, 37), (3, 0)] {
             let mut next = 0;
             for portion in portions(rows, columns) {

@@ -1,20 +1,23 @@
-//! The argmax of each row: its largest number and the first column that has it; −1 for a row of which none is a number
-//! above −∞.
+//! Argmax of each row: the row's largest value, and the first column that has this value. The column is −1 if the row has only
+//! −∞ and NaN.
 //!
-//! Budget: 8 bytes a unit in shared memory, in registers up to [`HELD`] values and their columns. Bound by memory: reads the logits once, all
-//! that a unit has of a stretch at once. Cubes reduce a stretch of a row each, then one cube a row reduces what they found.
+//! Algorithm: a section is a part of a row's columns. Each cube reduces one section. A second launch with one cube per row then
+//! reduces the results of the sections.
+//!
+//! Budget: shared memory holds 8 bytes per unit. Registers hold up to [`HELD`] values and their columns. Schedule: a unit
+//! issues the loads of up to [`HELD`] values at once. Bound: memory bandwidth. The logits are read once.
 
-use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// Units of a cube.
+/// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// Values that a unit reads at once at most.
+/// The largest number of values that a unit loads at once.
 pub(super) const HELD: usize = 16;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn argmax_overlapped<E: Float, I: Int>(
+pub(super) fn argmax_pdl<E: Float, I: Int>(
     values: &Tensor<E>,
     columns_of_values: ComptimeOption<&Tensor<I>>,
     largest: &mut Tensor<f32>,
@@ -23,13 +26,13 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     columns: u32,
     stretches: u32,
     #[comptime] held: usize,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
 ) {
-    take_turn(overlaps);
-    was_written(values, overlaps);
-    was_written_if_there(columns_of_values, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(values, pdl);
+    mark_volatile_if_present(columns_of_values, pdl);
     let row = CUBE_POS as u32 / stretches;
     if row >= rows {
         terminate!();
@@ -46,7 +49,8 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
         let first = row as usize * columns as usize;
         #[unroll]
         for index in 0..held {
-            // Behind the end the first is read again, which is not larger than itself: a branch would be between this read and the next.
+            // Load the unit's first value again for a column beyond the end of the section. The repeated value cannot change
+            // the maximum. With a branch instead, the compiler would not issue the loads together.
             let other = column + comptime!((index * UNITS) as u32);
             let at = first + select(other < end, other, column) as usize;
             held_values[index] = values[at];
@@ -61,7 +65,9 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
         #[unroll]
         for index in 0..held {
             let value = f32::cast_from(held_values[index]);
-            // The columns of one unit come in their order. The least number that there is, is one, too, and WGSL has no −∞ to begin with.
+            // Replace the best value only by a larger one. A unit reads its columns in ascending order, so the first of equal
+            // columns stays. The search starts with f32::MIN, because WGSL has no −∞. The second condition therefore accepts
+            // f32::MIN as the first value.
             if value > best || (value == best && best_column == u32::MAX) {
                 best = value;
                 best_column = column + comptime!((index * UNITS) as u32);
@@ -92,7 +98,8 @@ pub(super) fn argmax_overlapped<E: Float, I: Int>(
     }
 }
 
-/// Brings the largest of so many values, a power of two, and the smallest column that has it, to the first place, where unit 0 finds them. Syncs first.
+/// Reduces `count` values, a power of two, to the largest value and the smallest column that has it. Unit 0 can then read both
+/// results in element 0 of the two arrays. Synchronizes the cube first.
 #[cube]
 pub(crate) fn bring_best_first(
     values: &mut Shared<[f32]>,

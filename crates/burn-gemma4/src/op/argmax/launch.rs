@@ -2,7 +2,7 @@
 
 use super::{
     ArgmaxBackend, NUMBERS,
-    kernel::{HELD, UNITS, argmax_overlapped},
+    kernel::{HELD, UNITS, argmax_pdl},
 };
 use burn::{
     backend::{
@@ -12,10 +12,8 @@ use burn::{
     tensor::{DType, Shape},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty},
-    overlap::overlaps,
-};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
 impl ArgmaxBackend for CubeBackend {
@@ -30,7 +28,8 @@ impl ArgmaxBackend for CubeBackend {
     }
 }
 
-/// The largest of each stretch of a row, and their columns, `[rows, stretches]` each.
+/// Divides each row into sections (`stretches`). Returns the largest value of each section, and the column where this value is.
+/// Both tensors are `[rows, stretches]`.
 pub(in crate::op) fn of_stretches(logits: CubeTensor) -> [CubeTensor; 2] {
     let stretches = logits.meta.shape()[1].div_ceil(HELD * UNITS);
     launch(logits, None, stretches)
@@ -47,9 +46,10 @@ fn launch(
     let largest = empty(&values, [rows, stretches], DType::F32);
     let numbers = empty(&values, [rows, stretches], NUMBERS);
     let element = dtype_to_storage_type(values.dtype);
-    // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
+    // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `values`. It writes only its own element of
+    // `largest` and `numbers`, which have one for each of the `rows · stretches` cubes.
     unsafe {
-        argmax_overlapped::launch_unchecked(
+        argmax_pdl::launch_unchecked(
             &client,
             cube_count(&client, rows * stretches),
             CubeDim::new_1d(UNITS as u32),
@@ -62,7 +62,7 @@ fn launch(
             columns as u32,
             stretches as u32,
             columns.div_ceil(stretches).div_ceil(UNITS).min(HELD),
-            overlaps(&client),
+            supports_pdl(&client),
             element,
             dtype_to_storage_type(NUMBERS),
         );

@@ -1,4 +1,4 @@
-//! The likeliest token of each row of logits.
+//! Argmax: the most likely token of each row of logits.
 
 #[cfg(feature = "cube")]
 pub(super) mod kernel;
@@ -16,8 +16,8 @@ use burn::{
     tensor::{DType, Shape},
 };
 
-/// The first of the largest columns of each row of `[rows, columns]`: `[rows]`. NaN counts as −∞; −1 for a row of which none
-/// is a number above −∞.
+/// Returns, for each row of `[rows, columns]`, the first column that has the row's largest value. The output is `[rows]`. NaN
+/// counts as −∞. The column is −1 for a row that has only −∞ and NaN.
 pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
     #[cfg(feature = "cube")]
     if super::serve(&logits) {
@@ -31,7 +31,7 @@ pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
         .squeeze_dim(1)
 }
 
-/// The dtype of tokens' numbers.
+/// The dtype of token ids.
 #[cfg(feature = "cube")]
 const NUMBERS: DType = DType::I32;
 

@@ -1,26 +1,30 @@
-//! The cross entropy of a row of logits: the logarithm of the sum of exponentials less the target's logit, by an online softmax (Milakov and
-//! Gimelshein 2018, arXiv:1805.02867), and then the gradient, in place.
+//! Cross entropy of a row of logits, and its gradient in place.
 //!
-//! Budget: a float a part of the cube in shared memory, two vectors a unit in registers. A cube has a row, reads it twice and writes it once;
-//! of two vectors' tanh and exponentials as much as of memory's rate.
+//! Algorithm: the loss is the LSE of the logits minus the target's logit. An online softmax computes the LSE (Milakov and
+//! Gimelshein 2018, arXiv:1805.02867). A second pass overwrites the logits with the gradient.
+//!
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold two vectors per unit. Schedule: a cube
+//! handles a row, reads it twice, and writes it once. Bound: memory bandwidth. Computing the tanh and exponentials of both
+//! passes takes about as long as the memory accesses.
 
 use crate::op::sums::{Team, cube_max, cube_sum};
 use cubecl::prelude::*;
 
-/// What a launch does with logits.
+/// The compile-time options of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Kind {
     pub is_capped: bool,
-    /// Else logits stay as they are.
+    /// True if the gradient overwrites the logits. Otherwise the logits stay unchanged.
     pub with_gradient: bool,
     pub team: Team,
 }
 
-/// tanh of logits through the cap, which is at most 1; nothing where there is none.
+/// Returns `tanh(logits / cap)`, whose magnitude is at most 1.
 #[cube]
 fn bounded<N: Size>(logits: Vector<f32, N>, cap: f32) -> Vector<f32, N> {
     let mut ratios = logits / Vector::cast_from(cap);
-    // Drivers may compute tanh through exponentials that overflow; it is 1 long before. What is no number is neither below nor above, and stays.
+    // Drivers may compute tanh through exponentials that overflow. Limit the argument: beyond this range tanh is 1 in f32 anyway.
+    // NaN fails both comparisons, and stays NaN.
     #[unroll]
     for lane in 0..ratios.vector_size().comptime() {
         let ratio = ratios.extract(lane);
@@ -89,13 +93,14 @@ pub(super) fn cross_entropy<E: Float, I: Int, N: Size>(
     let sum = cube_sum(sum * (largest - of_row).exp(), &mut partial, team);
     let logarithm = of_row + sum.ln();
 
-    // Negative ones count as no column, and their rows for nothing.
+    // Ignore a row whose target is negative: its loss and gradient are zero.
     let target = i32::cast_from(targets[CUBE_POS]);
     let counts = target >= 0;
     let column = select(counts, target, 0) as u32;
     let vector_of_target = column / comptime!(lanes as u32);
     let lane_of_target = column % comptime!(lanes as u32);
-    // Of a word that there is not; WGSL has no NaN.
+    // Write the largest f32 as the loss if the target is outside the vocabulary. The largest f32 stands for NaN, which WGSL
+    // lacks.
     if vector_of_target >= vectors && UNIT_POS == 0 {
         losses[CUBE_POS] = f32::new(f32::MAX);
     }

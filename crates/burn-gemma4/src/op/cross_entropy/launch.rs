@@ -36,7 +36,7 @@ impl CrossEntropyBackend for CubeBackend {
     }
 }
 
-/// The losses of logits side by side, which become their gradient where it is asked for.
+/// Computes the losses of contiguous logits. If `with_gradient`, the gradient overwrites the logits.
 fn launch(
     logits: &CubeTensor,
     targets: CubeTensor,
@@ -48,7 +48,7 @@ fn launch(
     assert_eq!(
         targets.meta.num_elements(),
         rows,
-        "a target for each row of logits"
+        "targets: expected one target for each row of logits"
     );
     let targets = into_contiguous(targets);
     let losses = empty(logits, [rows], DType::F32);
@@ -59,7 +59,8 @@ fn launch(
         with_gradient,
         team: team(&client, vectors),
     };
-    // SAFETY: each of `rows` cubes reads and writes a row of `vectors`, and its loss.
+    // SAFETY: cube `r` works only if `r` is below `rows`. It reads and writes only row `r` of `logits`, which has `vectors`
+    // vectors, and element `r` of `targets` and `losses`.
     unsafe {
         cross_entropy::launch_unchecked(
             &client,

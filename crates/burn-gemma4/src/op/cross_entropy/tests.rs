@@ -1,14 +1,15 @@
-//! That losses and gradients by the kernel are those of the definition in f64, whatever the sizes, the cap and the targets.
+//! Tests that the kernel's losses and gradients agree with an f64 reference for several sizes, caps and targets.
 
 use super::*;
 use crate::op::dequantize::tests::devices;
 use burn::tensor::TensorData;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Words that are whole vectors and such that are not, fewer than units and more.
+/// The tested numbers of rows and vocabulary sizes. Some vocabulary sizes are a multiple of the vector width and some are not.
+/// Some are smaller than the number of units in a cube and some are larger.
 const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
 
-/// Losses, and gradients row after row.
+/// Returns the exact losses, and the exact gradients row by row.
 fn exact(logits: &[f64], targets: &[i32], words: usize, cap: Option<f64>) -> (Vec<f64>, Vec<f64>) {
     let (mut losses, mut gradients) = (Vec::new(), Vec::new());
     for (row, target) in logits.chunks_exact(words).zip(targets) {
@@ -36,7 +37,7 @@ fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 }
 
 #[test]
-fn they_are_those_of_the_definition() {
+fn cross_entropy_matches_reference() {
     let mut random = StdRng::seed_from_u64(2);
     for device in devices() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -59,7 +60,8 @@ fn they_are_those_of_the_definition() {
                     .collect();
                 let (losses, gradients) = exact(&values(logits.clone()), &targets, words, cap);
                 let targets = Tensor::<1, Int>::from_data(&targets[..], &device);
-                // Somebody still has them, and nobody.
+                // Call twice. The first call must not overwrite the logits, because another handle shares their buffer. The
+                // second call may overwrite the logits.
                 let kept = logits.clone();
                 let before = values(kept.clone());
                 let (alone, none) = cross_entropy(logits.clone(), targets.clone(), cap, false);
@@ -68,7 +70,7 @@ fn they_are_those_of_the_definition() {
                 assert_eq!(
                     values(kept.clone()),
                     before,
-                    "{what}: they are written over"
+                    "{what}: shared logits were overwritten"
                 );
                 let (second, of_second) = cross_entropy(kept, targets, cap, true);
                 for found in [alone, first, second] {
@@ -76,22 +78,25 @@ fn they_are_those_of_the_definition() {
                         let error = (found - loss).abs();
                         assert!(
                             error <= 2e-6 * loss.abs().max(40.0),
-                            "{what}: {found}, {loss}"
+                            "{what}: loss {found}, expected {loss}"
                         );
                     }
                 }
-                // Of a number below 1, rounded once.
+                // Allow one rounding of a gradient below 1.
                 let rounding = match dtype {
                     DType::F16 => 2f64.powi(-11),
                     DType::BF16 => 2f64.powi(-8),
                     _ => 4e-6,
                 };
                 for found in [of_first, of_second] {
-                    let found = values(found.expect("a gradient"));
+                    let found = values(found.expect("the gradient was requested"));
                     assert_eq!(found.len(), gradients.len());
                     for (found, exact) in found.into_iter().zip(&gradients) {
                         let error = (found - exact).abs();
-                        assert!(error <= rounding, "{what}: {found} instead of {exact}");
+                        assert!(
+                            error <= rounding,
+                            "{what}: gradient {found}, expected {exact}"
+                        );
                     }
                 }
             }
@@ -99,9 +104,10 @@ fn they_are_those_of_the_definition() {
     }
 }
 
-/// Of a cap, which has no bounds for them, too; and what does not count is nothing, whatever it is.
+/// Checks that NaN passes through the soft cap, although the kernel clamps the argument of tanh. Rows with negative targets
+/// give zero, even if the rows contain NaN.
 #[test]
-fn what_is_no_number_stays_none_through_a_cap() {
+fn cross_entropy_with_cap_propagates_nan() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
     let rows = [
         [1.0, nan, 3.0],
@@ -123,7 +129,7 @@ fn what_is_no_number_stays_none_through_a_cap() {
             assert!(losses[0].is_nan() && losses[1].is_nan(), "{losses:?}");
             assert!((losses[2] - 30.0).abs() < 1e-4, "{losses:?}");
             assert_eq!(losses[3], 0.0);
-            let gradient = values(gradient.expect("a gradient"));
+            let gradient = values(gradient.expect("the gradient was requested"));
             assert!(gradient[0].is_nan() && gradient[3..6].iter().all(|x| x.is_nan()));
             assert!(gradient[6..].iter().all(|x| x.is_finite()), "{gradient:?}");
             assert_eq!(gradient[9..12], [0.0; 3]);
@@ -132,20 +138,24 @@ fn what_is_no_number_stays_none_through_a_cap() {
 }
 
 #[test]
-fn rows_that_do_not_count_are_nothing_without_a_cap() {
+fn cross_entropy_of_ignored_rows_is_zero() {
     for device in devices() {
         let data = TensorData::new(vec![f32::NAN, 1.0, 1.0, 2.0], [2, 2]);
         let logits = Tensor::<2>::from_data(data, &device);
         let targets = Tensor::<1, Int>::from_data([-1, 0], &device);
         let (losses, gradient) = cross_entropy(logits, targets, None, true);
         assert_eq!(values(losses)[0], 0.0);
-        assert_eq!(values(gradient.expect("a gradient"))[..2], [0.0; 2]);
+        assert_eq!(
+            values(gradient.expect("the gradient was requested"))[..2],
+            [0.0; 2]
+        );
     }
 }
 
-/// Probabilities far below the rounding of 1, which together weigh as much as the target.
+/// Checks that small gradients are not lost. Each probability is far below the rounding error of 1, but the probabilities of a
+/// row sum to 1. The gradients of a row must therefore sum to 0.
 #[test]
-fn small_probabilities_are_there_in_half_precision() {
+fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     for device in devices() {
         for dtype in [DType::F16, DType::BF16] {
             if !device.supports_dtype(dtype) {
@@ -154,7 +164,7 @@ fn small_probabilities_are_there_in_half_precision() {
             let logits = Tensor::<2>::zeros([2, 8192], (&device, dtype));
             let targets = Tensor::<1, Int>::from_data([5, 8191], &device);
             let (_, gradient) = cross_entropy(logits, targets, Some(30.0), true);
-            for row in values(gradient.expect("a gradient")).chunks_exact(8192) {
+            for row in values(gradient.expect("the gradient was requested")).chunks_exact(8192) {
                 let sum: f64 = row.iter().sum();
                 assert!(sum.abs() < 0.02, "{dtype:?}: {sum}");
             }
@@ -162,9 +172,9 @@ fn small_probabilities_are_there_in_half_precision() {
     }
 }
 
-/// More than one dimension of a grid has, and no multiple of anything.
+/// Tests more rows than one dimension of a grid allows. The number of rows is prime.
 #[test]
-fn rows_are_as_many_as_there_are() {
+fn cross_entropy_of_many_rows_covers_all() {
     const ROWS: usize = 65_537;
     for device in devices() {
         let logits = Tensor::<2>::zeros([ROWS, 4], &device);
@@ -172,7 +182,7 @@ fn rows_are_as_many_as_there_are() {
         let (losses, gradient) = cross_entropy(logits, targets, None, true);
         let losses = values(losses);
         assert!(losses.iter().all(|loss| (loss - 4f64.ln()).abs() < 1e-6));
-        let gradient = values(gradient.expect("a gradient"));
+        let gradient = values(gradient.expect("the gradient was requested"));
         assert_eq!(gradient.len(), 4 * ROWS);
         assert!(
             gradient
@@ -183,7 +193,7 @@ fn rows_are_as_many_as_there_are() {
 }
 
 #[test]
-fn what_is_no_number_stays_none() {
+fn cross_entropy_without_cap_propagates_nan() {
     for device in devices() {
         let numbers = [1.0, f32::NAN, 3.0, 0.5, f32::INFINITY, 1.0, 1.0, 2.0, 3.0];
         let logits = Tensor::<2>::from_data(TensorData::new(numbers.to_vec(), [3, 3]), &device);
@@ -192,7 +202,7 @@ fn what_is_no_number_stays_none() {
         let losses = values(losses);
         assert!(losses[0].is_nan() && losses[1].is_nan(), "{losses:?}");
         assert!((losses[2] - 0.40760596).abs() < 1e-6, "{losses:?}");
-        let gradient = values(gradient.expect("a gradient"));
+        let gradient = values(gradient.expect("the gradient was requested"));
         assert!(gradient[0].is_nan() && gradient[6..].iter().all(|x| x.is_finite()));
     }
 }

@@ -1,7 +1,8 @@
-//! On the processor.
+//! Dequantization on the CPU.
 
 use super::DequantizeBackend;
-use crate::quantized::{layout::Layout, rows::dequantized};
+use crate::quant::layout::Layout;
+use crate::quant::rows::dequantized;
 use burn::{
     backend::{
         Flex,

@@ -1,10 +1,13 @@
-//! Numbers of words: `round((code - zero) · scale + least)`, as [`Layout`](crate::quantized::layout::Layout) has them, bit by bit.
+//! Dequantization: `round((code - zero) · scale + least)`, with the same bits as [`Layout`](crate::quant::layout::Layout) on the
+//! host.
 //!
-//! Budget: no shared memory; a word's codes, at most 8 numbers, in registers. Bound by memory: a unit reads a word of codes and what its
-//! group has, which its neighbours read as well, and writes the numbers side by side. It is what prompts need: a product of few
-//! rows makes numbers of words by the same functions, and never writes them.
+//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one word of
+//! codes and the parameters of its group, and writes adjacent values. Adjacent units read the same group's parameters. Bound:
+//! memory bandwidth.
+//!
+//! Prefill runs this kernel. GEMVs call the same functions to dequantize, and never write the values to memory.
 
-use crate::quantized::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
+use crate::quant::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
 use burn::tensor::f16;
 use cube_kit::rounding::{nearest_bfloat16, nearest_float16, rounded};
 use cubecl::{
@@ -12,28 +15,29 @@ use cubecl::{
     prelude::*,
 };
 
-/// Where the parts of rows are, in words.
+/// The stride of rows, and the offsets of the upper bits and scales within a row, in words.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(in crate::op) struct RowParts {
-    /// From a row to the next.
+    /// The distance from one row to the next.
     pub stride: u32,
-    /// Of upper bits in a row.
+    /// The offset of the upper bits within a row.
     pub top: u32,
-    /// Of scales in a row.
+    /// The offset of the scales within a row.
     pub scales: u32,
 }
 
-/// What makes numbers of a group's codes.
+/// The parameters that dequantize the codes of a group.
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
-    /// Where it is of the group: else codes come without their format's.
+    /// The zero point of this group. It is 0 if all groups of the format have a common zero point, which [`code`] subtracts
+    /// instead.
     pub zero: f32,
     pub scale: f32,
     pub least: f32,
 }
 
 impl Format {
-    /// What every code of the format has above its number; 0 where that is a group's.
+    /// Returns the zero point that all codes of the format have in common, or 0 if each group has its own.
     fn zero(self) -> u32 {
         match self.scales {
             Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
@@ -41,12 +45,13 @@ impl Format {
         }
     }
 
-    /// Whether something is added to numbers.
+    /// True if dequantization adds a minimum (`least`).
     fn has_least(self) -> bool {
         matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
     }
 
-    /// Whether a sum of numbers is their scale times the sum of their codes.
+    /// True if dequantized values are proportional to codes within a group. Then a weighted sum of values equals the scale times
+    /// the weighted sum of codes.
     pub(in crate::op) fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }
@@ -94,7 +99,8 @@ pub(super) fn dequantize<E: Float, N: Size>(
     }
 }
 
-/// The element nearest to a number. Drivers round to f16, too, as they like.
+/// Rounds an f32 to the nearest value of the element type. The explicit rounding is needed for f16, because drivers may convert
+/// with other rounding modes.
 #[cube]
 fn element<E: Float>(number: f32) -> E {
     let element = elem_type_of::<E>();
@@ -105,7 +111,8 @@ fn element<E: Float>(number: f32) -> E {
     }
 }
 
-/// The upper bits of a word's codes, those of the first code lowest.
+/// Returns the upper bits of the codes whose lower bits are in one word. The upper bits of the first code are the lowest bits
+/// of the result.
 #[cube]
 pub(in crate::op) fn top_of_word(
     words: &Tensor<u32>,
@@ -121,7 +128,7 @@ pub(in crate::op) fn top_of_word(
     }
 }
 
-/// A code of a word, without its format's zero.
+/// Returns a code of a word, minus the zero point that all codes of the format have in common.
 #[cube]
 pub(in crate::op) fn code(
     word: u32,
@@ -129,13 +136,13 @@ pub(in crate::op) fn code(
     #[comptime] index: usize,
     #[comptime] format: Format,
 ) -> f32 {
-    let place = comptime!(Place::of(index, format));
+    let place = comptime!(CodePosition::of(index, format));
     if comptime!(format.top_bits() > 0) {
         let low = (word >> comptime!((4 * index) as u32)) & 15u32;
         let above = top >> comptime!((format.top_bits() * index) as u32);
         let above = above & comptime!((1u32 << format.top_bits()) - 1);
-        let bits = low | (above << 4u32) | comptime!(Place::FIRST.exponent());
-        f32::reinterpret(bits) - comptime!(Place::FIRST.power() + format.zero() as f32)
+        let bits = low | (above << 4u32) | comptime!(CodePosition::FIRST.exponent());
+        f32::reinterpret(bits) - comptime!(CodePosition::FIRST.power() + format.zero() as f32)
     } else {
         let codes = word >> comptime!(place.shift);
         let bits = (codes & comptime!(place.mask)) | comptime!(place.exponent());
@@ -143,18 +150,18 @@ pub(in crate::op) fn code(
     }
 }
 
-/// Where a code is in a float's fraction: under the exponent of a power of two it is the float's difference to that, which no
-/// conversion of integers is needed for.
+/// The position of a code within the mantissa of a float. At this position a code is converted to a float without an
+/// integer-to-float instruction. The kernel ORs the code into the mantissa of a power of two, and subtracts this power.
 #[derive(Clone, Copy)]
-struct Place {
-    /// By which it comes down, since a fraction has 23 bits.
+struct CodePosition {
+    /// The right shift that brings the code into the 23 bits of the mantissa.
     shift: u32,
     mask: u32,
-    /// Its lowest bit.
+    /// The index of the mantissa bit that holds the code's lowest bit.
     at: u32,
 }
 
-impl Place {
+impl CodePosition {
     const FIRST: Self = Self {
         shift: 0,
         mask: 255,
@@ -185,7 +192,7 @@ impl Place {
     }
 }
 
-/// What makes numbers of the codes of a column's group.
+/// Returns the parameters of the group that a column belongs to.
 #[cube]
 pub(in crate::op) fn group_of_column(
     words: &Tensor<u32>,
@@ -220,7 +227,7 @@ pub(in crate::op) fn group_of_column(
         let groups = comptime!((SUPER / 16) as u32);
         let at = scales + (group / groups) as usize * SUPER_WORDS;
         let byte = byte_of(words, at + 1, group % groups);
-        // Signed.
+        // Interpret the byte as a signed integer.
         found.scale = half(words[at], converts_f16) * (f32::cast_from(byte ^ 128u32) - 128.0f32);
     } else {
         let groups = comptime!((SUPER / 32) as u32);
@@ -238,7 +245,7 @@ fn byte_of(words: &Tensor<u32>, first: usize, index: u32) -> u32 {
     (words[first + (index / 4u32) as usize] >> (index % 4u32 * 8u32)) & 255u32
 }
 
-/// The number that a code of a group stands for.
+/// Returns the dequantized value of a code.
 #[cube]
 pub(in crate::op) fn number(code: f32, group: &Group, #[comptime] format: Format) -> f32 {
     let mut number = of_zero(code, group, format) * group.scale;
@@ -253,7 +260,7 @@ pub(in crate::op) fn number(code: f32, group: &Group, #[comptime] format: Format
     number
 }
 
-/// A code without its group's zero.
+/// Returns a code minus the zero point of its group. Returns the code unchanged if the format has no zero point per group.
 #[cube]
 pub(in crate::op) fn of_zero(code: f32, group: &Group, #[comptime] format: Format) -> f32 {
     if comptime!(format.scales == Scales::SingleAndZero) {
@@ -263,8 +270,8 @@ pub(in crate::op) fn of_zero(code: f32, group: &Group, #[comptime] format: Forma
     }
 }
 
-/// The number of the lower 16 bits, as f16 has it. Without a conversion of the device in integers: some devices take the f32 of f16's
-/// smallest numbers for zero on the way.
+/// Converts the f16 in the lower 16 bits to f32. If `converts_f16` is false, the function uses integer operations, because some
+/// devices flush subnormal f16 values to zero.
 #[cube]
 fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
     if converts_f16 {
@@ -273,7 +280,7 @@ fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
         let exponent = bits & 0x7c00u32;
         let fraction = bits & 0x03ffu32;
         let number = ((exponent | fraction) << 13u32) + 0x3800_0000u32;
-        // Infinity's exponent is the largest there, too.
+        // Give infinities and NaN the largest exponent of f32. In f16 the largest exponent marks these values.
         let number = select(exponent == 0x7c00u32, number + 0x3800_0000u32, number);
         let small = f32::cast_from(fraction) * 5.960_464_5e-8f32;
         let number = select(exponent == 0u32, u32::reinterpret(small), number);

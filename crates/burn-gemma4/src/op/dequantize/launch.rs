@@ -1,13 +1,11 @@
-//! Launches the numbers of words.
+//! Launches dequantization.
 
 use super::{
     DequantizeBackend,
     kernel::{RowPartsLaunch, dequantize},
 };
-use crate::{
-    op::launch::{converts_f16, rows_of, vector_size},
-    quantized::layout::Layout,
-};
+use crate::op::launch::{converts_f16, rows_of, vector_size};
+use crate::quant::layout::Layout;
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -19,7 +17,7 @@ use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Units of a cube.
+/// The number of units in a cube.
 const UNITS: usize = 128;
 
 impl DequantizeBackend for CubeBackend {
@@ -34,7 +32,9 @@ impl DequantizeBackend for CubeBackend {
         }
         let codes = layout.format.codes_of_word();
         let vector = vector_size(&client, dtype.size(), &[codes]);
-        // SAFETY: a unit below `all_words` reads a row's parts, which are where the layout has them, and writes the numbers of its word.
+        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words with lower bits of codes in all rows. It
+        // reads its word, and the upper bits and scales of the same row at the layout's offsets. It writes only the elements of
+        // its word in `numbers`.
         unsafe {
             dequantize::launch_unchecked(
                 &client,
@@ -56,7 +56,7 @@ impl DequantizeBackend for CubeBackend {
     }
 }
 
-/// Where the kernels find the parts of these rows.
+/// Returns the row stride, and the offsets of the upper bits and scales within a row, as a kernel argument.
 pub(in crate::op) fn row_parts(words: &CubeTensor, layout: Layout) -> RowPartsLaunch {
     RowPartsLaunch::new(
         words.meta.strides()[0] as u32,

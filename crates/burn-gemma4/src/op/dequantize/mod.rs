@@ -1,4 +1,4 @@
-//! Rows of words into the numbers that they stand for.
+//! Dequantization of packed rows to floats.
 
 #[cfg(feature = "flex")]
 mod flex;
@@ -10,7 +10,7 @@ mod launch;
 #[cfg(feature = "cube")]
 pub(super) use launch::row_parts;
 
-use crate::quantized::layout::Layout;
+use crate::quant::layout::Layout;
 #[cfg(feature = "cube")]
 use burn::{backend::fusion::custom::TensorSpec, tensor::Shape};
 use burn::{
@@ -21,12 +21,13 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// `[rows, words]` to `[rows, columns]` in `dtype`: the numbers of the layout, rounded once more to it.
+/// Dequantizes `[rows, words]` to `[rows, columns]`. The values are rounded as the layout's format requires, and then rounded to
+/// `dtype`.
 pub(crate) fn dequantize(words: Tensor<2, Int>, layout: Layout, dtype: DType) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::dequantize(words.into_dispatch(), layout, dtype))
 }
 
-/// The operator of a backend.
+/// Dequantization as an operator of a backend.
 #[backend_extension(
     Cube: cfg(feature = "cube"),
     Flex: cfg(feature = "flex"),
@@ -38,7 +39,7 @@ pub trait DequantizeBackend: Backend {
     fn dequantize(words: IntTensor<Self>, layout: Layout, dtype: DType) -> FloatTensor<Self>;
 }
 
-/// What Burn's fusion must know of the numbers before they exist.
+/// Describes the output to Burn's fusion before the output exists.
 #[cfg(feature = "cube")]
 fn metadata(words: &TensorSpec, layout: &Layout, dtype: &DType) -> TensorSpec {
     TensorSpec::new(Shape::new([words.shape[0], layout.columns]), *dtype)
@@ -47,14 +48,12 @@ fn metadata(words: &TensorSpec, layout: &Layout, dtype: &DType) -> TensorSpec {
 #[cfg(all(test, any(feature = "cube", feature = "flex")))]
 pub(super) mod tests {
     use super::*;
-    use crate::quantized::{
-        blocks::BlockFormat,
-        layout::{Format, Rounding, Scales},
-        rows::dequantized,
-    };
+    use crate::quant::blocks::BlockFormat;
+    use crate::quant::layout::{Format, Rounding, Scales};
+    use crate::quant::rows::dequantized;
     use burn::tensor::{Device, TensorData};
 
-    /// Words at random, whatever they stand for but NaN: of scales only the bits that are numbers.
+    /// Returns pseudorandom words. The bits of scales are restricted, so that no scale is NaN.
     pub(crate) fn words(layout: Layout, rows: usize) -> Vec<u32> {
         let mut state = 7u32;
         let mut random = || {
@@ -71,7 +70,7 @@ pub(super) mod tests {
                         *word &= 0xbfff_bfff;
                     }
                     Scales::SingleAndZero if at % 2 == 1 => *word &= 255,
-                    // From 2⁻³¹ to 2: f16 has many of the products only as its smallest numbers.
+                    // Keep the scales in the range from 2⁻³¹ to 2. In f16 many dequantized values are then subnormal.
                     Scales::Single { .. } | Scales::SingleAndZero => {
                         *word = *word & 0x8fff_ffff | 0x3000_0000;
                     }
@@ -82,7 +81,7 @@ pub(super) mod tests {
         words
     }
 
-    /// [`words`] whose scales are of about the same size, as weights have them.
+    /// Returns the output of [`words`], with the scales restricted to magnitudes that real weights have.
     pub(crate) fn even_words(layout: Layout, rows: usize) -> Vec<u32> {
         let mut words = words(layout, rows);
         for row in words.chunks_exact_mut(layout.words()) {
@@ -105,11 +104,12 @@ pub(super) mod tests {
         words
     }
 
-    /// Every format that files have.
+    /// Returns a layout of every format that checkpoints contain.
     pub(crate) fn layouts() -> Vec<Layout> {
         use BlockFormat::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         let blocks = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K];
-        let of_blocks = blocks.map(|format| format.words(512).expect("whole blocks"));
+        let of_blocks =
+            blocks.map(|format| format.words(512).expect("the columns are whole blocks"));
         let mut layouts = of_blocks.to_vec();
         for bits in [4, 8] {
             let zero = 1 << (bits - 1);
@@ -122,7 +122,8 @@ pub(super) mod tests {
                             scales,
                             rounding,
                         };
-                        layouts.push(Layout::new(format, 288).expect("whole groups"));
+                        layouts
+                            .push(Layout::new(format, 288).expect("the columns are whole groups"));
                     }
                 }
             }
@@ -141,7 +142,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn numbers_are_the_layouts_bit_by_bit() {
+    fn dequantize_matches_layout_bit_by_bit() {
         let rows = 37;
         for device in devices() {
             for layout in layouts() {
@@ -153,7 +154,7 @@ pub(super) mod tests {
                     if !device.supports_dtype(dtype) {
                         continue;
                     }
-                    // Also of rows that are a part of a matrix.
+                    // Use rows that are a slice of a larger matrix, too.
                     let (first, count) = (5, 30);
                     let shape = vec![count, layout.columns];
                     let expected =

@@ -1,44 +1,48 @@
-//! What the layers begin with, of few rows: tokens' rows of a table with the norm that comes next, and per-layer embeddings.
+//! Embeddings of few rows. One kernel reads the tokens' rows of the embedding table, and computes the first layer's norm of
+//! these rows. The other kernel computes per-layer embeddings.
 //!
-//! Budget: a float a part of the cube in shared memory, in registers a unit's vectors of each operand, as [`norm`](super::super::norm) has them.
-//! Bound by latency: a cube has one row, or one layer's columns of one, which it reads once. Reads that wait for each other: a token, and by it
-//! its row of a table. Behind the launch before there is one, of the projection; where tables are computed, these, too.
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
+//! [`norm`](super::super::norm).
+//!
+//! Schedule: a cube handles one row (for per-layer embeddings, one layer's columns of a row) and reads it once. The read of a
+//! table row depends on the read of its token. The kernel issues both reads before the wait for the previous launch, unless an
+//! earlier launch computes the table. After the wait the kernel reads only the projection.
+//!
+//! Bound: latency.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
-use cube_kit::{
-    overlap::{
-        await_previous, let_next_begin, load_element_now, load_now, was_written,
-        was_written_if_there,
-    },
-    rounding::rounded_vector,
+use cube_kit::pdl::{
+    launch_dependents, load_element_now, load_now, mark_volatile, mark_volatile_if_present,
+    wait_prior_launch,
 };
+use cube_kit::rounding::rounded_vector;
 use cubecl::prelude::*;
 
-/// How a launch is made.
+/// The compile-time plan of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct EmbedPlan {
     pub team: Team,
-    /// Vectors of a unit.
+    /// The largest number of vectors per unit.
     pub held: usize,
-    pub overlaps: bool,
-    /// Whether no launch writes tokens, tables and weights, so that they are read before the launch before has ended.
+    pub pdl: bool,
+    /// True if no launch writes the tokens, tables and weights. The kernel then reads them before the previous launch has ended.
     pub reads_ahead: bool,
-    /// Whether vectors are such as can be read at once there.
+    /// True if a vector has exactly `LOAD_BYTES` bytes. Loads before the wait for the previous launch support only this size.
     pub loads_now: bool,
 }
 
-/// A table whose rows are read.
+/// The number of rows in the table, and their stride.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TableRows {
     pub rows: u32,
-    /// Vectors from a row to the next.
+    /// The distance between rows of the table, in vectors.
     pub stride: u32,
 }
 
-/// `table[token] · scale`, rounded to the table's element, and its norm.
+/// Computes `table[token] · scale`, rounded to the table's dtype, and the norm of this embedding.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn embed_overlapped<E: Float, I: Int, N: Size>(
+pub(super) fn embed_pdl<E: Float, I: Int, N: Size>(
     tokens: &Tensor<I>,
     table: &Tensor<Vector<E, N>>,
     weight: &Tensor<Vector<E, N>>,
@@ -55,12 +59,12 @@ pub(super) fn embed_overlapped<E: Float, I: Int, N: Size>(
     #[define(I)] _integer: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.overlaps);
-    let computed = comptime!(plan.overlaps && !plan.reads_ahead);
-    await_previous(computed);
-    was_written(tokens, computed);
-    was_written(table, computed);
-    was_written(weight, computed);
+    launch_dependents(plan.pdl);
+    let computed = comptime!(plan.pdl && !plan.reads_ahead);
+    wait_prior_launch(computed);
+    mark_volatile(tokens, computed);
+    mark_volatile(table, computed);
+    mark_volatile(weight, computed);
     if CUBE_POS >= rows as usize {
         terminate!();
     }
@@ -80,7 +84,7 @@ pub(super) fn embed_overlapped<E: Float, I: Int, N: Size>(
             values[index] = load_now(table, from + vector as usize, now);
         }
     }
-    await_previous(comptime!(plan.overlaps && plan.reads_ahead));
+    wait_prior_launch(comptime!(plan.pdl && plan.reads_ahead));
 
     let row = CUBE_POS * vectors as usize;
     let scale = Vector::<f32, N>::cast_from(scale);
@@ -110,21 +114,22 @@ pub(super) fn embed_overlapped<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Factors of per-layer embeddings.
+/// The scalar factors of per-layer embeddings.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Factors {
-    /// Of the projection, in f32.
+    /// The scalar that multiplies the projection, in f32.
     pub projected: f32,
-    /// Of the table's rows, which are rounded to its element.
+    /// The scalar that multiplies the table's rows. The scaled rows are rounded to the table's dtype.
     pub table: f32,
-    /// Of the sum, in f32.
+    /// The scalar that multiplies the sum, in f32.
     pub sum: f32,
 }
 
-/// `(norm(projected · factor) + table[token] · factor) · factor` of each layer's columns, in f32. Without tokens a row's number is its own.
+/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns, in
+/// f32. If there are no tokens, each row reads the table row with the row's own index.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn per_layer_overlapped<E: Float, I: Int, N: Size>(
+pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     projected: &Tensor<Vector<E, N>>,
     tokens: ComptimeOption<&Tensor<I>>,
     table: &Tensor<Vector<E, N>>,
@@ -142,12 +147,12 @@ pub(super) fn per_layer_overlapped<E: Float, I: Int, N: Size>(
     #[define(I)] _integer: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(plan.overlaps);
-    let computed = comptime!(plan.overlaps && !plan.reads_ahead);
-    await_previous(computed);
-    was_written_if_there(tokens, computed);
-    was_written(table, computed);
-    was_written(weight, computed);
+    launch_dependents(plan.pdl);
+    let computed = comptime!(plan.pdl && !plan.reads_ahead);
+    wait_prior_launch(computed);
+    mark_volatile_if_present(tokens, computed);
+    mark_volatile(table, computed);
+    mark_volatile(weight, computed);
     let row = CUBE_POS as u32 / layers;
     if row >= rows {
         terminate!();
@@ -178,8 +183,8 @@ pub(super) fn per_layer_overlapped<E: Float, I: Int, N: Size>(
             of_tokens[index] = load_now(table, from + of_layer + vector as usize, now);
         }
     }
-    await_previous(comptime!(plan.overlaps && plan.reads_ahead));
-    was_written(projected, plan.overlaps);
+    wait_prior_launch(comptime!(plan.pdl && plan.reads_ahead));
+    mark_volatile(projected, plan.pdl);
     let factor = Vector::<f32, N>::cast_from(factors.projected);
     let mut squares = 0.0f32;
     #[unroll]
@@ -206,7 +211,7 @@ pub(super) fn per_layer_overlapped<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Where a token's row begins: of one that is none of the table's, its last.
+/// Returns the offset of a token's table row in vectors. A token beyond the table reads the table's last row.
 #[cube]
 fn row_of_token<I: Int>(token: I, table: TableRows) -> usize {
     let row = min(u32::cast_from(token), table.rows - 1u32);

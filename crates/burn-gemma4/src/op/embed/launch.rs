@@ -1,13 +1,11 @@
-//! Launches what the layers begin with.
+//! Launches the embedding kernels.
 
 use super::{
     EmbedBackend, EmbedOptions, Embedded, MaybeTokens, PerLayerOptions,
-    kernel::{EmbedPlan, FactorsLaunch, TableRowsLaunch, embed_overlapped, per_layer_overlapped},
+    kernel::{EmbedPlan, FactorsLaunch, TableRowsLaunch, embed_pdl, per_layer_pdl},
 };
-use crate::op::{
-    launch::{rows_of, team, vector_size},
-    linear::few_rows::Origin,
-};
+use crate::op::gemv::Origin;
+use crate::op::launch::{rows_of, team, vector_size};
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -16,10 +14,8 @@ use burn::{
     tensor::{DType, bf16, f16},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty},
-    overlap::{LOAD_BYTES, overlaps},
-};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::pdl::{LOAD_BYTES, supports_pdl};
 use cubecl::prelude::CubeDim;
 
 impl EmbedBackend for CubeBackend {
@@ -43,9 +39,10 @@ impl EmbedBackend for CubeBackend {
             dtype_to_storage_type(dtype),
             dtype_to_storage_type(tokens.dtype),
         );
-        // SAFETY: a cube reads one of `rows` tokens and a row of the table, and writes a row of both results.
+        // SAFETY: cube `r` works only if `r` is below `rows`. It reads token `r`, and a row of `table` whose index is limited
+        // to the last row. It writes only row `r` of `embedded` and `normed`.
         unsafe {
-            embed_overlapped::launch_unchecked(
+            embed_pdl::launch_unchecked(
                 &client,
                 cube_count(&client, rows),
                 CubeDim::new_1d(plan.team.units as u32),
@@ -94,18 +91,28 @@ impl EmbedBackend for CubeBackend {
         let [rows, all_columns] = shape;
         let columns = weight.meta.shape()[0];
         let layers = all_columns / columns;
-        assert_eq!(layers * columns, all_columns, "whole layers");
-        assert_eq!(table.meta.shape()[1], all_columns, "columns of all layers");
+        assert_eq!(
+            layers * columns,
+            all_columns,
+            "projected: expected whole layers of columns"
+        );
+        assert_eq!(
+            table.meta.shape()[1],
+            all_columns,
+            "table: expected the columns of all layers"
+        );
         let (table_rows, stride) = (table.meta.shape()[0], table.meta.strides()[0]);
         let dtype = projected.dtype;
-        // As the norm of numbers in f32 has it, so that its sums have the same order.
+        // Use the vector size of an f32 norm, so that the sums add up in the same order as in that norm.
         let vector = vector_size(&client, size_of::<f32>(), &[columns, stride]);
         let plan = plan(&table, columns / vector, vector, ahead);
         let output = empty(&projected, shape, dtype);
         let integer = tokens.as_ref().map_or(DType::I32, |tokens| tokens.dtype);
-        // SAFETY: a cube has a layer of one of `rows` rows, of which it reads the token, a row of the table and the projection.
+        // SAFETY: a cube handles one layer's columns in one of the `rows` rows of `projected` and `output`. It reads the same
+        // columns of a row of `table`. With `tokens`, the index of the table row is limited to the last row. Without `tokens`,
+        // `table` has a row for each of the `rows` rows.
         unsafe {
-            per_layer_overlapped::launch_unchecked(
+            per_layer_pdl::launch_unchecked(
                 &client,
                 cube_count(&client, rows * layers),
                 CubeDim::new_1d(plan.team.units as u32),
@@ -139,7 +146,8 @@ impl EmbedBackend for CubeBackend {
 }
 
 impl EmbedOptions {
-    /// Whether no launch writes what is read beside the projection: nor one that gives it another layout.
+    /// True if no launch writes the tensors in `read`. If a launch must first make a tensor contiguous, that launch counts as a
+    /// writer.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)
@@ -150,20 +158,20 @@ impl EmbedOptions {
     }
 }
 
-/// A launch over rows of so many vectors.
+/// Plans a launch over rows of `vectors` vectors, each of `vector` elements.
 fn plan(table: &CubeTensor, vectors: usize, vector: usize, reads_ahead: bool) -> EmbedPlan {
-    let overlaps = overlaps(&table.client);
+    let pdl = supports_pdl(&table.client);
     let team = team(&table.client, vectors);
     EmbedPlan {
         team,
         held: vectors.div_ceil(team.units),
-        overlaps,
-        reads_ahead: overlaps && reads_ahead,
+        pdl,
+        reads_ahead: pdl && reads_ahead,
         loads_now: vector * table.dtype.size() == LOAD_BYTES,
     }
 }
 
-/// The number nearest to `scale` that the dtype has.
+/// Returns `scale` rounded to the dtype.
 fn rounded(scale: f64, dtype: DType) -> f32 {
     match dtype {
         DType::F16 => f16::from_f64(scale).to_f32(),

@@ -1,12 +1,12 @@
-//! What the layers begin with, of few rows, each in a launch: tokens' rows with the norm that comes next, and per-layer embeddings. As Burn's own
-//! operators they are five launches more, which do not overlap.
+//! Embeddings of few rows. One launch reads the tokens' rows and computes the first layer's norm. Another launch computes
+//! per-layer embeddings. Burn's own operators would need five more launches, which do not overlap.
 
 mod kernel;
 mod launch;
 #[cfg(test)]
 mod tests;
 
-use crate::op::linear::few_rows::Origin;
+use crate::op::gemv::Origin;
 use burn::{
     backend::{
         Backend, Dispatch, ExtensionType, backend_extension,
@@ -16,25 +16,25 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// Rows of a table, by tokens that no launch of a graph writes.
+/// A selection of rows of an embedding table by tokens. No launch of a CUDA graph may write the tokens.
 pub(crate) struct TokenRows {
-    /// `[tokens, columns]`.
+    /// The embedding table, `[tokens, columns]`.
     pub table: Tensor<2>,
-    /// Who writes the table.
+    /// The origin of the table: parameters that no launch writes, or the output of an earlier launch.
     pub origin: Origin,
-    /// `[rows]`.
+    /// The tokens of the rows, `[rows]`.
     pub tokens: Tensor<1, Int>,
-    /// What the rows are multiplied by. It is rounded to the table's dtype, and so is the product.
+    /// The scalar that multiplies the rows. Both the scalar and the scaled rows are rounded to the table's dtype.
     pub scale: f64,
 }
 
-/// A norm's weight, `[columns]` of the same dtype, and what it adds to the mean of squares.
+/// The weight of an RMS norm, `[columns]` in the dtype of the rows, and its epsilon.
 pub(crate) struct NormWeight {
     pub weight: Tensor<1>,
     pub epsilon: f64,
 }
 
-/// The tokens' rows, scaled, and their norm: `[rows, columns]` each.
+/// Returns the scaled embeddings of the tokens, and the norm of these embeddings. Both tensors are `[rows, columns]`.
 pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>) {
     let options = EmbedOptions {
         scale: rows.scale,
@@ -53,18 +53,18 @@ pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>)
     )
 }
 
-/// The tokens' part of per-layer embeddings.
+/// The part of per-layer embeddings that depends only on the tokens.
 pub(crate) struct OfTokens {
-    /// `[rows, layers · columns]`.
+    /// The per-layer embedding table, `[tokens, layers · columns]`. Without `tokens` it has one row per output row.
     table: Tensor<2>,
     origin: Origin,
-    /// Which of its rows; all in their order, where they are not told.
+    /// The tokens whose rows are read. `None` reads all rows in order.
     tokens: Option<Tensor<1, Int>>,
     scale: f64,
 }
 
 impl OfTokens {
-    /// `[rows, layers · columns]`, in the tokens' order, scaled.
+    /// Wraps embeddings of the rows themselves, `[rows, layers · columns]`, which are already scaled.
     pub fn there(rows: Tensor<2>) -> Self {
         Self {
             table: rows,
@@ -86,17 +86,18 @@ impl From<TokenRows> for OfTokens {
     }
 }
 
-/// What per-layer embeddings are multiplied by.
+/// The scalar factors of per-layer embeddings.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PerLayerFactors {
-    /// The projection, before its norm.
+    /// The scalar that multiplies the projection before its norm.
     pub projected: f64,
-    /// The sum of both parts.
+    /// The scalar that multiplies the sum of the normed projection and the tokens' embeddings.
     pub sum: f64,
 }
 
-/// `(norm(projected · factor) + of_tokens) · factor`, the norm of each layer's columns, of which the weight has as many; in f32, rounded once.
-/// `[rows, layers · columns]`.
+/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32 with one rounding.
+/// The norm is taken over each layer's columns separately, and its weight has as many elements as a layer has columns.
+/// `projected` and the output are `[rows, layers · columns]`.
 pub(crate) fn per_layer(
     projected: Tensor<2>,
     of_tokens: OfTokens,
@@ -124,7 +125,7 @@ pub(crate) fn per_layer(
     ))
 }
 
-/// Beside the tensors.
+/// The options of [`embed`].
 #[derive(Clone, Copy, Debug)]
 pub struct EmbedOptions {
     scale: f64,
@@ -132,24 +133,24 @@ pub struct EmbedOptions {
     origin: Origin,
 }
 
-/// Beside the tensors of per-layer embeddings.
+/// The options of [`per_layer`].
 #[derive(Clone, Copy, Debug)]
 pub struct PerLayerOptions {
     of_table: EmbedOptions,
     factors: PerLayerFactors,
 }
 
-/// Which rows of a table are read.
+/// The selection of a table's rows.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub enum MaybeTokens<B: Backend> {
-    /// From the first on.
+    /// All rows, in order.
     InOrder,
-    /// Those of these numbers.
+    /// The rows with these token ids.
     InOrderOf(IntTensor<B>),
 }
 
-/// Tokens' rows, and their norm.
+/// The tokens' embeddings, and the norm of these embeddings.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Embedded<B: Backend> {
@@ -157,7 +158,7 @@ pub struct Embedded<B: Backend> {
     pub normed: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. The functions above say what they compute.
+/// The kernels as operators of a backend. The functions above document the operators.
 #[backend_extension(Cube, Fusion)]
 pub trait EmbedBackend: Backend {
     #[fusion(meta = |tokens, table, _weight, _options| metadata(tokens, table))]
@@ -178,7 +179,7 @@ pub trait EmbedBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// What Burn's fusion must know of the rows before they exist.
+/// Describes the outputs to Burn's fusion before they exist.
 fn metadata(tokens: &TensorSpec, table: &TensorSpec) -> EmbeddedMetadata {
     let rows = TensorSpec::new(Shape::new([tokens.shape[0], table.shape[1]]), table.dtype);
     EmbeddedMetadata {

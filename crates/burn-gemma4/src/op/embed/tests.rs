@@ -1,7 +1,10 @@
-//! What the layers begin with is what Burn's operators make of the same, whatever memory held before.
+//! Tests that the fused embedding kernels agree with Burn's operators. The earlier contents of the output buffers must not
+//! matter.
 
 use super::{NormWeight, OfTokens, PerLayerFactors, TokenRows, embed, per_layer};
-use crate::op::{self, linear::few_rows::Origin, norm::norm};
+use crate::op;
+use crate::op::gemv::Origin;
+use crate::op::norm::norm;
 use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 
 const EPSILON: f64 = 1e-6;
@@ -32,7 +35,7 @@ fn tokens(rows: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(data, (device, DType::I32))
 }
 
-/// A table whose other rows are no numbers.
+/// Creates a table in which the rows of all tokens but `TOKENS` are NaN.
 fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     let row = |row: usize| match TOKENS.contains(&(row as i32)) {
         true => drawn([1, columns], device, dtype),
@@ -41,7 +44,7 @@ fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
 }
 
-/// Memory of a shape that is no number, which the next result may be given.
+/// Fills a buffer of this size with NaN and frees the buffer, so that the next output may reuse it.
 fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
     let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
     drop(poison.into_data());
@@ -55,7 +58,7 @@ fn dtypes(device: &Device) -> impl Iterator<Item = DType> {
 }
 
 #[test]
-fn rows_and_their_norm_are_those_of_two_operators() {
+fn embed_matches_separate_operators() {
     let device = Device::default();
     for dtype in dtypes(&device) {
         for (rows, columns) in [(1, 1536), (3, 40), (2, 63)] {
@@ -76,19 +79,22 @@ fn rows_and_their_norm_are_those_of_two_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Compilers contract sums of squares as they like.
-                let rounding = dtype.finfo().expect("floats").epsilon;
+                // Allow a small difference: compilers may contract the sums of squares differently.
+                let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());
                     let most = 2.0 * rounding * f64::from(expected.abs());
-                    assert!(error <= most, "{found}, not {expected}, in {dtype:?}");
+                    assert!(
+                        error <= most,
+                        "got {found}, expected {expected}, in {dtype:?}"
+                    );
                 }
             }
         }
     }
 }
 
-/// The definition in f64, over all layers' columns one after the other.
+/// Computes the reference in f64. The columns of all layers follow one another.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],
@@ -112,7 +118,7 @@ fn exact(
 }
 
 #[test]
-fn per_layer_embeddings_are_as_exact_as_their_dtype() {
+fn per_layer_matches_reference() {
     let device = Device::default();
     for dtype in dtypes(&device) {
         for (rows, layers, columns) in [(1, 35, 256), (3, 2, 20), (2, 3, 7)] {
@@ -149,7 +155,7 @@ fn per_layer_embeddings_are_as_exact_as_their_dtype() {
                     scale,
                 })
             };
-            let rounding = dtype.finfo().expect("floats").epsilon;
+            let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
             for of_tokens in [
                 OfTokens::there(of_tokens),
                 in_table(Origin::Parameters),
@@ -159,9 +165,9 @@ fn per_layer_embeddings_are_as_exact_as_their_dtype() {
                 assert_eq!(found.len(), exact.len());
                 for (found, exact) in found.into_iter().zip(&exact) {
                     let error = (f64::from(found) - exact).abs();
-                    // Half a unit in the last place, and some of f32's.
+                    // The bound is half a unit in the last place, plus the rounding of f32 operations.
                     let most = (0.51 * rounding).max(1e-6) * exact.abs().max(1.0);
-                    assert!(error <= most, "{found}, not {exact}, in {dtype:?}");
+                    assert!(error <= most, "got {found}, expected {exact}, in {dtype:?}");
                 }
             }
         }

@@ -1,37 +1,38 @@
-//! A weight as products take it.
+//! The weights by which activations are multiplied, in floats or quantized.
 
-use crate::{op::dequantize::dequantize, quantized::layout::Layout};
+use crate::op::dequantize::dequantize;
+use crate::quant::layout::Layout;
 use burn::tensor::{DType, Int, Tensor};
 
-/// `[rows, columns]`, whole or quantized.
+/// A matrix `[rows, columns]`, in floats or quantized.
 #[derive(Clone)]
 pub(crate) enum Matrix {
     Whole(Tensor<2>),
     Quantized(QuantizedMatrix),
 }
 
-/// `[matrices, rows, columns]`, whole or quantized.
+/// Stacked matrices `[matrices, rows, columns]`, in floats or quantized.
 #[cfg(feature = "cube")]
 #[derive(Clone)]
 pub(crate) enum Matrices {
     Whole(Tensor<3>),
-    /// All rows, and how many a matrix has.
+    /// The stacked rows of all matrices, and the number of rows per matrix.
     Quantized {
         all: QuantizedMatrix,
         rows: usize,
     },
 }
 
-/// A matrix by the words of its rows.
+/// A quantized matrix. Each row is packed into 32-bit words.
 #[derive(Clone)]
 pub(crate) struct QuantizedMatrix {
-    /// `[rows, words]`.
+    /// The packed rows, `[rows, words]`.
     pub words: Tensor<2, Int>,
     pub layout: Layout,
 }
 
 impl Matrix {
-    /// How many rows it has.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         match self {
             Self::Whole(matrix) => matrix.dims()[0],
@@ -39,7 +40,7 @@ impl Matrix {
         }
     }
 
-    /// The rows of these numbers.
+    /// Selects the rows with these indices.
     pub fn select(&self, rows: Tensor<1, Int>) -> Self {
         match self {
             Self::Whole(matrix) => Self::Whole(matrix.clone().select(0, rows)),
@@ -47,7 +48,7 @@ impl Matrix {
         }
     }
 
-    /// Its numbers, unless it is quantized.
+    /// Returns the float matrix, or `None` if the matrix is quantized.
     #[cfg(feature = "cuda")]
     pub fn into_whole(self) -> Option<Tensor<2>> {
         match self {
@@ -56,7 +57,7 @@ impl Matrix {
         }
     }
 
-    /// As a constant.
+    /// Returns the matrix on the device without autodiff.
     pub fn inner(self) -> Self {
         match self {
             Self::Whole(matrix) => Self::Whole(matrix.inner()),
@@ -67,7 +68,7 @@ impl Matrix {
         }
     }
 
-    /// The matrix if it has gradients.
+    /// Returns the matrix if autodiff tracks its gradient, and otherwise `None`.
     pub fn tracked(&self) -> Option<Tensor<2>> {
         match self {
             Self::Whole(matrix) => matrix.is_tracked().then(|| matrix.clone()),
@@ -75,7 +76,7 @@ impl Matrix {
         }
     }
 
-    /// All of its numbers; those of a quantized matrix in `dtype`.
+    /// Returns the matrix in floats. A quantized matrix is dequantized to `dtype`.
     pub fn whole(&self, dtype: DType) -> Tensor<2> {
         match self {
             Self::Whole(matrix) => matrix.clone(),
@@ -97,7 +98,7 @@ impl From<QuantizedMatrix> for Matrix {
 }
 
 impl QuantizedMatrix {
-    /// So many rows from the first on.
+    /// Returns `count` rows, beginning at row `first`.
     pub fn rows(&self, first: usize, count: usize) -> Self {
         Self {
             words: self.words.clone().narrow(0, first, count),
@@ -105,7 +106,7 @@ impl QuantizedMatrix {
         }
     }
 
-    /// The rows of these numbers.
+    /// Selects the rows with these indices.
     pub fn select(&self, rows: Tensor<1, Int>) -> Self {
         Self {
             words: self.words.clone().select(0, rows),
@@ -113,7 +114,8 @@ impl QuantizedMatrix {
         }
     }
 
-    /// All numbers, rounded to `dtype`: constants where the words are on a device with autodiff.
+    /// Dequantizes all rows to `dtype`. The result is a constant. If the packed words are on the autodiff device, the result is
+    /// too.
     pub fn dequantized(&self, dtype: DType) -> Tensor<2> {
         let strategy = self.words.gradient_checkpointing_strategy();
         let numbers = dequantize(self.words.clone().without_autodiff(), self.layout, dtype);

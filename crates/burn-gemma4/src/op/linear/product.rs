@@ -1,9 +1,10 @@
-//! Products on NVIDIA GPUs, forward and backward, where Burn's are not what a model needs:
+//! GEMMs on NVIDIA GPUs, forward and backward. They replace Burn's matmul where it is too imprecise or too slow.
 //!
-//! - of f32 matrices Burn's round to tf32, whose tensor cores read 11 of the 24 bits, and there is no setting against it;
-//! - of f16 and bf16 matrices Burn 0.22's reach a tenth of a Hopper's speed until they are tuned, which takes minutes.
+//! - Burn rounds f32 matrices to tf32, because tf32 tensor cores read only 11 of the 24 bits of a significand. No setting
+//!   disables the rounding.
+//! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes minutes.
 //!
-//! Operators of their own, since the gradients are products, too.
+//! The GEMMs are separate operators, so that their gradients also use these GEMMs.
 
 use burn::{
     backend::{
@@ -25,7 +26,7 @@ use burn::{
     tensor::Shape,
 };
 
-/// `[rows, inner]` times `[inner, columns]`, both in f32.
+/// Multiplies `[rows, inner]` by `[inner, columns]`, both in f32.
 pub(crate) fn in_f32(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::product_in_f32(
         lhs.into_dispatch(),
@@ -33,7 +34,7 @@ pub(crate) fn in_f32(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     ))
 }
 
-/// `[rows, inner]` times `[inner, columns]`, both in f16 or in bf16.
+/// Multiplies `[rows, inner]` by `[inner, columns]`, both in f16 or both in bf16.
 pub(crate) fn of_halves(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::product_of_halves(
         lhs.into_dispatch(),
@@ -41,7 +42,7 @@ pub(crate) fn of_halves(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
     ))
 }
 
-/// Whether an operator of this module multiplies this matrix.
+/// Returns the GEMM of this module for the matrix's device and dtype, or `None` if Burn's matmul should run.
 #[cfg(feature = "cuda")]
 pub(crate) fn operator(matrix: &Tensor<2>) -> Option<fn(Tensor<2>, Tensor<2>) -> Tensor<2>> {
     use burn::{
@@ -59,7 +60,7 @@ pub(crate) fn operator(matrix: &Tensor<2>) -> Option<fn(Tensor<2>, Tensor<2>) ->
     }
 }
 
-/// The product as an operator of a backend.
+/// The GEMMs as operators of a backend.
 #[backend_extension(
     Cube: cfg(feature = "cuda"),
     Flex: cfg(feature = "flex"),
@@ -74,7 +75,7 @@ pub trait ProductBackend: Backend {
         let product = |lhs: &FloatTensor<Self>, rhs: &FloatTensor<Self>| {
             Self::float_matmul(lhs.clone(), rhs.clone())
         };
-        // The smallest first.
+        // Add the smallest of the four matmuls' results first, to lose the fewest bits.
         let sum = Self::float_add(product(&lhs.low, &rhs.low), product(&lhs.high, &rhs.low));
         let sum = Self::float_add(sum, product(&lhs.low, &rhs.high));
         Self::float_add(sum, product(&lhs.high, &rhs.high))
@@ -87,14 +88,15 @@ pub trait ProductBackend: Backend {
     }
 }
 
-/// What Burn's fusion must know of a product before it exists.
+/// Describes the output of a GEMM to Burn's fusion before the output exists.
 #[cfg(feature = "cuda")]
 fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)
 }
 
-/// An f32 matrix as the sum of two that tf32 holds: 8 bits, which it holds exactly, and the other 16, of which it rounds the
-/// last (Ootomo and Yokota 2022, arXiv:2203.03341).
+/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls. The high matrix is rounded to 8 significant
+/// bits, which tf32 represents exactly. The low matrix is the remainder. It has up to 16 significant bits, and tf32 rounds it to
+/// 11 (Ootomo and Yokota 2022, arXiv:2203.03341).
 struct Parts<B: Backend> {
     high: FloatTensor<B>,
     low: FloatTensor<B>,
@@ -116,7 +118,7 @@ impl<B: Backend> Parts<B> {
 #[cfg(feature = "cuda")]
 impl ProductBackend for burn_cubecl::CubeBackend {
     fn product_of_halves(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        match cube_kit::matmul::matrix_product(&lhs, &rhs) {
+        match cube_kit::hopper::gemm::matrix_product(&lhs, &rhs) {
             Ok(Some(product)) => product,
             Ok(None) => Self::float_matmul(lhs, rhs),
             Err(error) => panic!("{error}"),
@@ -127,14 +129,14 @@ impl ProductBackend for burn_cubecl::CubeBackend {
 #[cfg(feature = "flex")]
 impl ProductBackend for burn::backend::Flex {}
 
-/// The backward of either operator, whose gradients are its products.
+/// The backward of both GEMM operators. The gradients with respect to both matrices are GEMMs by the same operator.
 #[derive(Debug)]
 struct ProductBackward<B: Backend> {
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
 }
 
 impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
-    /// Each matrix if the other one's gradient is wanted.
+    /// The saved left and right matrices. Each matrix is needed only for the gradient with respect to the other matrix.
     type State = [Option<NodeId>; 2];
 
     fn backward(
@@ -146,13 +148,14 @@ impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
         let [lhs, rhs] = ops
             .state
             .map(|node| node.map(|node| checkpointer.retrieve_node_output::<FloatTensor<B>>(node)));
-        let saved = "saved in the forward, since the other matrix was tracked";
+        let saved = "the forward saved it, since the other matrix was tracked";
         binary::<B, _, _>(
             ops.parents,
             ops.node,
             gradients,
             |gradient| (self.product)(gradient, B::float_transpose(rhs.expect(saved))),
-            // The second matrix is the transpose of a weight, whose own gradient lies in memory as the weight does.
+            // Compute the transpose of the gradient, and transpose it back. The right matrix is the transpose of a weight, so
+            // the gradient then has the weight's memory layout.
             |gradient| {
                 let of_weight = (self.product)(B::float_transpose(gradient), lhs.expect(saved));
                 B::float_transpose(of_weight)
@@ -208,7 +211,7 @@ mod tests {
 
     type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
 
-    /// The product of two matrices that are computed from leaves, and the leaves' gradients.
+    /// Returns the output for two matrices that are computed from leaves, and the gradients with respect to the leaves.
     fn outcome(product: Product, matrices: &[Tensor<2>; 2], device: &Device) -> Vec<Vec<f32>> {
         let leaves = matrices.each_ref().map(|matrix| {
             Tensor::<2>::from_data(matrix.clone().into_data(), device).require_grad()
@@ -216,14 +219,14 @@ mod tests {
         let [lhs, rhs] = leaves.each_ref().map(|leaf| leaf.clone().tanh() * 3.0);
         let result = product(lhs, rhs.transpose());
         let gradients = result.clone().square().sum().backward();
-        let [lhs, rhs] = leaves.map(|leaf| leaf.grad(&gradients).expect("a gradient"));
+        let [lhs, rhs] = leaves.map(|leaf| leaf.grad(&gradients).expect("the leaf has a gradient"));
         [result.inner(), lhs, rhs]
             .map(|tensor| tensor.into_data().iter::<f32>().collect())
             .into()
     }
 
     #[test]
-    fn is_the_product_with_its_gradients() {
+    fn product_and_gradients_match_matmul() {
         let device = Device::flex();
         device.seed(1);
         let random = |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device);
@@ -244,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn of_one_tracked_matrix() {
+    fn product_with_one_tracked_matrix_gives_its_gradient() {
         let device = Device::flex();
         let ones = |device: &Device| Tensor::<2>::ones([3, 3], device);
         let tracked = ones(&device.clone().autodiff()).require_grad();
@@ -253,7 +256,7 @@ mod tests {
             in_f32(ones(&device), tracked.clone()),
         ] {
             let gradient = tracked.grad(&product.sum().backward());
-            let gradient = gradient.expect("a gradient").into_data();
+            let gradient = gradient.expect("the leaf has a gradient").into_data();
             assert!(gradient.iter::<f32>().all(|x| x == 3.0));
         }
     }

@@ -1,7 +1,7 @@
-//! The backward of a network.
+//! The backward of the LoRA-adapted MLP.
 
 use super::{AdaptedMlpBackend, MlpOptions};
-use crate::op::linear::adapted::{AdaptedMatrix, AdaptedRows, SavedMatrix};
+use crate::op::lora::{AdaptedMatrix, AdaptedRows, SavedMatrix};
 use burn::backend::{
     Autodiff, Backend,
     autodiff::{
@@ -22,9 +22,9 @@ struct State<B: Backend> {
     gate: SavedMatrix<B>,
     up: SavedMatrix<B>,
     down: SavedMatrix<B>,
-    /// The gate and what goes through it, where they are kept.
+    /// The outputs of the gate and up projections, or `None` if the backward recomputes them.
     inside: Option<[AdaptedRows<B>; 2]>,
-    /// What the last matrix's first factor reads.
+    /// The gated activations times the transpose of the down adapter's first factor, `[rows, rank]`.
     inner: FloatTensor<B>,
     options: MlpOptions,
 }
@@ -129,7 +129,7 @@ impl<B: AdaptedMlpBackend, C: CheckpointStrategy> AdaptedMlpBackend for Autodiff
                     gate,
                     up,
                     down,
-                    inside: (!options.anew).then_some([open, through]),
+                    inside: (!options.recompute).then_some([open, through]),
                     inner: rows.inner,
                     options,
                 };

@@ -1,34 +1,32 @@
-//! A dense feed-forward network whose matrices have low-rank adapters, as one operator with its gradients. Its inner width is several
-//! times that of the stream: what the backward needs of it is most of what a step would keep, and cheap to make again.
+//! A dense MLP whose matrices have LoRA adapters. The MLP is one operator, and so is its backward. The MLP is several times as
+//! wide as the residual stream. Its activations are therefore most of the memory that a training step saves, but they are cheap
+//! to recompute.
 
 mod autodiff;
 
-use super::{
-    gate::GateBackend,
-    linear::{
-        Matrix,
-        adapted::{AdaptedBackend, AdaptedMatrix, AdaptedOptions, parts},
-    },
-};
+use super::geglu::GateBackend;
+use super::linear::Matrix;
+use super::lora::{AdaptedBackend, AdaptedMatrix, AdaptedOptions, parts};
 use burn::{
     backend::{Dispatch, backend_extension, tensor::FloatTensor},
     module::LoraAdapter,
     tensor::Tensor,
 };
 
-/// `down(gelu(gate(input)) · up(input))` of rows, by the three matrices in this order; where kernels run. The backward has the gate and what
-/// goes through it, not their product, or with `anew` makes them again, too.
+/// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run kernels. `matrices` are
+/// gate, up and down, in this order. The forward saves the outputs of the gate and up projections for the backward, but not
+/// `gelu(gate) · up`. With `recompute` the forward saves none of the three.
 pub(crate) fn adapted_mlp(
     input: Tensor<2>,
     matrices: [(Matrix, &LoraAdapter); 3],
-    anew: bool,
+    recompute: bool,
 ) -> Tensor<2> {
     let [gate, up, down] = matrices.map(|(base, adapter)| parts(base, adapter));
     let options = MlpOptions {
         gate: gate.1,
         up: up.1,
         down: down.1,
-        anew,
+        recompute,
     };
     Tensor::from_dispatch(Dispatch::adapted_mlp(
         input.into_dispatch(),
@@ -39,17 +37,17 @@ pub(crate) fn adapted_mlp(
     ))
 }
 
-/// What is known of a network on the host.
+/// The options of an MLP: values on the host, beside its tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct MlpOptions {
     pub gate: AdaptedOptions,
     pub up: AdaptedOptions,
     pub down: AdaptedOptions,
-    /// Whether the backward makes the gate and what goes through it again.
-    pub anew: bool,
+    /// True if the backward recomputes the outputs of the gate and up projections.
+    pub recompute: bool,
 }
 
-/// The operator of a backend.
+/// The MLP as an operator of a backend.
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait AdaptedMlpBackend: AdaptedBackend + GateBackend {
     /// See [`adapted_mlp`].

@@ -1,4 +1,4 @@
-//! The backward of the norm with a weight.
+//! The backward of the RMS norm with a weight.
 
 use super::{NormBackend, NormGradients};
 use burn::{
@@ -88,6 +88,8 @@ impl<B: NormBackend, C: CheckpointStrategy> NormBackend for Autodiff<B, C> {
         _gradient: FloatTensor<Self>,
         _epsilon: f64,
     ) -> NormGradients<Self> {
-        unreachable!("gradients are of the first order: the backward runs on the inner backend")
+        unreachable!(
+            "second-order gradients are unsupported: the backward runs on the inner backend"
+        )
     }
 }

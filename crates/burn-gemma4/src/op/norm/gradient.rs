@@ -1,9 +1,13 @@
-//! The gradients of `norm`: with `y = x r w`, `r = 1 / √(mean(x²) + ε)`, those of `x` are
-//! `r (g w − x r² mean(g w x))`, those of `w` the sums of `g x r` over the rows.
+//! The gradients of the RMS norm `y = x r w` with `r = 1 / √(mean(x²) + ε)`, for a gradient `g` of `y`. The gradient with
+//! respect to `x` is `r (g w − x r² mean(g w x))`. The gradient with respect to `w` is the sum of `g x r` over the rows.
 //!
-//! Budget: a float a part of the cube in shared memory; a vector of each operand, and those of the weight's sums that are the
-//! unit's, in registers. Bound by memory's rate: a cube takes every so many-th row, reads it twice, the second time from the
-//! cache, and writes it once; its sums of the weight's gradient it writes at the end.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a vector of each
+//! input, and the unit's vectors of the weight's gradient.
+//!
+//! Schedule: each cube processes every `n`-th row, where `n` is the number of cubes. A cube reads a row twice, the second time
+//! from the cache, and writes the gradient of `x` once. At the end the cube writes its partial sum of the weight's gradient.
+//!
+//! Bound: memory bandwidth.
 
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;

@@ -1,14 +1,16 @@
-//! `norm` of rows: `x / √(mean(x²) + ε) · weight`.
+//! The RMS norm of rows: `x / √(mean(x²) + ε) · weight`.
 //!
-//! Budget: a float a part of the cube in shared memory, in registers a unit's vectors of each operand, as [`residual`](super::super::residual) has
-//! them. Bound by memory's rate where there are many rows, and of one by latency: a cube reads its row once, and no read waits for another.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a unit's vectors
+//! of each input, as in [`residual`](super::super::residual).
+//!
+//! Bound: memory bandwidth for many rows, latency for a single row. A cube reads its row once, and no read depends on another.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
-use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn norm_overlapped<E: Float, W: Float, N: Size>(
+pub(super) fn norm_pdl<E: Float, W: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
     weight: ComptimeOption<&Tensor<Vector<W, N>>>,
     output: &mut Tensor<Vector<E, N>>,
@@ -18,14 +20,14 @@ pub(super) fn norm_overlapped<E: Float, W: Float, N: Size>(
     epsilon: f32,
     #[comptime] team: Team,
     #[comptime] held: usize,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
     #[define(W)] _weight_element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    take_turn(overlaps);
-    was_written(input, overlaps);
-    was_written_if_there(weight, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(input, pdl);
+    mark_volatile_if_present(weight, pdl);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

@@ -1,8 +1,7 @@
-//! Launches norms and their gradients.
+//! Launches RMS norms and their gradients.
 
 use super::{
-    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient,
-    kernel::norm_overlapped,
+    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm_pdl,
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -10,10 +9,8 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty, exact_cube_count},
-    overlap::overlaps,
-};
+use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
 fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> CubeTensor {
@@ -26,9 +23,10 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
     let output = empty(&input, shape, input.dtype);
     let team = team(&client, vectors);
     let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
-    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `input` and writes row `r` of `output`, which
+    // have `vectors` vectors. `weight` has `vectors` vectors too.
     unsafe {
-        norm_overlapped::launch_unchecked(
+        norm_pdl::launch_unchecked(
             &client,
             cube_count(&client, rows),
             CubeDim::new_1d(team.units as u32),
@@ -44,7 +42,7 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
             epsilon as f32,
             team,
             vectors.div_ceil(team.units),
-            overlaps(&client),
+            supports_pdl(&client),
             dtype_to_storage_type(input.dtype),
             dtype_to_storage_type(of_weight),
             vector,
@@ -71,7 +69,9 @@ fn launch_norm_gradient(
     let of_weight = empty(&input, [parts, columns], DType::F32);
     let element = dtype_to_storage_type(input.dtype);
     let weight_element = dtype_to_storage_type(weight.dtype);
-    // SAFETY: a cube reads and writes rows below `rows` of `vectors` vectors, which all tensors have, and its part.
+    // SAFETY: each cube reads rows below `rows` of `input` and `gradient` and writes the same rows of `of_input`. A row has
+    // `vectors` vectors, and so has `weight`. The cube also writes its own row of `of_weight`, which has one for each of the
+    // `parts` cubes.
     unsafe {
         norm_gradient::launch_unchecked(
             &client,

@@ -1,7 +1,7 @@
-//! Root mean square normalisation of rows (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
+//! RMS normalization of rows (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
 //!
-//! On CubeCL devices it is one operator, forward and backward: as Burn's own operators, tracked one by one, it reads and
-//! writes its rows about twenty times.
+//! On CubeCL devices the norm is one operator, and so is its backward. With Burn's own operators, which autodiff tracks one by
+//! one, a training step would read and write the rows about twenty times.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -24,7 +24,7 @@ use burn::{
     tensor::Shape,
 };
 
-/// `x / √(mean(x²) + ε) · weight` over the last dimension, by a weight `[columns]` of any dtype.
+/// Computes `x / √(mean(x²) + ε) · weight` over the last dimension. `weight` is `[columns]`, of any dtype.
 pub(crate) fn norm<const D: usize>(input: Tensor<D>, weight: Tensor<1>, epsilon: f64) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if super::runs(&input.device(), input.dtype()) {
@@ -41,7 +41,7 @@ pub(crate) fn norm<const D: usize>(input: Tensor<D>, weight: Tensor<1>, epsilon:
     (normalize_f32(input, epsilon) * weight).cast(dtype)
 }
 
-/// `x / √(mean(x²) + ε)` over the last dimension: the norm without a weight.
+/// Computes `x / √(mean(x²) + ε)` over the last dimension: the RMS norm without a weight.
 pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if super::serve(&input) {
@@ -49,7 +49,7 @@ pub(crate) fn normalize<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tenso
         let rows = Dispatch::normalize(flat_rows(input).into_dispatch(), epsilon);
         return with_shape(Tensor::<2>::from_dispatch(rows), shape);
     }
-    // The kernel that has a backward has a weight.
+    // Use the kernel with a weight of ones, because the kernel without a weight has no backward.
     #[cfg(feature = "cube")]
     if super::runs(&input.device(), input.dtype()) {
         let device = input.device().without_autodiff();
@@ -66,7 +66,8 @@ fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     input / (mean + epsilon).sqrt()
 }
 
-/// The gradient of a norm's input, and the parts whose sum is the weight's, `[parts, columns]` in f32.
+/// The gradient with respect to the input, and partial sums of the gradient with respect to the weight, `[parts, columns]` in
+/// f32.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -75,7 +76,7 @@ pub struct NormGradients<B: Backend> {
     pub weight: FloatTensor<B>,
 }
 
-/// Parts of the sums of a weight's gradient: enough to keep any device busy.
+/// The number of partial sums of a weight's gradient. One cube computes one partial sum, and 256 cubes keep any device busy.
 #[cfg(feature = "cube")]
 const PARTS: usize = 256;
 
@@ -83,12 +84,12 @@ const PARTS: usize = 256;
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait NormBackend: Backend {
-    /// `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`, by a weight `[columns]` of any dtype.
+    /// Computes `x / √(mean(x²) + ε) · weight` of each row of `[rows, columns]`. `weight` is `[columns]`, of any dtype.
     #[fusion(meta = |input, _weight, _epsilon| input.clone())]
     fn norm(input: FloatTensor<Self>, weight: FloatTensor<Self>, epsilon: f64)
     -> FloatTensor<Self>;
 
-    /// Its gradients.
+    /// Returns the gradients of [`norm`](Self::norm), from the gradient of its output.
     #[fusion(meta = |input, _weight, _gradient, _epsilon| metadata(input))]
     fn norm_gradients(
         input: FloatTensor<Self>,
@@ -107,7 +108,7 @@ pub trait NormalizeBackend: Backend {
     fn normalize(input: FloatTensor<Self>, epsilon: f64) -> FloatTensor<Self>;
 }
 
-/// What Burn's fusion must know of the gradients before they exist.
+/// Describes the gradients to Burn's fusion before the gradients exist.
 #[cfg(feature = "cube")]
 fn metadata(input: &TensorSpec) -> NormGradientsMetadata {
     let shape = [PARTS.min(input.shape[0]), input.shape[1]];

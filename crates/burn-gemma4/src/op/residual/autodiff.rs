@@ -1,4 +1,5 @@
-//! The residual stream with its gradients: that of the sum goes to the stream as it is, and to the block through its norm.
+//! The backward of the residual addition. The gradient of the output flows to the stream unchanged, and to the block's output
+//! through the gradient of its norm.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

@@ -1,18 +1,23 @@
-//! The end of a block and the beginning of the next: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
+//! The residual addition and the next norm: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
-//! Budget: two floats a part of the cube in shared memory, in registers a unit's vectors of each operand, of which a team for rows of
-//! models has one to three, and up to twenty without plane operations, where teams are small. Bound by latency: a row is a few KB,
-//! which one cube reads once. Behind the launch before nothing is read that waits for another read, and each of both sums has one
-//! barrier. Every intermediate is rounded to the stream's dtype where the model was trained with it so.
+//! Budget: shared memory holds one partial sum per plane for each of the two norms. Registers hold a unit's vectors of each
+//! input, one to three for the supported models. Without plane operations the cube has fewer units, each with its own partial
+//! sum and up to twenty vectors.
+//!
+//! Schedule: one cube per row. After the wait for the previous launch no read depends on another read. Each of the two norms
+//! has one barrier. Every intermediate is rounded to the stream's dtype where the model was trained with that rounding.
+//!
+//! Bound: latency. A row has a few KB, and one cube reads it once.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
-use cube_kit::overlap::{
-    await_previous, let_next_begin, load_element_now, load_now, was_written, was_written_if_there,
+use cube_kit::pdl::{
+    launch_dependents, load_element_now, load_now, mark_volatile, mark_volatile_if_present,
+    wait_prior_launch,
 };
 use cubecl::prelude::*;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn residual_overlapped<E: Float, N: Size>(
+pub(super) fn residual_pdl<E: Float, N: Size>(
     stream: &Tensor<Vector<E, N>>,
     added: &Tensor<Vector<E, N>>,
     weight: &Tensor<Vector<E, N>>,
@@ -26,22 +31,22 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     epsilon: f32,
     #[comptime] team: Team,
     #[comptime] held: usize,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[comptime] reads_ahead: bool,
     #[comptime] loads_now: bool,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    let_next_begin(overlaps);
-    let reads_behind = comptime!(overlaps && !reads_ahead);
-    await_previous(reads_behind);
-    was_written(weight, reads_behind);
-    was_written_if_there(scalar, reads_behind);
-    was_written_if_there(next_weight, reads_behind);
+    launch_dependents(pdl);
+    let reads_behind = comptime!(pdl && !reads_ahead);
+    wait_prior_launch(reads_behind);
+    mark_volatile(weight, reads_behind);
+    mark_volatile_if_present(scalar, reads_behind);
+    mark_volatile_if_present(next_weight, reads_behind);
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 
-    // What a unit needs is on its way at once, but for what it waits for.
+    // Issue all loads before the first use, except loads that must wait for the previous launch.
     let mut blocks = Array::<Vector<E, N>>::new(held);
     let mut streams = Array::<Vector<E, N>>::new(held);
     let mut weights = Array::<Vector<E, N>>::new(held);
@@ -68,9 +73,9 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
         }
         ComptimeOption::None => {}
     }
-    await_previous(reads_ahead);
-    was_written(stream, overlaps);
-    was_written(added, overlaps);
+    wait_prior_launch(reads_ahead);
+    mark_volatile(stream, pdl);
+    mark_volatile(added, pdl);
     if CUBE_POS >= rows as usize {
         terminate!();
     }
@@ -121,7 +126,7 @@ pub(super) fn residual_overlapped<E: Float, N: Size>(
     #[comptime]
     match &next_weight {
         ComptimeOption::Some(_) => {
-            // Of its own: someone may still be reading the first sum's parts.
+            // Use a second buffer, because other units may still read the partial sums of the first norm.
             let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
             let mean = first_cube_sum(squares, &mut partial, team) / columns;
             let factor = Vector::<f32, N>::cast_from(1.0f32 / (mean + epsilon).sqrt());

@@ -1,13 +1,11 @@
-//! Launches the end of a block and the beginning of the next.
+//! Launches the residual addition and the next norm.
 
-use super::{AddNormedBackend, Residual, ResidualBackend, Scalar, kernel::residual_overlapped};
+use super::{AddNormedBackend, Residual, ResidualBackend, Scalar, kernel::residual_pdl};
 use crate::op::launch::{team, vector_size};
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty},
-    overlap::{LOAD_BYTES, overlaps},
-};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::pdl::{LOAD_BYTES, supports_pdl};
 use cubecl::prelude::CubeDim;
 
 impl ResidualBackend for CubeBackend {
@@ -76,18 +74,20 @@ fn launch(
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
-    // Else a launch gives them another layout.
+    // Read the parameters before the previous launch has ended only if all of them are contiguous. A launch must first copy
+    // other parameters.
     let stay = [Some(&weight), next_weight.as_ref(), scalar.as_ref()];
     let stay = stay
         .into_iter()
         .flatten()
         .all(|weight| !weight.meta.is_tiled() && weight.meta.strides().last() == Some(&1));
-    let overlaps = overlaps(&client);
+    let pdl = supports_pdl(&client);
     let is_loaded_now = stay && vector * stream.dtype.size() == LOAD_BYTES;
     let element = dtype_to_storage_type(stream.dtype);
-    // SAFETY: a cube reads and writes one of `rows` rows of `vectors` vectors, which all tensors have.
+    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `stream` and `added` and writes row `r` of `sum`
+    // and `normed`, which have `vectors` vectors. The norm weights have `vectors` vectors too.
     unsafe {
-        residual_overlapped::launch_unchecked(
+        residual_pdl::launch_unchecked(
             &client,
             cube_count(&client, rows),
             CubeDim::new_1d(team.units as u32),
@@ -107,9 +107,9 @@ fn launch(
             epsilon as f32,
             team,
             vectors.div_ceil(team.units),
-            overlaps,
-            overlaps && stay,
-            overlaps && is_loaded_now,
+            pdl,
+            pdl && stay,
+            pdl && is_loaded_now,
             element,
             vector,
         );

@@ -1,4 +1,4 @@
-//! The end of a block and the beginning of the next: sums of the residual stream and their norms.
+//! Residual additions. The addition at the end of a block also computes the norm at the beginning of the next block.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -17,30 +17,31 @@ use burn::backend::{
 };
 use burn::tensor::Tensor;
 
-/// What a block adds to the residual stream.
+/// The inputs of a residual addition: the stream, and a block's output.
 #[derive(Clone)]
-pub(crate) struct Added {
-    /// `[rows, columns]`.
+pub(crate) struct ResidualAdd {
+    /// The residual stream, `[rows, columns]`.
     pub stream: Tensor<2>,
-    /// `[rows, columns]`, before its norm.
+    /// The block's output before its norm, `[rows, columns]`.
     pub added: Tensor<2>,
-    /// `[columns]`, of that norm: a parameter, as the next norm's is, which no launch writes.
+    /// The weight of the block's output norm, `[columns]`. This weight and the next norm's weight are parameters, which no
+    /// launch may write.
     pub weight: Tensor<1>,
-    /// Of all norms.
+    /// The epsilon of both norms.
     pub epsilon: f64,
 }
 
-/// What becomes of the sum before the next block.
+/// The operations that follow the addition, before the next block.
 #[derive(Clone)]
 pub(crate) struct Next {
-    /// `[1]`, a parameter: what it is multiplied by; 1 where there is none.
+    /// A parameter that multiplies the sum, `[1]`. `None` means 1.
     pub scalar: Option<Tensor<1>>,
-    /// `[columns]`, of the next norm.
+    /// The weight of the next norm, `[columns]`.
     pub weight: Tensor<1>,
 }
 
-/// `stream + norm(added)`.
-pub(crate) fn residual(added: Added) -> Tensor<2> {
+/// Computes `stream + norm(added)`, `[rows, columns]`.
+pub(crate) fn residual(added: ResidualAdd) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if super::serve_with(&added.stream, &added.weight) {
         return Tensor::from_dispatch(Dispatch::residual(
@@ -53,8 +54,8 @@ pub(crate) fn residual(added: Added) -> Tensor<2> {
     scaled(added, None)
 }
 
-/// `(stream + norm(added)) · scalar`, with gradients.
-fn scaled(added: Added, scalar: Option<Tensor<1>>) -> Tensor<2> {
+/// Computes `(stream + norm(added)) · scalar`, with gradients.
+fn scaled(added: ResidualAdd, scalar: Option<Tensor<1>>) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if runs(&added, scalar.as_ref()) {
         let scalar = match scalar {
@@ -76,17 +77,18 @@ fn scaled(added: Added, scalar: Option<Tensor<1>>) -> Tensor<2> {
     }
 }
 
-/// Whether the kernel that has gradients serves: it reads all in one dtype, and the scalar is not trained.
+/// True if the kernel with gradients supports these tensors. All tensors must have the same dtype, and the scalar must not be
+/// trained.
 #[cfg(feature = "cube")]
-fn runs(added: &Added, scalar: Option<&Tensor<1>>) -> bool {
+fn runs(added: &ResidualAdd, scalar: Option<&Tensor<1>>) -> bool {
     let dtype = added.stream.dtype();
     super::runs(&added.stream.device(), dtype)
         && added.weight.dtype() == dtype
         && scalar.is_none_or(|scalar| scalar.dtype() == dtype && !scalar.is_tracked())
 }
 
-/// `stream' = (stream + norm(added)) · scalar` and, where kernels serve them all, `norm(stream')`.
-pub(crate) fn residual_before(added: Added, next: Next) -> (Tensor<2>, Option<Tensor<2>>) {
+/// Computes `stream' = (stream + norm(added)) · scalar`. Also computes `norm(stream')` if the kernels support all inputs.
+pub(crate) fn residual_before(added: ResidualAdd, next: Next) -> (Tensor<2>, Option<Tensor<2>>) {
     let Next {
         scalar,
         weight: next_weight,
@@ -104,10 +106,10 @@ pub(crate) fn residual_before(added: Added, next: Next) -> (Tensor<2>, Option<Te
     (scaled(added, scalar), None)
 }
 
-/// [`residual_before`] in one launch.
+/// Computes [`residual_before`] in one launch.
 #[cfg(feature = "cube")]
 fn residual_and_norm(
-    added: Added,
+    added: ResidualAdd,
     scalar: Option<Tensor<1>>,
     next_weight: Tensor<1>,
 ) -> (Tensor<2>, Tensor<2>) {
@@ -134,7 +136,7 @@ fn residual_and_norm(
     )
 }
 
-/// The residual stream, and its norm.
+/// The new residual stream, and its norm.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -143,21 +145,21 @@ pub struct Residual<B: Backend> {
     pub normed: FloatTensor<B>,
 }
 
-/// The factor of the stream, where it has one.
+/// The optional scalar that multiplies the stream.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug, Clone)]
 #[extension_type(fusion)]
 pub enum Scalar<B: Backend> {
     Absent,
-    /// `[1]`.
+    /// The scalar, `[1]`.
     Present(FloatTensor<B>),
 }
 
-/// The stream's sum as an operator of a backend with gradients.
+/// The residual addition as an operator of a backend with gradients.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait AddNormedBackend: NormBackend {
-    /// `(stream + norm(added)) · scalar`.
+    /// Computes `(stream + norm(added)) · scalar`.
     #[fusion(meta = |stream, _added, _weight, _scalar, _epsilon| stream.clone())]
     fn add_normed(
         stream: FloatTensor<Self>,
@@ -168,7 +170,7 @@ pub trait AddNormedBackend: NormBackend {
     ) -> FloatTensor<Self>;
 }
 
-/// What Burn's fusion must know of the results before they exist.
+/// Describes the results to Burn's fusion before the results exist.
 #[cfg(feature = "cube")]
 fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     ResidualMetadata {
@@ -177,7 +179,7 @@ fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     }
 }
 
-/// The kernel as operators of a backend. The functions above say what they compute.
+/// The kernel as operators of a backend. The functions above document the operators.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ResidualBackend: Backend {

@@ -1,4 +1,5 @@
-//! Heads as attention reads them, of a projection, in one launch: for inference on CubeCL devices.
+//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads, in
+//! one launch. This serves inference on CubeCL devices.
 
 use super::RotationTables;
 use burn::{
@@ -10,51 +11,58 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// How heads are made and where they go.
+/// The source columns of heads, and the layout of their channels.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadOptions {
-    /// The first column of the projection that is theirs.
+    /// The first column of the heads in the projection's output.
     pub start: usize,
-    /// How many are.
+    /// The number of columns of all heads.
     pub count: usize,
-    /// Where keys share their values' slots, the pairs of channels that are rotated: values begin with them, of keys they are
-    /// written behind, and queries are in these keys' order.
+    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. A slot of compact keys holds the
+    /// whole value, which begins with the rotated channels. After the value, the slot holds only the rotated channels of the
+    /// key. Queries for compact keys have the channel order of these keys.
     pub compact: Option<usize>,
-    /// Of the norm.
+    /// The epsilon of the norm.
     pub epsilon: f64,
 }
 
-/// Columns of one projection that are a layer's queries, keys and values.
+/// The columns of a layer's queries, keys and values in the output of one projection.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerColumns {
-    /// The first column of queries, and how many are theirs.
+    /// The first column of the queries, and their number of columns.
     pub queries: usize,
     pub count: usize,
-    /// The first columns of keys and values, of which there are as many as the cache has room for.
+    /// The first columns of the keys and of the values. The shape of the cache gives their number of columns.
     pub keys: usize,
     pub values: usize,
-    /// Of the norms.
+    /// The epsilon of the norms.
     pub epsilon: f64,
 }
 
-/// What keys and values become that have no buffer yet.
+/// The shape of keys and values for which no buffer exists yet.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnShape {
     pub sequences: usize,
-    /// Columns of keys, and as many of values.
+    /// The number of columns of the keys. The values have equally many.
     pub columns: usize,
 }
 
 impl OwnShape {
-    /// `[sequences, heads, count, head_dim]`, of so many rows.
+    /// Returns the shape `[sequences, heads, count, head_dim]` of keys or values for `rows` rows of the projection.
     pub(super) fn of(self, rows: usize, head_dim: usize) -> [usize; 4] {
         let heads = self.columns / head_dim;
         [self.sequences, heads, rows / self.sequences, head_dim]
     }
 }
 
-/// Queries as attention reads them, `[rows, heads, 1, head_dim]`, of some columns of `[rows, …]`: normalised by heads and
-/// rotated by `positions`, one a row.
+/// Computes query heads from a range of the projection's columns. Each head is normalized, and rotated by the position of its
+/// row.
+///
+/// # Shapes
+/// - `projected`: `[rows, …]`.
+/// - `weight`: `[head_dim]`.
+/// - `positions`: `[rows]`.
+/// - output: `[rows, heads, 1, head_dim]`.
 pub(crate) fn query_heads(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -72,20 +80,20 @@ pub(crate) fn query_heads(
     ))
 }
 
-/// What a layer with keys and values of its own has its heads made of.
+/// The inputs of [`layer_heads`], for a layer with its own KV cache.
 pub(crate) struct LayerParts<'a> {
     pub projected: Tensor<2>,
     pub query_weight: Tensor<1>,
     pub key_weight: Tensor<1>,
     pub tables: &'a RotationTables,
     pub positions: Tensor<1, Int>,
-    /// The cache's.
+    /// The buffers of the KV cache, which the kernel writes.
     pub keys: Tensor<4>,
     pub values: Tensor<4>,
 }
 
-/// [`query_heads`], [`write_keys`] and [`write_values`] of a layer, in one launch where the device can: the queries, the keys' buffer and
-/// the values'.
+/// Computes [`query_heads`], [`write_keys`] and [`write_values`] for a layer, in one launch if the device can bind enough
+/// buffers. Returns the queries, and the buffers of keys and values.
 pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tensor<4>; 3] {
     let tensors = LayerTensors {
         projected: parts.projected.into_dispatch(),
@@ -101,7 +109,7 @@ pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tens
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// What a layer has its heads made of whose rows are at the tables' positions in their order.
+/// The inputs of [`layer_heads_in_order`]. Row `r` of the projection is at position `r` of the tables.
 pub(crate) struct PartsInOrder<'a> {
     pub projected: Tensor<2>,
     pub query_weight: Tensor<1>,
@@ -109,9 +117,9 @@ pub(crate) struct PartsInOrder<'a> {
     pub tables: &'a RotationTables,
 }
 
-/// The heads of a layer's queries, `[rows, heads, 1, head_dim]`, and of its keys and values, `[sequences, heads, count, head_dim]`
-/// each, in one launch. Rows are at the tables' positions, and from their beginning again after the last; as many after one
-/// another are of each sequence.
+/// Computes a layer's heads in one launch. Queries are `[rows, heads, 1, head_dim]`. Keys and values are
+/// `[sequences, heads, count, head_dim]` each. Row `r` uses table row `r % n`, where `n` is the number of rows in the rotation
+/// tables. Every sequence has equally many consecutive rows.
 pub(crate) fn layer_heads_in_order(
     parts: PartsInOrder<'_>,
     columns: LayerColumns,
@@ -129,7 +137,8 @@ pub(crate) fn layer_heads_in_order(
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// [`query_heads`] of rows that are at the tables' positions in their order, and from their beginning again after the last.
+/// Computes [`query_heads`] without a tensor of positions. Row `r` uses table row `r % n`, where `n` is the number of rows in
+/// the rotation tables.
 pub(crate) fn heads_in_order(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -145,10 +154,12 @@ pub(crate) fn heads_in_order(
     ))
 }
 
-/// Writes keys into their slots of `[sequences, heads, slots, head_dim]`, as [`query_heads`] makes queries: the row's position,
-/// modulo the slots. As many rows after one another are of each sequence.
+/// Computes keys as [`query_heads`] computes queries, and writes them to their slots of `buffer`,
+/// `[sequences, heads, slots, head_dim]`. A row's slot is its position modulo the number of slots. Every sequence has equally
+/// many consecutive rows.
 ///
-/// Every handle to the buffer's memory sees what was written; the result is one of them, and what reads it comes after.
+/// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned handle are
+/// ordered after the write.
 pub(crate) fn write_keys(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -168,7 +179,7 @@ pub(crate) fn write_keys(
     ))
 }
 
-/// Writes values into their slots as [`write_keys`] does keys: normalised without a weight, and not rotated.
+/// Writes values to their slots, as [`write_keys`] does for keys. Values are normalized without a weight, and are not rotated.
 pub(crate) fn write_values(
     projected: Tensor<2>,
     positions: Tensor<1, Int>,
@@ -183,7 +194,7 @@ pub(crate) fn write_values(
     ))
 }
 
-/// The tensors that a layer's heads are made of: [`LayerParts`].
+/// The tensors of a layer's heads: see [`LayerParts`].
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct LayerTensors<B: Backend> {
@@ -197,7 +208,7 @@ pub struct LayerTensors<B: Backend> {
     pub values: FloatTensor<B>,
 }
 
-/// A layer's queries, and the buffers that its keys and values were written into.
+/// A layer's queries, and the buffers of its keys and values.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct LayerHeads<B: Backend> {
@@ -206,7 +217,7 @@ pub struct LayerHeads<B: Backend> {
     pub values: FloatTensor<B>,
 }
 
-/// The kernel as operators of a backend. The functions above say what they compute.
+/// The kernel as operators of a backend. The functions above document the operators.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
     #[fusion(meta = |projected, _weight, cos, _sin, _positions, options| {
@@ -271,7 +282,7 @@ pub trait HeadsBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// What Burn's fusion must know of heads before they exist.
+/// Describes the heads to Burn's fusion before the heads exist.
 fn metadata(projected: &TensorSpec, cos: &TensorSpec, columns: usize) -> TensorSpec {
     let head_dim = 2 * cos.shape[1];
     let rows = projected.shape[0];

@@ -1,38 +1,44 @@
-//! The heads of a projection: `norm`, its weight, the rotation of the row's position, and the place where attention reads
-//! them — the queries' tensor or a slot of the cache. Of a layer with keys and values of its own, the heads of all three in one launch.
+//! The heads of a projection. The kernel normalizes each head, multiplies it by the norm's weight and rotates it by the row's
+//! position. It writes the head to a tensor of queries or to a slot of the KV cache. A layer with its own KV cache computes
+//! queries, keys and values in one launch.
 //!
-//! Budget: a float a part of the cube in shared memory, in registers a unit's pairs of channels, of which a team has one, and up
-//! to four without plane operations. Bound by latency: one cube a head, which it reads once. Reads that wait for each other: one behind
-//! the launch before, the projection's; where weights or positions are computed, the positions and by them the tables, beside it.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one channel pair
+//! per unit, or up to four without plane operations.
+//!
+//! Schedule: one cube per head. A cube reads its head once. After the wait for the previous launch the kernel reads only the
+//! projection, and no read depends on another. If a launch computes weights or positions, the kernel also reads these and the
+//! tables after the wait. The reads of the tables then depend on the positions.
+//!
+//! Bound: latency.
 
 use super::sides::{KEYS, Place, Side, VALUES, all_heads, place_of_head};
 use crate::op::sums::{Team, first_cube_sum};
-use cube_kit::overlap::{
-    await_previous, let_next_begin, load_element_now, was_written, was_written_if_there,
+use cube_kit::pdl::{
+    launch_dependents, load_element_now, mark_volatile, mark_volatile_if_present, wait_prior_launch,
 };
 use cubecl::prelude::*;
 
-/// Which columns of the target a head's channels go to.
+/// The order in which the columns of the target hold a head's channels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Columns {
-    /// Their own.
+pub(super) enum RopeColumns {
+    /// The channels' own order.
     Channels,
-    /// Those of values in slots that keys share: first the rotated channels.
+    /// The order of values that share slots with compact keys. The rotated channels come first.
     CompactValues,
-    /// Those of keys there: behind the values the rotated channels, and no others.
+    /// The order of compact keys. Only the rotated channels are written, after the value.
     CompactKeys,
-    /// Those of queries that read there: the rotated channels last.
+    /// The order of queries for compact keys. The rotated channels come last.
     CompactQueries,
 }
 
-/// The column of a pair's first or second channel. The first `rotated` pairs are rotated.
+/// Returns the target column of the first or second channel of `pair`. The first `rotated` pairs are rotated.
 #[cube]
 fn column(
     pair: u32,
     pairs: u32,
     rotated: u32,
     #[comptime] second: bool,
-    #[comptime] columns: Columns,
+    #[comptime] columns: RopeColumns,
 ) -> u32 {
     let behind = if comptime!(second) {
         select(pair < rotated, rotated, pairs)
@@ -40,35 +46,36 @@ fn column(
         select(pair < rotated, 0u32, rotated)
     };
     let of_values = pair + behind;
-    if comptime!(columns == Columns::Channels && second) {
+    if comptime!(columns == RopeColumns::Channels && second) {
         pair + pairs
-    } else if comptime!(columns == Columns::Channels) {
+    } else if comptime!(columns == RopeColumns::Channels) {
         pair
-    } else if comptime!(columns == Columns::CompactValues) {
+    } else if comptime!(columns == RopeColumns::CompactValues) {
         of_values
-    } else if comptime!(columns == Columns::CompactKeys) {
+    } else if comptime!(columns == RopeColumns::CompactKeys) {
         of_values + 2u32 * pairs
     } else {
         (of_values + 2u32 * (pairs - rotated)) % (2u32 * pairs)
     }
 }
 
-/// How a launch is made.
+/// The compile-time plan of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct HeadsPlan {
-    pub columns: Columns,
+    pub columns: RopeColumns,
     pub team: Team,
-    /// Pairs of channels of a unit.
+    /// The number of channel pairs per unit.
     pub held: usize,
-    /// Whether keys and values of a layer are beside its queries.
+    /// True if the launch also computes the layer's keys and values.
     pub of_layer: bool,
-    pub overlaps: bool,
-    /// Whether no launch writes weights, tables and positions, so that they are read before the launch before has ended.
+    pub pdl: bool,
+    /// True if no launch writes the weights, tables and positions. The kernel then reads them before the previous launch has
+    /// ended.
     pub reads_ahead: bool,
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn place_heads_overlapped<E: Float, I: Int>(
+pub(super) fn place_heads_pdl<E: Float, I: Int>(
     projected: &Tensor<E>,
     weight: ComptimeOption<&Tensor<E>>,
     key_weight: ComptimeOption<&Tensor<E>>,
@@ -91,14 +98,14 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     #[define(E)] _element: ElemType,
     #[define(I)] _integer: ElemType,
 ) {
-    let_next_begin(plan.overlaps);
-    let computed = comptime!(plan.overlaps && !plan.reads_ahead);
-    await_previous(computed);
-    was_written_if_there(weight, computed);
-    was_written_if_there(key_weight, computed);
-    was_written_if_there(cos, computed);
-    was_written_if_there(sin, computed);
-    was_written_if_there(positions, computed);
+    launch_dependents(plan.pdl);
+    let computed = comptime!(plan.pdl && !plan.reads_ahead);
+    wait_prior_launch(computed);
+    mark_volatile_if_present(weight, computed);
+    mark_volatile_if_present(key_weight, computed);
+    mark_volatile_if_present(cos, computed);
+    mark_volatile_if_present(sin, computed);
+    mark_volatile_if_present(positions, computed);
     let team = comptime!(plan.team);
     let held = comptime!(plan.held);
     let heads = all_heads(first_side, keys_side, values_side, plan.of_layer);
@@ -110,7 +117,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
         plan.of_layer,
     );
     let row = CUBE_POS as u32 / heads;
-    // The others of the grid wait for the launch before.
+    // Return without waiting for the previous launch. The other cubes of the grid wait for it.
     if row >= rows {
         terminate!();
     }
@@ -130,7 +137,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
         ComptimeOption::None => {}
     }
 
-    // All that a unit needs is on its way at once, but for what it waits for.
+    // Issue all loads before the first use, except loads that must wait for the previous launch.
     let mut firsts = Array::<E>::new(held);
     let mut seconds = Array::<E>::new(held);
     let mut first_weights = Array::<E>::new(held);
@@ -155,8 +162,8 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     if comptime!(plan.reads_ahead) {
         read_tables(cos, sin, position, pairs, &mut cosines, &mut sines, plan);
     }
-    await_previous(comptime!(plan.overlaps && plan.reads_ahead));
-    was_written(projected, plan.overlaps);
+    wait_prior_launch(comptime!(plan.pdl && plan.reads_ahead));
+    mark_volatile(projected, plan.pdl);
     #[unroll]
     for index in 0..held {
         let pair = UNIT_POS + comptime!((index * team.units) as u32);
@@ -186,7 +193,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     let to = (row / place.rows_each) as usize * place.to_sequence as usize
         + place.head as usize * place.to_head as usize
         + slot as usize * place.to_slot as usize;
-    let placed = if comptime!(plan.columns == Columns::CompactKeys) {
+    let placed = if comptime!(plan.columns == RopeColumns::CompactKeys) {
         rotated
     } else {
         pairs
@@ -205,7 +212,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
                 }
                 ComptimeOption::None => {}
             }
-            // As the norm leaves them.
+            // Round to the element type, as the separate norm kernel does.
             first = f32::cast_from(E::cast_from(first));
             second = f32::cast_from(E::cast_from(second));
             #[comptime]
@@ -237,7 +244,7 @@ pub(super) fn place_heads_overlapped<E: Float, I: Int>(
     }
 }
 
-/// The weight of a channel: 1 for a layer's values, whose norm has none.
+/// Returns the norm weight of a channel. It is 1 for a layer's values, whose norm has no weight.
 #[cube]
 fn weight_of_side<E: Float>(
     weight: &Tensor<E>,
@@ -261,7 +268,7 @@ fn weight_of_side<E: Float>(
     }
 }
 
-/// A unit's cosines and sines, where heads are rotated.
+/// Reads the cosines and sines of a unit's channel pairs, if the heads are rotated.
 #[cube]
 fn read_tables<E: Float>(
     cos: ComptimeOption<&Tensor<E>>,
@@ -295,7 +302,7 @@ fn read_tables<E: Float>(
     }
 }
 
-/// Writes where a side is.
+/// Writes an element if the target exists.
 #[cube]
 fn write<E: Float>(target: &mut ComptimeOption<OwnedTensor<E>>, at: usize, value: E) {
     #[comptime]

@@ -1,8 +1,8 @@
-//! Launches the heads of projections.
+//! Launches the kernel that normalizes, rotates and writes the heads of a projection.
 
 use super::{
     heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors, OwnShape},
-    kernel::{Columns, HeadsPlan, place_heads_overlapped},
+    kernel::{HeadsPlan, RopeColumns, place_heads_pdl},
     sides::SideLaunch,
 };
 use crate::op::launch::{rows_of, team};
@@ -14,13 +14,11 @@ use burn::{
     tensor::DType,
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty},
-    overlap::overlaps,
-};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// Buffers that a launch of a layer's heads binds. WebGPU promises one less.
+/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only one buffer less.
 const LAYER_BINDINGS: u32 = 9;
 
 impl HeadsBackend for CubeBackend {
@@ -36,9 +34,9 @@ impl HeadsBackend for CubeBackend {
         Heads {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
-            // Of compact keys the weight is computed.
+            // Read the weight after the previous launch has ended if keys are compact, because a launch computes that weight.
             reads_ahead: options.compact.is_none(),
-            ..Heads::new(projected, &target, Columns::CompactQueries, options)
+            ..Heads::new(projected, &target, RopeColumns::CompactQueries, options)
         }
         .launch();
         target
@@ -89,11 +87,11 @@ impl HeadsBackend for CubeBackend {
             positions: Some(positions),
             own: Some(OwnHeads {
                 key_weight,
-                keys: Target::new(&keys, of_keys),
-                values: Target::new(&values, of_values),
+                keys: RopeTarget::new(&keys, of_keys),
+                values: RopeTarget::new(&values, of_values),
             }),
             reads_ahead: true,
-            ..Heads::new(projected, &queries, Columns::Channels, of_queries)
+            ..Heads::new(projected, &queries, RopeColumns::Channels, of_queries)
         }
         .launch();
         LayerHeads {
@@ -127,10 +125,10 @@ impl HeadsBackend for CubeBackend {
             weights: Some(HeadWeights { weight, cos, sin }),
             own: Some(OwnHeads {
                 key_weight,
-                keys: Target::new(&keys, options(columns.keys, own.columns)),
-                values: Target::new(&values, options(columns.values, own.columns)),
+                keys: RopeTarget::new(&keys, options(columns.keys, own.columns)),
+                values: RopeTarget::new(&values, options(columns.values, own.columns)),
             }),
-            ..Heads::new(projected, &queries, Columns::Channels, of_queries)
+            ..Heads::new(projected, &queries, RopeColumns::Channels, of_queries)
         }
         .launch();
         LayerHeads {
@@ -156,7 +154,7 @@ impl HeadsBackend for CubeBackend {
         let target = empty_heads(&projected, &cos, options.count);
         Heads {
             weights: Some(HeadWeights { weight, cos, sin }),
-            ..Heads::new(projected, &target, Columns::Channels, options)
+            ..Heads::new(projected, &target, RopeColumns::Channels, options)
         }
         .launch();
         target
@@ -175,7 +173,7 @@ impl HeadsBackend for CubeBackend {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
             reads_ahead: true,
-            ..Heads::new(projected, &buffer, Columns::CompactKeys, options)
+            ..Heads::new(projected, &buffer, RopeColumns::CompactKeys, options)
         }
         .launch();
         buffer
@@ -190,14 +188,14 @@ impl HeadsBackend for CubeBackend {
         Heads {
             positions: Some(positions),
             reads_ahead: true,
-            ..Heads::new(projected, &buffer, Columns::CompactValues, options)
+            ..Heads::new(projected, &buffer, RopeColumns::CompactValues, options)
         }
         .launch();
         buffer
     }
 }
 
-/// `[rows, heads, 1, head_dim]`, of so many columns of a projection and its rotation's table.
+/// Allocates `[rows, heads, 1, head_dim]` for heads with `columns` columns in all. The rotation table gives `head_dim`.
 fn empty_heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> CubeTensor {
     let head_dim = 2 * cos.meta.shape()[1];
     let rows = projected.meta.shape()[0];
@@ -205,26 +203,34 @@ fn empty_heads(projected: &CubeTensor, cos: &CubeTensor, columns: usize) -> Cube
     empty(projected, shape, projected.dtype)
 }
 
-/// What scales and rotates heads.
+/// The norm's weight and the rotation tables.
 struct HeadWeights {
     weight: CubeTensor,
     cos: CubeTensor,
     sin: CubeTensor,
 }
 
-/// Where heads go, and the columns that they are made of.
-struct Target {
+/// The tensor to which heads are written, and their source columns in the projection's output.
+struct RopeTarget {
     tensor: CubeTensor,
     start: usize,
     head_dim: usize,
 }
 
-impl Target {
+impl RopeTarget {
     fn new(tensor: &CubeTensor, options: HeadOptions) -> Self {
         let heads = tensor.meta.shape()[1];
         let head_dim = options.count / heads;
-        assert_eq!(heads * head_dim, options.count, "whole heads");
-        assert_eq!(tensor.meta.strides()[3], 1, "a head's columns lie together");
+        assert_eq!(
+            heads * head_dim,
+            options.count,
+            "columns: expected whole heads"
+        );
+        assert_eq!(
+            tensor.meta.strides()[3],
+            1,
+            "target: expected contiguous columns"
+        );
         Self {
             tensor: tensor.clone(),
             start: options.start,
@@ -236,17 +242,17 @@ impl Target {
         self.tensor.meta.shape()[1]
     }
 
-    /// One more than the last column that is read.
+    /// Returns the index after the last source column.
     fn end(&self) -> usize {
         self.start + self.heads() * self.head_dim
     }
 
-    /// Of so many rows, which are as many of each sequence.
+    /// Returns the kernel's argument for this target. The projection has `rows` rows, equally many per sequence.
     fn side(&self, rows: usize) -> SideLaunch {
         let sequences = self.tensor.meta.shape()[0];
         assert!(
             rows.is_multiple_of(sequences),
-            "as many rows of each sequence"
+            "rows: expected the same number for each sequence"
         );
         let (shape, strides) = (self.tensor.meta.shape(), self.tensor.meta.strides());
         SideLaunch::new(
@@ -261,47 +267,47 @@ impl Target {
     }
 }
 
-/// A layer's keys and values beside its queries.
+/// The arguments for a layer's keys and values, which the launch computes together with the queries.
 struct OwnHeads {
     key_weight: CubeTensor,
-    keys: Target,
-    values: Target,
+    keys: RopeTarget,
+    values: RopeTarget,
 }
 
-/// One launch.
+/// The arguments of one launch.
 struct Heads {
     projected: CubeTensor,
     weights: Option<HeadWeights>,
-    /// Without them, rows are at the tables' positions in their order, and from their beginning again after the last, and a sequence's are in
-    /// the slots from the first on.
+    /// The position of each row. If it is `None`, row `r` uses table row `r % n` of the `n` rows in the rotation tables.
+    /// Each sequence then fills its slots from slot 0 on.
     positions: Option<CubeTensor>,
-    target: Target,
+    target: RopeTarget,
     own: Option<OwnHeads>,
-    columns: Columns,
-    /// Pairs that are, where slots are shared.
+    columns: RopeColumns,
+    /// The number of rotated channel pairs for compact keys.
     rotated: usize,
     epsilon: f64,
-    /// Whether no launch writes weights, tables and positions.
+    /// True if no launch writes the weights, tables and positions.
     reads_ahead: bool,
 }
 
 impl Heads {
-    /// In `columns` where keys share their values' slots; else in the channels' order.
+    /// Creates a launch. Compact keys have the channel order `columns`, other layouts the channels' own order.
     fn new(
         projected: CubeTensor,
         target: &CubeTensor,
-        columns: Columns,
+        columns: RopeColumns,
         options: HeadOptions,
     ) -> Self {
         Self {
             projected: rows_of(projected),
             weights: None,
             positions: None,
-            target: Target::new(target, options),
+            target: RopeTarget::new(target, options),
             own: None,
             columns: match options.compact {
                 Some(_) => columns,
-                None => Columns::Channels,
+                None => RopeColumns::Channels,
             },
             rotated: options.compact.unwrap_or(0),
             epsilon: options.epsilon,
@@ -323,17 +329,23 @@ impl Heads {
         } = self;
         let client = projected.client.clone();
         let (rows, head_dim) = (projected.meta.shape()[0], target.head_dim);
-        assert!(2 * rotated <= head_dim, "rotated are channels");
+        assert!(
+            2 * rotated <= head_dim,
+            "compact: more rotated pairs than the head has"
+        );
         let own_targets = own.iter().flat_map(|own| [&own.keys, &own.values]);
         for own in own_targets.clone() {
-            assert_eq!(own.head_dim, head_dim, "heads of one size");
+            assert_eq!(
+                own.head_dim, head_dim,
+                "keys and values: expected the head size of the queries"
+            );
         }
-        let end = own_targets.clone().map(Target::end).max().unwrap_or(0);
+        let end = own_targets.clone().map(RopeTarget::end).max().unwrap_or(0);
         assert!(
             end.max(target.end()) <= projected.meta.shape()[1],
-            "columns that there are"
+            "projected: the columns of a part exceed the projection"
         );
-        let all_heads = target.heads() + own_targets.map(Target::heads).sum::<usize>();
+        let all_heads = target.heads() + own_targets.map(RopeTarget::heads).sum::<usize>();
         let projected_stride = projected.meta.strides()[0] as u32;
         let positions_in_order = match &weights {
             Some(HeadWeights { cos, .. }) => cos.meta.shape()[0],
@@ -344,7 +356,7 @@ impl Heads {
             None => (None, None, None),
         };
         let first_side = target.side(rows);
-        // Of one side alone nothing else is read.
+        // Pass dummy arguments for keys and values in a launch without them. The kernel does not read these arguments.
         let [keys_side, values_side] = match &own {
             Some(own) => [own.keys.side(rows), own.values.side(rows)],
             None => [target.side(rows), target.side(rows)],
@@ -358,7 +370,8 @@ impl Heads {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Else a launch gives them another layout, or they are not of what is read ahead.
+        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous with
+        // 2- or 4-byte elements. A launch must first copy other layouts, and early loads support no other element size.
         let stay = read.into_iter().flatten().all(|tensor| {
             let elements = matches!(tensor.dtype.size(), 2 | 4);
             elements && !tensor.meta.is_tiled() && tensor.is_contiguous()
@@ -369,8 +382,8 @@ impl Heads {
             team,
             held: (head_dim / 2).div_ceil(team.units),
             of_layer: keys.is_some(),
-            overlaps: overlaps(&client),
-            reads_ahead: reads_ahead && stay && overlaps(&client),
+            pdl: supports_pdl(&client),
+            reads_ahead: reads_ahead && stay && supports_pdl(&client),
         };
         let argument = |tensor: Option<CubeTensor>| {
             tensor.map(|tensor| into_contiguous(tensor).into_tensor_arg())
@@ -386,10 +399,11 @@ impl Heads {
         );
         let widest = [Some(&projected), Some(&target.tensor)];
         let widest = widest.into_iter().chain([keys.as_ref(), values.as_ref()]);
-        // SAFETY: a cube reads one head of one row, its position's row of the tables, which reach every position that the
-        // cache has room for, and writes one slot of that head in its sequence, which has columns for all that are placed.
+        // SAFETY: each cube reads the columns of one head in one of the `rows` rows of `projected`, and the row of the tables
+        // at the head's position. The tables have a row for every position that the cache can hold. The cube writes only the
+        // head's slot in the target of its sequence, and the slot has columns for all channels.
         unsafe {
-            place_heads_overlapped::launch_unchecked(
+            place_heads_pdl::launch_unchecked(
                 &client,
                 cube_count(&client, rows * all_heads),
                 CubeDim::new_1d(team.units as u32),

@@ -1,4 +1,5 @@
-//! Rotary position embedding (Su et al. 2021, arXiv:2104.09864), half-split, of some pairs, and the heads it is for.
+//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form. It rotates some channel pairs of
+//! a projection's query and key heads.
 
 #[cfg(feature = "cube")]
 pub(crate) mod heads;
@@ -19,17 +20,17 @@ use super::flat_rows;
 use super::norm::{norm, normalize};
 use burn::tensor::Tensor;
 
-/// Cosines and sines of the positions of one call, for one type of layer.
+/// The cosines and sines at a call's positions, for one layer type.
 #[derive(Clone, Debug)]
 pub(crate) struct Rotation {
-    /// `[batch or 1, 1, positions, head_dim / 2]`.
+    /// The cosines, `[batch or 1, 1, positions, head_dim / 2]`.
     cos: Tensor<4>,
     sin: Tensor<4>,
 }
 
 impl Rotation {
-    /// A projection's heads, normalised with `weight` and rotated: `[batch · positions, heads · head_dim]` to
-    /// `[batch, heads, positions, head_dim]`.
+    /// Computes a projection's heads, normalized with `weight` and rotated. The shape changes from
+    /// `[batch · positions, heads · head_dim]` to `[batch, heads, positions, head_dim]`.
     pub fn heads(
         &self,
         projected: Tensor<2>,
@@ -51,8 +52,8 @@ impl Rotation {
         self.apply(heads.swap_dims(1, 2))
     }
 
-    /// The heads of a layer's queries, keys and values, `[batch, heads, positions, head_dim]` each, of columns of one projection; where
-    /// kernels serve it with the weights of the norms.
+    /// Computes the heads of a layer's queries, keys and values from column ranges of one projection, each
+    /// `[batch, heads, positions, head_dim]`. Returns `None` if the kernels do not support the tensors.
     #[cfg(feature = "cube")]
     pub fn layer_heads(
         &self,
@@ -84,7 +85,7 @@ impl Rotation {
         Some([queries.reshape(shape).swap_dims(1, 2), keys, values])
     }
 
-    /// As kernels read it.
+    /// Returns the cosines and sines in the kernels' layout, `[rows, head_dim / 2]`.
     #[cfg(feature = "cube")]
     fn tables(&self) -> RotationTables {
         RotationTables {
@@ -93,20 +94,21 @@ impl Rotation {
         }
     }
 
-    /// The heads of values, of the same shapes: normalised without a weight and not rotated.
+    /// Computes the heads of values, which are normalized without a weight and not rotated. The shapes are those of
+    /// [`heads`](Self::heads).
     pub fn value_heads(&self, projected: Tensor<2>, batch: usize, epsilon: f64) -> Tensor<4> {
         let shape = self.shape(&projected, batch);
         normalize(projected.reshape(shape), epsilon).swap_dims(1, 2)
     }
 
-    /// `[batch, positions, heads, head_dim]` of a projection.
+    /// Returns the shape `[batch, positions, heads, head_dim]` of a projection's heads.
     fn shape(&self, projected: &Tensor<2>, batch: usize) -> [usize; 4] {
         let [_, _, positions, pairs] = self.cos.dims();
         let [_, columns] = projected.dims();
         [batch, positions, columns / (2 * pairs), 2 * pairs]
     }
 
-    /// Rotates `[batch, heads, positions, head_dim]`: channel `j` with channel `j + head_dim / 2`.
+    /// Rotates `[batch, heads, positions, head_dim]`. Channel `j` is paired with channel `j + head_dim / 2`.
     fn apply(&self, input: Tensor<4>) -> Tensor<4> {
         let head_dim = input.dims()[3];
         let first = input.clone().narrow(3, 0, head_dim / 2);
@@ -121,24 +123,24 @@ impl Rotation {
         )
     }
 
-    /// Cosines and sines, `[batch or 1, 1, positions, head_dim / 2]`.
+    /// Returns the cosines and sines, `[batch or 1, 1, positions, head_dim / 2]`.
     #[cfg(feature = "cube")]
     pub fn parts(&self) -> [Tensor<4>; 2] {
         [self.cos.clone(), self.sin.clone()]
     }
 
-    /// Those of [`parts`](Self::parts).
+    /// Creates a rotation from [`parts`](Self::parts).
     #[cfg(feature = "cube")]
     pub fn of_parts([cos, sin]: [Tensor<4>; 2]) -> Self {
         Self { cos, sin }
     }
 
-    /// How many positions there are.
+    /// Returns the number of positions.
     pub fn positions(&self) -> usize {
         self.cos.dims()[2]
     }
 
-    /// The rotation of the last `count` positions.
+    /// Returns the cosines and sines of the last `count` positions.
     pub fn last(&self, count: usize) -> Self {
         let positions = self.positions();
         let last = |table: &Tensor<4>| table.clone().narrow(2, positions - count, count);
@@ -149,22 +151,22 @@ impl Rotation {
     }
 }
 
-/// Which positions a call computes.
+/// The positions of the tokens in a call.
 #[derive(Clone, Debug)]
 pub(crate) enum Positions {
-    /// The same for every sequence: `first .. first + count`.
+    /// The positions `first .. first + count`, for every sequence.
     Range {
         /// The first position.
         first: usize,
-        /// How many.
+        /// The number of positions.
         count: usize,
     },
-    /// A list for each sequence, `[batch][count]`.
+    /// A separate list of positions for each sequence, `[batch][count]`.
     Each(Vec<Vec<usize>>),
 }
 
 impl Positions {
-    /// One more than the largest position.
+    /// Returns the largest position plus one.
     pub fn end(&self) -> usize {
         match self {
             Self::Range { first, count } => first + count,
@@ -177,7 +179,7 @@ impl Positions {
     }
 }
 
-/// The rotation by position, `[positions, head_dim / 2]` each.
+/// The rotation tables: cosines and sines, `[positions, head_dim / 2]` each.
 #[cfg(feature = "cube")]
 #[derive(Clone, Debug)]
 pub(crate) struct RotationTables {

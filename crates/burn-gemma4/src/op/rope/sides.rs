@@ -1,36 +1,38 @@
-//! The sides of a launch of heads: queries alone, keys alone or values alone, or a layer's queries, keys and values, each of whose heads has
-//! a cube.
+//! The sides of a launch that computes heads. A side is the queries, the keys or the values. A launch has only one side, or all
+//! three sides of a layer. Each head has its own cube.
 
 use cubecl::prelude::*;
 
-/// What a side's heads are made of, and where they go: the strides of `[sequences, heads, slots, columns]`, whose columns lie together.
+/// The source columns and the target of the queries, keys or values in a launch. The target is
+/// `[sequences, heads, slots, columns]` with contiguous columns.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Side {
-    /// The first column of the projection that is theirs.
+    /// The first column of the heads in the projection's output.
     pub start: u32,
     pub heads: u32,
     pub slots: u32,
-    /// Rows of the projection that are of one of the target's sequences.
+    /// The number of projection rows per sequence.
     pub rows_each: u32,
     pub to_sequence: u32,
     pub to_head: u32,
     pub to_slot: u32,
 }
 
-/// The first side, or of a layer the queries'.
+/// The value of [`Place::number`] for a layer's queries, or for the only heads that a launch computes.
 pub(super) const FIRST: u32 = 0;
 /// A layer's keys.
 pub(super) const KEYS: u32 = 1;
 /// A layer's values.
 pub(super) const VALUES: u32 = 2;
 
-/// A head, and its side.
+/// The head that a cube computes. The fields say whether it is a query, key or value head, its index among the heads of that
+/// kind, and their source and target.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Place {
     pub number: u32,
-    /// Among the side's heads.
+    /// The index of the head among the query, key or value heads of the launch.
     pub head: u32,
     pub start: u32,
     pub slots: u32,
@@ -40,7 +42,7 @@ pub(super) struct Place {
     pub to_slot: u32,
 }
 
-/// The place of a head among those of all sides.
+/// Finds a head from its index `head` among all query, key and value heads of a launch.
 #[cube]
 pub(super) fn place_of_head(
     head: u32,
@@ -84,7 +86,7 @@ pub(super) fn place_of_head(
     place
 }
 
-/// Heads of all sides.
+/// Returns the number of query, key and value heads that a launch computes.
 #[cube]
 pub(super) fn all_heads(first: Side, keys: Side, values: Side, #[comptime] of_layer: bool) -> u32 {
     if comptime!(of_layer) {

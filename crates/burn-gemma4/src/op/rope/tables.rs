@@ -1,15 +1,16 @@
-//! The tables of cosines and sines.
+//! The tables of cosines and sines for the rotary embedding.
 
 #[cfg(feature = "cube")]
 use super::RotationTables;
 use super::{Positions, Rotation};
-use crate::{Gemma4Config, LayerType};
+use crate::config::{Gemma4Config, LayerType};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The tables of cosines and sines, made on the processor and kept on every device that asked.
+/// The tables of cosines and sines, computed on the CPU and cached for every device that uses them.
 ///
-/// A GPU's own sine may be wrong in the third digit where the angle is not small: Vulkan promises no more.
+/// The GPU does not compute the tables, because its sine may be wrong in the third digit for large angles. Vulkan guarantees no
+/// better precision.
 #[derive(Clone, Debug)]
 pub(crate) struct Rope {
     sliding: Tables,
@@ -32,7 +33,7 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of at least `positions` positions in layers of `kind`, rounded to `dtype`.
+    /// Returns the cosines and sines of at least `positions` positions for layers of `kind`, rounded to `dtype`.
     #[cfg(feature = "cube")]
     pub fn tables(
         &self,
@@ -55,7 +56,7 @@ impl Rope {
         }
     }
 
-    /// The rotation of `positions` in layers of `kind`, rounded to `dtype`.
+    /// Returns the cosines and sines at `positions` for layers of `kind`, rounded to `dtype`.
     pub fn rotation(
         &self,
         kind: LayerType,
@@ -102,14 +103,14 @@ impl Rope {
     }
 }
 
-/// The tables of one type of layer. Copies of the model share them.
+/// The tables of one layer type. Clones of the model share the cached tables.
 #[derive(Clone, Debug)]
 struct Tables {
     inverse_frequencies: Arc<[f32]>,
     made: Arc<Mutex<Vec<Table>>>,
 }
 
-/// `[positions, head_dim / 2]` each.
+/// Cosines and sines, `[positions, head_dim / 2]` each, on one device and in one dtype.
 #[derive(Clone, Debug)]
 struct Table {
     device: Device,
@@ -127,10 +128,11 @@ impl Tables {
         }
     }
 
-    /// A table of at least `positions`. It grows by doubling, so each position is computed about once.
+    /// Returns a table of at least `positions` positions. The table grows by doubling, so the total work stays proportional to
+    /// its length.
     fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
         const SMALLEST: usize = 256;
-        // Whoever panicked with the lock held left a list of whole tables behind.
+        // Ignore a poisoned lock. A thread that panicked while it held the lock left only complete tables in the list.
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let index = made
             .iter()
@@ -156,7 +158,7 @@ impl Tables {
         );
         for position in 0..positions {
             for frequency in self.inverse_frequencies.iter() {
-                // The angle is rounded to f32, as it was in training.
+                // Round the angle to f32, as in training.
                 let (sine, cosine) = (position as f32 * frequency).sin_cos();
                 cos.push(cosine);
                 sin.push(sine);

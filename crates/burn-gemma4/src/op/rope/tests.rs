@@ -1,4 +1,4 @@
-//! A layer's heads in one launch are, bit by bit, those of a launch for each of its queries, keys and values.
+//! Tests that one launch for a layer's queries, keys and values gives the same bits as three separate launches.
 
 use super::{
     RotationTables,
@@ -15,12 +15,12 @@ const POSITIONS: usize = 9;
 
 struct Sizes {
     sequences: usize,
-    /// Of each sequence.
+    /// The number of projection rows per sequence.
     rows: usize,
     heads: usize,
     own_heads: usize,
     pairs: usize,
-    /// Whether values are made of the keys' columns.
+    /// True if values are computed from the keys' columns.
     values_are_keys: bool,
 }
 
@@ -56,7 +56,7 @@ fn check(sizes: Sizes, device: &Device, dtype: DType) {
         cos: drawn([POSITIONS, pairs]),
         sin: drawn([POSITIONS, pairs]),
     };
-    // Such that slots begin anew.
+    // Use positions beyond the number of slots, so that the ring buffer wraps around.
     let positions: Vec<i32> = (0..sequences)
         .flat_map(|sequence| (0..rows).map(move |row| (3 + 2 * sequence + row) as i32))
         .collect();
@@ -120,7 +120,7 @@ fn check(sizes: Sizes, device: &Device, dtype: DType) {
 }
 
 #[test]
-fn of_a_layer_in_one_launch() {
+fn layer_heads_match_separate_launches() {
     let device = Device::default();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         if !op::serves(&device, dtype) {
@@ -155,7 +155,8 @@ fn of_a_layer_in_one_launch() {
     }
 }
 
-/// Of two sequences of four rows, whose keys and values have no buffer yet. `table_rows` are those of one of them, or of both.
+/// Checks two sequences of four rows, for keys and values without an existing buffer. The tables have rows for one sequence or
+/// for both.
 fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
     const SEQUENCES: usize = 2;
     const ROWS: usize = 4;
@@ -186,7 +187,7 @@ fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
         let shape = [SEQUENCES, ROWS, count, head_dim];
         heads.reshape(shape).swap_dims(1, 2)
     };
-    // A row a sequence, each in its only slot.
+    // Compute the expected heads as if each row were a separate sequence with a single slot.
     let slots = || Tensor::<4>::full([all, own_heads, 1, head_dim], f32::NAN, device).cast(dtype);
     let expected = [
         query_heads(
@@ -242,7 +243,7 @@ fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
 }
 
 #[test]
-fn of_a_layer_in_order() {
+fn layer_heads_in_order_match_separate_launches() {
     let device = Device::default();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         if !op::serves(&device, dtype) {

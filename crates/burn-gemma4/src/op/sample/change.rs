@@ -1,20 +1,21 @@
-//! Logits with their penalty and without suppressed tokens, and the tokens that a text has, one bit each.
+//! Kernels that apply the repetition penalty to logits and suppress tokens, and a kernel that updates the bit sets of the
+//! tokens that each text contains.
 //!
-//! Budget: no shared memory, a logit a unit. Bound by memory: reads and writes the logits once.
+//! Budget: one logit per unit in registers, no shared memory. Bound: memory bandwidth. Each logit is read and written once.
 
 use cubecl::prelude::*;
 
-/// Units of a cube.
+/// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// Whether a token's bit is set in its word.
+/// True if the bit of `token` is set in its word.
 #[cube]
 fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
 }
 
-/// Divides logits of tokens that a text has by the penalty where they are positive, multiplies those that are negative, and makes
-/// suppressed ones −∞.
+/// Applies the repetition penalty to the logits of tokens that the text contains. A negative logit is multiplied by the
+/// penalty, and any other logit is divided by it. The logits of suppressed tokens become −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn change_logits<E: Float>(
     logits: &Tensor<E>,
@@ -55,7 +56,7 @@ pub(super) fn change_logits<E: Float>(
     changed[ABSOLUTE_POS] = logit;
 }
 
-/// Sets the bit of one more token of each row.
+/// Adds one token to the bit set of each row.
 #[cube(launch_unchecked)]
 pub(super) fn mark(seen: &mut Tensor<i32>, tokens: &Tensor<i32>, words: u32, rows: u32) {
     if ABSOLUTE_POS < rows as usize {

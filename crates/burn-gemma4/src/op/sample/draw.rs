@@ -1,42 +1,50 @@
-//! The draw: what is kept of each stretch, then the stretch and the token where the sum of weights, in the tokens' order, passes a
-//! random number.
+//! The draw of a token, in two kernels. A section is a part of a row's columns. The first kernel sums, in each section, the
+//! weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the token at which the running sum of
+//! weights, in token order, exceeds a random number. It first finds the token's section, then the token.
 //!
-//! Budget: 5 KB of shared memory. Bound by latency: the first launch reads the logits once, a cube a stretch; the second, a cube a row,
-//! reads what all stretches have at once, and one stretch twice.
+//! Budget: 5 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube per row.
+//! Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections at once, then the
+//! logits of one section twice.
 
 use super::{
     random::bits,
-    search::Target,
+    search::SearchTarget,
     search::{
         AHEAD, Cuts, Limits, MOST_STRETCHES, after_top_k, descend, largest_of, next_keys, stretch,
     },
     weight::{key, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
-use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// Words of what is kept of a stretch: the weights of tokens above the threshold, how many tie with it, the threshold, and the weight
-/// that those that tie have still to give.
+/// The number of words in the summary of a section. A key is an integer that orders logits, and the threshold is the smallest
+/// key that is kept:
+///
+/// - words 0 and 1: the summed weight of the tokens above the threshold
+/// - word 2: the number of tokens at the threshold
+/// - word 3: the threshold
+/// - words 4 and 5: the weight that tokens at the threshold must still contribute
 pub(super) const SUMMARY: usize = 6;
-/// Bits of a number of columns.
+/// The number of bits of a column index.
 pub(super) const COLUMN_BITS: u32 = 22;
 
-/// What is kept of a row.
+/// The criteria that decide which tokens of a row are kept.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Kept {
     largest: u32,
-    /// The least key that is kept.
+    /// The smallest key that is kept. A key is an integer that orders logits.
     threshold: u32,
-    /// Whether only some of the tokens that tie with it are.
+    /// True if top-p is active. Then only some of the tokens whose key equals `threshold` are kept.
     #[cube(comptime)]
     top_p: bool,
 }
 
 #[cube]
 impl Kept {
-    /// The weight of a key that is kept whatever ties.
+    /// Returns the weight of a logit whose key is above the threshold, and 0 for any other key. Without top-p, a key at the
+    /// threshold counts as above the threshold. A key is an integer that orders logits.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;
         if comptime!(self.top_p) {
@@ -49,7 +57,8 @@ impl Kept {
         }
     }
 
-    /// 1 for a key that ties.
+    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0. A key is an integer that orders
+    /// logits.
     pub fn tie(&self, key: u32) -> u32 {
         if comptime!(self.top_p) {
             select(key == self.threshold, 1u32, 0u32)
@@ -58,7 +67,7 @@ impl Kept {
         }
     }
 
-    /// The weight of a key that min-p leaves.
+    /// Returns the weight of a logit from its key, an integer that orders logits. Returns 0 if min-p removes the logit.
     pub fn weight(&self, key: u32, limits: Limits) -> Wide {
         let ratio = ratio(key, self.largest, limits.temperature);
         let own = weight(ratio);
@@ -70,9 +79,9 @@ impl Kept {
     }
 }
 
-/// Adds up what is kept of each stretch.
+/// Sums the weights of the kept tokens in each section of a row's columns.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn keep_overlapped<E: Float>(
+pub(super) fn keep_pdl<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     before: ComptimeOption<&Tensor<u32>>,
@@ -82,19 +91,20 @@ pub(super) fn keep_overlapped<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
-    take_turn(overlaps);
-    was_written(logits, overlaps);
-    was_written(largest, overlaps);
-    was_written_if_there(before, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(logits, pdl);
+    mark_volatile(largest, pdl);
+    mark_volatile_if_present(before, pdl);
     let stretch = stretch(columns, stretches);
     if stretch.row >= rows {
         terminate!();
     }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
-    // The threshold is what top-p's search has found, or where top-k's has put the floor.
+    // Take the threshold, the smallest key that is kept, from the search of top-p. Without top-p, take the smallest key that
+    // top-k keeps.
     let found = if comptime!(cuts.top_p) {
         let records = before.unwrap();
         descend(
@@ -104,7 +114,7 @@ pub(super) fn keep_overlapped<E: Float>(
             limits,
             &mut sums,
             3u32,
-            Target::Rest,
+            SearchTarget::Rest,
         )
     } else {
         after_top_k(before, stretch, stretches, limits, &mut sums)
@@ -149,7 +159,7 @@ pub(super) fn keep_overlapped<E: Float>(
     }
 }
 
-/// How many numbers of a weight it takes to give what is needed: the first, and every one before which there was too little.
+/// Returns the smallest number of equal weights whose sum is at least `need`, by binary search.
 #[cube]
 fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     let mut last = 0u32;
@@ -163,9 +173,9 @@ fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     last + 1u32
 }
 
-/// The first column of the largest key, from `start` to before `end` of a row that begins at `from`.
+/// Returns the first column with the largest logit among columns `start..end` of the row that begins at element `from`.
 #[cube]
-fn likeliest<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) -> i32 {
+fn argmax<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) -> i32 {
     let mut best = 0u32;
     let mut found = start;
     let mut column = start;
@@ -178,9 +188,9 @@ fn likeliest<E: Float>(logits: &Tensor<E>, from: usize, start: u32, end: u32) ->
     i32::cast_from(found)
 }
 
-/// Draws each row's token; −1 where a row has none.
+/// Draws the token of each row, or writes −1 for a row without a possible token.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn draw_overlapped<E: Float>(
+pub(super) fn draw_pdl<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     summaries: &Tensor<u32>,
@@ -192,15 +202,15 @@ pub(super) fn draw_overlapped<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] cuts: Cuts,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
-    take_turn(overlaps);
-    was_written(logits, overlaps);
-    was_written(largest, overlaps);
-    was_written(summaries, overlaps);
-    was_written(seeds, overlaps);
-    was_written(positions, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(logits, pdl);
+    mark_volatile(largest, pdl);
+    mark_volatile(summaries, pdl);
+    mark_volatile(seeds, pdl);
+    mark_volatile(positions, pdl);
     let row = CUBE_POS as u32;
     if row >= rows {
         terminate!();
@@ -219,7 +229,7 @@ pub(super) fn draw_overlapped<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Of those that tie, the first ones in the tokens' order are kept.
+    // Keep the first tokens, in token order, whose key equals the threshold. Keep as many of them as `need` requires.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],
@@ -250,11 +260,11 @@ pub(super) fn draw_overlapped<E: Float>(
         low: u32::reinterpret(seeds[2 * row as usize]),
         high: u32::reinterpret(seeds[2 * row as usize + 1]),
     };
-    // The token comes after the position that was read last.
+    // Use the position of the drawn token, which follows the last position of the text, as the counter of the random number.
     let random = bits(seed, u32::reinterpret(positions[row as usize]) + 1u32);
     let drawn = Wide { low, high }.share(random);
 
-    // The stretch that it is in, and what comes before.
+    // Find the section of columns that contains the drawn token, and the sum of weights before that section.
     let mut before_low = 0u32;
     let mut before_high = 0u32;
     let mut ties_before = 0u32;
@@ -285,7 +295,7 @@ pub(super) fn draw_overlapped<E: Float>(
         number += 1u32;
     }
 
-    // A run of columns a unit.
+    // Assign a consecutive range of columns to each unit.
     let length = columns.div_ceil(stretches);
     let start = min(chosen * length, columns);
     let end = min(start + length, columns);
@@ -316,7 +326,8 @@ pub(super) fn draw_overlapped<E: Float>(
     };
     let reached = found.to.plus(before);
     let begins = reached.minus(own);
-    // Here weights may be rounded otherwise than where the stretches were added up: what was drawn beyond the last one is the last one.
+    // Limit the random number, so that it is below the last running sum and draws at least the last token. This kernel may
+    // round weights differently from the first kernel, so the random number could otherwise exceed all running sums.
     let last = found.all.plus(before).minus(Wide::of(1u32));
     let is_beyond = last.is_below(drawn);
     let drawn = Wide {
@@ -329,8 +340,8 @@ pub(super) fn draw_overlapped<E: Float>(
         tokens[CUBE_POS] = -1i32;
     }
     if UNIT_POS == 0 && exists && is_empty {
-        // All of its weights may be rounded to nothing: then it is the likeliest.
-        tokens[CUBE_POS] = likeliest(logits, from, start, end);
+        // Choose the section's most likely token if the weights of all tokens in the section round to zero.
+        tokens[CUBE_POS] = argmax(logits, from, start, end);
     }
     if exists && !is_empty && !drawn.is_below(begins) && drawn.is_below(reached) {
         low = begins.low;
@@ -347,7 +358,7 @@ pub(super) fn draw_overlapped<E: Float>(
             });
             low = sum.low;
             high = sum.high;
-            // The first whose sum passes it.
+            // Take the first token whose running sum exceeds the random number.
             if token == own_end && drawn.is_below(sum) {
                 token = column;
             }

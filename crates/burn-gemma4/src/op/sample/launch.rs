@@ -1,12 +1,10 @@
-//! Launches the draws of tokens.
+//! Launches the sampling kernels. A section is a part of a row's columns that one cube handles.
 
 use super::{
     change::{self, change_logits, mark},
     device::{Draw, SampleBackend},
-    draw::{COLUMN_BITS, SUMMARY, draw_overlapped, keep_overlapped},
-    search::{
-        Cuts, LimitsLaunch, MOST_STRETCHES, RECORD, Step, count_overlapped, largest_keys_overlapped,
-    },
+    draw::{COLUMN_BITS, SUMMARY, draw_pdl, keep_pdl},
+    search::{Cuts, LimitsLaunch, MOST_STRETCHES, RECORD, Step, count_pdl, largest_keys_pdl},
     wide::UNITS,
 };
 use burn::{
@@ -18,19 +16,18 @@ use burn::{
     tensor::{DType, Shape},
 };
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
-use cube_kit::{
-    launch::{address_type, cube_count, empty},
-    overlap::overlaps,
-};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cube_kit::pdl::supports_pdl;
 use cubecl::{
     ir::{Type, features::AtomicUsage},
     prelude::{CubeDim, Scalar},
 };
 
-/// Columns of a stretch, but for rows that have more than the stretches would.
+/// The number of columns of a row that one cube handles (a section). A section is larger if a row would otherwise have too many
+/// sections.
 const STRETCH: usize = 32 * UNITS;
 
-/// Whether the device has what the kernels need, and sums of weights fit their words.
+/// True if the device has the atomics that the kernels need, and a column index fits in [`COLUMN_BITS`] bits.
 pub(super) fn serves(device: &CubeDevice, columns: usize) -> bool {
     let client = device.client();
     let atomics = client
@@ -87,7 +84,8 @@ impl SampleBackend for CubeBackend {
         let words = seen.meta.shape()[0] / rows;
         integers([&seen, &tokens]);
         let units = 32;
-        // SAFETY: a unit a row, whose token is one of the vocabulary, for each of which the row has a bit.
+        // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. The row has `words` words with
+        // one bit per token of the vocabulary, and token `r` is within the vocabulary.
         unsafe {
             mark::launch_unchecked(
                 &client,
@@ -103,14 +101,14 @@ impl SampleBackend for CubeBackend {
     }
 }
 
-/// The kernels' integers are of one dtype.
+/// Checks that the index tensors have the kernels' dtype i32.
 fn integers<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) {
     for tensor in tensors {
-        assert_eq!(tensor.dtype, DType::I32, "integers are i32");
+        assert_eq!(tensor.dtype, DType::I32, "integers: expected i32");
     }
 }
 
-/// The logits of a draw, and how their rows are divided.
+/// The logits of a draw. Each row is divided into sections of columns.
 struct Rows {
     logits: CubeTensor,
     options: Draw,
@@ -141,7 +139,7 @@ impl Rows {
         )
     }
 
-    /// Words for every stretch.
+    /// Allocates `each` words for every section of every row.
     fn words(&self, each: usize) -> CubeTensor {
         let shape = [self.rows * self.stretches, each];
         empty(&self.logits, shape, DType::U32)
@@ -150,9 +148,10 @@ impl Rows {
     fn largest(&self) -> CubeTensor {
         let client = &self.logits.client;
         let largest = self.words(1);
-        // SAFETY: a cube reads a stretch of one of `rows` rows of `columns`, and writes what it found at its own place.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. It writes only its own element
+        // of `largest`, which has one for each section of each row.
         unsafe {
-            largest_keys_overlapped::launch_unchecked(
+            largest_keys_pdl::launch_unchecked(
                 client,
                 cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -162,7 +161,7 @@ impl Rows {
                 self.rows as u32,
                 self.columns as u32,
                 self.stretches as u32,
-                overlaps(client),
+                supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -172,9 +171,11 @@ impl Rows {
     fn count(&self, largest: &CubeTensor, before: Option<CubeTensor>, step: Step) -> CubeTensor {
         let client = &self.logits.client;
         let records = self.words(RECORD);
-        // SAFETY: as in `largest`; the largest key and the step before have their places for each stretch.
+        // SAFETY: the reads of `logits` are those of the function `largest`. The tensors `largest`, `before` and `records` have
+        // an entry for each section of each row. A cube reads the entries of its row, and writes only its own entry of
+        // `records`.
         unsafe {
-            count_overlapped::launch_unchecked(
+            count_pdl::launch_unchecked(
                 client,
                 cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -188,7 +189,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 step,
-                overlaps(client),
+                supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -199,10 +200,11 @@ impl Rows {
         let client = &self.logits.client;
         let summaries = self.words(SUMMARY);
         let records = self.rows * self.stretches * RECORD;
-        assert!(records < 1 << 31, "records are reached by 32 bits");
-        // SAFETY: as in `count`.
+        assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
+        // SAFETY: the reads are those of the function `count`. Each cube writes only its own entry of `summaries`, which has
+        // one for each section of each row.
         unsafe {
-            keep_overlapped::launch_unchecked(
+            keep_pdl::launch_unchecked(
                 client,
                 cube_count(client, self.rows * self.stretches),
                 CubeDim::new_1d(UNITS as u32),
@@ -216,7 +218,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,
-                overlaps(client),
+                supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -234,9 +236,11 @@ impl Rows {
         let client = &self.logits.client;
         integers([&seeds, &positions]);
         let tokens = empty(&self.logits, [self.rows], DType::I32);
-        // SAFETY: a cube reads one of `rows` rows of `columns`, what was found of its stretches, its seed and its position.
+        // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `logits`, which has `columns` columns, and
+        // the entries of `largest` and `summaries` for the row's sections. It reads elements `2r` and `2r + 1` of `seeds` and
+        // element `r` of `positions`, and writes element `r` of `tokens`.
         unsafe {
-            draw_overlapped::launch_unchecked(
+            draw_pdl::launch_unchecked(
                 client,
                 cube_count(client, self.rows),
                 CubeDim::new_1d(UNITS as u32),
@@ -252,7 +256,7 @@ impl Rows {
                 self.columns as u32,
                 self.stretches as u32,
                 cuts,
-                overlaps(client),
+                supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
         }
@@ -274,7 +278,8 @@ fn changed(
     let element = dtype_to_storage_type(logits.dtype);
     let argument =
         |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
-    // SAFETY: a unit reads and writes one logit of `rows` rows of `columns`, and a bit of each, of which there is one a column.
+    // SAFETY: unit `i` reads element `i` of `logits` and writes element `i` of `changed` only if `i` is below `rows · columns`,
+    // the length of both. It reads one bit of `seen` and `suppressed`, which have one bit per column, `seen` for each row.
     unsafe {
         change_logits::launch_unchecked(
             &client,
@@ -310,18 +315,23 @@ mod tests {
     ) -> CubeTensor {
         let data = TensorData::new(words, shape).convert_dtype(dtype);
         let tensor = Tensor::<2, Int>::from_data(data, (device, dtype));
-        let tensor = tensor.try_into_primitive::<Cube>().expect("CubeCL's");
+        let tensor = tensor
+            .try_into_primitive::<Cube>()
+            .expect("the tensor is on a CubeCL device");
         let client = tensor.client.clone();
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// What is drawn of rows that are all the same, where the stretches are said to weigh so much, in 2³².
+    /// Draws one token from each of 64 equal rows. `weights` are the summed weights of a row's sections of columns, in units of
+    /// 2³².
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);
         let data = TensorData::new(logits.repeat(ROWS), [ROWS, logits.len()]);
         let tensor = Tensor::<2>::from_data(data, (&device, DType::F32));
-        let tensor = tensor.try_into_primitive::<Cube>().expect("CubeCL's");
+        let tensor = tensor
+            .try_into_primitive::<Cube>()
+            .expect("the tensor is on a CubeCL device");
         let client = tensor.client.clone();
         let options = Draw {
             temperature: 1.0,
@@ -348,15 +358,16 @@ mod tests {
         let bytes = tokens
             .client
             .read_one(tokens.handle.clone())
-            .expect("tokens");
+            .expect("the tokens can be read");
         let (words, _) = bytes.as_chunks::<4>();
         words.iter().map(|word| i32::from_le_bytes(*word)).collect()
     }
 
-    /// Another kernel's exponential may be rounded otherwise, by a little; here by a lot.
+    /// Checks the draw when the sums of the two kernels differ. In practice they differ only by the rounding of exponentials,
+    /// but in this test they differ by a lot.
     #[test]
-    fn what_is_drawn_beyond_the_last_sum_is_the_last_token() {
-        // Each weighs 2⁴⁰, all together half of what is said.
+    fn draw_beyond_last_sum_gives_last_token() {
+        // Each token has the weight 2⁴⁰. The ten weights sum to half of the section's weight in the summary.
         let tokens = drawn(&[0.0; 10], &[2 * 10 * 256]);
         assert!(
             tokens.iter().all(|token| (0..10).contains(token)),
@@ -367,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stretch_whose_weights_are_nothing_has_a_likeliest_token() {
+    fn draw_from_section_with_zero_weights_gives_argmax() {
         let mut logits = [-200.0; 10];
         logits[3] = -100.0;
         logits[5..].fill(0.0);

@@ -1,7 +1,8 @@
-//! Draws of tokens where their logits are: what [`Sampler`](crate::Sampler) draws on the host, by the same random numbers.
+//! Token sampling on the device. The kernels draw the same tokens as the
+//! [`Sampler`](crate::generate::sampling::sampler::Sampler) on the host, from the same random numbers.
 //!
-//! The host's is the definition. Here weights are whole numbers, whose sums are the same in any order; what they are rounded by is 2⁻⁴⁰ of the
-//! likeliest token's weight.
+//! The host's sampler is the reference. On the device each token's weight is an integer, so that sums do not depend on the
+//! order of the additions. A weight is rounded to a multiple of 2⁻⁴⁰ of the most likely token's weight.
 
 #[cfg(feature = "cube")]
 mod change;
@@ -31,34 +32,39 @@ mod device {
         tensor::{DType, Device, Int, Shape, Tensor},
     };
 
-    /// How tokens are drawn from logits that penalty and suppressed tokens have changed already.
+    /// The sampling options. Penalties and suppressed tokens must already be applied to the logits.
     #[derive(Clone, Copy, Debug, PartialEq)]
     pub struct Draw {
-        /// Above 0.
+        /// The temperature, which is above 0.
         pub temperature: f32,
-        /// Above 0.
+        /// The number of tokens that top-k keeps, which is above 0.
         pub top_k: Option<u32>,
-        /// In 2⁻³².
+        /// The total probability that top-p keeps, in units of 2⁻³².
         pub top_p: Option<u32>,
-        /// The least logarithm of a weight.
+        /// The bound of min-p: the natural logarithm of the smallest kept weight relative to the most likely token's weight.
         pub least: f32,
     }
 
-    /// Whether the kernels draw from logits of `dtype` for so many tokens.
+    /// True if the kernels can draw from logits of `dtype` with this vocabulary size.
     pub(crate) fn draws(device: &Device, dtype: DType, vocabulary: usize) -> bool {
         super::super::serves(device, dtype)
             && match device.as_dispatch() {
                 DispatchDevice::Cube(device) => super::launch::serves(device, vocabulary),
                 #[allow(
                     unreachable_patterns,
-                    reason = "without other backends it is the only device"
+                    reason = "with only the Cube backend, no other device exists"
                 )]
                 _ => false,
             }
     }
 
-    /// The next token of each row of `[rows, vocabulary]`: `[rows]`, −1 for a row of which none can be drawn. `seeds`, `[2 · rows]`, are
-    /// the lower and the upper words of each row's, and `positions`, `[rows]`, those of the tokens that were read last.
+    /// Draws the next token of each row.
+    ///
+    /// # Shapes
+    /// - `logits`: `[rows, vocabulary]`.
+    /// - `seeds`: `[2 · rows]`, the lower and the upper word of each row's seed.
+    /// - `positions`: `[rows]`, the position of the last token in the text.
+    /// - output: `[rows]`, with −1 for a row without a possible token.
     pub(crate) fn draw(
         logits: Tensor<2>,
         seeds: Tensor<1, Int>,
@@ -73,8 +79,9 @@ mod device {
         ))
     }
 
-    /// `[rows, vocabulary]` in f32: logits of tokens that the text of their row has, divided by the penalty where they are positive, else
-    /// multiplied. `seen` has a bit for each token, in words of 32, `[rows · words]`.
+    /// Applies the repetition penalty to the logits of tokens that the row's text contains. A negative logit is multiplied by
+    /// the penalty, and any other logit is divided by it. The output is `[rows, vocabulary]` in f32. `seen`, `[rows · words]`,
+    /// has one bit per token, in words of 32 bits.
     pub(crate) fn penalize(logits: Tensor<2>, seen: Tensor<1, Int>, penalty: f32) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::penalize(
             logits.into_dispatch(),
@@ -83,7 +90,8 @@ mod device {
         ))
     }
 
-    /// `[rows, vocabulary]` in f32, −∞ for tokens whose bits are set in `suppressed`, `[words]`.
+    /// Sets the logits of suppressed tokens to −∞. The output is `[rows, vocabulary]` in f32. `suppressed`, `[words]`, has one
+    /// bit per token.
     pub(crate) fn suppress(logits: Tensor<2>, suppressed: Tensor<1, Int>) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::suppress(
             logits.into_dispatch(),
@@ -91,12 +99,12 @@ mod device {
         ))
     }
 
-    /// Sets the bit of one token a row, in place.
+    /// Adds one token to each row's bit set, in place. `seen` is `[rows · words]`, and `tokens` is `[rows]`.
     pub(crate) fn mark(seen: Tensor<1, Int>, tokens: Tensor<1, Int>) -> Tensor<1, Int> {
         Tensor::from_dispatch(Dispatch::mark(seen.into_dispatch(), tokens.into_dispatch()))
     }
 
-    /// The kernels as operators of a backend. The functions above say what they compute.
+    /// The kernels as operators of a backend. The functions above document the operators.
     #[backend_extension(Cube, Fusion)]
     pub trait SampleBackend: Backend {
         #[fusion(meta = |logits, _seeds, _positions, _options| {

@@ -1,5 +1,6 @@
-//! Random numbers by a key and a place, without a state: Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3). A
-//! sequence's seed is the key, and the position of the token that is drawn the place, so that host and device draw by the same numbers.
+//! Counter-based random numbers by Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3). The key is a
+//! sequence's seed, and the counter is the position of the drawn token. Host and device therefore draw from the same random
+//! numbers.
 
 #[cfg(feature = "cube")]
 use super::wide::Wide;
@@ -10,7 +11,7 @@ const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
 const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 const ROUNDS: u32 = 10;
 
-/// 64 random bits.
+/// Returns 64 random bits for a seed and a position.
 pub(crate) fn random_bits(seed: u64, position: u32) -> u64 {
     let mut counter = [position, 0, 0, 0];
     let mut key = [seed as u32, (seed >> 32) as u32];
@@ -28,7 +29,7 @@ pub(crate) fn random_bits(seed: u64, position: u32) -> u64 {
     u64::from(counter[1]) << 32 | u64::from(counter[0])
 }
 
-/// [`random_bits`] on the device.
+/// Computes [`random_bits`] on the device.
 #[cfg(feature = "cube")]
 #[cube]
 pub(super) fn bits(seed: Wide, position: u32) -> Wide {
@@ -60,9 +61,9 @@ pub(super) fn bits(seed: Wide, position: u32) -> Wide {
 mod tests {
     use super::*;
 
-    /// Of the first two words of the paper's own test vectors.
+    /// Compares with the first two words of the test vectors in the paper.
     #[test]
-    fn known_numbers() {
+    fn random_bits_matches_test_vector() {
         assert_eq!(random_bits(0, 0), 0xE169_C58D_6627_E8D5);
     }
 }

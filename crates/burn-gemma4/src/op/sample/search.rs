@@ -1,41 +1,46 @@
-//! The search for the least key that top-k or top-p keeps, eight bits of it a launch.
+//! The search for the smallest key that top-k or top-p keeps. A key is an integer that orders logits. The search is a radix
+//! search that determines eight bits of the key per launch.
 //!
-//! Each cube counts a stretch of a row by the next eight bits of the keys whose upper ones are found already: tokens for top-k, their
-//! weights for top-p. The next launch adds up what the stretches have found, every cube for itself, and goes on in the bin where the
-//! sum, from the largest key down, reaches what is asked for.
+//! Algorithm: each cube builds a histogram over a section, which is a part of a row's columns. Only keys count whose upper bits
+//! equal the prefix that is already found. The next eight bits of a key select the bin. A bin counts tokens for top-k, and sums
+//! weights for top-p. In the next launch every cube adds the histograms of all sections. It sums the bins from the largest keys
+//! down, and extends the prefix by the bin in which the sum reaches the target.
 //!
-//! Budget: 10 KB of shared memory, a bin a unit in registers. Bound by latency: the logits come from the L2 cache after the first launch, several at
-//! once, and so does what the stretches have found.
+//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and
+//! the histograms come from the L2 cache, with several loads in flight.
 
 use super::{
     weight::{KEY_OF_NOTHING, KEY_OF_ZERO, key, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
-use cube_kit::overlap::{take_turn, was_written, was_written_if_there};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// Values of eight bits.
+/// The number of bins in a histogram, one per value of eight bits.
 pub(super) const BINS: usize = 256;
-/// Words of what a stretch has found: two a bin, then those of [`Found`].
+/// The number of words that a cube writes for its section of a row: two words per bin of the histogram, then the four words of
+/// [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// Copies of a cube's bins. Most logits are in few bins, where units would wait for each other.
+/// The number of copies of a cube's histogram. Most logits fall into few bins, and the copies reduce contention between
+/// atomics.
 const COPIES: usize = 4;
-/// Stretches of a row at most: every cube reads what all of a row have counted.
+/// The largest number of sections into which a row is divided. More sections would cost time, because every cube reads the
+/// histograms of all sections.
 pub(super) const MOST_STRETCHES: usize = 32;
-/// Numbers that a unit has on their way before it uses the first.
+/// The number of loads that a unit issues before it uses the first loaded value.
 pub(super) const AHEAD: usize = 8;
 
-/// A row, and a cube's part of it.
+/// The section of a row that a cube handles: a range of columns.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Stretch {
     pub row: u32,
-    /// Its first column, and the one after its last.
+    /// The first column of the section, and the column after its last column.
     pub start: u32,
     pub end: u32,
 }
 
-/// The stretch of a cube.
+/// Returns the section that this cube handles.
 #[cube]
 pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
     let row = CUBE_POS as u32 / stretches;
@@ -49,7 +54,8 @@ pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
     }
 }
 
-/// The keys of [`AHEAD`] columns of a row that begins at `from`, each a cube's units after the one before; 0, which is below all others, from `end` on.
+/// Returns the keys of [`AHEAD`] columns of the row that begins at element `from`. A key is an integer that orders logits.
+/// Successive columns are [`UNITS`] apart. A column at or after `end` gives the key 0, which is below all other keys.
 #[cube]
 pub(super) fn next_keys<E: Float>(
     logits: &Tensor<E>,
@@ -72,68 +78,69 @@ pub(super) fn next_keys<E: Float>(
     keys
 }
 
-/// What is known of a threshold.
+/// The state of the search for a threshold, the smallest key that is kept. A key is an integer that orders logits.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Found {
-    /// Keys below it are not among those that are counted.
+    /// The smallest key among which the search looks for the threshold.
     pub floor: u32,
-    /// The threshold's bits as far as they are found.
+    /// The upper bits of the threshold that earlier launches have found.
     pub prefix: u32,
-    /// What the keys that begin with these bits have still to give.
+    /// The number of tokens or the weight that keys with the upper bits `prefix` must still contribute.
     pub need: Wide,
 }
 
-/// What a search's first sum is to reach.
+/// The target of a search: the number of tokens or the weight that the kept tokens must reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Target {
-    /// So many tokens.
+pub(super) enum SearchTarget {
+    /// The number of tokens that top-k keeps.
     Count,
-    /// A share of all weights, in 2⁻³².
+    /// The fraction of the sum of all weights that top-p keeps, in units of 2⁻³².
     Share,
-    /// What the step before has left.
+    /// The part of the target that remains after the previous launch of the search.
     Rest,
 }
 
-/// What the options ask of the search.
+/// The searches that the sampling options require.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Cuts {
     pub top_k: bool,
     pub top_p: bool,
 }
 
-/// A launch of the search: the eight bits that it counts, from the uppermost on, of tokens or of weights.
+/// One launch of the search, which determines eight bits of the key. `digit` is the index of these eight bits, counted from the
+/// uppermost bits. `weighed` is true if the bins sum weights, and false if the bins count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
     pub digit: u32,
     pub weighed: bool,
 }
 
-/// The numbers of the options.
+/// The numeric values of the sampling options.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Limits {
     pub temperature: f32,
     pub top_k: u32,
-    /// In 2⁻³².
+    /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The least logarithm of a weight.
+    /// The bound of min-p: the natural logarithm of the smallest kept weight.
     pub least: f32,
 }
 
-/// The largest key of each stretch.
+/// Finds the largest key in each section of a row's columns. A key is an integer that orders logits.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn largest_keys_overlapped<E: Float>(
+pub(super) fn largest_keys_pdl<E: Float>(
     logits: &Tensor<E>,
     largest: &mut Tensor<u32>,
     rows: u32,
     columns: u32,
     stretches: u32,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
-    take_turn(overlaps);
-    was_written(logits, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(logits, pdl);
     let stretch = stretch(columns, stretches);
     if stretch.row >= rows {
         terminate!();
@@ -165,11 +172,11 @@ pub(super) fn largest_keys_overlapped<E: Float>(
     }
 }
 
-/// The largest key of a row.
+/// Returns the largest key of a row, an integer that orders logits.
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // All at once, the last one again for those that there are not.
+    // Issue all loads at once. Load the value of the last section again in place of missing sections.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);
@@ -178,7 +185,8 @@ pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32
     best
 }
 
-/// The next bits of a threshold from what a launch has counted by them. Syncs.
+/// Adds up the histograms that the previous launch built over all sections of a row. Extends the prefix, the upper bits of the
+/// threshold, by the bin in which the sum over bins reaches the target. Synchronizes the cube.
 #[cube]
 pub(super) fn descend(
     records: &Tensor<u32>,
@@ -187,10 +195,10 @@ pub(super) fn descend(
     limits: Limits,
     sums: &mut Shared<[u32]>,
     #[comptime] digit: u32,
-    #[comptime] target: Target,
+    #[comptime] target: SearchTarget,
 ) -> Found {
     let first = (stretch.row * stretches) as usize * comptime!(RECORD);
-    // The largest keys' bin comes first.
+    // Assign the bin of the largest keys to unit 0.
     let bin = comptime!(BINS as u32 - 1) - UNIT_POS;
     let mut low = 0u32;
     let mut high = 0u32;
@@ -224,19 +232,19 @@ pub(super) fn descend(
     let before = reached.minus(own);
 
     let state = first + comptime!(2 * BINS);
-    let target = if comptime!(target == Target::Count) {
+    let target = if comptime!(target == SearchTarget::Count) {
         let asked = Wide::of(limits.top_k);
         let fewer = all.is_below(asked);
         Wide {
             low: select(fewer, all.low, asked.low),
             high: select(fewer, all.high, asked.high),
         }
-    } else if comptime!(target == Target::Share) {
+    } else if comptime!(target == SearchTarget::Share) {
         let share = all.share(Wide {
             low: 0u32,
             high: limits.top_p,
         });
-        // Rounded up.
+        // Round the target up.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {
@@ -248,7 +256,7 @@ pub(super) fn descend(
 
     let mut chosen = Shared::<[u32]>::new_slice(3usize);
     if UNIT_POS == 0 {
-        // Of a row without numbers there is no bin.
+        // Set defaults for a row without a bin that reaches the target, such as a row of NaN.
         chosen[0] = 0u32;
         chosen[1] = 0u32;
         chosen[2] = 0u32;
@@ -271,7 +279,7 @@ pub(super) fn descend(
     }
 }
 
-/// What a search knows at its beginning, of keys from `floor` on.
+/// Returns the initial state of a search among keys that are at least `floor`.
 #[cube]
 fn beginning(floor: u32) -> Found {
     Found {
@@ -284,7 +292,8 @@ fn beginning(floor: u32) -> Found {
     }
 }
 
-/// The least key that top-k keeps, with those that tie with it: −0 ties with 0.
+/// Returns the smallest key that top-k keeps. A key is an integer that orders logits. All logits that equal the threshold's
+/// logit are kept, and −0 equals 0.
 #[cube]
 pub(super) fn floor_of(threshold: u32) -> u32 {
     let tied = select(
@@ -295,7 +304,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// What is known once top-k's search has ended, if there is one.
+/// Returns the initial state of the search of top-p, limited to the keys (integers that order logits) that top-k keeps. Without
+/// top-k, all keys above the key of −∞ are kept.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,
@@ -314,7 +324,7 @@ pub(super) fn after_top_k(
                 limits,
                 sums,
                 3u32,
-                Target::Rest,
+                SearchTarget::Rest,
             );
             beginning(floor_of(found.prefix))
         }
@@ -322,9 +332,10 @@ pub(super) fn after_top_k(
     }
 }
 
-/// One launch of a search: goes on with what the last one has counted, and counts the next bits.
+/// Runs one launch of a search. First extends the prefix, the upper bits of the threshold, by the histograms of the previous
+/// launch. Then builds the histogram over the next eight bits.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn count_overlapped<E: Float>(
+pub(super) fn count_pdl<E: Float>(
     logits: &Tensor<E>,
     largest: &Tensor<u32>,
     before: ComptimeOption<&Tensor<u32>>,
@@ -334,13 +345,13 @@ pub(super) fn count_overlapped<E: Float>(
     columns: u32,
     stretches: u32,
     #[comptime] step: Step,
-    #[comptime] overlaps: bool,
+    #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
-    take_turn(overlaps);
-    was_written(logits, overlaps);
-    was_written(largest, overlaps);
-    was_written_if_there(before, overlaps);
+    launch_dependents_and_wait(pdl);
+    mark_volatile(logits, pdl);
+    mark_volatile(largest, pdl);
+    mark_volatile_if_present(before, pdl);
     let stretch = stretch(columns, stretches);
     if stretch.row >= rows {
         terminate!();
@@ -358,9 +369,9 @@ pub(super) fn count_overlapped<E: Float>(
         after_top_k(before, stretch, stretches, limits, &mut sums)
     } else {
         let target = comptime!(match (step.digit, step.weighed) {
-            (1, false) => Target::Count,
-            (1, true) => Target::Share,
-            _ => Target::Rest,
+            (1, false) => SearchTarget::Count,
+            (1, true) => SearchTarget::Share,
+            _ => SearchTarget::Rest,
         });
         let digit = comptime!(step.digit - 1);
         descend(

@@ -1,24 +1,26 @@
-//! What a logit is worth: its place in their order, and its weight.
+//! The key of a logit, an integer that orders logits, and the logit's weight, its unnormalized probability.
 //!
-//! Weights are whole multiples of 2⁻⁴⁰ of the likeliest token's, in 64 bits, so that their sums do not depend on how a row is divided.
+//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. Their sums do not depend on how a row
+//! is divided.
 
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The key of −∞. Keys of tokens that can be drawn are above it, as are none of NaN with a sign.
+/// The key of −∞. A key is an integer that orders logits. Keys of tokens that can be drawn are larger than this key. Keys of
+/// NaN with a sign bit are smaller.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The key of ∞. Above it are those of NaN without a sign.
+/// The key of ∞, an integer that orders logits. Keys of NaN without a sign bit are larger than this key.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
-/// The key of 0; that of −0 is one below.
+/// The key of 0, an integer that orders logits. The key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
-/// Powers of e below it are less than 2⁻⁴¹.
+/// The smallest natural logarithm of a weight that is not rounded to zero. Smaller logarithms give weights below 2⁻⁴¹.
 const LEAST_RATIO: f32 = -28.5;
-/// 2⁸: the part of a weight in its upper word.
+/// 2⁸: the scale of a weight's upper word.
 const UPPER: f32 = 256.0;
-/// 2³².
+/// 2³²: the scale of a weight's lower word.
 const LOWER: f32 = 4_294_967_296.0;
 
-/// A number in the order of `f32::total_cmp`; 0 where it is none above −∞.
+/// Maps a logit to its key, an integer that has the order of `f32::total_cmp`. NaN and −∞ give 0.
 #[cube]
 pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -31,10 +33,11 @@ pub(super) fn key(value: f32) -> u32 {
     select(possible, key, 0u32)
 }
 
-/// How far a logit, or what its key is made of, is below the largest, by the temperature: the logarithm of its weight.
+/// Returns the natural logarithm of a weight: a logit minus the largest logit, divided by the temperature. The arguments are
+/// the keys of both logits.
 #[cube]
 pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
-    // Apart, because ∞ - ∞ is NaN, and devices need not have ∞.
+    // Handle infinite logits separately, because ∞ − ∞ is NaN, and some devices have no ∞.
     let is_largest = key == largest;
     let infinite = largest == comptime!(KEY_OF_INFINITY);
     let apart = is_largest || infinite;
@@ -47,7 +50,7 @@ pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
     )
 }
 
-/// The number whose key it is.
+/// Returns the float that has this key.
 #[cube]
 fn number(key: u32) -> f32 {
     let bits = select(
@@ -58,14 +61,14 @@ fn number(key: u32) -> f32 {
     f32::reinterpret(bits)
 }
 
-/// The weight of a [`ratio`].
+/// Returns the weight for a natural logarithm that [`ratio`] computed.
 #[cube]
 pub(super) fn weight(ratio: f32) -> Wide {
     let counts = ratio >= f32::new(LEAST_RATIO);
     let weight = select(counts, ratio, 0.0f32).exp();
     let weight = select(counts, weight, 0.0f32);
     let upper = (weight * f32::new(UPPER)).floor();
-    // What is left has fewer bits than a float, so that this rounds nothing up.
+    // The multiplication is exact, because the remainder has fewer bits than a float's mantissa.
     let lower = (weight * f32::new(UPPER) - upper) * f32::new(LOWER);
     Wide {
         low: u32::cast_from(lower),

@@ -1,11 +1,12 @@
-//! Numbers of 64 bits as two words, which every device has, and their sums over a cube. Sums of integers are the same in any order.
+//! 64-bit unsigned integers as two 32-bit words, which every device supports, and their sums over a cube. Integer sums do not
+//! depend on the order of the additions.
 
 use cubecl::prelude::*;
 
-/// Units of a cube.
+/// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// `high · 2³² + low`.
+/// A 64-bit unsigned integer with the value `high · 2³² + low`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Wide {
@@ -40,7 +41,7 @@ impl Wide {
         self.high < other.high || (self.high == other.high && self.low < other.low)
     }
 
-    /// Times a factor, where the product has no more than 64 bits.
+    /// Multiplies by `factor`. The result must fit in 64 bits.
     pub fn times(&self, factor: u32) -> Wide {
         Wide {
             low: self.low * factor,
@@ -48,7 +49,7 @@ impl Wide {
         }
     }
 
-    /// The product's upper 64 bits of 128: the share `fraction / 2⁶⁴`, rounded down.
+    /// Multiplies by `fraction / 2⁶⁴` and rounds down. The result is the upper 64 bits of the 128-bit product.
     pub fn share(&self, fraction: Wide) -> Wide {
         let lowest = Wide::of(self.low.mul_hi(fraction.low));
         let one = Wide {
@@ -69,23 +70,23 @@ impl Wide {
     }
 }
 
-/// Sums over a cube.
+/// Sums of the units' values.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Sums {
-    /// Of what the units up to this one have, its own included.
+    /// The sum of the values of all units up to this unit, including its own value.
     pub to: Wide,
-    /// Of what all have.
+    /// The sum over all units.
     pub all: Wide,
 }
 
-/// Adds up what the units have; `sums` has two words a unit. Syncs.
+/// Computes the sums of the units' values. `sums` is shared memory with two words per unit. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_sums(value: Wide, sums: &mut Shared<[u32]>) -> Sums {
     let mut low = value.low;
     let mut high = value.high;
     let own = 2 * UNIT_POS as usize;
-    // Someone may still be reading earlier sums.
+    // Wait until all units have read earlier sums from the shared memory.
     sync_cube();
     sums[own] = low;
     sums[own + 1] = high;

@@ -1,4 +1,4 @@
-//! JSON as Python's `json.dumps` writes it, with the arguments that transformers gives to `tojson`.
+//! Writes JSON like Python's `json.dumps`, with the arguments that transformers passes to `tojson`.
 
 use super::limits::{Limited, elements, keep, too_much};
 use super::python;
@@ -6,14 +6,14 @@ use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 use std::fmt::{self, Write};
 
-/// The widest indent, in characters.
+/// The maximum width of an indent in characters.
 const MOST_INDENT: usize = 100;
 
-/// The longest separator, in bytes.
+/// The maximum length in bytes of the two separators together.
 const LONGEST_SEPARATOR: usize = 100;
 
-/// `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`: minijinja's own filter escapes for HTML, which
-/// transformers does not.
+/// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Unlike minijinja's own filter, it
+/// does not escape HTML characters. transformers' filter does not escape them either.
 pub(super) fn tojson(
     state: &State<'_, '_>,
     value: &Value,
@@ -117,7 +117,7 @@ impl Style {
         })
     }
 
-    /// Writes `count` elements between brackets, each in a line of its own where there is an indent.
+    /// Writes `count` elements between two brackets. With an indent, each element is on its own line.
     fn write_all(
         &self,
         output: &mut Limited,
@@ -152,7 +152,7 @@ impl Style {
                 '\u{8}' => output.write_str("\\b")?,
                 '\u{C}' => output.write_str("\\f")?,
                 '\0'..='\u{1F}' => write!(output, "\\u{:04x}", u32::from(char))?,
-                // Python's ASCII-only encoder escapes DEL as well.
+                // Escape DEL too, like Python's ASCII-only encoder.
                 '\u{7F}'.. if self.ensure_ascii => {
                     for unit in char.encode_utf16(&mut [0; 2]) {
                         write!(output, "\\u{unit:04x}")?;
@@ -169,7 +169,7 @@ fn push(output: &mut Limited, text: &str) -> Result<(), Error> {
     output.write_str(text).map_err(|_| too_much())
 }
 
-/// Python writes floats that JSON does not have by these names.
+/// Formats a number. Some floats have no representation in JSON. They get the names that Python gives them, such as `NaN`.
 fn number(value: &Value) -> String {
     match python::number(value).as_str() {
         "nan" => "NaN".into(),
@@ -179,7 +179,7 @@ fn number(value: &Value) -> String {
     }
 }
 
-/// A key as Python makes it a text.
+/// Converts the key of a map to text, as Python's `json.dumps` does.
 fn key_text(key: &Value) -> Result<String, Error> {
     if let Some(text) = key.as_str() {
         return Ok(text.to_owned());
@@ -192,7 +192,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// The text that a level is indented by: spaces, or the text that is given.
+/// Returns the text that indents by one level. `indent` is a number of spaces, or the text itself.
 fn indentation(indent: &Value) -> Result<Option<String>, Error> {
     if indent.is_none() {
         return Ok(None);

@@ -1,7 +1,8 @@
-//! Bounds on what a chat template computes, keeps and writes: templates come with checkpoints, from anybody.
+//! Limits on the rendering of a chat template: on the number of minijinja instructions, on the time and on the memory.
+//! Templates come with checkpoints and are not trusted.
 
 use super::python;
-use crate::Cancellation;
+use crate::cancellation::Cancellation;
 use minijinja::{
     Environment, Error, ErrorKind, Output, State, Value, value::Object, value::ValueKind,
 };
@@ -11,37 +12,42 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Instructions that a rendering runs at most: seconds' worth. Gemma 4's own templates look back from every message, so that a
-/// conversation of 1,000 messages takes 4 million of them.
+/// The maximum number of minijinja instructions in one rendering. To execute so many instructions takes seconds. Gemma 4's own
+/// templates search all earlier messages for each message, so a conversation of 1,000 messages takes 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
-/// Bytes that a rendering makes at most, all texts and lists on the way to the prompt together. Templates copy a message some
-/// ten times; the longest prompts of any model are a few million bytes.
+/// The maximum number of bytes that one rendering creates. All intermediate texts and lists count. Templates copy each message
+/// about ten times, and the longest prompts of any model have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// What a list or a namespace counts for, and a list's elements, those of lists in it among them.
+/// The sizes in bytes that the limit assumes for lists. A list or a namespace counts as `LIST` bytes. Each element of a list,
+/// including the elements of nested lists, counts as `ELEMENT` bytes more.
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
-/// Bytes of a list's texts that count as one more element.
+/// The length in bytes at which a text in a list counts as one more element. A text of twice this length counts as two more
+/// elements, and so on.
 const TEXT_OF_ELEMENT: usize = 512;
 
-/// How long a rendering takes at most. Instructions do not bound it: one may read 128 MB of text.
+/// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction may
+/// read 128 MB of text.
 const LONGEST_RENDERING: Duration = Duration::from_secs(10);
 
-/// The context's name for the rendering's [`Watch`]: no identifier, so that no template can name it.
+/// The template variable that holds the [`Watch`] of the rendering. Its name is not a valid identifier, so no template can
+/// access it.
 pub(super) const WATCH: &str = " watch";
 
-/// How deeply lists may nest. A stack holds thousands of levels.
+/// The maximum nesting depth of lists. The stack has room for thousands of levels.
 const DEEPEST: usize = 100;
 
-/// Bounds what the environment's templates do.
+/// Sets the limit on instructions in the environment. Also sets the formatter, which counts the printed bytes.
 pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_fuel(Some(MOST_INSTRUCTIONS));
     environment.set_formatter(format);
 }
 
-/// Writes a value as Python prints it, and counts it. Chat templates are not HTML: nothing is escaped.
+/// The formatter. Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat
+/// templates do not produce HTML.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = python::text(value)?;
     spend(state, text.len())?;
@@ -49,7 +55,7 @@ fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Resu
     Ok(())
 }
 
-/// When a rendering has to end.
+/// The deadline of a rendering, and the flag that cancels it.
 #[derive(Clone, Debug)]
 pub(super) struct Watch {
     deadline: Instant,
@@ -67,7 +73,8 @@ impl Watch {
     }
 
     fn of(state: &State<'_, '_>) -> Arc<Self> {
-        // Macros do not see the context: the first look, which is at the template's begin, keeps it for them.
+        // Store the watch in the state at the first call, which is at the beginning of the template. Later calls may come from
+        // macros, which cannot see the template variable.
         state.get_or_set_temp_object("watch", || {
             let found = state.lookup(WATCH);
             let watch = found.and_then(|watch| watch.downcast_object::<Self>());
@@ -76,7 +83,7 @@ impl Watch {
     }
 }
 
-/// Ends a rendering that is cancelled, or that takes too long.
+/// Returns an error if the rendering is cancelled or exceeds its time limit.
 pub(super) fn assert_in_time(state: &State<'_, '_>) -> Result<(), Error> {
     let watch = Watch::of(state);
     let is_cancelled = watch
@@ -97,13 +104,13 @@ pub(super) fn assert_in_time(state: &State<'_, '_>) -> Result<(), Error> {
     Ok(())
 }
 
-/// Bytes that a rendering has made.
+/// The number of bytes that a rendering has created so far.
 #[derive(Debug, Default)]
 struct Spent(AtomicUsize);
 
 impl Object for Spent {}
 
-/// Counts `bytes`.
+/// Adds `bytes` to the created bytes. Returns an error if the total exceeds the limit.
 pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     let spent = state.get_or_set_temp_object("spent", Spent::default);
     let before = spent
@@ -115,7 +122,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// A value that a step has made, counted. Sequences that compute their elements anew whenever they are asked become lists.
+/// Counts the bytes of a value that an instruction has created. A lazy sequence is converted to a list, because it would
+/// compute its elements again at each access.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
@@ -137,7 +145,7 @@ pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> 
     Ok(value)
 }
 
-/// The bytes of a value's text.
+/// Returns the length in bytes of the text that a value prints as.
 pub(super) fn length(value: &Value) -> Result<usize, Error> {
     match value.as_str() {
         Some(text) => Ok(text.len()),
@@ -145,11 +153,11 @@ pub(super) fn length(value: &Value) -> Result<usize, Error> {
     }
 }
 
-/// How many elements a list has, those of the lists in it among them: a list that is in another twice counts twice. Long texts
-/// count as more elements, since sorting or comparing the list reads them.
+/// Returns the number of elements of a list, including the elements of nested lists. A nested list that occurs twice counts
+/// twice. A long text counts as several elements, because it takes time to sort or compare long texts.
 ///
 /// # Errors
-/// Where lists nest too deeply, as what has itself among its elements does, or have too many elements.
+/// Returns an error if lists nest too deeply or have too many elements. A list that contains itself nests too deeply.
 pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     let mut count = 0;
     look_through(value, DEEPEST, &mut |element| {
@@ -162,7 +170,7 @@ pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     Ok(count)
 }
 
-/// Calls `visit` with what is in a list, and in the lists in it.
+/// Calls `visit` for each element of a list and of all lists nested in it, to the nesting depth `depth`.
 pub(super) fn look_through(
     value: &Value,
     depth: usize,
@@ -190,7 +198,8 @@ pub(super) fn look_through(
     Ok(())
 }
 
-/// A value that is to be an attribute of a namespace: neither one nor a list that has one, so that no value has itself in it.
+/// Checks a value before it is assigned to an attribute of a namespace. The value must not be a namespace or contain one.
+/// Otherwise a namespace could contain itself.
 pub(super) fn assert_no_namespace(value: &Value) -> Result<(), Error> {
     let mut visit = |value: &Value| {
         let is_namespace = value
@@ -208,7 +217,7 @@ pub(super) fn assert_no_namespace(value: &Value) -> Result<(), Error> {
     look_through(value, DEEPEST, &mut visit)
 }
 
-/// Text that takes no more than [`MOST_BYTES`].
+/// A text buffer with a maximum length of [`MOST_BYTES`].
 #[derive(Default)]
 pub(super) struct Limited(Vec<u8>);
 
@@ -244,7 +253,7 @@ pub(super) fn too_much() -> Error {
     Error::new(ErrorKind::InvalidOperation, TOO_MUCH)
 }
 
-/// What went wrong, in words that say which bound it was.
+/// Returns the error's text. If a limit was exceeded, the text also names the limit.
 pub(super) fn explain(error: &Error) -> String {
     match error.kind() {
         ErrorKind::OutOfFuel => {

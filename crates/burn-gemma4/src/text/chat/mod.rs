@@ -1,13 +1,14 @@
-//! Conversations as prompts, by the checkpoint's chat template.
+//! Chat templates: the checkpoint's Jinja template renders a conversation to a prompt.
 
-mod guard;
 mod json;
 mod limits;
 mod python;
+mod sandbox;
 mod source;
 mod syntax;
 
-use crate::{Cancellation, Gemma4Error};
+use crate::cancellation::Cancellation;
+use crate::error::Gemma4Error;
 use limits::{WATCH, Watch};
 use minijinja::machinery::{Vm, get_compiled_template, make_string_output};
 use minijinja::{Environment, ErrorKind, Value, context};
@@ -17,30 +18,30 @@ pub(crate) use source::{SPECIAL_TOKENS, of_folder_itself as source_of_folder};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-/// Who says a [`Message`].
+/// The author of a [`Message`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// Instructions that hold for the whole conversation; the first message or none.
+    /// The author of instructions for the whole conversation. A conversation has at most one system message, as its first
+    /// message.
     System,
-    /// The person.
+    /// The user.
     User,
     /// The model.
     Assistant,
 }
 
-/// One message of a conversation. Serialized, it is what other programs send to chat models:
-/// `{"role": "user", "content": "…"}`.
+/// One message of a conversation. It is serialized in the usual form of chat models: `{"role": "user", "content": "…"}`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// Who says it.
+    /// The author of the message.
     pub role: Role,
-    /// What is said.
+    /// The text of the message.
     pub content: String,
 }
 
 impl Message {
-    /// Instructions that hold for the whole conversation.
+    /// Creates a system message, which holds instructions for the whole conversation.
     pub fn system(content: impl Into<String>) -> Self {
         Self {
             role: Role::System,
@@ -48,7 +49,7 @@ impl Message {
         }
     }
 
-    /// What the person says.
+    /// Creates a message from the user.
     pub fn user(content: impl Into<String>) -> Self {
         Self {
             role: Role::User,
@@ -56,7 +57,7 @@ impl Message {
         }
     }
 
-    /// What the model said.
+    /// Creates a message from the model.
     pub fn assistant(content: impl Into<String>) -> Self {
         Self {
             role: Role::Assistant,
@@ -65,16 +66,15 @@ impl Message {
     }
 }
 
-/// How a conversation becomes a prompt.
+/// Options of the chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChatOptions {
-    /// Whether the prompt ends with the beginning of the model's turn, so that the model answers. Default:
-    /// true.
+    /// True if the prompt ends with the beginning of the model's turn, so that the model writes an answer. Default: true.
     pub add_generation_prompt: bool,
-    /// Whether the model may think before it answers. Default: false.
+    /// True if the model may write thoughts before its answer. Default: false.
     pub enable_thinking: bool,
-    /// Whether special tokens in messages, such as `<turn|>`, are meant, and not text like any other. Default: false, so that
-    /// no message can end its turn and begin another's.
+    /// True if special tokens in the texts of messages, such as `<turn|>`, are encoded as special tokens. With false, a message
+    /// cannot end its own turn and begin another one. Default: false.
     pub special_tokens: bool,
 }
 
@@ -88,7 +88,7 @@ impl Default for ChatOptions {
     }
 }
 
-/// A checkpoint's chat template: a Jinja template, rendered as transformers' `apply_chat_template` does.
+/// A checkpoint's chat template. The Jinja template is rendered like transformers' `apply_chat_template` does.
 ///
 /// # Examples
 /// ```
@@ -106,41 +106,47 @@ pub struct ChatTemplate {
     source: String,
 }
 
-/// The template's name in errors.
+/// The template's name in minijinja's error messages.
 const NAME: &str = "chat_template.jinja";
 
-/// Bytes of a time's format.
+/// The maximum length of a time format, as in `strftime_now`, in bytes.
 const LONGEST_TIME: usize = 1000;
 
 impl ChatTemplate {
-    /// Reads a `chat_template.jinja`.
+    /// Reads a chat template from a `chat_template.jinja` file.
     ///
     /// # Errors
-    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it is not UTF-8
-    /// or not a Jinja template.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not UTF-8 or not
+    /// a Jinja template.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let source = source::of_file(path)?;
         parse(source, SpecialTokens::default()).map_err(|error| malformed(path.into(), error))
     }
 
-    /// The template of a checkpoint's folder, from where transformers' tokenizers take it: `chat_template.jinja`; without one
-    /// `chat_template` in `tokenizer_config.json`, which is a template or a list of named ones, of which it is the one called
-    /// `default`; [`gemma4`](Self::gemma4) where there is neither. What templates name of the tokenizer, such as `bos_token`,
-    /// is as `tokenizer_config.json` has it.
+    /// Reads the chat template from a checkpoint's folder. It is the first template among these sources, as in transformers:
+    ///
+    /// - `chat_template` in `processor_config.json`, then in `chat_template.json`, which are files of a multimodal processor
+    /// - `chat_template.jinja`
+    /// - `chat_template` in `tokenizer_config.json`
+    /// - [`gemma4`](Self::gemma4), if no file has a template
+    ///
+    /// A `chat_template` field holds one template, or a list of named templates. From a list, the template called `default` is
+    /// used. Template variables such as `bos_token` come from `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Io`] where a file cannot be read, [`Gemma4Error::Malformed`] where one is not what it should be. That
-    /// none of several templates is called `default` is an error of [`render`](Self::render).
+    /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If a list
+    /// has no template called `default`, this function succeeds and [`render`](Self::render) returns the error.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let (path, source, tokens) = source::of_folder(folder.as_ref())?;
         parse(source, tokens).map_err(|error| malformed(path, error))
     }
 
-    /// A template from its text, or [`gemma4`](Self::gemma4) without one, and what it names of the tokenizer.
+    /// Parses the template `source`, or [`gemma4`](Self::gemma4) if `source` is `None`. `tokens` are the special tokens,
+    /// indexed by the names of template variables.
     ///
     /// # Errors
-    /// As [`from_source`](Self::from_source).
+    /// Passes on the errors of [`from_source`](Self::from_source).
     pub(crate) fn with_tokens(
         source: Option<&str>,
         tokens: impl IntoIterator<Item = (String, String)>,
@@ -149,25 +155,26 @@ impl ChatTemplate {
         parse(source.into(), SpecialTokens::with(tokens)).map_err(refused)
     }
 
-    /// A template from its text.
+    /// Parses the source of a template.
     ///
     /// # Errors
-    /// [`Gemma4Error::ChatTemplate`] where the text is not a Jinja template.
+    /// Returns [`Gemma4Error::ChatTemplate`] if the text is not a Jinja template.
     pub fn from_source(source: &str) -> Result<Self, Gemma4Error> {
         parse(source.into(), SpecialTokens::default()).map_err(refused)
     }
 
-    /// Gemma 4's own turns, for checkpoints that bring no template: system, user and model, text only.
+    /// Returns Gemma 4's own text-only template, for checkpoints that have no template. It renders system, user and model turns.
     pub fn gemma4() -> Self {
         parse(source::GEMMA4.into(), SpecialTokens::default())
-            .expect("the template of this crate parses")
+            .expect("the built-in template is valid Jinja")
     }
 
-    /// The prompt that `messages` become, special tokens as text: to be encoded without adding any.
+    /// Renders `messages` to a prompt. The prompt contains special tokens as text, including the BOS token. The caller must
+    /// encode the prompt without adding further special tokens.
     ///
     /// # Errors
-    /// [`Gemma4Error::ChatTemplate`] where the template refuses the conversation, for example for the order
-    /// of its roles, or fails, or computes or writes without end.
+    /// Returns [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, for example for the order of its roles.
+    /// Returns the same error if the template fails, or exceeds a limit on time, instructions or memory.
     pub fn render(
         &self,
         messages: &[Message],
@@ -176,7 +183,8 @@ impl ChatTemplate {
         self.render_until(messages, options, None)
     }
 
-    /// As [`render`](Self::render), until `cancellation` is cancelled, which is an error.
+    /// Renders messages like [`render`](Self::render). If `cancellation` is cancelled meanwhile, returns an error as soon as
+    /// possible.
     pub(crate) fn render_until(
         &self,
         messages: &[Message],
@@ -192,12 +200,12 @@ impl ChatTemplate {
         self.render_context(context, cancellation)
     }
 
-    /// As [`render`](Self::render), with messages as other programs write them, whatever they have beside a role and a content:
-    /// calls of tools and their answers, reasoning. `variables` are what else the template may name, such as `tools`. What a
-    /// template does not name is left out.
+    /// Renders messages in JSON like [`render`](Self::render). A message may have further fields besides role and content, such
+    /// as tool calls, tool responses and reasoning. `variables` holds further template variables, such as `tools`. Fields and
+    /// variables that the template does not use are ignored.
     ///
     /// # Errors
-    /// As [`render`](Self::render).
+    /// Passes on the errors of [`render`](Self::render).
     pub fn render_json(
         &self,
         messages: &[serde_json::Value],
@@ -227,11 +235,11 @@ impl ChatTemplate {
             .template_from_named_str(NAME, &self.source)
             .map_err(refused)?;
         let compiled = get_compiled_template(&template);
-        let guarded = guard::guard(&compiled.instructions).map_err(refused)?;
+        let guarded = sandbox::guard(&compiled.instructions).map_err(refused)?;
         let blocks = compiled
             .blocks
             .iter()
-            .map(|(name, block)| Ok((*name, guard::guard(block)?)))
+            .map(|(name, block)| Ok((*name, sandbox::guard(block)?)))
             .collect::<Result<_, minijinja::Error>>()
             .map_err(refused)?;
         let mut prompt = String::new();
@@ -259,7 +267,7 @@ fn refused(error: minijinja::Error) -> Gemma4Error {
     Gemma4Error::ChatTemplate(limits::explain(&error))
 }
 
-/// The environment that transformers gives to chat templates.
+/// Parses a template, and creates an environment with the same functions and settings as in transformers.
 fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinja::Error> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
@@ -271,11 +279,12 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
         environment.add_global(name, token);
     }
     limits::set(&mut environment);
-    guard::set(&mut environment);
+    sandbox::set(&mut environment);
     python::set(&mut environment);
     syntax::check(&source)?;
     let source = syntax::without_generation(&source).into_owned();
-    // It is in no environment, so that it cannot include itself, unguarded.
+    // This call checks the syntax of the template, but does not add the template to the environment. A template in the
+    // environment could include itself, and the included template would run without the sandbox.
     environment.template_from_named_str(NAME, &source)?;
     Ok(ChatTemplate {
         environment,
@@ -295,7 +304,7 @@ fn strftime_now(format: &str) -> Result<String, minijinja::Error> {
     }
     let mut text = String::new();
     write!(text, "{}", chrono::Local::now().format(format)).map_err(|_| {
-        let reason = format!("strftime_now: {format:?} is no format of a time");
+        let reason = format!("strftime_now: {format:?} is not a time format");
         minijinja::Error::new(ErrorKind::InvalidOperation, reason)
     })?;
     Ok(text)
@@ -323,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn gemma4_turns() {
+    fn render_gemma4_writes_turns() {
         let template = ChatTemplate::gemma4();
         let turns = "<|turn>user\nOne\ntwo<turn|>\n<|turn>model\nThree.<turn|>\n<|turn>user\nAnd then?<turn|>\n";
         for (add_generation_prompt, end) in [(true, "<|turn>model\n"), (false, "")] {
@@ -333,7 +342,9 @@ mod tests {
                     enable_thinking,
                     ..ChatOptions::default()
                 };
-                let text = template.render(&conversation(), options).expect("a prompt");
+                let text = template
+                    .render(&conversation(), options)
+                    .expect("the template renders");
                 let system = format!("<bos><|turn>system\n{think}Be brief.<turn|>\n");
                 assert_eq!(text, system + turns + end);
             }
@@ -341,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn gemma4_without_system() {
+    fn render_gemma4_without_system_message_writes_no_system_turn() {
         let template = ChatTemplate::gemma4();
         let messages = [Message::user("Hi")];
         let thinking = ChatOptions {
@@ -349,16 +360,18 @@ mod tests {
             ..ChatOptions::default()
         };
         assert_eq!(
-            template.render(&messages, thinking).expect("a prompt"),
+            template
+                .render(&messages, thinking)
+                .expect("the template renders"),
             "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
         );
     }
 
     #[test]
-    fn no_messages_are_no_conversation() {
+    fn render_without_messages_is_an_error() {
         let error = ChatTemplate::gemma4()
             .render(&[], ChatOptions::default())
-            .expect_err("no messages");
+            .expect_err("the template rejects an empty conversation");
         assert!(
             error.to_string().contains("at least one message"),
             "{error}"
@@ -366,13 +379,13 @@ mod tests {
     }
 
     #[test]
-    fn blocks_are_trimmed_as_in_transformers() {
+    fn render_trims_blocks_as_transformers() {
         let source = "a\n  {% if true %}\n  b\n  {% endif %}\nc\n";
         assert_eq!(rendered(source), "a\n  b\nc");
     }
 
     #[test]
-    fn python_methods_and_loop_controls() {
+    fn render_supports_python_methods_and_loop_controls() {
         let source = "{% for x in 'a,b,c,d'.split(',') %}{% if x == 'b' %}{% continue %}{% endif %}\
                       {% if x == 'd' %}{% break %}{% endif %}{{ x.upper() }}{% endfor %}\
                       {{ messages[0].get('name', 'nobody') }}";
@@ -380,14 +393,14 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_transformers() {
+    fn render_defines_the_variables_of_transformers() {
         let source = "{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ add_generation_prompt }}\
                       {{ enable_thinking is defined and enable_thinking }}{{ documents is defined }}";
         assert_eq!(rendered(source), "<bos><eos>TrueTrueFalseFalse");
     }
 
     #[test]
-    fn json_is_pythons() {
+    fn tojson_writes_python_json() {
         assert_eq!(
             rendered("{{ [messages[0], 1, none, 'é'] | tojson }}"),
             r#"[{"role": "user", "content": "Hi"}, 1, null, "é"]"#
@@ -396,22 +409,22 @@ mod tests {
             rendered("{{ {'a': [1, '<é>']} | tojson(indent=2) }}"),
             "{\n  \"a\": [\n    1,\n    \"<é>\"\n  ]\n}"
         );
-        let error = render("{{ 1 | tojson(colour=2) }}", &[]).expect_err("unknown");
+        let error = render("{{ 1 | tojson(colour=2) }}", &[]).expect_err("the argument is unknown");
         assert!(error.to_string().contains("colour"), "{error}");
     }
 
     #[test]
-    fn times() {
+    fn strftime_now_formats_the_time() {
         let year = rendered("{{ strftime_now('%Y') }}");
         assert!(year.len() == 4 && year.parse::<u16>().is_ok(), "{year}");
-        let error = render("{{ strftime_now('%!') }}", &[]).expect_err("no format");
+        let error = render("{{ strftime_now('%!') }}", &[]).expect_err("the format is invalid");
         assert!(error.to_string().contains("%!"), "{error}");
     }
 
     #[test]
-    fn what_a_template_raises_is_the_error() {
+    fn raise_exception_gives_its_message() {
         let source = "{{ raise_exception('roles must alternate') }}";
-        let error = render(source, &[]).expect_err("raised");
+        let error = render(source, &[]).expect_err("the template raises an error");
         assert!(matches!(&error, Gemma4Error::ChatTemplate(_)), "{error}");
         assert!(
             error.to_string().contains("roles must alternate"),
@@ -420,8 +433,9 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_parse_is_refused_with_its_line() {
-        let error = ChatTemplate::from_source("a\n{% if %}").expect_err("no template");
+    fn from_source_with_syntax_error_names_the_line() {
+        let error =
+            ChatTemplate::from_source("a\n{% if %}").expect_err("the template has a syntax error");
         assert!(matches!(&error, Gemma4Error::ChatTemplate(_)), "{error}");
         assert!(
             error.to_string().contains("chat_template.jinja:2"),
@@ -430,10 +444,13 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_what_others_send() {
+    fn message_serializes_as_role_and_content() {
         let json = r#"{"role":"assistant","content":"Hi"}"#;
-        let message: Message = serde_json::from_str(json).expect("a message");
+        let message: Message = serde_json::from_str(json).expect("the JSON is a message");
         assert_eq!(message, Message::assistant("Hi"));
-        assert_eq!(serde_json::to_string(&message).expect("JSON"), json);
+        assert_eq!(
+            serde_json::to_string(&message).expect("a message serializes"),
+            json
+        );
     }
 }

@@ -1,14 +1,15 @@
-//! Values as Python prints and tests them: jinja2's output is Python's `str`, and its tests follow Python's types.
+//! Formats and tests values as Python does. jinja2 prints a value with Python's `str`, and its tests, such as `is iterable`,
+//! follow Python's types.
 
 use super::limits::{Limited, elements, too_much};
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, Value};
 use std::fmt::{self, Write};
 
-/// `str(value)`.
+/// Formats a value like Python's `str(value)`.
 ///
 /// # Errors
-/// An error if the text exceeds the rendering's limit, or lists nest too deeply.
+/// Returns an error if the text exceeds the size limit of a rendering, or if lists nest too deeply.
 pub(super) fn text(value: &Value) -> Result<String, Error> {
     if let Some(text) = value.as_str() {
         return Ok(text.to_owned());
@@ -19,7 +20,8 @@ pub(super) fn text(value: &Value) -> Result<String, Error> {
     Ok(output.into_string())
 }
 
-/// The value with lists, maps and floats replaced by their Python text, for functions that print their arguments.
+/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay. Some functions of minijinja
+/// print their arguments, so their arguments need this replacement.
 pub(super) fn printable(value: &Value) -> Result<Value, Error> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     match is_float || value.as_object().is_some() {
@@ -28,9 +30,9 @@ pub(super) fn printable(value: &Value) -> Result<Value, Error> {
     }
 }
 
-/// `repr(value)` of what fits in one line, as `pprint` prints it.
+/// Formats a value like Python's `pprint`. Returns an error if the result does not fit into one line.
 pub(super) fn pprint(value: &Value) -> Result<String, Error> {
-    /// The width beyond which Python's `pprint` breaks lines.
+    /// The maximum width of a line of Python's `pprint`, in characters.
     const LINE: usize = 80;
     elements(value)?;
     let mut output = Limited::default();
@@ -85,7 +87,7 @@ fn write_repr_or(output: &mut Limited, value: &Value, undefined: &str) -> fmt::R
     }
 }
 
-/// A number as Python writes it: integers in full, floats as `repr` has them.
+/// Formats a number like Python: an integer with all its digits, a float like `repr`.
 pub(super) fn number(value: &Value) -> String {
     match value.is_integer() {
         true => value.to_string(),
@@ -93,7 +95,8 @@ pub(super) fn number(value: &Value) -> String {
     }
 }
 
-/// `repr` of a float: the shortest digits that read back as it, with an exponent below 1e-4 and from 1e16.
+/// Formats a float like Python's `repr`, with the fewest digits that parse to the same float. Values below 1e-4 and values from
+/// 1e16 on get an exponent.
 pub(super) fn float(value: f64) -> String {
     if value.is_nan() {
         return "nan".into();
@@ -118,7 +121,7 @@ pub(super) fn float(value: f64) -> String {
     }
 }
 
-/// A text in the quotes that Python's `repr` chooses, with its escapes.
+/// Writes a string like Python's `repr`, with the quotes and escapes that Python chooses.
 fn write_quoted(output: &mut Limited, text: &str) -> fmt::Result {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
@@ -144,8 +147,8 @@ fn write_quoted(output: &mut Limited, text: &str) -> fmt::Result {
     output.write_char(quote)
 }
 
-/// Python's `str.isprintable` of a character. Rust's `Debug` escapes what Unicode does not print, and combining marks, which
-/// Python prints.
+/// True if Python's `str.isprintable` is true for the character. Python prints combining marks, but Rust's `Debug` escapes
+/// them.
 fn is_printable(char: char) -> bool {
     match char {
         '\'' | '"' | '\\' | ' ' => true,
@@ -158,17 +161,19 @@ fn is_printable(char: char) -> bool {
     }
 }
 
-/// Gives the environment jinja2's tests where minijinja's differ.
+/// Adds some of jinja2's tests, such as `is iterable`, to the environment. They are the tests for which minijinja's test of the
+/// same name differs.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
-    // Python iterates over an undefined value as over an empty list, but not over None.
+    // An undefined value passes the test `iterable`, because Python iterates over it like over an empty list. None does not
+    // pass.
     environment.add_test("iterable", |value: &Value| {
         matches!(value.kind(), Seq | Map | String | Iterable | Undefined)
     });
     environment.add_test("sequence", |value: &Value| {
         matches!(value.kind(), Seq | Map | String | Undefined)
     });
-    // Python's booleans are numbers.
+    // Booleans are numbers in Python.
     environment.add_test("number", |value: &Value| {
         matches!(value.kind(), Number | Bool)
     });
@@ -201,8 +206,14 @@ mod tests {
     fn text_of_nested_values_is_pythons() {
         let value = Value::from_serialize(serde_json::json!(["a'b", "c", null, true, {"z": 1e-7}]));
         let expected = r#"["a'b", 'c', None, True, {'z': 1e-07}]"#;
-        assert_eq!(text(&value).expect("a text"), expected);
-        assert_eq!(text(&Value::from("it's")).expect("a text"), "it's");
-        assert_eq!(text(&Value::UNDEFINED).expect("a text"), "");
+        assert_eq!(text(&value).expect("the text is below the limit"), expected);
+        assert_eq!(
+            text(&Value::from("it's")).expect("the text is below the limit"),
+            "it's"
+        );
+        assert_eq!(
+            text(&Value::UNDEFINED).expect("the text is below the limit"),
+            ""
+        );
     }
 }

@@ -1,20 +1,21 @@
-//! Where a checkpoint keeps its chat template, and what templates name of its tokenizer.
+//! Reads a chat template and its special tokens from the files of a checkpoint.
 
+use crate::error::Gemma4Error;
 use crate::error::{existing, read};
-use crate::{Gemma4Error, json};
+use crate::json;
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// The template of checkpoints that bring none.
+/// The template for checkpoints that have no template.
 pub const GEMMA4: &str = include_str!("gemma4.jinja");
 
-/// The template that is taken where there are several.
+/// The name of the template that is used if a file lists several templates.
 const DEFAULT: &str = "default";
 
-/// What templates name of the tokenizer where `tokenizer_config.json` does not say. The names are transformers', the tokens
-/// Gemma 4's.
+/// The template variables for special tokens, which are defined even if `tokenizer_config.json` does not define them. The names
+/// of the variables are those of transformers, and the tokens are those of Gemma 4.
 pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("bos_token", "<bos>"),
     ("eos_token", "<eos>"),
@@ -41,7 +42,7 @@ pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("eoa_token", "<audio|>"),
 ];
 
-/// Special tokens by the names that templates have for them.
+/// The special tokens, indexed by the names of their template variables.
 #[derive(Clone, Debug)]
 pub struct SpecialTokens(BTreeMap<String, String>);
 
@@ -53,7 +54,8 @@ impl Default for SpecialTokens {
 }
 
 impl SpecialTokens {
-    /// Gemma 4's, and in their place those of `tokens`.
+    /// Returns Gemma 4's special tokens, indexed by the names of their template variables. If `tokens` contains a name, its
+    /// token replaces Gemma 4's token of that name.
     pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut all = Self::default();
         all.0.extend(tokens);
@@ -70,7 +72,7 @@ impl IntoIterator for SpecialTokens {
     }
 }
 
-/// The text of a file.
+/// Reads a UTF-8 text file.
 pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     String::from_utf8(read(path)?).map_err(|error| Gemma4Error::Malformed {
         path: path.into(),
@@ -78,7 +80,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// The file that has the template, the template, and the special tokens.
+/// Returns the template of a folder and its special tokens. The path is that of the file with the template. If no file has a
+/// template, returns the template of Gemma 4.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
@@ -87,13 +90,14 @@ pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemm
     Ok((path, source.unwrap_or_else(|| GEMMA4.to_owned()), tokens))
 }
 
-/// The template of a folder that brings one.
+/// Returns the template in a folder's files, or `None` if no file has a template.
 pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     Ok(own(folder, config)?.1)
 }
 
-/// The template that a folder brings, and the file that would have it.
+/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path of the template's file,
+/// or of a file in which a template would be expected.
 fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,
@@ -114,11 +118,12 @@ fn own(
     })
 }
 
-/// The files of a multimodal processor, whose template transformers takes before the others, and of these two in this order.
+/// The files of a multimodal processor, in the order in which transformers reads them. transformers prefers a template in these
+/// files to all other templates.
 const PROCESSOR: [&str; 2] = ["processor_config.json", "chat_template.json"];
 const TOKENIZER: &str = "tokenizer_config.json";
 
-/// The file of a processor that has a template, and the template.
+/// Returns the template in the first processor file that has one, with the path of the file.
 fn of_processor(folder: &Path) -> Result<Option<(PathBuf, String)>, Gemma4Error> {
     for name in PROCESSOR {
         if let Some(path) = existing(folder, name)? {
@@ -143,7 +148,7 @@ fn parse<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, Gemma4Error> 
     })
 }
 
-/// What is read of a `tokenizer_config.json`.
+/// The fields of `tokenizer_config.json` that this module reads.
 struct TokenizerConfig {
     path: PathBuf,
     fields: Fields,
@@ -156,7 +161,7 @@ struct Fields {
     others: BTreeMap<String, Value>,
 }
 
-/// One template, or several by their names.
+/// One template, or a list of named templates.
 #[derive(Deserialize)]
 #[serde(
     untagged,
@@ -185,7 +190,8 @@ impl TokenizerConfig {
         Ok(Self { path, fields })
     }
 
-    /// Tokens are texts, or objects with the text as their content.
+    /// Returns the special tokens in the file. The file stores a token as a string, or as an object with a string in the field
+    /// `content`.
     fn special_tokens(&self) -> impl Iterator<Item = (String, String)> {
         self.fields.others.iter().filter_map(|(name, token)| {
             let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
@@ -196,7 +202,8 @@ impl TokenizerConfig {
 }
 
 impl Templates {
-    /// The default one of a file; where there is none, one that says so when a conversation comes.
+    /// Returns the default template of a file. If the file has several templates and none is called `default`, returns a
+    /// template that raises an error when it is rendered.
     fn into_default(self, file: &str) -> String {
         let mut named = match self {
             Self::One(template) => return template,
@@ -209,7 +216,7 @@ impl Templates {
         named.remove(DEFAULT).unwrap_or_else(|| {
             let names: Vec<String> = named.into_keys().collect();
             let reason = format!(
-                "{file} has the templates [{}], and none is called {DEFAULT}",
+                "{file} has the templates [{}], but none is called {DEFAULT}",
                 names.join(", ")
             );
             format!("{{{{ raise_exception({}) }}}}", Value::from(reason))

@@ -1,23 +1,26 @@
-//! Looks at a template's text before minijinja parses it, and translates the tag that minijinja does not have.
+//! Checks a template's source before minijinja parses it. Also translates the `generation` tag, which minijinja does not support.
 
 use minijinja::machinery::{Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Error, ErrorKind};
 use std::borrow::Cow;
 
-/// Bytes of a template. Published ones have some 20,000.
+/// The maximum size of a template in bytes. Published templates have about 20,000 bytes.
 const LONGEST: usize = 1 << 20;
 
-/// Products of constants in a template, which are computed when it is read: each makes up to 100 MB of text.
+/// The maximum number of multiplications of constants in a template. A constant may be a text. minijinja multiplies constants
+/// at parse time, and each multiplication may create a text of 100 MB.
 const MOST_CONSTANT_PRODUCTS: usize = 4;
 
-/// Operators of one expression. The parser nests a level for each, takes their square in time, and recurses over them on the stack.
+/// The maximum number of operators in one expression. The parser creates one nesting level per operator and needs stack memory
+/// for each level. Its time grows with the square of the number of operators.
 const MOST_OPERATORS: usize = 1000;
 
-/// `elif` of an `if` and of every `if` around it. The parser nests a level for each and does not count them.
+/// The maximum number of `elif` branches in an `if` and in all `if`s around it together. The parser creates one nesting level
+/// per branch and has no limit of its own.
 const MOST_BRANCHES: usize = 300;
 
-/// Refuses a template that could take too much before a step of it has run.
+/// Rejects a template that could exhaust time, memory or the stack while it is parsed.
 pub(super) fn check(source: &str) -> Result<(), Error> {
     if source.len() > LONGEST {
         return Err(refused(format!(
@@ -26,7 +29,7 @@ pub(super) fn check(source: &str) -> Result<(), Error> {
         )));
     }
     let whitespace = WhitespaceConfig::default();
-    // The parser explains what is not a token.
+    // Check only the tokens before the first invalid one. The parser reports the invalid token later.
     let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig, whitespace)
         .map_while(Result::ok)
         .map(|(token, _)| token)
@@ -80,7 +83,7 @@ fn check_operators(tokens: &[Token<'_>]) -> Result<(), Error> {
 }
 
 fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
-    // The number of `elif` so far of each `if` that is open, and their sum.
+    // `open` has the number of `elif` branches so far in each open `if`, and `total` is the sum of these numbers.
     let mut open: Vec<usize> = Vec::new();
     let mut total = 0;
     for pair in tokens.windows(2) {
@@ -107,8 +110,8 @@ fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The template with transformers' `{% generation %}`, which marks what the assistant says for training, as a block of its own
-/// variables, which is all that it does to a rendering.
+/// Replaces transformers' `{% generation %}` blocks by `{% with %}` blocks. A `generation` block marks the assistant's text for
+/// training. In a rendering, a `generation` block only opens a scope of variables, as a `with` block does.
 pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return Cow::Borrowed(source);
@@ -142,7 +145,7 @@ pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     Cow::Owned(result)
 }
 
-/// The name of a tag without arguments.
+/// Returns the name of a tag that has no arguments, or `None` for any other text.
 fn tag_name(tag: &str) -> Option<&str> {
     let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
     Some(inner.trim_matches(['-', '+']).trim())

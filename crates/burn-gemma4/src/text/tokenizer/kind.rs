@@ -1,10 +1,12 @@
-//! What a `tokenizer.json` is made of, looked at before it is built. The builder knows many kinds of tokenizers, some of which
-//! panic where a part is not well-formed, draw tokens at random, or let a text grow without bound; Gemma's is of one kind.
+//! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The library supports many
+//! component types. Some types panic on malformed fields, choose tokens at random, or lengthen a text without bound. This module
+//! accepts only the types that Gemma's tokenizer has.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The parts but for the vocabulary. Reading them checks their syntax to the end.
+/// The components in a `tokenizer.json`, without the vocabulary. Parsing this struct also checks the JSON syntax of the whole
+/// file.
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
@@ -20,14 +22,15 @@ struct File {
 
 #[derive(Deserialize)]
 struct Model {
-    /// Absent in files of old.
+    /// The type of the tokenizer model. Old files omit this field.
     r#type: Option<String>,
     dropout: Option<f64>,
     continuing_subword_prefix: Option<String>,
     end_of_word_suffix: Option<String>,
 }
 
-/// A part that may be made of several: the kinds of it, and where a sequence has its own.
+/// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. A component may be a
+/// sequence of components, which the file lists in the field `parts`.
 struct Part {
     name: &'static str,
     kinds: &'static [&'static str],
@@ -44,10 +47,10 @@ const PRE_TOKENIZER: Part = Part {
     kinds: &["Split", "Sequence"],
     parts: "pretokenizers",
 };
-/// How many times as long a text may become before it is cut into tokens.
+/// The maximum factor by which an accepted normalizer lengthens a text.
 const MOST_GROWTH: usize = 256;
 
-/// Refuses what is no JSON, and parts of other kinds than Gemma's.
+/// Returns an error if the file is invalid JSON, or if a component has another type than in Gemma's tokenizer.
 pub(super) fn check(bytes: &[u8]) -> Result<(), String> {
     let file: File =
         serde_json::from_slice(bytes).map_err(|error| format!("no tokenizer: {error}"))?;
@@ -97,7 +100,7 @@ impl Part {
             Some(kind) if self.kinds.contains(&kind) => kind,
             Some(other) => {
                 return Err(format!(
-                    "its {name} is of the type {other:?}, which is none of {:?}",
+                    "its {name} is of the type {other:?}, which is not one of {:?}",
                     self.kinds
                 ));
             }
@@ -110,7 +113,7 @@ impl Part {
     }
 }
 
-/// How many times as long a normalizer makes a text at most.
+/// Returns the largest factor by which a normalizer can lengthen a text.
 fn growth(normalizer: &Value) -> usize {
     let parts = normalizer.get(NORMALIZER.parts).and_then(Value::as_array);
     let of_parts = parts.into_iter().flatten().map(growth);
@@ -129,7 +132,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn other_kinds_are_named() {
+    fn check_of_another_kind_names_it() {
         let nested = (0..3).fold(json!(null), |inner, _| {
             json!({"type": "Sequence", "normalizers": [
                 {"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"},
@@ -155,9 +158,11 @@ mod tests {
         ] {
             let mut file = json!({"model": {"type": "BPE"}});
             file[field] = value;
-            let reason = check(file.to_string().as_bytes()).expect_err("another kind");
+            let reason = check(file.to_string().as_bytes())
+                .expect_err("the component is not of Gemma's kind");
             assert!(reason.contains(word), "{reason}");
         }
-        check(br#"{"model": {"type": "BPE", "dropout": null}}"#).expect("Gemma's kind");
+        check(br#"{"model": {"type": "BPE", "dropout": null}}"#)
+            .expect("the file is of Gemma's kind");
     }
 }

@@ -1,16 +1,18 @@
-//! Texts that go through a chat template without becoming special tokens by what they spell.
+//! Markings. With a marking, a chat template can render the text of a message so that no part of the text becomes a special
+//! token.
 
 use super::Tokenizer;
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use std::collections::HashSet;
 use std::ops::RangeInclusive;
 use tokenizers::{OffsetReferential, OffsetType};
 
-/// Unicode's last two planes, which are for private use.
+/// The characters of the last two planes of Unicode, which are reserved for private use.
 const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
 
-/// Tells what messages spell from the special tokens that a chat template writes around them: it marks the ones before the template has them, and
-/// takes the marks away where the rendered text becomes tokens. See [`Tokenizer::marking`].
+/// A marking, which distinguishes special tokens in messages from special tokens that the chat template writes. Before a
+/// message is rendered, [`mark`](Self::mark) inserts a mark character into each special token in its text. After the rendering,
+/// [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
 #[derive(Clone, Copy, Debug)]
 pub struct Marking<'a> {
     tokenizer: &'a Tokenizer,
@@ -18,10 +20,11 @@ pub struct Marking<'a> {
 }
 
 impl Tokenizer {
-    /// A marking for `texts`, which are all that is going to be rendered.
+    /// Creates a marking for `texts`, which must contain every text that is rendered with this marking.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] where the texts have every character of Unicode's last two planes, which are for private use: one has to be left for the mark.
+    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark must be one
+    /// of these private-use characters that no text contains.
     ///
     /// # Examples
     /// ```no_run
@@ -44,7 +47,8 @@ impl Tokenizer {
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        // A special token with the mark in it could be what marking another one makes.
+        // Exclude characters that occur in special tokens. If such a character is inserted into a special token, the result may
+        // contain another special token.
         let mut taken = HashSet::new();
         let mut take = |text: &str| taken.extend(text.chars().filter(|char| MARKS.contains(char)));
         texts.into_iter().for_each(&mut take);
@@ -54,7 +58,7 @@ impl Tokenizer {
             .find(|mark| !taken.contains(mark))
             .ok_or_else(|| Gemma4Error::Argument {
                 argument: "messages",
-                reason: "have every character for private use; one should be left".into(),
+                reason: "use every private-use character; one must be left for the mark".into(),
             })?;
         let tokenizer = self;
         Ok(Marking { tokenizer, mark })
@@ -62,10 +66,10 @@ impl Tokenizer {
 }
 
 impl Marking<'_> {
-    /// `text`, marked where it would become special tokens.
+    /// Inserts a mark into each special token in `text`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the text has a special token of one character, in which nothing has room.
+    /// Returns [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
     pub fn mark(&self, text: &str) -> Result<String, Gemma4Error> {
         let mut text = text.to_owned();
         let added = self
@@ -76,12 +80,12 @@ impl Marking<'_> {
         for token in added.values().filter(|token| token.special) {
             let mut rest = token.content.chars();
             let first = rest.next();
-            // Breaking one occurrence may leave another that overlapped with it. No special token has the mark, so that each round
-            // leaves fewer.
+            // Repeat this, because two occurrences may overlap, and `replace` splits only the first of them. Each iteration
+            // leaves fewer occurrences, because no special token contains the mark.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(
-                        "{:?} in a text cannot be told from the special token",
+                        "{:?} in a text can only be encoded as the special token",
                         token.content
                     )));
                 };
@@ -89,16 +93,17 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // A normalizer may make a special token of a text that does not spell it.
+        // Check that encoding the marked text gives no special token. A normalizer could create a special token that the text
+        // does not contain literally.
         match self.first_special(&text) {
             Some(token) => Err(Gemma4Error::Tokenizer(format!(
-                "{token:?} in a text cannot be told from the special token"
+                "{token:?} in a text can only be encoded as the special token"
             ))),
             None => Ok(text),
         }
     }
 
-    /// The first special token that `text` would become.
+    /// Returns the name of the first special token that would result from encoding `text`, if there is any.
     fn first_special(&self, text: &str) -> Option<String> {
         let inner = &self.tokenizer.inner;
         let pieces = inner
@@ -111,10 +116,10 @@ impl Marking<'_> {
             .find_map(|token| self.tokenizer.special(token.id))
     }
 
-    /// The tokens of a text, or of a part of one, that was rendered of what is marked.
+    /// Removes the marks from a rendered text, or from a part of it, and encodes the text.
     ///
     /// # Errors
-    /// As [`Tokenizer::encode_text`].
+    /// Passes on the errors of [`Tokenizer::encode_text`].
     pub fn encode(&self, rendered: &str) -> Result<Vec<u32>, Gemma4Error> {
         let inner = &self.tokenizer.inner;
         let pieces = inner

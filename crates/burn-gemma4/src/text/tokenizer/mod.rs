@@ -1,4 +1,4 @@
-//! Text to tokens and back, by the checkpoint's `tokenizer.json`.
+//! The tokenizer of a checkpoint, read from `tokenizer.json`.
 
 mod kind;
 mod marking;
@@ -6,7 +6,7 @@ pub(crate) mod stream;
 
 pub use marking::Marking;
 
-use crate::{Gemma4Error, error::read};
+use crate::error::{Gemma4Error, read};
 use std::path::Path;
 use stream::decodes_token_by_token;
 use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTokenizer};
@@ -27,7 +27,7 @@ use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTo
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The added tokens, of which special ones in a text are taken for text.
+    /// The added tokens of `inner`, with another setting: special tokens in a text are encoded as plain text.
     spelled: AddedVocabulary,
 }
 
@@ -35,8 +35,8 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Io`] where the file cannot be read, [`Gemma4Error::Malformed`] where it holds no
-    /// tokenizer, or one whose decoder is not of Gemma's kind.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a tokenizer,
+    /// or if its decoder has another type than Gemma's.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;
@@ -46,31 +46,31 @@ impl Tokenizer {
         })
     }
 
-    /// A tokenizer from the contents of a `tokenizer.json`.
+    /// Parses the contents of a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where they are no tokenizer, or one whose decoder is not of Gemma's kind.
+    /// Returns [`Gemma4Error::Tokenizer`] if the bytes are not a tokenizer, or if its decoder has another type than Gemma's.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         parse(bytes).map_err(Gemma4Error::Tokenizer)
     }
 
-    /// The tokens of `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids;
-    /// nothing is added.
+    /// Encodes `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids. No further tokens are added.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the text.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The tokens of `text`, which has no special tokens: what looks like one, such as `<|turn>`, is text like any other.
+    /// Encodes `text` as plain text. If the text contains the characters of a special token, such as `<|turn>`, ordinary tokens
+    /// encode these characters.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the text, or has no other way to write it than a
-    /// special token.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode a part of the text only as a special
+    /// token.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
-        // The steps of `encode`, with other added tokens.
+        // Run the same steps as `encode`, but with the added tokens in `spelled`.
         let mut pieces = self
             .spelled
             .extract_and_normalize(self.inner.get_normalizer(), text);
@@ -86,34 +86,34 @@ impl Tokenizer {
         let tokens = encoding.get_ids().to_vec();
         match tokens.iter().find_map(|token| self.special(*token)) {
             Some(token) => Err(Gemma4Error::Tokenizer(format!(
-                "{token:?} in a text cannot be told from the special token"
+                "{token:?} in a text can only be encoded as the special token"
             ))),
             None => Ok(tokens),
         }
     }
 
-    /// The text of `tokens`, with or without special tokens. Bytes that are not UTF-8 become U+FFFD; ids
-    /// that the tokenizer does not know have no text.
+    /// Decodes `tokens` to text. With `skip_special`, the text omits special tokens. Bytes that are not UTF-8 become U+FFFD.
+    /// Unknown ids give no text.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the tokens.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, Gemma4Error> {
         self.inner.decode(tokens, skip_special).map_err(refused)
     }
 
-    /// The id of a token, such as `<|turn>`.
+    /// Returns the id of a token, such as `<|turn>`.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
 
-    /// The text of a special token; none of other tokens.
+    /// Returns the text of a special token, or `None` if the token is not special.
     pub(crate) fn special(&self, id: u32) -> Option<String> {
         let added = self.inner.get_added_vocabulary();
         let token = added.simple_id_to_token(id)?;
         added.is_special_token(&token).then_some(token)
     }
 
-    /// How many tokens there are, special and other added ones included.
+    /// The number of tokens, including special tokens and other added tokens.
     pub fn vocab_size(&self) -> usize {
         let model = self.inner.get_model();
         let added = self.inner.get_added_vocabulary().get_vocab();
@@ -137,12 +137,12 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
         }
         Some(_) => (),
     }
-    // Both serve training; a prompt has to come through whole and alone.
+    // Turn truncation and padding off. They are useful in training, but a prompt must be neither shortened nor padded.
     inner
         .with_truncation(None)
         .map_err(|error| error.to_string())?;
     inner.with_padding(None);
-    // It would add the special tokens that nobody asks for.
+    // Remove the post-processor, which would add special tokens that the caller did not write.
     inner.with_post_processor(None::<PostProcessorWrapper>);
     let mut spelled = inner.get_added_vocabulary().clone();
     spelled.set_encode_special_tokens(true);
@@ -164,14 +164,14 @@ mod tests {
     pub(super) const H: u32 = 4;
     pub(super) const HI: u32 = 6;
     const FIRST_BYTE: u32 = 8;
-    /// Not special: an added token that the model's vocabulary lacks.
+    /// The id of an added token that is neither special nor in the vocabulary of the tokenizer's model.
     const ADDED: u32 = FIRST_BYTE + 256;
 
     pub(super) fn byte(byte: u8) -> u32 {
         FIRST_BYTE + u32::from(byte)
     }
 
-    /// Gemma's kind of tokenizer, of a few tokens.
+    /// Returns a small `tokenizer.json` whose components have the types of Gemma's.
     fn description() -> Value {
         let words = ["<eos>", "<bos>", "<unk>", "▁", "h", "i", "hi", "▁hi"];
         let bytes = (0..=255u8).map(|byte| format!("<0x{byte:02X}>"));
@@ -216,28 +216,37 @@ mod tests {
     }
 
     pub(super) fn tokenizer() -> Tokenizer {
-        build(&description()).expect("a well-formed tokenizer")
+        build(&description()).expect("the description is a valid tokenizer")
     }
 
     #[test]
-    fn special_tokens_are_recognised_and_none_is_added() {
-        let tokens = tokenizer().encode("<bos>hi hié<tag>").expect("tokens");
+    fn encode_recognises_special_tokens_and_adds_none() {
+        let tokens = tokenizer()
+            .encode("<bos>hi hié<tag>")
+            .expect("the text encodes");
         assert_eq!(tokens, [BOS, HI, 7, byte(0xC3), byte(0xA9), ADDED]);
-        assert!(tokenizer().encode("").expect("tokens").is_empty());
+        assert!(tokenizer().encode("").expect("the text encodes").is_empty());
     }
 
     #[test]
-    fn special_tokens_are_skipped_on_request() {
+    fn decode_with_skip_special_omits_special_tokens() {
         let tokens = [BOS, HI, EOS, ADDED];
-        assert_eq!(tokenizer().decode(&tokens, true).expect("text"), "hi<tag>");
         assert_eq!(
-            tokenizer().decode(&tokens, false).expect("text"),
+            tokenizer()
+                .decode(&tokens, true)
+                .expect("the tokens decode"),
+            "hi<tag>"
+        );
+        assert_eq!(
+            tokenizer()
+                .decode(&tokens, false)
+                .expect("the tokens decode"),
             "<bos>hi<eos><tag>"
         );
     }
 
     #[test]
-    fn ids_and_size() {
+    fn id_and_vocab_size_count_added_tokens() {
         assert_eq!(tokenizer().id("<bos>"), Some(BOS));
         assert_eq!(tokenizer().id("<tag>"), Some(ADDED));
         assert_eq!(tokenizer().id("absent"), None);
@@ -245,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn truncation_and_padding_of_the_file_are_off() {
+    fn encode_ignores_truncation_and_padding_of_the_file() {
         let mut description = description();
         description["truncation"] =
             json!({"max_length": 1, "strategy": "LongestFirst", "stride": 0, "direction": "Right"});
@@ -253,12 +262,15 @@ mod tests {
             "strategy": {"Fixed": 8}, "direction": "Left", "pad_to_multiple_of": null, "pad_id": 0,
             "pad_type_id": 0, "pad_token": "<eos>",
         });
-        let tokenizer = build(&description).expect("a tokenizer");
-        assert_eq!(tokenizer.encode("hi hi").expect("tokens"), [HI, 7]);
+        let tokenizer = build(&description).expect("the description is a valid tokenizer");
+        assert_eq!(
+            tokenizer.encode("hi hi").expect("the text encodes"),
+            [HI, 7]
+        );
     }
 
     #[test]
-    fn decoders_that_look_at_neighbours_are_refused() {
+    fn from_bytes_with_another_decoder_is_refused() {
         for decoder in [
             Value::Null,
             json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
@@ -267,17 +279,20 @@ mod tests {
         ] {
             let mut description = description();
             description["decoder"] = decoder;
-            let error = build(&description).expect_err("refused").to_string();
+            let error = build(&description)
+                .expect_err("the decoder is not of Gemma's kind")
+                .to_string();
             assert!(error.contains("decoder"), "{error}");
         }
     }
 
     #[test]
-    fn errors_name_the_file() {
-        let absent = Tokenizer::from_file("no/such/tokenizer.json").expect_err("absent");
+    fn from_file_errors_name_the_file() {
+        let absent =
+            Tokenizer::from_file("no/such/tokenizer.json").expect_err("the file is missing");
         assert!(matches!(&absent, Gemma4Error::Io { .. }), "{absent}");
         assert!(absent.to_string().contains("tokenizer.json"), "{absent}");
-        let corrupt = Tokenizer::from_bytes(b"{\"version\": ").expect_err("corrupt");
+        let corrupt = Tokenizer::from_bytes(b"{\"version\": ").expect_err("the JSON is incomplete");
         assert!(matches!(&corrupt, Gemma4Error::Tokenizer(_)), "{corrupt}");
     }
 }

@@ -1,26 +1,26 @@
-//! Text of tokens that come one by one.
+//! Streaming decoding: converts tokens to text while the model generates them.
 
 use super::Tokenizer;
-use crate::Gemma4Error;
+use crate::error::Gemma4Error;
 use tokenizers::DecoderWrapper;
 
-/// Turns tokens into text as they come, and never gives out half a UTF-8 character.
+/// A streaming decoder. It decodes tokens one by one, and never returns an incomplete UTF-8 character.
 ///
-/// What [`push`](Self::push) gives out, followed by what [`finish`](Self::finish) gives out, is what
-/// [`Tokenizer::decode`] makes of all tokens without special ones.
+/// Together, the results of all [`push`](Self::push) calls and of [`finish`](Self::finish) equal [`Tokenizer::decode`] of all
+/// tokens without special tokens.
 #[derive(Clone, Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// A run of byte tokens. Its text is known at its end only: one byte that is out of place turns the
-    /// whole run into U+FFFD.
+    /// The current run of byte tokens. Its text is known only when the run ends, because one invalid byte turns the whole run
+    /// into U+FFFD.
     held: Vec<u32>,
 }
 
 impl TextStream<'_> {
-    /// The text that becomes complete with `token`; often all of the token's, sometimes none.
+    /// Adds a token and returns the text that it completes. This is usually the token's whole text, and sometimes the empty text.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the token.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
     pub fn push(&mut self, token: u32) -> Result<String, Gemma4Error> {
         match self.tokenizer.kind(token) {
             Kind::Silent => Ok(String::new()),
@@ -35,15 +35,15 @@ impl TextStream<'_> {
         }
     }
 
-    /// The text that is held back so far.
+    /// Returns the text of the tokens that are currently held back.
     pub(crate) fn held(&self) -> Result<String, Gemma4Error> {
         self.tokenizer.decode(&self.held, true)
     }
 
-    /// The text that was held back. Bytes of a character that did not become complete are U+FFFD.
+    /// Ends the stream. Returns the text that was held back. The bytes of an incomplete character become U+FFFD.
     ///
     /// # Errors
-    /// [`Gemma4Error::Tokenizer`] where the tokenizer does not take the tokens.
+    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn finish(&mut self) -> Result<String, Gemma4Error> {
         let text = self.held();
         self.held.clear();
@@ -51,18 +51,18 @@ impl TextStream<'_> {
     }
 }
 
-/// What a token is to a [`TextStream`].
+/// The kind of a token, by which a [`TextStream`] decodes it.
 enum Kind {
-    /// Special or unknown: no text, and no end to a run of bytes.
+    /// A special or unknown token. It has no text and does not end a run of byte tokens.
     Silent,
-    /// One byte, such as `<0xE2>`.
+    /// A token of one byte, such as `<0xE2>`.
     Byte,
-    /// Whole characters.
+    /// A token of whole characters.
     Text,
 }
 
 impl Tokenizer {
-    /// A decoder for tokens that come one by one.
+    /// Creates a streaming decoder.
     ///
     /// # Examples
     /// ```no_run
@@ -96,7 +96,7 @@ impl Tokenizer {
     }
 }
 
-/// The decoder's own test for a byte token.
+/// True if the token is a byte token. The condition is the same as in the tokenizers library.
 fn is_byte(token: &str) -> bool {
     token.len() == 6
         && token
@@ -105,8 +105,8 @@ fn is_byte(token: &str) -> bool {
             .is_some_and(|digits| u8::from_str_radix(digits, 16).is_ok())
 }
 
-/// Whether a token's text depends on no other token, except for runs of bytes. [`TextStream`] is exact for
-/// such decoders only.
+/// True if the decoder gives each token a text that does not depend on other tokens. Only the text of a byte token may depend
+/// on the bytes around it. [`TextStream`] is exact only for such decoders.
 pub(super) fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
     let is_one = |decoder: &DecoderWrapper| {
         matches!(
@@ -127,53 +127,53 @@ pub(super) fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
 mod tests {
     use crate::text::tokenizer::tests::{EOS, H, HI, SPACE, byte, tokenizer};
 
-    /// What each push gave out, and what was left.
+    /// Returns the texts that the calls of `push` returned, and the text that `finish` returned.
     fn streamed(tokens: &[u32]) -> (Vec<String>, String) {
         let tokenizer = tokenizer();
         let mut stream = tokenizer.stream();
         let pushed: Vec<String> = tokens
             .iter()
-            .map(|&token| stream.push(token).expect("text"))
+            .map(|&token| stream.push(token).expect("the tokens decode"))
             .collect();
-        let rest = stream.finish().expect("text");
-        let all = tokenizer.decode(tokens, true).expect("text");
+        let rest = stream.finish().expect("the tokens decode");
+        let all = tokenizer.decode(tokens, true).expect("the tokens decode");
         assert_eq!(pushed.concat() + &rest, all, "{tokens:?}");
         (pushed, rest)
     }
 
     #[test]
-    fn text_comes_as_soon_as_it_is_certain() {
+    fn push_returns_text_as_soon_as_it_is_certain() {
         let (pushed, rest) = streamed(&[HI, byte(0xC3), byte(0xA9), SPACE, H]);
         assert_eq!(pushed, ["hi", "", "", "é ", "h"]);
         assert_eq!(rest, "");
     }
 
     #[test]
-    fn a_character_that_stays_incomplete_comes_last() {
+    fn finish_returns_an_incomplete_character() {
         let (pushed, rest) = streamed(&[H, byte(0xE2), byte(0x82)]);
         assert_eq!(pushed, ["h", "", ""]);
         assert_eq!(rest, "\u{FFFD}\u{FFFD}");
     }
 
     #[test]
-    fn a_late_wrong_byte_spoils_its_run() {
+    fn push_of_an_invalid_byte_replaces_its_run() {
         let (pushed, _) = streamed(&[byte(0xC3), byte(0xA9), byte(0xFF), H]);
         assert_eq!(pushed, ["", "", "", "\u{FFFD}\u{FFFD}\u{FFFD}h"]);
     }
 
     #[test]
-    fn special_and_unknown_tokens_do_not_end_a_run() {
+    fn push_of_special_and_unknown_tokens_does_not_end_a_run() {
         let (pushed, _) = streamed(&[byte(0xC3), EOS, 100_000, byte(0xA9), H]);
         assert_eq!(pushed, ["", "", "", "", "éh"]);
     }
 
     #[test]
-    fn a_stream_starts_again_after_its_end() {
+    fn push_after_finish_starts_again() {
         let tokenizer = tokenizer();
         let mut stream = tokenizer.stream();
-        assert_eq!(stream.push(byte(b'a')).expect("text"), "");
-        assert_eq!(stream.finish().expect("text"), "a");
-        assert_eq!(stream.finish().expect("text"), "");
-        assert_eq!(stream.push(HI).expect("text"), "hi");
+        assert_eq!(stream.push(byte(b'a')).expect("the tokens decode"), "");
+        assert_eq!(stream.finish().expect("the tokens decode"), "a");
+        assert_eq!(stream.finish().expect("the tokens decode"), "");
+        assert_eq!(stream.push(HI).expect("the tokens decode"), "hi");
     }
 }

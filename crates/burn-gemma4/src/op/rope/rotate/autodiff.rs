@@ -14,7 +14,7 @@ use burn::backend::{
 #[derive(Debug)]
 struct RotateBackward;
 
-/// What turns heads, whose inverse turns gradients.
+/// The saved tables of the rotation. The backward rotates the gradients by the inverse rotation.
 #[derive(Clone, Debug)]
 struct Tables<B: Backend> {
     cos: FloatTensor<B>,

@@ -1,10 +1,11 @@
 //! The rotation of heads.
 //!
-//! Budget: two channels, a cosine and a sine in registers. Bound by memory's rate: every channel is read once and written once.
+//! Budget: registers hold two channels, a cosine and a sine. Bound: memory bandwidth. Every channel is read once and written
+//! once.
 
 use cubecl::prelude::*;
 
-/// The strides of `[sequences, positions, heads, channels]`, whose channels lie together.
+/// The strides of `[sequences, positions, heads, channels]` with contiguous channels.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(super) struct RowStrides {
     pub sequence: usize,
@@ -12,7 +13,7 @@ pub(super) struct RowStrides {
     pub head: usize,
 }
 
-/// `direction` is 1, or -1 to turn back. In f32, rounded once.
+/// Rotates heads in f32, and rounds each result once. `direction` is 1 for the rotation, and -1 for its inverse.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn rotate<E: Float>(
     heads: &Tensor<E>,

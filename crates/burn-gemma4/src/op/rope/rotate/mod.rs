@@ -1,4 +1,4 @@
-//! The rotation of heads as one operator, forward and backward: its gradient is the rotation back.
+//! The rotation of heads as one operator, forward and backward. The gradient is rotated by the inverse rotation.
 
 mod autodiff;
 mod kernel;
@@ -16,20 +16,21 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 use kernel::{RowStridesLaunch, rotate};
 
-/// Units of a cube, each of which has one pair of channels.
+/// The number of units in a cube. Each unit rotates one channel pair.
 const UNITS: usize = 256;
 
-/// Which way heads are turned.
+/// The direction of the rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// By their positions.
+    /// The rotation by the head's position.
     Forward,
-    /// Back again.
+    /// The inverse rotation.
     Back,
 }
 
-/// Rotates `[batch, positions, heads, head_dim]`, channel `j` with channel `j + head_dim / 2`, by tables `[rows, head_dim / 2]`, of which
-/// every position of all sequences has a row, or every one of one sequence.
+/// Rotates `[batch, positions, heads, head_dim]`. Channel `j` is paired with channel `j + head_dim / 2`. The tables are
+/// `[rows, head_dim / 2]`, with a row per position of every sequence, or of one sequence if all sequences have the same
+/// positions.
 pub(crate) fn rotated(heads: Tensor<4>, tables: &RotationTables) -> Tensor<4> {
     Tensor::from_dispatch(Dispatch::rotate(
         heads.into_dispatch(),
@@ -39,7 +40,7 @@ pub(crate) fn rotated(heads: Tensor<4>, tables: &RotationTables) -> Tensor<4> {
     ))
 }
 
-/// The operator of a backend.
+/// The rotation as an operator of a backend.
 #[backend_extension(Cube, Autodiff, Fusion)]
 pub trait RotateBackend: Backend {
     /// See [`rotated`].
@@ -68,7 +69,9 @@ impl RotateBackend for CubeBackend {
         let output = empty(&heads, shape.clone(), heads.dtype);
         let [table_rows, pairs] = [cos.meta.shape()[0], cos.meta.shape()[1]];
         let count = shape.num_elements() / 2;
-        // SAFETY: a unit reads and writes the channels of one of `count` pairs, which both tensors have, and a row of the tables.
+        // SAFETY: unit `i` reads channel pair `i` of `heads` and writes channel pair `i` of `output` only if `i` is below
+        // `count`, the number of pairs in both tensors. It also reads an element of `cos` and `sin` in a row below
+        // `table_rows`.
         unsafe {
             rotate::launch_unchecked(
                 &client,
@@ -102,7 +105,7 @@ mod tests {
     use crate::op::rope::Rotation;
     use burn::tensor::{DType, Device, Distribution};
 
-    /// The heads, rotated, and their gradient, whose numbers lie apart.
+    /// Returns the rotated heads, and the gradient with respect to the heads. The gradient of the output is not contiguous.
     fn outcome(
         heads: &Tensor<4>,
         [cos, sin]: [Tensor<4>; 2],
@@ -117,19 +120,22 @@ mod tests {
         let gradients = (turned.clone() * gradient.clone().autodiff())
             .sum()
             .backward();
-        [turned.inner(), leaf.grad(&gradients).expect("one")]
-            .map(|tensor| tensor.into_data().iter::<f32>().collect())
+        [
+            turned.inner(),
+            leaf.grad(&gradients).expect("the leaf has a gradient"),
+        ]
+        .map(|tensor| tensor.into_data().iter::<f32>().collect())
     }
 
     #[test]
-    fn is_the_rotation_with_its_gradient() {
+    fn rotated_and_gradient_match_reference() {
         let device = Device::default();
         device.seed(4);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             if !device.supports_dtype(dtype) {
                 continue;
             }
-            // Of every sequence the same positions, and each its own.
+            // Test tables that all sequences share, and tables with separate positions per sequence.
             for (batch, table_batch) in [(2, 1), (3, 3)] {
                 let (positions, heads, pairs) = (5, 3, 4);
                 let random = |shape: [usize; 4]| {
@@ -153,7 +159,10 @@ mod tests {
                 };
                 for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
                     let error = (found - expected).abs();
-                    assert!(error <= rounding, "{dtype:?}: {found}, not {expected}");
+                    assert!(
+                        error <= rounding,
+                        "{dtype:?}: got {found}, expected {expected}"
+                    );
                 }
             }
         }

@@ -1,0 +1,28 @@
+//! Compile-time settings of the backward kernels that compute on the units' tiles ([`UnitTiles`]).
+
+use crate::math::score::{ScoreArguments, ScoreKind};
+use crate::math::visibility::Structure;
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// The compile-time settings of a backward kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct BackwardKind {
+    pub tiles: UnitTiles,
+    pub structure: Structure,
+    pub score: ScoreKind,
+}
+
+/// Returns the factor by which a kernel multiplies the finished gradients of queries and keys.
+///
+/// With fragment tiles, a kernel rounds dS to half precision. The scale could make dS underflow before this rounding, so the
+/// kernel multiplies the finished gradients by the scale instead. With all other tiles, dS already contains the scale, and the
+/// factor is 1.
+#[cube]
+pub(crate) fn late_scale(score: &ScoreArguments, #[comptime] tiles: UnitTiles) -> f32 {
+    let mut scale = f32::new(1.0);
+    if comptime!(tiles.has_fragments()) {
+        scale = score.scale;
+    }
+    scale
+}

@@ -1,0 +1,87 @@
+//! Computes the gradient of a bias that is constant over keys, without computing any score.
+//!
+//! Such a bias shifts all scores of a query equally. Without a sink, this shift changes only the logsumexp. With a sink, which
+//! is not shifted, it also changes the sink's share of the softmax. The gradients of a query's scores therefore sum to
+//! `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
+//!
+//! Schedule: the queries that read one bias element (all queries along which the element is broadcast) are divided into parts.
+//! Each unit adds up one part. Budget: no shared memory and a few registers. Bound: memory, with only three f32 values read per
+//! query.
+
+use crate::auxiliary::delta::kernel::row_lse_delta_of;
+use crate::math::score::{is_hidden, probability};
+use cubecl::prelude::*;
+
+/// The sizes of a bias, and how often each dimension is repeated by broadcasting. In each dimension, the size or the number of
+/// repeats is 1.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Spread {
+    pub heads: u32,
+    pub queries: u32,
+    /// The number of elements of the bias.
+    pub numbers: u32,
+    pub repeated_heads: u32,
+    pub repeated_queries: u32,
+    /// The number of queries, over all heads and sequences, that read one bias element.
+    pub repeats: u32,
+    /// The number of parts into which the queries that read one bias element are divided. One unit sums one part.
+    pub parts: u32,
+}
+
+/// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`. One
+/// unit adds the score gradients of every `parts`-th query that reads the element.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn constant_bias_gradient<S: Float>(
+    rows: &Tensor<f32>,
+    logsumexp: &Tensor<f32>,
+    logsumexp_gradient: ComptimeOption<&Tensor<f32>>,
+    sinks: ComptimeOption<&Tensor<S>>,
+    gradient: &mut Tensor<f32>,
+    spread: Spread,
+    q_len: u32,
+    #[define(S)] _sink_element: ElemType,
+) {
+    let index = ABSOLUTE_POS as u32;
+    if index >= spread.numbers * spread.parts {
+        terminate!();
+    }
+    let number = index % spread.numbers;
+    let own_query = number % spread.queries;
+    let own_head = number / spread.queries % spread.heads;
+    let own_batch = number / spread.queries / spread.heads;
+    let mut sum = 0.0f32;
+    let mut repeat = index / spread.numbers;
+    while repeat < spread.repeats {
+        let query = own_query + repeat % spread.repeated_queries;
+        let head = own_head + repeat / spread.repeated_queries % spread.repeated_heads;
+        let batch = own_batch + repeat / spread.repeated_queries / spread.repeated_heads;
+        let mut value = 0.0f32;
+        #[comptime]
+        match &logsumexp_gradient {
+            ComptimeOption::Some(gradient) => {
+                value = gradient[batch as usize * gradient.stride(0)
+                    + head as usize * gradient.stride(1)
+                    + query as usize * gradient.stride(2)];
+            }
+            ComptimeOption::None => {}
+        }
+        let at = batch as usize * logsumexp.stride(0)
+            + head as usize * logsumexp.stride(1)
+            + query as usize * logsumexp.stride(2);
+        let reference = logsumexp[at];
+        let logarithm = logsumexp[at + logsumexp.shape(0) / 2 * logsumexp.stride(0)];
+        #[comptime]
+        match &sinks {
+            ComptimeOption::Some(sinks) => {
+                let lse_delta = row_lse_delta_of(rows, batch, head, query as i32, q_len as i32);
+                let sink = f32::cast_from(sinks[head as usize * sinks.stride(0)]);
+                value += lse_delta.delta * probability(sink, reference, logarithm);
+            }
+            ComptimeOption::None => {}
+        }
+        sum += select(is_hidden(reference), 0.0f32, value);
+        repeat += spread.parts;
+    }
+    gradient[index as usize] = sum;
+}

@@ -1,0 +1,264 @@
+//! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink acts
+//! as one more split whose value is zero.
+//!
+//! On input and output, a logsumexp consists of two parts: a reference score, and the logarithm of the softmax sum relative to
+//! it. For huge scores, one f32 could not represent both.
+//!
+//! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8 splits).
+//!
+//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as in
+//! the decode of one sequence, the bound is the latency of a load. Several units then divide the splits of 4 columns of a row
+//! among them, and the first of these units combines the results of all. A unit loads the references, logarithms and partial
+//! outputs of its first 4 or 8 splits before it uses any of them. If a unit has more splits, it then loads the remaining
+//! references to find the largest one. Only then does it load the remaining logarithms and partial outputs.
+
+use crate::math::rounding::rounded_vector;
+use crate::math::score::{LOWEST, saved_logarithm};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_owned_volatile_if_present, mark_volatile};
+use cubecl::prelude::*;
+
+/// Units per cube.
+pub(crate) const UNITS: usize = 128;
+
+/// Division of splits among the units of a cube.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Sharing {
+    /// The number of units among which the splits of one vector of an output row are divided.
+    pub units: usize,
+    /// The number of splits that a unit loads at once.
+    pub held: usize,
+    /// True if a unit has more splits than it loads at once.
+    pub more: bool,
+}
+
+/// The runtime sizes of a combination.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct CombineSizes {
+    pub splits: u32,
+    /// The number of output rows over all heads and sequences.
+    pub rows: u32,
+    pub q_len: u32,
+    pub q_heads: u32,
+    /// The number of vectors per output row.
+    pub row_vectors: u32,
+}
+
+/// Combines the splits of every row, and adds the sink.
+///
+/// # Shapes
+/// `partial_output [splits, rows, value_dim]` and `partial_logsumexp [2, splits, rows]` in f32; `output [rows, value_dim]`;
+/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
+    partial_output: &Tensor<Vector<f32, N>>,
+    partial_logsumexp: &Tensor<f32>,
+    sinks: ComptimeOption<OwnedTensor<F>>,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    sizes: CombineSizes,
+    negative_infinity: f32,
+    #[comptime] sharing: Sharing,
+    #[comptime] pdl: bool,
+    #[define(O, F)] _elements: [ElemType; 2],
+    #[define(N)] _vector: usize,
+) {
+    let CombineSizes {
+        splits,
+        rows,
+        q_len,
+        q_heads,
+        row_vectors,
+    } = sizes;
+    launch_dependents_and_wait(pdl);
+    mark_volatile(partial_output, pdl);
+    mark_volatile(partial_logsumexp, pdl);
+    mark_owned_volatile_if_present(&sinks, pdl);
+    let columns = comptime!((UNITS / sharing.units) as u32);
+    let index = CUBE_POS * columns as usize + (UNIT_POS % columns) as usize;
+    let first_split = UNIT_POS / columns;
+    let row = index / row_vectors as usize;
+    let column = index % row_vectors as usize;
+    let exists = row < rows as usize;
+    // A unit without a row gets an empty range of splits.
+    let own = joined::<N>(
+        partial_output,
+        partial_logsumexp,
+        select(exists, row, 0usize),
+        column,
+        first_split,
+        select(exists, splits, 0u32),
+        rows as usize,
+        splits as usize * rows as usize,
+        row_vectors,
+        sharing,
+    );
+    let own = if comptime!(sharing.units > 1) {
+        put_together::<N>(own, sharing.units)
+    } else {
+        own
+    };
+    if exists && first_split == 0u32 {
+        let mut largest = own.largest;
+        let mut sum = own.sum;
+        let mut total = own.total;
+        // A query counts as seeing a key if its softmax sum is nonzero or NaN. The sum is NaN if a visible score is NaN.
+        let has_keys = sum != 0.0f32;
+        #[comptime]
+        match &sinks {
+            ComptimeOption::Some(sinks) => {
+                let head = (row / q_len as usize) % q_heads as usize;
+                let sink = f32::cast_from(sinks[head * sinks.stride(0)]);
+                let before = largest;
+                largest = max(largest, sink);
+                let factor = (before - largest).exp();
+                sum = sum * factor + (sink - largest).exp();
+                total *= Vector::<f32, N>::cast_from(factor);
+            }
+            ComptimeOption::None => {}
+        }
+        let empty = sum == 0.0f32;
+        let factor = select(empty, 0.0f32, 1.0f32 / sum);
+        output[index] = rounded_vector::<O, N>(total * Vector::<f32, N>::cast_from(factor));
+        if column == 0 {
+            logsumexp[row] = select(empty, negative_infinity, largest);
+            logsumexp[row + rows as usize] = saved_logarithm(sum, has_keys);
+        }
+    }
+}
+
+/// The combined result of several splits, for one vector of an output row. The softmax sum and the weighted output are relative
+/// to the largest reference score.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Joined<N: Size> {
+    largest: f32,
+    sum: f32,
+    total: Vector<f32, N>,
+}
+
+/// Combines every `sharing.units`-th split of one vector of an output row, from split `first` up to but not including `end`.
+#[cube]
+fn joined<N: Size>(
+    partial_output: &Tensor<Vector<f32, N>>,
+    partial_logsumexp: &Tensor<f32>,
+    row: usize,
+    column: usize,
+    first: u32,
+    end: u32,
+    rows: usize,
+    to_logarithms: usize,
+    row_vectors: u32,
+    #[comptime] sharing: Sharing,
+) -> Joined<N> {
+    let held = comptime!(sharing.held);
+    let mut references = Array::<f32>::new(held);
+    let mut logarithms = Array::<f32>::new(held);
+    let mut parts = Array::<Vector<f32, N>>::new(held);
+    #[unroll]
+    for index in 0..held {
+        let split = first + comptime!((index * sharing.units) as u32);
+        // A unit that lacks this split loads split 0 instead and ignores the loaded values. With a branch around the load, the
+        // next load would not overlap this one.
+        let split = select(split < end, split, 0u32);
+        let at = split as usize * rows + row;
+        references[index] = partial_logsumexp[at];
+        logarithms[index] = partial_logsumexp[at + to_logarithms];
+        parts[index] = partial_output[at * row_vectors as usize + column];
+    }
+    let after = first + comptime!((held * sharing.units) as u32);
+
+    let mut largest = f32::new(LOWEST);
+    #[unroll]
+    for index in 0..held {
+        let exists = first + comptime!((index * sharing.units) as u32) < end;
+        largest = select(exists, max(largest, references[index]), largest);
+    }
+    if comptime!(sharing.more) {
+        let mut split = after;
+        while split < end {
+            largest = max(largest, partial_logsumexp[split as usize * rows + row]);
+            split += comptime!(sharing.units as u32);
+        }
+    }
+    let mut own = Joined::<N> {
+        largest,
+        sum: 0.0f32,
+        total: Vector::<f32, N>::new(0.0),
+    };
+    #[unroll]
+    for index in 0..held {
+        let exists = first + comptime!((index * sharing.units) as u32) < end;
+        let with = with_part::<N>(own, references[index], logarithms[index], parts[index]);
+        own.sum = select(exists, with.sum, own.sum);
+        own.total = select(exists, with.total, own.total);
+    }
+    if comptime!(sharing.more) {
+        let mut split = after;
+        while split < end {
+            let at = split as usize * rows + row;
+            let with = with_part::<N>(
+                own,
+                partial_logsumexp[at],
+                partial_logsumexp[at + to_logarithms],
+                partial_output[at * row_vectors as usize + column],
+            );
+            own.sum = with.sum;
+            own.total = with.total;
+            split += comptime!(sharing.units as u32);
+        }
+    }
+    own
+}
+
+/// Adds one split to `own`, the combined result of earlier splits. `own.largest` is already the largest reference score of all
+/// splits of the unit.
+#[cube]
+fn with_part<N: Size>(
+    own: Joined<N>,
+    reference: f32,
+    logarithm: f32,
+    part: Vector<f32, N>,
+) -> Joined<N> {
+    let weight = ((reference - own.largest) + logarithm).exp();
+    Joined::<N> {
+        largest: own.largest,
+        sum: own.sum + weight,
+        total: own.total + Vector::<f32, N>::cast_from(weight) * part,
+    }
+}
+
+/// Combines the results of all units that worked on the same vector of an output row. Only the first of these units gets the
+/// complete result.
+#[cube]
+fn put_together<N: Size>(own: Joined<N>, #[comptime] sharing: usize) -> Joined<N> {
+    let mut references = Shared::<[f32]>::new_slice(UNITS);
+    let mut sums = Shared::<[f32]>::new_slice(UNITS);
+    let mut totals = Shared::<[Vector<f32, N>]>::new_slice(UNITS);
+    let unit = UNIT_POS as usize;
+    references[unit] = own.largest;
+    sums[unit] = own.sum;
+    totals[unit] = own.total;
+    sync_cube();
+    let columns = comptime!(UNITS / sharing);
+    let first = unit % columns;
+    let mut largest = f32::new(LOWEST);
+    #[unroll]
+    for other in 0..sharing {
+        largest = max(largest, references[first + other * columns]);
+    }
+    let mut sum = 0.0f32;
+    let mut total = Vector::<f32, N>::new(0.0);
+    #[unroll]
+    for other in 0..sharing {
+        let at = first + other * columns;
+        let factor = (references[at] - largest).exp();
+        sum += sums[at] * factor;
+        total += Vector::<f32, N>::cast_from(factor) * totals[at];
+    }
+    Joined::<N> {
+        largest,
+        sum,
+        total,
+    }
+}

@@ -1,0 +1,185 @@
+//! Copies inputs whose rows TMA cannot read in place: see `kernel.rs`.
+
+mod kernel;
+
+use crate::auxiliary::contiguous_copy::kernel::align_rows;
+use crate::kernel_args::{
+    BROADCAST_KEYS, BROADCAST_QUERIES, collapse_broadcast_dims, is_in_vectors,
+};
+use crate::types::request::Operands;
+use crate::types::tensors::AttentionInputs;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{address_type, cube_count, empty};
+use cubecl::prelude::CubeDim;
+
+/// The alignment of rows that TMA requires, in bytes.
+const ROW_BYTES: usize = 16;
+
+const UNITS: usize = 256;
+
+/// Copies the inputs listed in `copies`, and gives all other inputs strides that TMA accepts. See [`aligned`].
+pub(crate) fn aligned_inputs(
+    inputs: AttentionInputs<CubeBackend>,
+    copies: Operands,
+) -> AttentionInputs<CubeBackend> {
+    AttentionInputs {
+        query: aligned(inputs.query, BROADCAST_QUERIES, copies.query),
+        key: aligned(inputs.key, BROADCAST_KEYS, copies.key),
+        value: aligned(inputs.value, BROADCAST_KEYS, copies.value),
+        ..inputs
+    }
+}
+
+/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. The first `broadcast`
+/// dimensions may be broadcast. If one of them has stride 0 in the tensor, it also has stride 0 in the copy.
+pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
+    if !copied {
+        return with_legal_strides(tensor);
+    }
+    let source = collapse_broadcast_dims(&tensor, broadcast);
+    let shape = source.meta.shape();
+    let [batch, heads, length, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let size = ROW_BYTES / tensor.dtype.size();
+    let pitch = columns.next_multiple_of(size);
+    let mut target = empty(&tensor, [batch, heads, length, pitch], tensor.dtype);
+    let client = target.client.clone();
+    let vectors = batch * heads * length * pitch / size;
+    let source_vector = [8, 4, 2]
+        .into_iter()
+        .find(|vector| *vector <= size && is_in_vectors(&source, *vector))
+        .unwrap_or(1);
+    // SAFETY: a unit writes the vector of `target` at its own index, and units whose index is not below `vectors` stop at once.
+    // The kernel reads `source` only at rows and columns inside its shape.
+    unsafe {
+        align_rows::launch_unchecked(
+            &client,
+            cube_count(&client, vectors.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            address_type([&source, &target]),
+            source.into_tensor_arg(),
+            target.clone().into_tensor_arg(),
+            heads as u32,
+            length as u32,
+            columns as u32,
+            (pitch / size) as u32,
+            vectors,
+            dtype_to_storage_type(tensor.dtype),
+            source_vector,
+            size,
+        );
+    }
+    for dim in 0..broadcast {
+        if tensor.meta.strides()[dim] == 0 {
+            target.meta.strides[dim] = 0;
+        }
+    }
+    target.meta.shape = tensor.meta.shape().clone();
+    target
+}
+
+/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride there, even one that is not a multiple of 16
+/// bytes.
+///
+/// Kernels compute addresses of rows past the tensor's end with these strides. They copy nothing from such an address, but the
+/// address must still be a multiple of 16 bytes.
+fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
+    for dim in 0..3 {
+        if tensor.meta.shape()[dim] == 1 {
+            tensor.meta.strides[dim] = 0;
+        }
+    }
+    tensor
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernel_args::is_tma_readable;
+    use crate::testing::cube_device;
+    use burn::{
+        backend::{ops::FloatTensorOps, read_sync},
+        tensor::{Shape, TensorData},
+    };
+
+    fn numbers(tensor: CubeTensor) -> Vec<f32> {
+        let data = read_sync(CubeBackend::float_into_data(tensor));
+        let data = data.expect("the tensor can be read").convert::<f32>();
+        data.try_into_vec().expect("the data was converted to f32")
+    }
+
+    /// Makes a tensor of `shape`, turns it into a view of shape `[2, 3, 5, columns]` with `view`, and compares the view with
+    /// its aligned copy.
+    fn check(shape: [usize; 4], broadcast: usize, view: impl Fn(CubeTensor) -> CubeTensor) {
+        let device = cube_device();
+        let numbers_of: Vec<f32> = (1..=shape.iter().product())
+            .map(|x: usize| x as f32)
+            .collect();
+        let data = TensorData::new(numbers_of, shape);
+        let tensor = view(CubeBackend::float_from_data(data, &device));
+        let copy = aligned(tensor.clone(), broadcast, true);
+        let context = format!("{tensor:?} as {copy:?}");
+        assert_eq!(copy.meta.shape(), tensor.meta.shape(), "{context}");
+        assert!(is_tma_readable(&copy, broadcast), "{context}");
+        for dim in 0..broadcast {
+            let is_broadcast = |tensor: &CubeTensor| tensor.meta.strides()[dim] == 0;
+            assert_eq!(is_broadcast(&copy), is_broadcast(&tensor), "{context}");
+        }
+        assert_eq!(numbers(copy), numbers(tensor), "{context}");
+    }
+
+    #[test]
+    fn aligned_copy_is_equal_and_readable_by_tma() {
+        for columns in [1, 2, 3, 4, 6, 8, 33] {
+            check([2, 3, 5, columns], 1, |tensor| tensor);
+            // The columns are not contiguous.
+            check([2, 3, columns, 5], 1, |tensor| {
+                CubeBackend::float_swap_dims(tensor, 2, 3)
+            });
+            // The heads dimension comes after the length in memory, and each row is a slice of a wider row.
+            check([2, 5, 3, columns + 3], 2, |tensor| {
+                let slices = [
+                    (0..2).into(),
+                    (0..5).into(),
+                    (0..3).into(),
+                    (2..columns + 2).into(),
+                ];
+                let sliced = CubeBackend::float_slice(tensor, &slices);
+                CubeBackend::float_swap_dims(sliced, 1, 2)
+            });
+        }
+    }
+
+    /// A dimension of size 1 may have any stride, from which a kernel would compute unaligned addresses.
+    #[test]
+    fn aligned_dimension_of_one_has_a_legal_stride() {
+        let device = cube_device();
+        for shape in [[1, 1, 1, 33], [2, 1, 1, 8], [1, 3, 1, 16], [1, 1, 5, 8]] {
+            let data = TensorData::zeros::<f32, _>(shape);
+            let tensor = aligned(CubeBackend::float_from_data(data, &device), 2, false);
+            for dim in 0..3 {
+                let bytes = tensor.meta.strides()[dim] * size_of::<f32>();
+                assert!(bytes.is_multiple_of(ROW_BYTES), "{shape:?}: {tensor:?}");
+            }
+        }
+    }
+
+    /// Sequences and heads with stride 0 are copied once. Rows and columns with stride 0 are copied in full, because TMA cannot
+    /// read a stride of 0 there.
+    #[test]
+    fn aligned_broadcast_input_is_copied_once() {
+        let expanded = |tensor| CubeBackend::float_expand(tensor, Shape::new([2, 3, 5, 6]));
+        for shape in [
+            [1, 3, 5, 6],
+            [1, 1, 5, 6],
+            [2, 1, 1, 6],
+            [2, 3, 5, 1],
+            [1, 1, 1, 1],
+        ] {
+            for broadcast in [1, 2] {
+                check(shape, broadcast, expanded);
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Storage form of a query's logsumexp in the LSE/delta tensor, which the backward reads.
+
+use crate::kernel_args::score_kind;
+use crate::math::score::ScoreKind;
+use crate::problem::AttentionProblem;
+
+/// The range of scales for which kernels can leave scores unscaled until the exponential. Outside of this range, unscaled
+/// scores could overflow or underflow f32.
+const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
+
+/// Storage form of a query's logsumexp in the LSE/delta tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum LogsumexpForm {
+    /// The logsumexp as one f32. This form requires that all scores are near 0.
+    Whole,
+    /// The logsumexp as one f32. If the magnitude of the reference score is at least [`FAR`](super::kernel::FAR), a mark takes
+    /// the place of the logsumexp, and the reference score and the logarithm are stored in other rows.
+    Marked,
+    /// The reference score and the logarithm as two f32 values.
+    Apart,
+}
+
+impl LogsumexpForm {
+    /// Returns the form for a kind of score. `raw` is true if kernels keep `q·k` unscaled until the exponential.
+    ///
+    /// Scores stay near 0 if a softcap bounds them and no bias is added afterwards. A wide softcap is far above most scores, so
+    /// it does not keep scores near 0.
+    pub(crate) const fn of(raw: bool, score: ScoreKind) -> Self {
+        match score.softcap && !score.wide_softcap && !score.bias {
+            true => Self::Whole,
+            false if raw => Self::Marked,
+            false => Self::Apart,
+        }
+    }
+
+    /// Returns the form that tensor-core kernels use for the problem.
+    pub(crate) fn of_problem(problem: &AttentionProblem) -> Self {
+        Self::of(is_raw(problem), score_kind(problem))
+    }
+}
+
+/// True if tensor-core kernels keep `q·k` unscaled until the exponential.
+pub(crate) fn is_raw(problem: &AttentionProblem) -> bool {
+    let has_q_or_k = problem.softcap.is_none() && problem.bias.is_none();
+    has_q_or_k && RAW_SCALES.contains(&problem.scale)
+}

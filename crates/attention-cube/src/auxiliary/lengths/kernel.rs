@@ -1,0 +1,262 @@
+//! Packs lengths, segment ids and intervals into one i32 buffer. Computes the bounds of every block of tokens, and the block
+//! range of every tile.
+//!
+//! A tile's block range spans the blocks of the opposite side that segments and intervals may leave visible to the tile.
+//! Kernels thus need no search, even with many packed documents.
+//!
+//! Schedule: one unit copies one i32 or computes the bounds of one block. One cube computes the block range of one tile.
+//! Budget: no shared memory for copies and bounds, two i32 values per unit for block ranges, and a few registers. Bound:
+//! memory, one to five values per token.
+
+use crate::math::side::Side;
+use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
+use cubecl::prelude::*;
+
+/// Copies the integers of `source`, of any width and row by row, to `packed[start..]`. Every integer is the first value of a
+/// record of `record` values.
+///
+/// If `clamps`, the kernel clamps values to `0..=largest`. The type `I` of `source` must then be able to represent `largest`.
+#[cube(launch_unchecked)]
+pub(crate) fn pack_lengths_and_ids<I: Int>(
+    source: &Tensor<I>,
+    packed: &mut Tensor<i32>,
+    start: u32,
+    columns: u32,
+    count: u32,
+    largest: i32,
+    #[comptime] clamps: bool,
+    #[comptime] record: u32,
+    #[define(I)] _dtype: ElemType,
+) {
+    let index = ABSOLUTE_POS as u32;
+    if index < count {
+        let row = (index / columns) as usize;
+        let column = (index % columns) as usize;
+        let mut value = source[row * source.stride(0) + column * source.stride(1)];
+        if comptime!(clamps) {
+            value = min(max(value, I::from_int(0)), I::cast_from(largest));
+        }
+        let mut at = start + index;
+        if comptime!(record > 1) {
+            at = start + record * index;
+        }
+        packed[at as usize] = i32::cast_from(value);
+    }
+}
+
+/// Copies the intervals of all queries to the queries' records in `packed`, and clamps them to `0..=kv_len`.
+///
+/// `source` is `[batch, q_len, 2 · intervals]`: first key and end of each interval. The values of a type narrower than i32 are
+/// widened before the clamp, all other values after it.
+#[cube(launch_unchecked)]
+pub(crate) fn pack_intervals<I: Int>(
+    source: &Tensor<I>,
+    packed: &mut Tensor<i32>,
+    start: u32,
+    q_len: u32,
+    count: u32,
+    kv_len: i32,
+    #[comptime] is_narrow: bool,
+    #[comptime] structure: Structure,
+    #[define(I)] _dtype: ElemType,
+) {
+    let index = ABSOLUTE_POS as u32;
+    if index < count {
+        let values = comptime!(2 * structure.intervals as u32);
+        let query = index / values;
+        let value = index % values;
+        let at = (query / q_len) as usize * source.stride(0)
+            + (query % q_len) as usize * source.stride(1)
+            + value as usize * source.stride(2);
+        let key = if comptime!(is_narrow) {
+            min(max(i32::cast_from(source[at]), 0i32), kv_len)
+        } else {
+            i32::cast_from(min(max(source[at], I::from_int(0)), I::cast_from(kv_len)))
+        };
+        let record = comptime!(structure.query_record() as u32);
+        let ids = comptime!(structure.segments as u32);
+        packed[(start + record * query + ids + value) as usize] = key;
+    }
+}
+
+/// Computes the two ranges of key blocks of every block of `block` queries and every interval: see [`INTERVAL_BOUNDS`]. Key
+/// blocks have `keys` keys.
+///
+/// The records of the queries start at index `records` of `packed`, and the bounds of the query blocks at index `bounds`.
+#[cube(launch_unchecked)]
+pub(crate) fn bound_intervals(
+    packed: &mut Tensor<i32>,
+    records: u32,
+    bounds: u32,
+    length: u32,
+    blocks: u32,
+    count: u32,
+    kv_len: i32,
+    #[comptime] block: u32,
+    #[comptime] keys: i32,
+    #[comptime] structure: Structure,
+) {
+    let index = ABSOLUTE_POS as u32;
+    if index < count {
+        let start = (index % blocks) * block;
+        let end = min(start + block, length);
+        let row = (index / blocks) * length;
+        let record = comptime!(structure.query_record() as u32);
+        #[unroll]
+        for interval in 0..structure.intervals {
+            let own = comptime!((structure.segments as usize + 2 * interval) as u32);
+            let mut smallest_first = kv_len;
+            let mut largest_first = 0i32;
+            let mut smallest_end = kv_len;
+            let mut largest_end = 0i32;
+            for query in start..end {
+                let at = (records + record * (row + query) + own) as usize;
+                let first = packed[at];
+                let last = packed[at + 1];
+                largest_first = max(largest_first, first);
+                smallest_end = min(smallest_end, last);
+                // An empty interval shows no key, so it does not widen the range.
+                if first < last {
+                    smallest_first = min(smallest_first, first);
+                    largest_end = max(largest_end, last);
+                }
+            }
+            let per_block = comptime!(structure.query_block_bounds() as u32);
+            let at = bounds
+                + per_block * index
+                + comptime!((BLOCK_BOUNDS + INTERVAL_BOUNDS * interval) as u32);
+            let at = at as usize;
+            packed[at] = smallest_first / keys;
+            packed[at + 1] = (largest_end + keys - 1i32) / keys;
+            packed[at + 2] = (largest_first + keys - 1i32) / keys;
+            // The last block of keys may be shorter than the others. It is whole if the intervals reach `kv_len`.
+            packed[at + 3] = select(
+                smallest_end == kv_len,
+                (kv_len + keys - 1i32) / keys,
+                smallest_end / keys,
+            );
+        }
+    }
+}
+
+/// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of the
+/// ids.
+///
+/// The ids start at index `ids` of `packed`, each as the first value of a record of `record` values. The bounds start at index
+/// `bounds`, with `block_bounds` values per block.
+#[cube(launch_unchecked)]
+pub(crate) fn bound_segments(
+    packed: &mut Tensor<i32>,
+    ids: u32,
+    bounds: u32,
+    length: u32,
+    blocks: u32,
+    count: u32,
+    #[comptime] block: u32,
+    #[comptime] record: u32,
+    #[comptime] block_bounds: u32,
+) {
+    let index = ABSOLUTE_POS as u32;
+    if index < count {
+        let start = (index % blocks) * block;
+        let end = min(start + block, length);
+        let row = ids + (index / blocks) * length * record;
+        let mut smallest = packed[(row + start * record) as usize];
+        let mut largest = smallest;
+        let mut bits = 0u32;
+        for token in start..end {
+            let id = packed[(row + token * record) as usize];
+            smallest = min(smallest, id);
+            largest = max(largest, id);
+            bits |= 1u32 << (u32::reinterpret(id) % 32u32);
+        }
+        let at = (bounds + block_bounds * index) as usize;
+        packed[at] = smallest;
+        packed[at + 1] = largest;
+        packed[at + 2] = i32::reinterpret(bits);
+    }
+}
+
+/// Computes the range of opposite blocks that segments and intervals may leave visible to a block, for `count` blocks. One cube
+/// handles one block.
+///
+/// The bounds of the blocks start at index `bounds` of `packed`, and those of the other side's blocks at index `others`. A
+/// range is stored as the first block and one past the last. The element at index `counter` becomes 0.
+#[cube(launch_unchecked)]
+pub(crate) fn span_blocks(
+    packed: &mut Tensor<i32>,
+    bounds: u32,
+    others: u32,
+    blocks: u32,
+    other_blocks: u32,
+    count: u32,
+    counter: u32,
+    #[comptime] side: Side,
+    #[comptime] structure: Structure,
+    #[comptime] units: u32,
+) {
+    let index = CUBE_POS as u32;
+    if index >= count {
+        terminate!();
+    }
+    let size = comptime!(structure.bounds_of_side(side));
+    let other_size = comptime!(structure.bounds_of_side(side.other()));
+    let at = (bounds + size * index) as usize;
+    let smallest = packed[at];
+    let largest = packed[at + 1];
+    let bits = packed[at + 2];
+    let start = others + other_size * (index / blocks) * other_blocks;
+    let mut first = other_blocks as i32;
+    let mut end = 0i32;
+    let mut block = UNIT_POS;
+    while block < other_blocks {
+        let there = (start + other_size * block) as usize;
+        let mut meets = true.runtime();
+        if comptime!(structure.segments) {
+            let ranges_overlap = smallest <= packed[there + 1] && packed[there] <= largest;
+            meets = ranges_overlap && bits & packed[there + 2] != 0i32;
+        }
+        if comptime!(structure.intervals > 0) {
+            let of_queries = if comptime!(side == Side::Queries) {
+                at
+            } else {
+                there
+            };
+            let key_block = if comptime!(side == Side::Queries) {
+                block
+            } else {
+                index % blocks
+            };
+            let mut inside = false.runtime();
+            #[unroll]
+            for interval in 0..structure.intervals {
+                let range = of_queries + comptime!(BLOCK_BOUNDS + INTERVAL_BOUNDS * interval);
+                inside = inside
+                    || (key_block as i32 >= packed[range]
+                        && (key_block as i32) < packed[range + 1]);
+            }
+            meets = meets && inside;
+        }
+        if meets {
+            first = min(first, block as i32);
+            end = block as i32 + 1i32;
+        }
+        block += units;
+    }
+    let mut firsts = Shared::<[i32]>::new_slice(comptime!(units as usize));
+    let mut ends = Shared::<[i32]>::new_slice(comptime!(units as usize));
+    firsts[UNIT_POS as usize] = first;
+    ends[UNIT_POS as usize] = end;
+    sync_cube();
+    if UNIT_POS == 0u32 {
+        for unit in 1..comptime!(units as usize) {
+            first = min(first, firsts[unit]);
+            end = max(end, ends[unit]);
+        }
+        packed[at + 3] = first;
+        packed[at + 4] = end;
+        if index == 0u32 {
+            packed[counter as usize] = 0i32;
+        }
+    }
+}

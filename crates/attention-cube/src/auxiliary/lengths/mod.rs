@@ -1,0 +1,440 @@
+//! Packs lengths, segment ids and intervals into one i32 buffer, so that kernels need only one binding: `[lengths | records of
+//! queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
+//!
+//! The record of a query has its segment id, then the first key and the end of each interval. Without segments it has no id.
+//!
+//! The bounds of a block are its smallest and largest segment id, a bit set of its ids, and a range of opposite blocks. By the
+//! ids, kernels skip pairs of blocks without a common document. The range covers all opposite blocks that segments and
+//! intervals may leave visible to the block. Only blocks of the stationary side have such a range.
+//!
+//! The bounds of a block of queries also have two ranges of key blocks per interval: the key blocks that the interval shows at
+//! least in part to one of the queries, and the key blocks that it shows whole to all of them.
+//!
+//! Kernels with different tile sizes have separate bounds. After the bounds of key blocks comes a counter, initially 0:
+//! persistent cubes claim tiles by incrementing it.
+
+mod kernel;
+
+use crate::auxiliary::lengths::kernel::{
+    bound_intervals, bound_segments, pack_intervals, pack_lengths_and_ids, span_blocks,
+};
+use crate::kernel_args::structure;
+use crate::math::side::Side;
+use crate::math::visibility::{BLOCK_BOUNDS, OPEN, SeqLensLaunch, Structure};
+use crate::problem::AttentionProblem;
+use crate::tile_ops::tiles::UnitTiles;
+use crate::types::tensors::AttentionInputs;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::{cube_count, empty};
+use cubecl::prelude::CubeDim;
+
+/// The block sizes of a kernel in tokens, and its stationary side: queries or keys, whichever the kernel keeps while blocks of
+/// the other stream by.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    pub queries: usize,
+    pub keys: usize,
+    pub stationary_side: Side,
+}
+
+impl Blocks {
+    /// Returns the block sizes of a kernel that keeps queries and streams keys.
+    pub fn of_queries(tiles: &UnitTiles) -> Self {
+        Self {
+            queries: tiles.rows,
+            keys: tiles.columns(),
+            stationary_side: Side::Queries,
+        }
+    }
+
+    /// Returns the block sizes of a kernel that keeps keys and streams queries.
+    pub fn of_keys(tiles: &UnitTiles) -> Self {
+        Self {
+            queries: tiles.columns(),
+            keys: tiles.rows,
+            stationary_side: Side::Keys,
+        }
+    }
+}
+
+/// The offsets of ids and bounds in the packed buffer, for a kernel's block sizes.
+#[derive(Clone, Copy)]
+pub(crate) struct BoundsOffsets {
+    blocks: Blocks,
+    query_ids: usize,
+    key_ids: usize,
+    query_bounds: usize,
+    key_bounds: usize,
+}
+
+impl BoundsOffsets {
+    /// Returns the offsets for a kernel that reads lengths but no segments.
+    pub fn of_lengths() -> Self {
+        Self {
+            blocks: Blocks {
+                queries: 1,
+                keys: 1,
+                stationary_side: Side::Queries,
+            },
+            query_ids: 0,
+            key_ids: 0,
+            query_bounds: 0,
+            key_bounds: 0,
+        }
+    }
+
+    /// Returns the problem's lengths and window, together with the offsets, as kernel arguments.
+    pub fn seq_lens(&self, problem: &AttentionProblem) -> SeqLensLaunch {
+        let window = |side: Option<usize>| side.map_or(OPEN, |side| side.min(OPEN as usize) as i32);
+        SeqLensLaunch::new(
+            problem.q_len as i32,
+            problem.kv_len as i32,
+            window(problem.window_left),
+            window(problem.right()),
+            i32::from(problem.is_bottom_right()),
+            self.query_ids as u32,
+            self.key_ids as u32,
+            self.query_bounds as u32,
+            self.key_bounds as u32,
+            problem.q_len.div_ceil(self.blocks.queries) as u32,
+            problem.kv_len.div_ceil(self.blocks.keys) as u32,
+        )
+    }
+}
+
+/// Packs lengths and segment ids, if the problem has any. Returns the packed buffer, and the offsets for each of the given
+/// block sizes.
+pub(crate) fn prepare(
+    inputs: &AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+    blocks: &[Blocks],
+) -> (Option<CubeTensor>, Vec<BoundsOffsets>) {
+    let AttentionProblem {
+        batch,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    let lengths = inputs.kv_lengths.as_option();
+    let most = Some(kv_len as i32);
+    let segments = inputs
+        .query_segments
+        .as_option()
+        .zip(inputs.key_segments.as_option());
+    let intervals = inputs.intervals.as_option();
+    // The kernels here read neither mask nor lengths, so these do not make kernels of their own.
+    let structure = Structure {
+        lengths: false,
+        lengths_ahead: false,
+        mask: false,
+        ..structure(problem)
+    };
+
+    let query_ids = if lengths.is_some() { batch } else { 0 };
+    let key_ids = query_ids + batch * q_len * structure.query_record();
+    let mut end = key_ids + usize::from(structure.segments) * batch * kv_len;
+    let mut reserve = |values: usize| {
+        let start = end;
+        end += values;
+        start
+    };
+    // Kernels with equal block sizes and the same stationary side share one set of bounds.
+    let mut distinct_sizes: Vec<BoundsOffsets> = Vec::with_capacity(blocks.len());
+    let offsets = blocks.iter().map(|blocks| {
+        if let Some(offsets) = distinct_sizes
+            .iter()
+            .find(|offsets| offsets.blocks == *blocks)
+        {
+            return *offsets;
+        }
+        let offsets = BoundsOffsets {
+            blocks: *blocks,
+            query_ids,
+            key_ids,
+            query_bounds: reserve(
+                structure.query_block_bounds() * batch * q_len.div_ceil(blocks.queries),
+            ),
+            key_bounds: reserve(BLOCK_BOUNDS * batch * kv_len.div_ceil(blocks.keys) + 1),
+        };
+        distinct_sizes.push(offsets);
+        offsets
+    });
+    let offsets = offsets.collect();
+
+    if !structure.has_bounds() {
+        let packed = lengths.map(|lengths| lengths_as_read(lengths, problem));
+        return (packed, offsets);
+    }
+    let packed = empty(&inputs.query, [end], DType::I32);
+    if let Some(lengths) = lengths {
+        pack(lengths, &packed, 0, 1, batch, most, 1);
+    }
+    if let Some((queries, keys)) = segments {
+        let record = structure.query_record();
+        pack(
+            queries,
+            &packed,
+            query_ids,
+            q_len,
+            batch * q_len,
+            None,
+            record,
+        );
+        pack(keys, &packed, key_ids, kv_len, batch * kv_len, None, 1);
+    }
+    if let Some(intervals) = intervals {
+        pack_records(intervals, &packed, query_ids, problem, structure);
+    }
+    for offsets in &distinct_sizes {
+        bound_blocks(&packed, offsets, problem, structure);
+    }
+    (Some(packed), offsets)
+}
+
+/// Writes the bounds of all blocks of queries and of keys, for one pair of block sizes.
+fn bound_blocks(
+    packed: &CubeTensor,
+    offsets: &BoundsOffsets,
+    problem: &AttentionProblem,
+    structure: Structure,
+) {
+    let AttentionProblem {
+        batch,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    let Blocks {
+        queries,
+        keys,
+        stationary_side,
+    } = offsets.blocks;
+    if structure.segments {
+        let of_queries = (structure.query_record(), structure.query_block_bounds());
+        bound(
+            packed,
+            offsets.query_ids,
+            offsets.query_bounds,
+            batch,
+            q_len,
+            queries,
+            of_queries,
+        );
+        bound(
+            packed,
+            offsets.key_ids,
+            offsets.key_bounds,
+            batch,
+            kv_len,
+            keys,
+            (1, BLOCK_BOUNDS),
+        );
+    }
+    if structure.intervals > 0 {
+        bound_records(packed, offsets, problem, structure);
+    }
+    let of_queries = (offsets.query_bounds, q_len.div_ceil(queries));
+    let of_keys = (offsets.key_bounds, kv_len.div_ceil(keys));
+    let counter = offsets.key_bounds + BLOCK_BOUNDS * batch * of_keys.1;
+    let (own, others) = match stationary_side {
+        Side::Queries => (of_queries, of_keys),
+        Side::Keys => (of_keys, of_queries),
+    };
+    span(
+        packed,
+        batch,
+        own,
+        others,
+        counter,
+        stationary_side,
+        structure,
+    );
+}
+
+/// True if kernels can read this tensor of `batch` lengths as it is. If not, a launch must first convert it to a contiguous i32
+/// tensor.
+pub(crate) fn is_kernel_layout(lengths: &CubeTensor, batch: usize) -> bool {
+    lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1)
+}
+
+/// Returns the lengths of a problem's sequences in the layout that kernels read: i32, contiguous.
+pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
+    let batch = problem.batch;
+    if is_kernel_layout(lengths, batch) {
+        return lengths.clone();
+    }
+    let packed = empty(lengths, [batch], DType::I32);
+    let most = Some(problem.kv_len as i32);
+    pack(lengths, &packed, 0, 1, batch, most, 1);
+    packed
+}
+
+const UNITS: usize = 64;
+
+/// Copies `count` integers, in rows of `columns`, to records of `record` values from offset `start` of the packed buffer on. If
+/// `largest` is given, integers wider than i32 are first clamped to `0..=largest`.
+fn pack(
+    source: &CubeTensor,
+    packed: &CubeTensor,
+    start: usize,
+    columns: usize,
+    count: usize,
+    largest: Option<i32>,
+    record: usize,
+) {
+    let source = match source.meta.shape().num_dims() {
+        1 => burn_cubecl::ops::reshape(source.clone(), Shape::new([count, 1])),
+        _ => source.clone(),
+    };
+    let element = dtype_to_storage_type(source.dtype);
+    let fits_i32 = source.dtype == DType::I32 || source.dtype.size() < DType::I32.size();
+    // SAFETY: `count` is the number of elements of `source`, and the callers reserve `count` records from `start` on.
+    unsafe {
+        pack_lengths_and_ids::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            source.into_tensor_arg(),
+            packed.clone().into_tensor_arg(),
+            start as u32,
+            columns as u32,
+            count as u32,
+            largest.unwrap_or_default(),
+            largest.is_some() && !fits_i32,
+            record as u32,
+            element,
+        );
+    }
+}
+
+/// Copies the intervals, `[batch, q_len, 2 · intervals]`, to the queries' records from offset `start` of the packed buffer on.
+fn pack_records(
+    intervals: &CubeTensor,
+    packed: &CubeTensor,
+    start: usize,
+    problem: &AttentionProblem,
+    structure: Structure,
+) {
+    let count = problem.batch * problem.q_len * 2 * structure.intervals;
+    let element = dtype_to_storage_type(intervals.dtype);
+    // SAFETY: `count` is the number of elements of `intervals`, and the caller reserves a record per query from `start` on.
+    unsafe {
+        pack_intervals::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            intervals.clone().into_tensor_arg(),
+            packed.clone().into_tensor_arg(),
+            start as u32,
+            problem.q_len as u32,
+            count as u32,
+            problem.kv_len as i32,
+            intervals.dtype.size() < DType::I32.size(),
+            structure,
+            element,
+        );
+    }
+}
+
+/// Writes the ranges of key blocks that the intervals of each block of queries show.
+fn bound_records(
+    packed: &CubeTensor,
+    offsets: &BoundsOffsets,
+    problem: &AttentionProblem,
+    structure: Structure,
+) {
+    let blocks = problem.q_len.div_ceil(offsets.blocks.queries);
+    let count = problem.batch * blocks;
+    // SAFETY: records and bounds of all queries lie inside `packed`, because `prepare` has sized it for both.
+    unsafe {
+        bound_intervals::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            offsets.query_ids as u32,
+            offsets.query_bounds as u32,
+            problem.q_len as u32,
+            blocks as u32,
+            count as u32,
+            problem.kv_len as i32,
+            offsets.blocks.queries as u32,
+            offsets.blocks.keys as i32,
+            structure,
+        );
+    }
+}
+
+/// Writes for each block of `side` the range of opposite blocks that may be visible to it, and sets the counter to 0.
+///
+/// Each argument pair holds the offset of a side's bounds, and the side's number of blocks per sequence. The first pair belongs
+/// to the blocks that get ranges.
+fn span(
+    packed: &CubeTensor,
+    batch: usize,
+    (bounds, blocks): (usize, usize),
+    (others, other_blocks): (usize, usize),
+    counter: usize,
+    side: Side,
+    structure: Structure,
+) {
+    let count = batch * blocks;
+    // SAFETY: cubes whose index is not below `count` stop at once. All other cubes access `packed` only at the bounds of
+    // existing blocks and at `counter`, for which the caller has reserved elements.
+    unsafe {
+        span_blocks::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            bounds as u32,
+            others as u32,
+            blocks as u32,
+            other_blocks as u32,
+            count as u32,
+            counter as u32,
+            side,
+            structure,
+            UNITS as u32,
+        );
+    }
+}
+
+/// Writes the id bounds of every block of `block` tokens, for `batch` sequences whose ids start at `ids`. Ids are the first
+/// values of records of `record` values. Each block has `block_bounds` values.
+fn bound(
+    packed: &CubeTensor,
+    ids: usize,
+    bounds: usize,
+    batch: usize,
+    length: usize,
+    block: usize,
+    (record, block_bounds): (usize, usize),
+) {
+    let blocks = length.div_ceil(block);
+    let count = batch * blocks;
+    // SAFETY: the kernel accesses `packed` only at the ids and bounds of `count` blocks, for which the caller has reserved
+    // elements.
+    unsafe {
+        bound_segments::launch_unchecked(
+            &packed.client,
+            cube_count(&packed.client, count.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            packed.clone().into_tensor_arg(),
+            ids as u32,
+            bounds as u32,
+            length as u32,
+            blocks as u32,
+            count as u32,
+            block as u32,
+            record as u32,
+            block_bounds as u32,
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests;

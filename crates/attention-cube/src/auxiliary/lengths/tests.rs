@@ -1,0 +1,131 @@
+//! Tests of the block ranges: which blocks may share a document with a tile.
+
+use super::*;
+use crate::options::AttentionOptions;
+use crate::testing::{cube_device, device};
+use crate::types::tensors::{MaybeBool, MaybeFloat, MaybeInt};
+use burn::backend::{
+    ops::{FloatTensorOps, IntTensorOps},
+    read_sync,
+};
+use burn::tensor::{Tensor, TensorData};
+
+/// Returns the expected block range of each block of `size` tokens of `stationary_side`. The range consists of the first block
+/// of `others` that shares an id with the block, and one past the last such block.
+fn expected(
+    stationary_side: &[i32],
+    others: &[i32],
+    size: usize,
+    other_size: usize,
+) -> Vec<[i32; 2]> {
+    let span = |block: &[i32]| {
+        let shares = |other: &&[i32]| other.iter().any(|id| block.contains(id));
+        let others: Vec<&[i32]> = others.chunks(other_size).collect();
+        let first = others.iter().position(&shares);
+        let last = others.iter().rposition(shares);
+        match first.zip(last) {
+            Some((first, last)) => [first as i32, last as i32 + 1],
+            None => [others.len() as i32, 0],
+        }
+    };
+    stationary_side.chunks(size).map(span).collect()
+}
+
+/// Checks the block ranges of query tiles and of key tiles, for two sequences.
+fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
+    let cube = cube_device();
+    let (q_len, kv_len) = (queries[0].len(), keys[0].len());
+    let ids = |ids: &[Vec<i32>; 2], length: usize| {
+        let data = TensorData::new(ids.concat(), [2, length]);
+        MaybeInt::Present(CubeBackend::int_from_data(data, &cube))
+    };
+    let operand = |length| Tensor::<4>::zeros([2, 1, length, 8], &device());
+    let options = AttentionOptions::new();
+    let problem = AttentionProblem::new(
+        &operand(q_len),
+        &operand(kv_len),
+        &operand(kv_len),
+        &options,
+    );
+    let problem = AttentionProblem {
+        segments: true,
+        ..problem.expect("the sizes fit each other")
+    };
+    let zeros = |length| {
+        let data = TensorData::zeros::<f32, _>([2, 1, length, 8]);
+        CubeBackend::float_from_data(data, &cube)
+    };
+    let inputs = AttentionInputs::<CubeBackend> {
+        query: zeros(q_len),
+        key: zeros(kv_len),
+        value: zeros(kv_len),
+        mask: MaybeBool::Absent,
+        bias: MaybeFloat::Absent,
+        kv_lengths: MaybeInt::Absent,
+        query_segments: ids(&queries, q_len),
+        key_segments: ids(&keys, kv_len),
+        intervals: MaybeInt::Absent,
+        sinks: MaybeFloat::Absent,
+    };
+    let blocks =
+        [(64, 32, Side::Queries), (16, 128, Side::Keys)].map(|(queries, keys, stationary_side)| {
+            Blocks {
+                queries,
+                keys,
+                stationary_side,
+            }
+        });
+    let (packed, offsets) = prepare(&inputs, &problem, &blocks);
+    let packed = packed.expect("the inputs have segments");
+    let data = read_sync(CubeBackend::int_into_data(packed)).expect("the tensor can be read");
+    let lengths_and_ids: Vec<i32> = data.try_into_vec().expect("the tensor has dtype i32");
+    for (blocks, offsets) in blocks.into_iter().zip(offsets) {
+        for batch in 0..2 {
+            let (start, size, expected) = match blocks.stationary_side {
+                Side::Queries => (
+                    offsets.query_bounds,
+                    q_len.div_ceil(blocks.queries),
+                    expected(&queries[batch], &keys[batch], blocks.queries, blocks.keys),
+                ),
+                Side::Keys => (
+                    offsets.key_bounds,
+                    kv_len.div_ceil(blocks.keys),
+                    expected(&keys[batch], &queries[batch], blocks.keys, blocks.queries),
+                ),
+            };
+            let of_blocks = &lengths_and_ids[start + BLOCK_BOUNDS * batch * size..];
+            let found: Vec<[i32; 2]> = of_blocks
+                .chunks(BLOCK_BOUNDS)
+                .take(size)
+                .map(|block| [block[3], block[4]])
+                .collect();
+            assert_eq!(
+                found, expected,
+                "{:?}, sequence {batch}",
+                blocks.stationary_side
+            );
+        }
+    }
+}
+
+/// If every document is contiguous, the block range of a tile must cover only the blocks of the tile's documents.
+#[test]
+fn prepare_block_range_covers_only_own_documents() {
+    let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);
+    // In the second sequence, the keys lack some documents that the queries have.
+    let leaps = |id: i32| if id > 20 { id + 9 } else { id };
+    check(
+        [ids(1000, 7).collect(), ids(1000, 27).collect()],
+        [ids(1100, 7).collect(), ids(1100, 27).map(leaps).collect()],
+    );
+}
+
+/// The last block of a document also contains padding with an unrelated id. This id must not widen the block range.
+#[test]
+fn prepare_padding_does_not_widen_block_range() {
+    let ids = |padding: i32| -> Vec<i32> {
+        let id = |i: usize| if i < 950 { i as i32 / 100 + 1 } else { padding };
+        (0..1000).map(id).collect()
+    };
+    check([ids(0), ids(-1)], [ids(0), ids(-1)]);
+}

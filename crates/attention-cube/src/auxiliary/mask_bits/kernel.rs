@@ -1,0 +1,213 @@
+//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets a
+//! summary.
+//!
+//! From an unpacked mask, a thread would load one byte per score. From the packed mask, a thread loads its row of a key block
+//! in a few 32-bit words. The summary says whether the mask hides nothing, some keys or everything. Kernels skip key blocks
+//! that are hidden from the whole tile, and test no key in blocks that are fully visible.
+//!
+//! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
+
+use crate::auxiliary::mask_bits::plan::WORDS_PER_PLANE;
+use crate::math::visibility::Keys;
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
+use cubecl::prelude::*;
+
+/// Planes (warps) per cube.
+pub(crate) const PLANES: u32 = 8;
+
+/// Summary of the mask for a tile of queries and a block of keys.
+///
+/// - `NOTHING`: no query of the tile sees any key of the block.
+/// - `SOME_KEYS`: some key is visible to a query, and some other key is visible to no query.
+/// - `EVERY_KEY`: every key is visible to at least one query.
+/// - `EVERYTHING`: every key is visible to every query.
+pub(crate) const NOTHING: u32 = 0;
+pub(crate) const SOME_KEYS: u32 = 1;
+pub(crate) const EVERY_KEY: u32 = 2;
+pub(crate) const EVERYTHING: u32 = 3;
+
+/// Offsets and strides of the mask's rows and block summaries, which lie in one buffer of 32-bit words. The first three fields
+/// are the strides from one sequence, head or row of the mask to the next. Along a broadcast dimension of the mask, the stride
+/// is 0.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct MaskOffsets {
+    pub batch: u32,
+    pub head: u32,
+    pub row: u32,
+    /// The offset of the first block summary. The next three fields are the strides between summaries along sequences, heads
+    /// and tiles.
+    pub blocks: u32,
+    pub block_batch: u32,
+    pub block_head: u32,
+    pub block_tile: u32,
+}
+
+/// Packs the mask `[batch, heads, rows, kv_len]` into bits. A row of the mask is packed in `pieces` pieces of
+/// [`WORDS_PER_PLANE`] words, and one plane packs one piece. All rows together have `count` pieces.
+///
+/// Each block of keys starts at a new word. Bits past the last key are 0.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn pack_mask_pdl<M: Numeric>(
+    mask: &Tensor<M>,
+    bits: &mut Tensor<u32>,
+    heads: u32,
+    rows: u32,
+    kv_len: u32,
+    pieces: u32,
+    count: u32,
+    #[comptime] block_keys: u32,
+    #[comptime] pdl: bool,
+    #[define(M)] _element: ElemType,
+) {
+    launch_dependents_and_wait(pdl);
+    mark_volatile(mask, pdl);
+    let index = plane_of_launch();
+    let lane = UNIT_POS % 32u32;
+    let block_words = comptime!(block_keys.div_ceil(32));
+    if index < count {
+        let piece = index % pieces;
+        let row = index / pieces;
+        let start = (row / rows / heads) as usize * mask.stride(0)
+            + (row / rows % heads) as usize * mask.stride(1)
+            + (row % rows) as usize * mask.stride(2);
+        let mut own = 0u32;
+        #[unroll]
+        for turn in 0..WORDS_PER_PLANE {
+            let word = piece * comptime!(WORDS_PER_PLANE as u32) + comptime!(turn as u32);
+            let in_block = word % block_words * 32u32 + lane;
+            let key = word / block_words * block_keys + in_block;
+            let mut visible = false;
+            if in_block < block_keys && key < kv_len {
+                visible = mask[start + key as usize * mask.stride(3)] != M::from_int(0);
+            }
+            let packed = plane_ballot(visible).extract(0usize);
+            own = select(lane == comptime!(turn as u32), packed, own);
+        }
+        if lane < comptime!(WORDS_PER_PLANE as u32) {
+            bits[(index * comptime!(WORDS_PER_PLANE as u32) + lane) as usize] = own;
+        }
+    }
+}
+
+/// Returns the index of the plane in the launch. The function does not use the index of the unit, because the number of units
+/// (32 per plane) may exceed a u32.
+#[cube]
+fn plane_of_launch() -> u32 {
+    CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
+}
+
+/// Computes the summaries of `count` pairs of a query tile (`tile_rows` queries) and a key block (`block_keys` keys).
+///
+/// A head has `tiles` tiles, `blocks` blocks and `rows` rows, and each row has `words` words.
+#[cube(launch_unchecked)]
+pub(crate) fn sum_up_mask(
+    bits: &mut Tensor<u32>,
+    start: u32,
+    rows: u32,
+    kv_len: u32,
+    words: u32,
+    tiles: u32,
+    blocks: u32,
+    count: u32,
+    #[comptime] tile_rows: u32,
+    #[comptime] block_keys: u32,
+) {
+    let index = plane_of_launch();
+    if index < count {
+        let block = index % blocks;
+        let first_row = index / blocks % tiles * tile_rows;
+        let end_row = min(first_row + tile_rows, rows);
+        let head = index / blocks / tiles * rows;
+        let keys = min(block_keys, kv_len - block * block_keys) as i32;
+        let lane = UNIT_POS % 32u32;
+        let mut any = false;
+        let mut every_key = true;
+        let mut all = true;
+        #[unroll]
+        for word in 0..comptime!(block_keys.div_ceil(32)) {
+            let at = block * comptime!(block_keys.div_ceil(32)) + word;
+            let inside = bits_below(keys - comptime!(32 * word as i32));
+            let mut seen = 0u32;
+            let mut row = first_row + lane;
+            while row < end_row {
+                let own = bits[(head + row) as usize * words as usize + at as usize];
+                seen |= own;
+                all = all && own == inside;
+                row += 32u32;
+            }
+            #[unroll]
+            for step in 0..5u32 {
+                seen |= plane_shuffle_xor(seen, comptime!(1u32 << step));
+            }
+            any = any || seen != 0u32;
+            every_key = every_key && seen == inside;
+        }
+        let all = plane_all(all);
+        if lane == 0u32 {
+            let some = select(every_key, EVERY_KEY, SOME_KEYS);
+            let state = select(all, EVERYTHING, some);
+            bits[(start + index) as usize] = select(any, state, NOTHING);
+        }
+    }
+}
+
+/// Returns the mask's summary for tile `tile` of query head `head` and key block `block`.
+#[cube]
+pub(crate) fn summary_of_block(
+    mask: &ComptimeOption<OwnedTensor<u32>>,
+    offsets: &MaskOffsets,
+    batch: u32,
+    head: u32,
+    tile: u32,
+    block: u32,
+) -> u32 {
+    #[comptime]
+    match mask {
+        ComptimeOption::Some(mask) => {
+            let at = offsets.blocks
+                + batch * offsets.block_batch
+                + head * offsets.block_head
+                + tile * offsets.block_tile
+                + block;
+            mask[at as usize]
+        }
+        ComptimeOption::None => EVERYTHING.runtime(),
+    }
+}
+
+/// Returns 32-bit word number `word` in the packed row of a query, which must exist. Words are counted through all blocks of
+/// the row.
+#[cube]
+pub(crate) fn word_of(
+    mask: &ComptimeOption<OwnedTensor<u32>>,
+    offsets: &MaskOffsets,
+    batch: u32,
+    head: u32,
+    query: u32,
+    word: u32,
+) -> u32 {
+    #[comptime]
+    match mask {
+        ComptimeOption::Some(mask) => {
+            let row = batch as usize * offsets.batch as usize
+                + head as usize * offsets.head as usize
+                + query as usize * offsets.row as usize;
+            mask[row + word as usize]
+        }
+        ComptimeOption::None => 0u32.runtime(),
+    }
+}
+
+/// Returns a word for the 32 keys that start at `key`. A bit is set if its key lies in `run`.
+#[cube]
+pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
+    bits_below(run.end - key) & !bits_below(run.first - key)
+}
+
+/// Returns a word whose first `count` bits are set.
+#[cube]
+fn bits_below(count: i32) -> u32 {
+    let count = u64::cast_from(min(max(count, 0i32), 32i32));
+    u32::cast_from((1u64 << count) - 1u64)
+}

@@ -1,0 +1,165 @@
+//! Layout of a packed mask in one buffer of 32-bit words: the bits of its rows, then the summaries of its blocks.
+
+use crate::math::side::Side;
+use crate::problem::AttentionProblem;
+use crate::types::refusal::Refusal;
+
+/// The number of 32-bit words that one plane packs.
+pub(crate) const WORDS_PER_PLANE: usize = 16;
+
+/// The largest number of words that a kernel's u32 offsets can address.
+const MOST_WORDS: usize = u32::MAX as usize;
+
+/// The layout of a packed mask: first the words of its rows, then one summary word per pair of a tile and a block.
+///
+/// Rows are queries or keys, and columns belong to the opposite side. Broadcast dimensions, except columns, are stored once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MaskWords {
+    pub batch: usize,
+    pub heads: usize,
+    pub rows: usize,
+    /// The number of pieces per row. A piece is the [`WORDS_PER_PLANE`] words that one plane packs.
+    pub pieces: usize,
+    /// The number of tiles per head, or 0 if the layout has no summaries. Each tile has one summary per block.
+    pub tiles: usize,
+    /// The number of blocks per row.
+    pub blocks: usize,
+}
+
+impl MaskWords {
+    /// Plans the layout of a mask of this shape. Rows belong to `side`, queries or keys, and columns to the opposite side.
+    /// Tiles have `tile_rows` rows, and blocks have `block_columns` columns.
+    ///
+    /// If `tile_rows` is `None`, the layout has no summaries.
+    pub fn new(
+        [batch, heads, queries, keys]: [usize; 4],
+        problem: &AttentionProblem,
+        side: Side,
+        tile_rows: Option<usize>,
+        block_columns: usize,
+    ) -> Self {
+        let (rows, columns) = match side {
+            Side::Queries => (queries, problem.kv_len),
+            Side::Keys => (keys, problem.q_len),
+        };
+        let blocks = columns.div_ceil(block_columns);
+        Self {
+            batch,
+            heads,
+            rows,
+            pieces: (blocks * block_columns.div_ceil(32)).div_ceil(WORDS_PER_PLANE),
+            tiles: tile_rows.map_or(0, |tile_rows| rows.div_ceil(tile_rows)),
+            blocks,
+        }
+    }
+
+    /// Returns the number of words per row.
+    #[cfg(any(test, feature = "cuda"))]
+    pub fn of_row(&self) -> usize {
+        self.pieces * WORDS_PER_PLANE
+    }
+
+    /// Returns the number of pieces in all rows together.
+    pub fn all_pieces(&self) -> usize {
+        self.batch * self.heads * self.rows * self.pieces
+    }
+
+    /// Returns the number of words in all rows together, which is also the offset of the first summary.
+    pub fn of_rows(&self) -> usize {
+        self.all_pieces() * WORDS_PER_PLANE
+    }
+
+    /// Returns the number of pairs of a tile and a block. Each pair has one summary word.
+    pub fn pairs(&self) -> usize {
+        self.batch * self.heads * self.tiles * self.blocks
+    }
+
+    /// Returns the number of words of the whole buffer.
+    pub fn all(&self) -> usize {
+        self.of_rows() + self.pairs()
+    }
+
+    /// Returns the offsets in the order of the fields of `MaskOffsets`. [`check_mask`] has checked that they fit u32.
+    #[cfg(any(test, feature = "cuda"))]
+    pub fn offsets(&self) -> [u32; 7] {
+        let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
+        let (row, tile) = (self.of_row(), self.blocks);
+        [
+            step(self.batch, self.heads * self.rows * row),
+            step(self.heads, self.rows * row),
+            step(self.rows, row),
+            self.of_rows() as u32,
+            step(self.batch, self.heads * self.tiles * tile),
+            step(self.heads, self.tiles * tile),
+            step(self.rows, tile),
+        ]
+    }
+}
+
+/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed masks. The argument
+/// `packed` lists the side of the rows, the rows per tile and the columns per block of each.
+pub(crate) fn check_mask(
+    problem: &AttentionProblem,
+    packed: impl IntoIterator<Item = (Side, usize, usize)>,
+) -> Result<(), Refusal> {
+    let Some(shape) = problem.mask else {
+        return Ok(());
+    };
+    for (side, tile_rows, block_columns) in packed {
+        let words = MaskWords::new(shape, problem, side, Some(tile_rows), block_columns).all();
+        if words > MOST_WORDS {
+            return Err(Refusal::MaskWords {
+                words,
+                limit: MOST_WORDS,
+            });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    fn problem([batch, heads, q_len, kv_len]: [usize; 4]) -> AttentionProblem {
+        testing::problem([batch, heads, heads, q_len, kv_len, 64])
+    }
+
+    /// The bits of the last row must end where the summaries start, and the summary of the last pair must be the last word.
+    /// Offsets must fit u32, even for masks with more than 2³² elements.
+    #[test]
+    fn mask_words_offsets_reach_the_last_word() {
+        for (scores, mask) in [
+            ([2, 3, 70, 300], [2, 3, 70, 300]),
+            ([2, 3, 70, 300], [1, 1, 70, 1]),
+            ([5, 1, 32_768, 32_768], [5, 1, 32_768, 32_768]),
+            ([1, 3, 65_536, 32_768], [1, 3, 65_536, 32_768]),
+            ([1, 60, 32_768, 32_768], [1, 60, 32_768, 32_768]),
+        ] {
+            for (tile_rows, block_columns) in [(Some(128), 176), (Some(64), 64), (None, 128)] {
+                for side in [Side::Queries, Side::Keys] {
+                    let problem = problem(scores);
+                    let words = MaskWords::new(mask, &problem, side, tile_rows, block_columns);
+                    let context = format!("{mask:?}: {words:?}");
+                    assert!(words.all() <= MOST_WORDS, "{context}");
+                    let columns = match side {
+                        Side::Queries => problem.kv_len,
+                        Side::Keys => problem.q_len,
+                    };
+                    assert!(words.of_row() * 32 >= columns, "{context}");
+                    let last =
+                        |index: usize, size: usize| words.offsets()[index] as usize * (size - 1);
+                    let row = last(0, words.batch) + last(1, words.heads) + last(2, words.rows);
+                    assert_eq!(row + words.of_row(), words.of_rows(), "{context}");
+                    assert_eq!(words.offsets()[3] as usize, words.of_rows(), "{context}");
+                    if words.tiles > 0 {
+                        let tile =
+                            last(4, words.batch) + last(5, words.heads) + last(6, words.tiles);
+                        assert_eq!(tile + words.blocks, words.pairs(), "{context}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,20 @@
+//! Auxiliary kernels that run before or after an engine's kernels. Each one has a folder with its kernel and its launch. No
+//! auxiliary kernel depends on an engine.
+
+#[cfg(feature = "cube")]
+pub(crate) mod backward_kind;
+#[cfg(feature = "cube")]
+pub(crate) mod bias_gradient;
+#[cfg(feature = "cube")]
+pub(crate) mod combine;
+#[cfg(feature = "cuda")]
+pub(crate) mod contiguous_copy;
+#[cfg(feature = "cube")]
+pub(crate) mod delta;
+#[cfg(feature = "cube")]
+pub(crate) mod lengths;
+pub(crate) mod mask_bits;
+#[cfg(feature = "cube")]
+pub mod quantize;
+#[cfg(feature = "cube")]
+pub(crate) mod reduce;

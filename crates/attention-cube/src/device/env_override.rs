@@ -1,0 +1,225 @@
+//! Environment variables that restrict a device's profile. With them, tests reach engines and tiles that selection would not
+//! choose on the device.
+//!
+//! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The reference serves every problem and is
+//!   always enabled as the last engine.
+//! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer card.
+//! - `ATTENTION_FRAGMENTS` selects the matrix multiplications of planes (cmma). `device` enables the device's own cmma, which
+//!   gives right results on one H100 and one H200 and is untested on other devices. `none` disables cmma. A shape such as
+//!   `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`, emulates operands that are widened to
+//!   f32.
+//!
+//! Each variable is read once, when the first device is queried.
+
+use crate::types::device::{FragmentSupport, Fragments};
+use crate::types::engine::Engine;
+use burn::tensor::DType;
+use std::env;
+use std::sync::OnceLock;
+
+/// The overrides that this process's environment variables specify.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DeviceOverride {
+    /// The enabled engines, or `None` if all engines are enabled.
+    engines: Option<Vec<Engine>>,
+    shared_memory: Option<usize>,
+    /// The cmma support that `ATTENTION_FRAGMENTS` selects. If the variable is not set, this is `None`, and engines do not use
+    /// the device's own cmma.
+    fragments: Option<FragmentOverride>,
+}
+
+/// The cmma support that `ATTENTION_FRAGMENTS` selects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum FragmentOverride {
+    /// The device's own cmma.
+    Device,
+    /// Emulated shapes, which replace the shapes of the device. An empty list disables cmma.
+    These(Vec<Fragments>),
+}
+
+/// The reason why a device's own cmma is off by default.
+const UNTRIED: &str = "its products are tested on few devices yet; set ATTENTION_FRAGMENTS=device to use this device's matrix units";
+
+/// Returns the number of units in a plane that emulates cmma with an accumulator of `m × n` elements. The plane has one unit
+/// per 4 elements, rounded to 32 or 64 units.
+fn emulated_plane(fragments: &Fragments) -> usize {
+    match fragments.m * fragments.n / 4 {
+        0..=32 => 32,
+        _ => 64,
+    }
+}
+
+impl DeviceOverride {
+    /// Reads the overrides from the environment variables.
+    ///
+    /// # Panics
+    /// Panics if a variable is malformed, because a test without the intended override would prove nothing.
+    pub(crate) fn of_environment() -> &'static Self {
+        static RESTRICTION: OnceLock<DeviceOverride> = OnceLock::new();
+        RESTRICTION.get_or_init(|| {
+            let variable = |name| env::var(name).ok();
+            Self::parse(
+                variable("ATTENTION_ENGINES").as_deref(),
+                variable("ATTENTION_SHARED_MEMORY").as_deref(),
+                variable("ATTENTION_FRAGMENTS").as_deref(),
+            )
+            .unwrap_or_else(|error| panic!("{error}"))
+        })
+    }
+
+    fn parse(
+        engines: Option<&str>,
+        shared_memory: Option<&str>,
+        fragments: Option<&str>,
+    ) -> Result<Self, String> {
+        let engine = |word: &str| {
+            let known = || {
+                Engine::WITH_KERNELS
+                    .iter()
+                    .chain(&[Engine::Reference])
+                    .copied()
+            };
+            let is_named = |engine: &Engine| engine.to_string().eq_ignore_ascii_case(word.trim());
+            known().find(is_named).ok_or_else(|| {
+                let names = Vec::from_iter(known().map(|engine| engine.to_string()));
+                format!("ATTENTION_ENGINES: {word:?} is unknown; expected one of {names:?}")
+            })
+        };
+        let engines = engines.map(|list| list.split(',').map(engine).collect());
+        let bytes = |text: &str| {
+            text.parse()
+                .map_err(|error| format!("ATTENTION_SHARED_MEMORY: {text:?}: {error}"))
+        };
+        Ok(Self {
+            engines: engines.transpose()?,
+            shared_memory: shared_memory.map(bytes).transpose()?,
+            fragments: fragments.map(parse_fragments).transpose()?,
+        })
+    }
+
+    /// Returns the engines that selection must skip.
+    pub(crate) fn disabled_engines(&self) -> Vec<Engine> {
+        match &self.engines {
+            Some(engines) => {
+                let is_disabled = |engine: &&Engine| !engines.contains(engine);
+                Engine::WITH_KERNELS
+                    .iter()
+                    .filter(is_disabled)
+                    .copied()
+                    .collect()
+            }
+            None => Vec::new(),
+        }
+    }
+
+    /// Returns the cmma support of the device under this override. The closure `own` reads the device's own support.
+    pub(crate) fn fragments(&self, own: impl FnOnce() -> FragmentSupport) -> FragmentSupport {
+        match &self.fragments {
+            Some(FragmentOverride::These(kinds)) => {
+                let plane = kinds.first().map_or(0, emulated_plane);
+                FragmentSupport {
+                    kinds: kinds.clone(),
+                    plane_sizes: (plane, plane),
+                    fault: None,
+                }
+            }
+            Some(FragmentOverride::Device) => own(),
+            None => {
+                let own = own();
+                let fault = own.fault.or(Some(UNTRIED));
+                FragmentSupport { fault, ..own }
+            }
+        }
+    }
+
+    /// Returns the bytes of shared memory that a cube may allocate on a device whose own limit is `bytes`.
+    pub(crate) fn shared_memory(&self, bytes: usize) -> usize {
+        self.shared_memory.map_or(bytes, |most| most.min(bytes))
+    }
+}
+
+/// Parses `device`, `none`, or a shape to emulate. A shape with the suffix `:f32` stands for f32 operands. A shape without the
+/// suffix stands for f16 and bf16 operands.
+fn parse_fragments(text: &str) -> Result<FragmentOverride, String> {
+    let wrong =
+        || format!("ATTENTION_FRAGMENTS: {text:?} is invalid; use device, none or 16x16x16");
+    match text.trim() {
+        "device" => return Ok(FragmentOverride::Device),
+        "none" => return Ok(FragmentOverride::These(Vec::new())),
+        _ => (),
+    }
+    let (shape, dtypes): (_, &[DType]) = match text.trim().strip_suffix(":f32") {
+        Some(shape) => (shape, &[DType::F32]),
+        None => (text.trim(), &[DType::F16, DType::BF16]),
+    };
+    let sizes: Result<Vec<usize>, _> = shape.split('x').map(str::parse).collect();
+    let [m, n, k] = sizes
+        .ok()
+        .and_then(|sizes| <[usize; 3]>::try_from(sizes).ok())
+        .ok_or_else(wrong)?;
+    let kinds = dtypes.iter().map(|dtype| Fragments {
+        m,
+        n,
+        k,
+        dtype: *dtype,
+        emulated: true,
+    });
+    Ok(FragmentOverride::These(kinds.collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parse_engines_and_bytes_restricts_the_device() {
+        let none = DeviceOverride::parse(None, None, None).expect("no variable is valid");
+        assert_eq!(
+            (none.disabled_engines(), none.shared_memory(9)),
+            (vec![], 9)
+        );
+        let some = DeviceOverride::parse(Some("unit, reference"), Some("7"), None)
+            .expect("the engine names and the number are valid");
+        let others = Engine::WITH_KERNELS.iter().copied();
+        let others = Vec::from_iter(others.filter(|engine| *engine != Engine::Unit));
+        assert_eq!(some.disabled_engines(), others);
+        assert_eq!((some.shared_memory(9), some.shared_memory(5)), (7, 5));
+        for (engines, bytes, fragments) in [
+            (Some("units"), None, None),
+            (Some(""), None, None),
+            (None, Some("99 KB"), None),
+            (None, None, Some("")),
+            (None, None, Some("16x16")),
+            (None, None, Some("8x8x8:f64")),
+        ] {
+            DeviceOverride::parse(engines, bytes, fragments)
+                .expect_err("a malformed variable is an error");
+        }
+    }
+
+    #[test]
+    fn fragments_by_override_are_own_none_or_emulated() {
+        let own = || FragmentSupport {
+            plane_sizes: (64, 64),
+            ..FragmentSupport::default()
+        };
+        let of = |text| {
+            let restriction =
+                DeviceOverride::parse(None, None, text).expect("the override is valid");
+            restriction.fragments(own)
+        };
+        assert_eq!(of(Some("device")), own());
+        assert_eq!(of(None).fault, Some(UNTRIED));
+        assert_eq!(of(Some("none")).kinds, []);
+        let emulated = |dtype| Fragments {
+            m: 16,
+            n: 8,
+            k: 4,
+            dtype,
+            emulated: true,
+        };
+        let halves = [DType::F16, DType::BF16].map(emulated);
+        assert_eq!(of(Some("16x8x4")).kinds, halves);
+        assert_eq!(of(Some("16x8x4:f32")).kinds, [emulated(DType::F32)]);
+    }
+}

@@ -1,0 +1,172 @@
+//! Reads a device's profile from the properties that CubeCL reports.
+
+#[cfg(feature = "cube")]
+use crate::device::env_override::DeviceOverride;
+pub use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};
+#[cfg(feature = "cube")]
+use crate::types::engine::Engine;
+pub use crate::types::refusal::Feature;
+#[cfg(feature = "cube")]
+use burn::{
+    backend::cubecl::dtype_to_storage_type,
+    tensor::{DType, Device},
+};
+#[cfg(feature = "cube")]
+use burn_cubecl::{CubeDevice, tensor::CubeTensor};
+#[cfg(feature = "cube")]
+use cube_kit::hopper::is_hopper;
+#[cfg(feature = "cube")]
+use cubecl::client::Client;
+#[cfg(feature = "cube")]
+use cubecl::ir::features::{MmaConfig, Tma, TypeUsage};
+#[cfg(feature = "cube")]
+use cubecl::ir::{DeviceProperties, FloatKind, PciVendor};
+#[cfg(feature = "cube")]
+use std::{
+    collections::HashMap,
+    num::NonZero,
+    sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError},
+    thread::available_parallelism,
+};
+
+#[cfg(feature = "cube")]
+impl DeviceProfile {
+    /// Returns the profile of a device, or `None` if the device has no CubeCL runtime.
+    pub(crate) fn of_device(device: &Device) -> Option<Self> {
+        let device = device.clone().without_autodiff();
+        match device.as_dispatch() {
+            burn::backend::DispatchDevice::Cube(device) => {
+                Some(profile(device, || device.client()).as_ref().clone())
+            }
+            #[allow(
+                unreachable_patterns,
+                reason = "with no other backend compiled in, the arm above covers all devices"
+            )]
+            _ => None,
+        }
+    }
+
+    /// Returns the profile of a tensor's device.
+    pub(crate) fn of_tensor(tensor: &CubeTensor) -> Arc<Self> {
+        profile(&tensor.device, || tensor.client.clone())
+    }
+
+    /// Reads the profile from the properties that a CubeCL client reports for its device.
+    fn of_client(client: &Client) -> Self {
+        let properties = client.properties();
+        let hardware = &properties.hardware;
+        let restriction = DeviceOverride::of_environment();
+        let dtypes = [DType::F32, DType::F16, DType::BF16]
+            .into_iter()
+            .filter(|dtype| {
+                let usage = properties.type_usage(dtype_to_storage_type(*dtype));
+                usage.contains(TypeUsage::Buffer) && usage.contains(TypeUsage::Conversion)
+            })
+            .collect();
+        Self {
+            name: client.name().to_string(),
+            dtypes,
+            shared_memory: restriction.shared_memory(hardware.max_shared_memory_size),
+            units_per_cube: hardware.max_units_per_cube as usize,
+            bindings: hardware.max_bindings as usize,
+            largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
+            cube_count: hardware.max_cube_count.0,
+            // The number of processors is present only for software drivers. A device is a software driver if its runtime
+            // reports no physical device, because runtimes report a physical device for every GPU.
+            processors: properties.identity.physical.is_none().then(processors),
+            multiprocessors: hardware
+                .num_streaming_multiprocessors
+                .map(|count| count as usize),
+            features: features(properties, is_hopper(client)),
+            fragments: restriction.fragments(|| fragments(client)),
+            disabled_engines: restriction.disabled_engines(),
+            not_built: Engine::WITH_KERNELS
+                .iter()
+                .filter_map(|engine| Some((*engine, engine.missing_build_feature()?)))
+                .collect(),
+        }
+    }
+}
+
+/// Returns the profile of a device. The function queries each device once per process, because its properties do not change.
+#[cfg(feature = "cube")]
+fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DeviceProfile> {
+    static PROFILES: LazyLock<Mutex<HashMap<CubeDevice, Arc<DeviceProfile>>>> =
+        LazyLock::new(Mutex::default);
+    let mut profiles = PROFILES.lock().unwrap_or_else(PoisonError::into_inner);
+    let asked = || Arc::new(DeviceProfile::of_client(&client()));
+    Arc::clone(profiles.entry(device.clone()).or_insert_with(asked))
+}
+
+/// Returns the features listed in `properties`, plus wgmma if `has_wgmma`, because `properties` cannot list wgmma.
+#[cfg(feature = "cube")]
+fn features(properties: &DeviceProperties, has_wgmma: bool) -> Vec<Feature> {
+    let features = &properties.features;
+    let of_dtype = |dtype| {
+        let element = dtype_to_storage_type(dtype);
+        let product = MmaConfig {
+            a_type: element,
+            b_type: element,
+            cd_type: FloatKind::F32.into(),
+            m: 16,
+            n: 8,
+            k: 16,
+        };
+        [
+            (Feature::Mma(dtype), features.matmul.mma.contains(&product)),
+            (
+                Feature::LoadMatrix(dtype),
+                features.matmul.ldmatrix.contains(&element),
+            ),
+        ]
+    };
+    [DType::F16, DType::BF16]
+        .into_iter()
+        .flat_map(of_dtype)
+        .chain([
+            (Feature::CopyAsync, features.copy_async),
+            (Feature::Tma, features.tma.contains(Tma::Base)),
+            (Feature::Wgmma, has_wgmma),
+        ])
+        .filter(|(_, is_there)| *is_there)
+        .map(|(feature, _)| feature)
+        .collect()
+}
+
+/// Reads the supported matrix multiplications on fragments (cmma) from the properties of a client.
+#[cfg(feature = "cube")]
+fn fragments(client: &Client) -> FragmentSupport {
+    let properties = client.properties();
+    let hardware = &properties.hardware;
+    let dtypes = [DType::F32, DType::F16, DType::BF16];
+    let of_dtype = |config: &MmaConfig| {
+        let is_left = |dtype: &DType| config.a_type == dtype_to_storage_type(*dtype);
+        let dtype = dtypes.into_iter().find(is_left)?;
+        let sums = config.cd_type == FloatKind::F32.into();
+        (sums && config.b_type == config.a_type).then_some(Fragments {
+            m: config.m as usize,
+            n: config.n as usize,
+            k: config.k as usize,
+            dtype,
+            emulated: false,
+        })
+    };
+    let physical = properties.identity.physical.as_ref();
+    let is_intel = physical.and_then(|card| card.vendor) == Some(PciVendor::Intel);
+    FragmentSupport {
+        kinds: properties.features.matmul.cmma.iter().filter_map(of_dtype).collect(),
+        plane_sizes: (hardware.plane_size_min as usize, hardware.plane_size_max as usize),
+        // All Intel devices are marked as faulty, though only some generations of their GPUs are
+        // (<https://github.com/tracel-ai/cubecl/issues/1444>). The runtime does not report the GPU's generation.
+        fault: is_intel.then_some(
+            "Intel's Vulkan driver loads the first tile of shared memory instead of the requested one on some of its cards",
+        ),
+    }
+}
+
+/// The number of hardware threads of the processor.
+#[cfg(feature = "cube")]
+fn processors() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| available_parallelism().map_or(1, NonZero::get))
+}

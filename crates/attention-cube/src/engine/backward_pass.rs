@@ -1,0 +1,176 @@
+//! The tensors that all kernels of one backward read. This module also computes the gradients of bias and sinks, after the
+//! engine's kernels have computed the gradients of query, key and value.
+
+use crate::auxiliary::backward_kind::BackwardKind;
+use crate::auxiliary::delta::form::LogsumexpForm;
+use crate::auxiliary::delta::rows_of_queries;
+use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
+use crate::auxiliary::reduce::sum_parts;
+use crate::engine::bias_gradient::launch::bias_gradient;
+use crate::engine::bias_gradient::plan::BiasGradientPlan;
+use crate::engine::optional_inputs::OptionalInputs;
+use crate::kernel_args::tensor_arg;
+use crate::kernel_args::{score_kind, structure};
+use crate::math::inputs::BackwardInputsLaunch;
+use crate::math::side::Side;
+use crate::problem::AttentionProblem;
+use crate::reference;
+use crate::tile_ops::tiles::UnitTiles;
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionSaved};
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape};
+use burn_cubecl::CubeBackend;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::address_type;
+use cubecl::prelude::*;
+
+/// Returns the block sizes of the kernel that computes the bias gradient, or `None` if the bias gradient was not requested.
+pub(crate) fn blocks_of_bias(
+    plan: Option<BiasGradientPlan>,
+    request: BackwardRequest,
+) -> Option<Blocks> {
+    let plan = plan.filter(|_| request.bias);
+    plan.map(|plan| Blocks {
+        queries: plan.tiles.rows(),
+        keys: plan.tiles.columns(),
+        stationary_side: Side::Queries,
+    })
+}
+
+/// The gradients of query, key and value that the engine's kernels have computed so far.
+#[derive(Default)]
+pub(crate) struct Gradients {
+    pub query: Option<CubeTensor>,
+    pub key: Option<CubeTensor>,
+    pub value: Option<CubeTensor>,
+}
+
+/// The tensors that every kernel of one backward reads.
+pub(crate) struct BackwardPass<'a> {
+    pub inputs: AttentionInputs<CubeBackend>,
+    pub output_gradient: CubeTensor,
+    pub rows: CubeTensor,
+    pub logsumexp: CubeTensor,
+    pub logsumexp_gradient: Option<CubeTensor>,
+    pub optional_inputs: OptionalInputs,
+    pub problem: &'a AttentionProblem,
+}
+
+impl<'a> BackwardPass<'a> {
+    /// Computes LSE and delta of all queries, and collects the tensors that the kernels read.
+    ///
+    /// The kernel that computes delta loads the output and the output's gradient in vectors of `vector` elements. `form`
+    /// selects how the LSE is stored.
+    pub(crate) fn new(
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        optional_inputs: OptionalInputs,
+        problem: &'a AttentionProblem,
+        vector: usize,
+        form: LogsumexpForm,
+    ) -> Self {
+        Self {
+            rows: rows_of_queries(&saved, problem, vector, form),
+            inputs,
+            output_gradient: saved.output_gradient,
+            logsumexp: saved.logsumexp,
+            logsumexp_gradient: saved.logsumexp_gradient.into_option(),
+            optional_inputs,
+            problem,
+        }
+    }
+
+    /// Returns query, key, value, the output's gradient and the LSE/delta tensor as kernel arguments.
+    pub(crate) fn operands<E: Float, N: Size>(&self) -> BackwardInputsLaunch<E, N> {
+        BackwardInputsLaunch::new(
+            tensor_arg(&self.inputs.query),
+            tensor_arg(&self.inputs.key),
+            tensor_arg(&self.inputs.value),
+            tensor_arg(&self.output_gradient),
+            tensor_arg(&self.rows),
+        )
+    }
+
+    pub(crate) fn kind(&self, tiles: UnitTiles) -> BackwardKind {
+        BackwardKind {
+            tiles,
+            structure: structure(self.problem),
+            score: score_kind(self.problem),
+        }
+    }
+
+    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. One buffer holds the
+    /// sequence lengths and the segment bounds, and `offsets` locates both there for the bias kernel.
+    pub(crate) fn with_rest(
+        &self,
+        gradients: Gradients,
+        bias: Option<BiasGradientPlan>,
+        offsets: Option<&BoundsOffsets>,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        let bias = bias.filter(|_| request.bias).zip(offsets);
+        let bias = self.inputs.bias.as_option().zip(bias);
+        let bias = bias.map(|(bias, (plan, offsets))| bias_gradient(self, bias, plan, *offsets));
+        let sinks = self.inputs.sinks.as_option().filter(|_| request.sinks);
+        let sinks = sinks.map(|sinks| self.sinks(sinks));
+        AttentionGradients {
+            query: gradients.query.filter(|_| request.query).into(),
+            key: gradients.key.filter(|_| request.key).into(),
+            value: gradients.value.filter(|_| request.value).into(),
+            bias: bias.into(),
+            sinks: sinks.into(),
+        }
+    }
+
+    pub(crate) fn addresses(&self, outputs: &[&CubeTensor]) -> AddressType {
+        let inputs = &self.inputs;
+        address_type(
+            [
+                &inputs.query,
+                &inputs.key,
+                &inputs.value,
+                &self.output_gradient,
+                &self.rows,
+            ]
+            .into_iter()
+            .chain(self.optional_inputs.tensors())
+            .chain(outputs.iter().copied()),
+        )
+    }
+
+    /// Computes the gradient of the sinks, one element per query head.
+    ///
+    /// Burn's tensor operations compute the gradient from the LSE and delta. A separate kernel converts the result to half
+    /// precision, because the rounding of Burn's conversion depends on the driver.
+    fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
+        let problem = self.problem;
+        let [batch, q_heads, q_len] = problem.logsumexp_shape();
+        let rows = Shape::new([batch, q_heads, q_len, 1]);
+        let parts = reference::parts::<CubeBackend>(self.logsumexp.clone(), problem);
+        let [reference, logarithm] =
+            parts.map(|part| CubeBackend::float_reshape(part, rows.clone()));
+        let deltas = CubeBackend::float_slice(
+            self.rows.clone(),
+            &[
+                (0..batch).into(),
+                (0..q_heads).into(),
+                (1..2).into(),
+                (0..q_len).into(),
+            ],
+        );
+        let deltas = CubeBackend::float_swap_dims(deltas, 2, 3);
+        let gradient = reference::gradients::sinks_gradient::<CubeBackend>(
+            sinks.clone(),
+            reference,
+            logarithm,
+            deltas,
+            problem,
+        );
+        match sinks.dtype {
+            DType::F32 => gradient,
+            _ => sum_parts(&into_contiguous(gradient), 0, 1, sinks, None, 1),
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! The plan of the bias gradient: the size of the score tiles, and the number of partial sums.
+
+use crate::engine::tensor_core::mma::plan::{BiasGradientTiles, bias_gradient_tiles};
+use crate::problem::AttentionProblem;
+use crate::tile_ops::table::{SINGLE, choose};
+use crate::tile_ops::tiles::UnitTiles;
+use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
+use crate::types::refusal::Refusal;
+
+/// The number of cubes per multiprocessor at which the plan aims. If the bias has fewer tiles, several cubes compute partial
+/// sums of each tile.
+const CUBES_PER_MULTIPROCESSOR: usize = 8;
+
+/// The plan of a bias gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BiasGradientPlan {
+    /// The tiles into which the scores are divided.
+    pub tiles: BiasTiles,
+    /// The order of summation, and the number of partial sums.
+    pub sum: BiasSum,
+}
+
+/// The tiles into which the scores are divided, by the hardware that computes the GEMMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasTiles {
+    /// Scalar units compute the GEMMs in f32.
+    Units(UnitTiles),
+    /// The tensor cores compute the GEMMs in half precision, with a kernel of the mma engine. Every engine that supports half
+    /// precision can use these tiles.
+    MatrixUnits(BiasGradientTiles),
+}
+
+impl BiasTiles {
+    /// The number of queries in a tile.
+    pub(crate) fn rows(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.rows,
+            Self::MatrixUnits(tiles) => tiles.rows(),
+        }
+    }
+
+    /// The number of keys in a tile.
+    pub(crate) fn columns(&self) -> usize {
+        match self {
+            Self::Units(tiles) => tiles.columns(),
+            Self::MatrixUnits(tiles) => tiles.columns,
+        }
+    }
+
+    /// The fewest score tiles that one cube sums, if there are enough tiles. A cube on matrix units needs two tiles, because it
+    /// copies one tile while it multiplies another. The number limits how many partial sums there are, because each one costs a
+    /// write to memory and a read.
+    fn least_summed(&self) -> usize {
+        match self {
+            Self::Units(_) => 1,
+            Self::MatrixUnits(_) => 2,
+        }
+    }
+
+    /// The number of loop iterations that a unit runs for one tile of scores. Software drivers limit this number.
+    fn iterations(&self, columns: usize) -> usize {
+        match self {
+            // The scores stay in registers. The kernel therefore runs only the GEMMs that compute S and dP, and no GEMM that
+            // accumulates an output.
+            Self::Units(tiles) => tiles.block_iterations(columns, 0, false),
+            Self::MatrixUnits(_) => 1,
+        }
+    }
+}
+
+/// The order of summation in a bias gradient. If there are too few bias tiles to fill the device, several cubes compute partial
+/// sums of the same elements. A second kernel adds the partial sums in a fixed order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BiasSum {
+    /// The kernel recomputes the scores. For each tile of the bias, it sums over all score tiles to which the bias tile is
+    /// broadcast.
+    Scores {
+        /// The number of partial sums per tile of the bias.
+        parts: usize,
+    },
+    /// The bias has the same value for all keys. Its gradient is then a sum over queries, and does not depend on the keys that
+    /// the queries see.
+    Queries {
+        /// The number of partial sums per bias element.
+        parts: usize,
+    },
+}
+
+impl BiasGradientPlan {
+    /// Plans the gradient of the problem's bias on scalar units, whose loads have `vector` elements. Returns `None` if the
+    /// problem has no bias.
+    pub(crate) fn new(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        vector: usize,
+    ) -> Result<Option<Self>, Refusal> {
+        let Some((shape, _)) = problem.bias else {
+            return Ok(None);
+        };
+        let tiles = BiasTiles::Units(choose(SINGLE, problem.head_dim, 0, device, vector)?);
+        Ok(Some(Self::with(shape, problem, device, tiles)))
+    }
+
+    /// Plans the gradient of the problem's bias for an engine that copies rows in whole 16-byte pieces. The plan uses matrix
+    /// units if the device has them, else scalar units.
+    pub(crate) fn on_matrix_units(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        vector: usize,
+    ) -> Result<Option<Self>, Refusal> {
+        let shape = problem.bias.map(|(shape, _)| shape);
+        match (shape, bias_gradient_tiles(problem, device)) {
+            (Some(shape), Ok(tiles)) => {
+                let tiles = BiasTiles::MatrixUnits(tiles);
+                Ok(Some(Self::with(shape, problem, device, tiles)))
+            }
+            _ => Self::new(problem, device, vector),
+        }
+    }
+
+    fn with(
+        shape: [usize; 4],
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        tiles: BiasTiles,
+    ) -> Self {
+        let sum = sum(shape, problem, device, &tiles);
+        Self { tiles, sum }
+    }
+
+    /// The most loop iterations of a unit, over all kernels of this plan.
+    pub(crate) fn iterations(&self, problem: &AttentionProblem) -> usize {
+        match self.sum {
+            BiasSum::Scores { parts } => {
+                let tiles = summed(problem, self.tiles.rows()).div_ceil(parts);
+                let columns = problem.head_dim + problem.value_dim;
+                tiles * self.tiles.iterations(columns)
+            }
+            BiasSum::Queries { parts } => parts.max(summed(problem, 1).div_ceil(parts)),
+        }
+    }
+}
+
+/// The number of score tiles, of `rows` queries each, whose gradients are added into one bias element.
+fn summed(problem: &AttentionProblem, rows: usize) -> usize {
+    let along = |size: usize, whole: usize| if size == 1 { whole } else { 1 };
+    problem.bias.map_or(0, |([batch, heads, queries, _], _)| {
+        along(batch, problem.batch)
+            * along(heads, problem.q_heads)
+            * along(queries, problem.q_len.div_ceil(rows))
+    })
+}
+
+/// Chooses the order of summation for a bias of shape `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension.
+/// `tiles` are the tiles of the scores.
+fn sum(
+    [batch, heads, rows, columns]: [usize; 4],
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &BiasTiles,
+) -> BiasSum {
+    if columns == 1 {
+        // The number of partial sums is the square root of the number of summed queries. With this number, computing one
+        // partial sum takes about as long as adding all of them.
+        let parts = summed(problem, 1).isqrt().max(1);
+        return BiasSum::Queries { parts };
+    }
+    let summed = summed(problem, tiles.rows());
+    let cubes = batch * heads * rows.div_ceil(tiles.rows()) * columns.div_ceil(tiles.columns());
+    let wanted = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+        * CUBES_PER_MULTIPROCESSOR
+        / cubes.max(1);
+    let needed = match device.processors {
+        Some(_) => {
+            let block = tiles.iterations(problem.head_dim + problem.value_dim);
+            summed.div_ceil((SOFTWARE_ITERATIONS / block).max(1))
+        }
+        None => 1,
+    };
+    let most = summed.div_ceil(tiles.least_summed()).max(1);
+    let parts = wanted.max(needed).clamp(1, most);
+    BiasSum::Scores { parts }
+}

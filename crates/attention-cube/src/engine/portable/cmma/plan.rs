@@ -1,0 +1,439 @@
+//! The plan of the cmma engine. It first chooses a fragment shape of the device, and then tiles from tables, by the width of
+//! the output and the device's shared memory.
+//!
+//! A tile has stationary operands and streamed operands. The stationary operands are the tile's own rows, and the streamed
+//! operands are blocks of the opposite side (keys if the tile's rows are queries, or queries if the rows are keys). The *first*
+//! GEMMs multiply both and compute the scores. The *second* GEMMs compute the output or the gradients.
+
+mod tables;
+
+use self::tables::{
+    DECODE, DOUBLE, HELD_FORWARD, HELD_KEY_VALUE, RESIDENT_FORWARD, RESIDENT_KEY_VALUE,
+    RESIDENT_QUERY, SINGLE, Shape,
+};
+use crate::engine::bias_gradient::plan::BiasGradientPlan;
+use crate::engine::portable::common::plan::{
+    PortableBackwardPlan, PortableForwardPlan, backward_by, check, forward_by,
+};
+use crate::engine::tiling::check_sizes;
+use crate::problem::AttentionProblem;
+use crate::tile_ops::fragment_tiles::FragmentTiles;
+use crate::tile_ops::tiles::{Products, UnitTiles};
+use crate::types::device::{DeviceProfile, Fragments};
+use crate::types::refusal::{Feature, Refusal};
+use crate::types::request::{Layouts, Pass};
+use burn::tensor::DType;
+
+/// The fragment shapes `[m, n, k]` for which the tables have tiles, in order of preference.
+const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
+
+/// The plane sizes (units per plane) for which the tables have tiles.
+const PLANES: [usize; 2] = [32, 64];
+
+/// The operands that stay in shared memory while blocks stream.
+#[derive(Clone, Copy)]
+struct Kept {
+    /// The number of stationary operands that stay in shared memory.
+    held: usize,
+    /// The number of left operands of the second GEMM (P or dS) that stay in shared memory, together with both streamed
+    /// operands of a block. With 0, one part of shared memory holds all of these operands in turn, each overwriting the
+    /// previous one.
+    resident: usize,
+}
+
+/// The empty setting: each operand overwrites the previous one in shared memory.
+const NOTHING: Kept = Kept {
+    held: 0,
+    resident: 0,
+};
+
+/// The device and the sizes from which the plan chooses tiles.
+#[derive(Clone, Copy)]
+struct Choice<'a> {
+    device: &'a DeviceProfile,
+    fragments: Fragments,
+    /// The number of units per plane.
+    plane: usize,
+    /// The number of columns in the widest operand of the scores' GEMMs.
+    depth: usize,
+    /// The number of stationary operands in the scores' GEMMs.
+    stationary: usize,
+    /// The number of elements per load from global memory.
+    vector: usize,
+}
+
+/// Collects the device and the sizes from which the plan chooses tiles, or returns the reason for a refusal.
+fn choice<'a>(
+    problem: &AttentionProblem,
+    device: &'a DeviceProfile,
+    layouts: Layouts,
+    pass: Pass,
+) -> Result<Choice<'a>, Refusal> {
+    let dtype = problem.dtype;
+    if !matches!(dtype, DType::F16 | DType::BF16) {
+        return Err(Refusal::NotHalf(dtype));
+    }
+    check(problem, device, pass)?;
+    check_sizes(problem)?;
+    let support = &device.fragments;
+    // Try fragments of the problem's dtype first, then f32 fragments. The conversion from half precision to f32 is exact.
+    let wanted = [dtype, DType::F32];
+    let wanted = wanted
+        .iter()
+        .flat_map(|dtype| SHAPES.map(|shape| (*dtype, shape)));
+    let kind = |(dtype, shape)| {
+        let is_wanted =
+            |kind: &&Fragments| kind.dtype == dtype && [kind.m, kind.n, kind.k] == shape;
+        support.kinds.iter().find(is_wanted)
+    };
+    let fragments = wanted.into_iter().find_map(kind);
+    let fragments = *fragments.ok_or(Refusal::MissingFeature(Feature::Fragments(dtype)))?;
+    if problem.quantized && fragments.dtype == DType::F16 {
+        return Err(Refusal::Quantized(
+            "a probability times its value's scale may be too large or too small for F16",
+        ));
+    }
+    if let Some(fault) = support.fault {
+        return Err(Refusal::Fault(fault));
+    }
+    let (least, most) = support.plane_sizes;
+    if least != most || !PLANES.contains(&least) {
+        return Err(Refusal::PlaneSizes { least, most });
+    }
+    let (depth, stationary) = match pass {
+        Pass::Forward => (problem.head_dim, 1),
+        Pass::Backward => (problem.head_dim.max(problem.value_dim), 2),
+    };
+    Ok(Choice {
+        device,
+        fragments,
+        plane: least,
+        depth,
+        stationary,
+        vector: layouts.vector(problem),
+    })
+}
+
+impl Choice<'_> {
+    /// Returns the tiles of the first table entry that serves `width` columns, has at least `min_rows` rows, and fits the
+    /// device and its fragments.
+    fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
+        table
+            .iter()
+            .filter(|shape| width <= shape.width && min_rows <= shape.rows)
+            .find_map(|shape| {
+                let copied = self
+                    .complete(shape, width, NOTHING)
+                    .filter(|tiles| self.fit(tiles))?;
+                let held = self.complete(shape, width, self.all_resident());
+                // Keep the stationary operands in shared memory if the second GEMM's operand then still arrives in as few
+                // copies. Each copy costs a barrier.
+                let is_as_good = |held: &UnitTiles| {
+                    self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
+                };
+                Some(held.filter(is_as_good).unwrap_or(copied))
+            })
+            .ok_or(Refusal::Tiles {
+                width,
+                shared_memory: self.device.shared_memory,
+                units: self.device.units_per_cube,
+            })
+    }
+
+    /// Returns the setting with which all stationary operands stay in shared memory. The streamed operands overwrite each other
+    /// there.
+    fn all_resident(&self) -> Kept {
+        Kept {
+            held: self.stationary,
+            ..NOTHING
+        }
+    }
+
+    /// Returns the tiles of the first table entry that serves `width` columns and fits the device and its fragments. The
+    /// stationary operands stay in shared memory. With an entry of the first table, shared memory also holds both streamed
+    /// operands of a block and `left` left operands of the second GEMM. With an entry of the second table, the fallback, these
+    /// operands overwrite each other.
+    fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
+        let all = Kept {
+            resident: left,
+            ..self.all_resident()
+        };
+        let [resident, held] =
+            tables.map(|table| table.iter().filter(|shape| width <= shape.width));
+        resident
+            .filter_map(|shape| self.complete(shape, width, all))
+            .chain(held.filter_map(|shape| self.complete(shape, width, self.all_resident())))
+            .find(|tiles| self.fit(tiles))
+    }
+
+    /// True if the device has enough shared memory and enough units per cube for the tiles.
+    fn fit(&self, tiles: &UnitTiles) -> bool {
+        tiles.shared_memory() <= self.device.shared_memory
+            && tiles.units <= self.device.units_per_cube
+    }
+
+    /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
+    ///
+    /// The operands in `kept` have their own shared memory. The remaining shared memory has the size that the operands of the
+    /// first GEMM take. The rows of the second GEMM are copied there in as many parts as this size requires.
+    fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
+        let Fragments { m, n, k, .. } = self.fragments;
+        let Shape {
+            units,
+            rows,
+            columns,
+            depth,
+            ..
+        } = *shape;
+        let Kept { held, resident } = kept;
+        let planes = units / self.plane;
+        let above = rows / m;
+        // `width` counts too, because the streamed operand of the second GEMM may be wider than the operands of the first.
+        let all_columns = self.depth.max(width);
+        // Refuse cubes of a single plane, because of a bug in Metal's compiler:
+        // <https://github.com/tracel-ai/cubecl/issues/1636>.
+        let divides = rows.is_multiple_of(m)
+            && columns.is_multiple_of(n)
+            && columns.is_multiple_of(k)
+            && planes > 1
+            && units.is_multiple_of(self.plane)
+            && (above.is_multiple_of(planes) || planes.is_multiple_of(above))
+            && (held == 0 || self.depth <= depth)
+            && (resident == 0 || all_columns <= depth);
+        if !divides {
+            return None;
+        }
+        let across = planes / above.min(planes);
+        let output_fragments = width.div_ceil(n).div_ceil(across);
+        let columns_at_once = match resident {
+            0 => self.depth,
+            _ => all_columns,
+        };
+        let depth = depth.min(columns_at_once.next_power_of_two()).max(k);
+        if resident > 0 && across * n * output_fragments > depth {
+            return None;
+        }
+        // Each unit reads scores only from fragments of its own plane, if two conditions hold. The planes must divide the
+        // fragments of S evenly, and the units of a plane must divide the vectors of a fragment evenly.
+        let own_scores =
+            (columns / n).is_multiple_of(across) && (m * n / 4).is_multiple_of(self.plane);
+        let column_units = match own_scores {
+            true => across * n / 4,
+            false => columns / 4,
+        };
+        let with_staged = |staged_fragments| {
+            Products::Fragments(FragmentTiles {
+                fragments: self.fragments,
+                plane: self.plane,
+                output_fragments,
+                staged_fragments,
+                held,
+                resident,
+            })
+        };
+        let mut tiles = UnitTiles {
+            units,
+            rows,
+            column_units,
+            column_vectors: columns / 4 / column_units,
+            depth,
+            products: with_staged(1),
+            output_units: 1,
+            output_vectors: 1,
+            staged_vectors: 1,
+            streamed_rows: k,
+            vector: self.vector,
+        };
+        if resident > 0 {
+            tiles.products = with_staged(output_fragments);
+            tiles.streamed_rows = columns;
+            return Some(tiles);
+        }
+        let room = tiles.accumulated_vectors();
+        for staged in
+            (1..=output_fragments).filter(|staged| output_fragments.is_multiple_of(*staged))
+        {
+            let wider = UnitTiles {
+                products: with_staged(staged),
+                ..tiles
+            };
+            if wider.streamed_rows * wider.staged_pitch() <= room {
+                tiles = wider;
+            }
+        }
+        while columns.is_multiple_of(2 * tiles.streamed_rows)
+            && 2 * tiles.streamed_rows * tiles.staged_pitch() <= room
+        {
+            tiles.streamed_rows *= 2;
+        }
+        Some(tiles)
+    }
+}
+
+/// Plans the forward of `problem`, or returns the reason for a refusal.
+pub(super) fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<PortableForwardPlan, Refusal> {
+    let choice = choice(problem, device, layouts, Pass::Forward)?;
+    let width = problem.value_dim;
+    forward_by(
+        problem,
+        device,
+        |rows| choice.tiles(DECODE, width, rows),
+        || {
+            let kept = choice.keeping(1, [RESIDENT_FORWARD, HELD_FORWARD], width);
+            kept.map_or_else(|| choice.tiles(SINGLE, width, 0), Ok)
+        },
+    )
+}
+
+/// Plans the backward of `problem`, or returns the reason for a refusal.
+pub(super) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<PortableBackwardPlan, Refusal> {
+    let choice = choice(problem, device, layouts, Pass::Backward)?;
+    let width = problem.head_dim.max(problem.value_dim);
+    let query = choice.keeping(1, [RESIDENT_QUERY, &[]], problem.head_dim);
+    let key_value = choice.keeping(2, [RESIDENT_KEY_VALUE, HELD_KEY_VALUE], width);
+    let plan = PortableBackwardPlan {
+        query: query.map_or_else(|| choice.tiles(SINGLE, problem.head_dim, 0), Ok)?,
+        key_value: key_value.map_or_else(|| choice.tiles(DOUBLE, width, 0), Ok)?,
+        parts: None,
+        bias: BiasGradientPlan::new(problem, device, choice.vector)?,
+    };
+    backward_by(problem, device, plan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::problem::MAX_HEAD_DIM;
+    use crate::testing::card;
+
+    /// If planes can divide the fragments of a table entry, its tile must divide evenly, as the kernels assume. For each entry
+    /// there must be a plane size whose planes can divide its fragments.
+    #[test]
+    fn complete_every_table_row_divides_evenly() {
+        let device = card(16 << 10);
+        let tables = [
+            RESIDENT_FORWARD,
+            RESIDENT_QUERY,
+            RESIDENT_KEY_VALUE,
+            HELD_FORWARD,
+            HELD_KEY_VALUE,
+            SINGLE,
+            DOUBLE,
+            DECODE,
+        ];
+        for shape in tables.into_iter().flatten() {
+            let mut is_of_use = false;
+            for ([m, n, k], plane) in SHAPES
+                .into_iter()
+                .flat_map(|shape| PLANES.map(|plane| (shape, plane)))
+            {
+                let kept = [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (2, 2)];
+                for (dtype, (held, resident)) in [DType::F16, DType::F32]
+                    .into_iter()
+                    .flat_map(|dtype| kept.map(|kept| (dtype, kept)))
+                {
+                    for width in [8, 33, 64, 100, 128, 250, 512, MAX_HEAD_DIM] {
+                        let choice = Choice {
+                            device: &device,
+                            fragments: Fragments {
+                                m,
+                                n,
+                                k,
+                                dtype,
+                                emulated: false,
+                            },
+                            plane,
+                            depth: width,
+                            stationary: 2,
+                            vector: 4,
+                        };
+                        let tiles = choice.complete(shape, width, Kept { held, resident });
+                        let Some(tiles) = tiles.filter(|_| width <= shape.width) else {
+                            continue;
+                        };
+                        is_of_use = true;
+                        let context = format!("{tiles:?}");
+                        // Each operand that stays in shared memory is copied as one chunk. All areas of shared memory start at
+                        // addresses from which fragments may be loaded.
+                        assert!(held == 0 || tiles.depth >= width, "{context}");
+                        let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
+                        for at in [
+                            tiles.stationary_vectors(),
+                            tiles.streamed_at(),
+                            tiles.accumulated_at(),
+                            tiles.resident_at(1),
+                            tiles.left_tile_at(1),
+                        ] {
+                            assert!((at * vector_bytes).is_multiple_of(32), "{context}");
+                        }
+                        let fragments = tiles.fragment_tiles();
+                        assert!(tiles.planes() > 1, "{context}");
+                        assert_eq!(
+                            tiles.plane_rows() * tiles.plane_columns(),
+                            tiles.planes(),
+                            "{context}"
+                        );
+                        assert_eq!(
+                            tiles.plane_rows() * tiles.row_fragments() * m,
+                            tiles.rows,
+                            "{context}"
+                        );
+                        let across = tiles.plane_columns() * n;
+                        assert!(across * fragments.output_fragments >= width, "{context}");
+                        assert_eq!(tiles.columns(), shape.columns, "{context}");
+                        assert!(
+                            resident == 0 || across * fragments.output_fragments <= tiles.depth,
+                            "{context}"
+                        );
+                        assert!(
+                            across * tiles.score_fragments() >= tiles.columns(),
+                            "{context}"
+                        );
+                        assert!(
+                            fragments
+                                .output_fragments
+                                .is_multiple_of(fragments.staged_fragments),
+                            "{context}"
+                        );
+                        assert!(
+                            tiles.columns().is_multiple_of(tiles.streamed_rows),
+                            "{context}"
+                        );
+                        assert!(tiles.streamed_rows.is_multiple_of(k), "{context}");
+                        assert!(tiles.depth.is_multiple_of(k), "{context}");
+                        assert_eq!(
+                            tiles.rows_per_unit() * tiles.row_units(),
+                            tiles.rows,
+                            "{context}"
+                        );
+                        assert_eq!(
+                            tiles.group_rows() * tiles.row_groups(),
+                            tiles.rows,
+                            "{context}"
+                        );
+                        // The softmax gives each row of the tile to one unit, so there must be as many units as rows.
+                        assert!(tiles.rows <= tiles.units, "{context}");
+                        // Fragments start at multiples of 16 bytes, or of 32 bytes if they are 16 elements wide.
+                        for pitch in [
+                            tiles.depth_pitch(),
+                            tiles.tile_pitch(),
+                            tiles.staged_pitch(),
+                        ] {
+                            let bytes = 4 * pitch * if dtype == DType::F32 { 4 } else { 2 };
+                            assert!(bytes.is_multiple_of(16), "{context}");
+                        }
+                    }
+                }
+            }
+            assert!(is_of_use, "{} {} {}", shape.width, shape.units, shape.rows);
+        }
+    }
+}

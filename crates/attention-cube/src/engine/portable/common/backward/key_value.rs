@@ -1,0 +1,430 @@
+//! The gradients of keys and values. A cube keeps a tile of keys in shared memory. It streams all queries, from all query heads
+//! of the group, that see any of these keys.
+//!
+//! Tensors:
+//!
+//! - Query `[batch, q_heads, q_len, head_dim]`, and the output's gradient `[batch, q_heads, q_len, value_dim]`.
+//! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
+//! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
+//! - LSE and delta (`rows`) `[batch, q_heads, 5, padded q_len]`, f32.
+//!
+//! Budget: as much shared memory as the forward. A unit's registers hold `8 · rows_per_unit` elements of Sᵀ and dPᵀ, and
+//! `8 · output_rows · output_vectors` elements of dK and dV. Because of these registers, tiles of wide heads have fewer rows
+//! than in the forward. A block costs `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads,
+//! as in the forward.
+
+use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
+use crate::auxiliary::delta::kernel::row_lse_delta_of;
+use crate::math::gradient::{RowLseDelta, score_gradient};
+use crate::math::inputs::{BackwardInputs, HeadSizes};
+use crate::math::layout::{Operand, head_operand, head_rows};
+use crate::math::schedule::{Grid, block_count, work_tile};
+use crate::math::score::{ScoreIndex, Scoring, is_visible};
+use crate::math::side::Side;
+use crate::math::visibility::{
+    SeqInfo, blocks_meet, is_whole, seq_info, visible_queries, within_bounds,
+};
+use crate::tile_ops::product::{
+    Stage, accumulate, hold, multiply_transposed, new_stage, new_tile, row_factors, stage_block,
+    store_output, store_tile, sync_tiles, zero_output,
+};
+use crate::tile_ops::score_layout::{tile_column, tile_row, unit_column, unit_row};
+use crate::tile_ops::tiles::UnitTiles;
+use crate::tile_ops::vec4::Vec4;
+use cubecl::prelude::*;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
+    inputs: BackwardInputs<E, N>,
+    scoring: Scoring<M, F>,
+    key_gradient: &mut Tensor<Vector<E, N>>,
+    value_gradient: &mut Tensor<Vector<E, N>>,
+    grid: Grid,
+    sizes: HeadSizes,
+    #[comptime] kind: BackwardKind,
+    #[define(E, C, M, F)] _elements: [ElemType; 4],
+    #[define(N)] _vector: usize,
+) {
+    let query = &inputs.query;
+    let key = &inputs.key;
+    let value = &inputs.value;
+    let output_gradient = &inputs.output_gradient;
+    let rows = &inputs.lse_delta;
+    let group = sizes.group;
+    let head_dim = sizes.head_dim;
+    let value_dim = sizes.value_dim;
+    let index = CUBE_POS as u32;
+    if index >= grid.cubes {
+        terminate!();
+    }
+    let seq_lens = &scoring.seq_lens;
+    let lengths_and_ids = &scoring.lengths_and_ids;
+    let tiles = comptime!(kind.tiles);
+    // Run the key tiles in ascending order. Under a causal mask, more queries see the first keys than the last ones. The tiles
+    // that take longest thus start first.
+    let work_tile = work_tile(&grid, index, false);
+    let batch = work_tile.batch;
+    let kv_head = work_tile.head;
+    let seq_info = seq_info(seq_lens, lengths_and_ids, batch, kind.structure);
+
+    let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
+    let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
+    // Leave out keys past the length of the sequence, since no query sees them.
+    let exist = min(end_row, seq_info.length);
+    let full = first_row + comptime!(tiles.rows as i32) <= exist;
+    let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);
+
+    let key = head_operand(key, batch, kv_head, first_row, exist, head_dim);
+    let value = head_operand(value, batch, kv_head, first_row, exist, value_dim);
+
+    let mut stage = new_stage::<C>(tiles);
+    let mut tile = new_tile::<C>(tiles);
+    let mut lse_delta = Shared::<[Vec4]>::new_slice(comptime!(tiles.term_vectors()));
+    let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
+    let shares = row_factors(f32::new(comptime!(1.0 / tiles.p_scale())), tiles);
+    let scales = row_factors(late_scale(&scoring.arguments, tiles), tiles);
+    let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
+    let mut dk = zero_output(tiles);
+    let mut dv = zero_output(tiles);
+    hold(&key, first_row, &mut stage, false, 0usize, tiles);
+    hold(&value, first_row, &mut stage, false, 1usize, tiles);
+
+    let block_size = comptime!(tiles.columns() as i32);
+    let blocks = within_bounds(
+        queries.first / block_size,
+        block_count(queries.end, block_size),
+        seq_lens,
+        lengths_and_ids,
+        batch,
+        work_tile.tile,
+        Side::Keys,
+        kind.structure,
+    );
+    for group_head in 0..group {
+        let head = kv_head * group + group_head;
+        let query = head_operand(query, batch, head, queries.first, queries.end, head_dim);
+        let output_gradient = head_operand(
+            output_gradient,
+            batch,
+            head,
+            queries.first,
+            queries.end,
+            value_dim,
+        );
+        let mut block = blocks.first;
+        while block < blocks.end {
+            let visited = blocks_meet(
+                seq_lens,
+                lengths_and_ids,
+                batch,
+                block as u32,
+                work_tile.tile,
+                kind.structure,
+            );
+            if visited {
+                let first = block * block_size;
+                let pair = Pair {
+                    batch,
+                    head,
+                    first_key: first_row,
+                    first_query: first,
+                    whole: is_whole(
+                        &queries,
+                        first,
+                        seq_lens,
+                        lengths_and_ids,
+                        batch,
+                        block as u32,
+                        work_tile.tile,
+                        block_size,
+                        kind.structure,
+                    ),
+                };
+                block_scores(
+                    &query,
+                    &key,
+                    &value,
+                    &output_gradient,
+                    rows,
+                    &scoring,
+                    &seq_info,
+                    &pair,
+                    &mut lse_delta,
+                    &mut stage,
+                    &mut s,
+                    &mut dp,
+                    kind,
+                );
+                store_tile(&s, &mut tile, 1usize, tiles);
+                if comptime!(tiles.is_resident()) {
+                    store_tile(&dp, &mut tile, 0usize, tiles);
+                }
+                sync_tiles(tiles);
+                accumulate(
+                    &tile,
+                    &output_gradient,
+                    first,
+                    &mut stage,
+                    &mut used,
+                    &mut dv,
+                    1usize,
+                    comptime!(kind.score.leaves_masked(&kind.structure)),
+                    tiles,
+                );
+                if comptime!(!tiles.is_resident()) {
+                    sync_cube();
+                    store_tile(&dp, &mut tile, 0usize, tiles);
+                }
+                accumulate(
+                    &tile,
+                    &query,
+                    first,
+                    &mut stage,
+                    &mut used,
+                    &mut dk,
+                    0usize,
+                    comptime!(kind.score.leaves_masked(&kind.structure)),
+                    tiles,
+                );
+                if comptime!(tiles.is_direct()) {
+                    // Wait until all units have read this tile, since the next block overwrites it.
+                    sync_cube();
+                }
+            }
+            block += 1i32;
+        }
+    }
+    sync_cube();
+    let key_gradient_rows = head_rows(&*key_gradient, batch, kv_head, first_row, end_row, head_dim);
+    store_output(
+        &dk,
+        &scales,
+        &mut stage,
+        key_gradient,
+        &key_gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
+    let value_gradient_rows = head_rows(
+        &*value_gradient,
+        batch,
+        kv_head,
+        first_row,
+        end_row,
+        value_dim,
+    );
+    store_output(
+        &dv,
+        &shares,
+        &mut stage,
+        value_gradient,
+        &value_gradient_rows,
+        first_row,
+        false,
+        tiles,
+    );
+}
+
+/// The indices of a pair: a tile of keys and a block of queries.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Pair {
+    pub batch: u32,
+    /// The index of the query head.
+    pub head: u32,
+    pub first_key: i32,
+    pub first_query: i32,
+    /// True if every query of the pair sees every key of the pair.
+    pub whole: bool,
+}
+
+/// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
+///
+/// If planes multiply fragments, both results are later rounded to half precision. Against underflow in this rounding, P is
+/// multiplied by `p_scale`, and the scale of the scores is left out of the gradient.
+#[cube]
+pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
+    query: &Operand<'_, E, N>,
+    key: &Operand<'_, E, N>,
+    value: &Operand<'_, E, N>,
+    output_gradient: &Operand<'_, E, N>,
+    rows: &Tensor<f32>,
+    scoring: &Scoring<M, F>,
+    seq_info: &SeqInfo,
+    pair: &Pair,
+    lse_delta: &mut Shared<[Vec4]>,
+    stage: &mut Stage<C>,
+    s: &mut Array<f32>,
+    dp: &mut Array<f32>,
+    #[comptime] kind: BackwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let first_key = pair.first_key;
+    let first_query = pair.first_query;
+    if comptime!(tiles.has_fragments()) {
+        share_terms(rows, pair, scoring.seq_lens.q_len, lse_delta, tiles);
+    }
+    stage_block(query, output_gradient, first_query, stage, tiles);
+    multiply_transposed(
+        key,
+        first_key,
+        query,
+        first_query,
+        stage,
+        s,
+        tiles,
+        false,
+        0usize,
+    );
+    multiply_transposed(
+        value,
+        first_key,
+        output_gradient,
+        first_query,
+        stage,
+        dp,
+        tiles,
+        false,
+        1usize,
+    );
+    if comptime!(tiles.is_direct()) {
+        block_gradients(
+            rows,
+            &*lse_delta,
+            s,
+            dp,
+            pair,
+            pair.whole,
+            scoring,
+            seq_info,
+            kind,
+        );
+    } else if pair.whole {
+        // Compile the call twice, with `whole` as a constant, so that a fully visible (whole) block needs no branch per score.
+        block_gradients(
+            rows,
+            &*lse_delta,
+            s,
+            dp,
+            pair,
+            true,
+            scoring,
+            seq_info,
+            kind,
+        );
+    } else {
+        block_gradients(
+            rows,
+            &*lse_delta,
+            s,
+            dp,
+            pair,
+            false,
+            scoring,
+            seq_info,
+            kind,
+        );
+    }
+}
+
+/// Copies LSE and delta of a block's queries to shared memory, where many units read them. The reference scores of all queries
+/// come first, then all deltas, then the logarithms of all softmax sums.
+///
+/// The caller syncs before the call, so that no unit still reads the previous block's LSE and delta. The sync after the copies
+/// of the operands also makes this copy visible.
+#[cube]
+fn share_terms(
+    rows: &Tensor<f32>,
+    pair: &Pair,
+    q_len: i32,
+    lse_delta: &mut Shared<[Vec4]>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let of_term = comptime!(tiles.columns() / 4);
+    let total = comptime!(tiles.term_vectors());
+    let first = pair.batch as usize * rows.stride(0) + pair.head as usize * rows.stride(1);
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(tiles.units)) {
+        let index = UNIT_POS as usize + comptime!(step * tiles.units);
+        if index < total {
+            let at = first + index / of_term * rows.stride(2);
+            let query = pair.first_query + (index % of_term * 4) as i32;
+            let mut values = Vec4::new(0.0);
+            #[unroll]
+            for lane in 0..4usize {
+                let query = query + lane as i32;
+                let value = rows[at + select(query < q_len, query, 0i32) as usize];
+                values.insert(lane, select(query < q_len, value, 0.0f32));
+            }
+            lse_delta[index] = values;
+        }
+    }
+}
+
+/// Turns S and dP into P and `d loss / d (q·k)`, see [`block_scores`]. In a `whole` pair, every query sees every key.
+#[cube]
+fn block_gradients<M: Numeric, F: Float>(
+    rows: &Tensor<f32>,
+    lse_delta: &Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    dp: &mut Array<f32>,
+    pair: &Pair,
+    whole: bool,
+    scoring: &Scoring<M, F>,
+    seq_info: &SeqInfo,
+    #[comptime] kind: BackwardKind,
+) {
+    let tiles = comptime!(kind.tiles);
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
+    let of_term = comptime!(tiles.columns() / 4);
+    #[unroll]
+    for c in 0..comptime!(tiles.columns_per_unit()) {
+        let column = tile_column(unit_column, c, tiles);
+        let query_index = pair.first_query + column as i32;
+        let of_query = if comptime!(tiles.has_fragments()) {
+            RowLseDelta {
+                reference: lse_delta[column / 4].extract(comptime!(c % 4)),
+                delta: lse_delta[of_term + column / 4].extract(comptime!(c % 4)),
+                logarithm: lse_delta[comptime!(2 * of_term) + column / 4].extract(comptime!(c % 4)),
+            }
+        } else {
+            row_lse_delta_of(
+                rows,
+                pair.batch,
+                pair.head,
+                query_index,
+                scoring.seq_lens.q_len,
+            )
+        };
+        #[unroll]
+        for k in 0..comptime!(tiles.rows_per_unit()) {
+            let at = comptime!(k * tiles.columns_per_unit() + c);
+            let place = ScoreIndex {
+                batch: pair.batch,
+                head: pair.head,
+                query: query_index,
+                key: pair.first_key + tile_row(unit_row, k, tiles) as i32,
+            };
+            let visible = is_visible(whole, scoring, seq_info, &place, kind.structure);
+            let gradient = score_gradient(
+                s[at],
+                dp[at],
+                of_query,
+                visible,
+                scoring,
+                &place,
+                kind.score,
+                comptime!(!tiles.has_fragments()),
+            );
+            let mut p = gradient.p;
+            if comptime!(tiles.has_fragments()) {
+                p *= f32::new(comptime!(tiles.p_scale()));
+            }
+            s[at] = p;
+            dp[at] = gradient.ddot;
+        }
+    }
+}

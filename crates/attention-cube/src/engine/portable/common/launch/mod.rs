@@ -1,0 +1,4 @@
+//! The launches of the portable kernels.
+
+pub(crate) mod backward;
+pub(crate) mod forward;

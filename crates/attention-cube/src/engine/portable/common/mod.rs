@@ -1,0 +1,14 @@
+//! The forward and backward kernels of the portable engines, over the tiles of `tile_ops`. The unit engine and the cmma engine
+//! choose the tiles.
+
+#[cfg(feature = "cube")]
+pub(crate) mod backward;
+#[cfg(feature = "cube")]
+pub(crate) mod forward;
+#[cfg(feature = "cube")]
+pub(crate) mod launch;
+pub mod plan;
+#[cfg(feature = "cube")]
+pub(crate) mod softmax;
+#[cfg(all(test, feature = "rocm"))]
+mod source;

@@ -1,0 +1,82 @@
+//! The unit engine: the kernels of `common`, with GEMMs on scalar units. Its kernels need no plane operations, no matrix units,
+//! and little shared memory.
+
+pub mod plan;
+
+use crate::engine::api::AttentionEngine;
+use crate::engine::api::DECODE_ROWS;
+#[cfg(feature = "cube")]
+use crate::engine::api::{Int8Scales, Launch};
+#[cfg(feature = "cube")]
+use crate::engine::portable::common::launch;
+use crate::engine::portable::common::plan::{PortableBackwardPlan, PortableForwardPlan};
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+#[cfg(feature = "cube")]
+use crate::types::request::BackwardRequest;
+use crate::types::request::Layouts;
+#[cfg(feature = "cube")]
+use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput, AttentionSaved};
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
+
+/// The unit engine. It runs on every device that runs CubeCL kernels.
+pub struct Unit;
+
+impl AttentionEngine for Unit {
+    type Forward = PortableForwardPlan;
+    type Backward = PortableBackwardPlan;
+
+    const MOST_INT8_ROWS: usize = DECODE_ROWS;
+
+    fn plan_forward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<PortableForwardPlan, Refusal> {
+        plan::forward(problem, device, layouts)
+    }
+
+    fn plan_backward(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+    ) -> Result<PortableBackwardPlan, Refusal> {
+        plan::backward(problem, device, layouts)
+    }
+
+    fn splits(plan: &PortableForwardPlan) -> usize {
+        plan.splits
+    }
+}
+
+#[cfg(feature = "cube")]
+impl Launch for Unit {
+    fn forward(
+        plan: PortableForwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend> {
+        launch::forward::launch(inputs, None, problem, plan)
+    }
+
+    fn forward_int8(
+        plan: PortableForwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        scales: Int8Scales,
+        problem: &AttentionProblem,
+    ) -> AttentionOutput<CubeBackend> {
+        launch::forward::launch_int8(inputs, scales, problem, plan)
+    }
+
+    fn backward(
+        plan: PortableBackwardPlan,
+        inputs: AttentionInputs<CubeBackend>,
+        saved: AttentionSaved<CubeBackend>,
+        problem: &AttentionProblem,
+        request: BackwardRequest,
+    ) -> AttentionGradients<CubeBackend> {
+        launch::backward::launch(inputs, saved, problem, plan, request)
+    }
+}

@@ -1,0 +1,124 @@
+//! The visibility of a block of keys (or queries) to a tile. Either the block is fully visible, or mask bits tell which columns
+//! each row sees.
+
+use super::RowPair;
+use super::block_range::{TilePosition, mask_summary};
+use super::mask::{MaskWords, mask_words, words_of_segments};
+use super::scoring::Masking;
+use super::tile_scheduler::TileKind;
+use crate::auxiliary::mask_bits::kernel::{EVERY_KEY, EVERYTHING};
+use crate::math::score::is_hidden;
+use crate::math::visibility::{documents_of, is_inside};
+use cubecl::prelude::*;
+
+/// The visibility of a block to a tile, and the mask bits of a thread's two rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct BlockMask {
+    /// True if every row sees every column of the block (fully visible). If each score has its own bias, a bias of −∞ may still
+    /// hide a column.
+    pub whole: bool,
+    /// True if the block may contain a column that lies in the tile's visible range but is hidden from all rows of the tile.
+    pub may_have_masked: bool,
+    pub mask_words: MaskWords,
+}
+
+/// Computes the visibility of a block of `size` columns. It also loads the mask bits of the thread's two rows. These bits cover
+/// `columns` columns, and the first of them is the block's column `32 · first_word`.
+///
+/// Callers call this function before S is ready, so that its loads overlap the GEMM of S.
+#[cube]
+pub(crate) fn block_mask(
+    tile_position: &TilePosition,
+    rows: &RowPair,
+    block: i32,
+    first_word: u32,
+    masking: &Masking,
+    #[comptime] size: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: TileKind,
+) -> BlockMask {
+    let structure = comptime!(kind.fragment.structure);
+    let block_words = comptime!(size.div_ceil(32) as u32);
+    let size = comptime!(size as i32);
+    let inside = is_inside(&tile_position.run, block * size, size);
+    let mut whole = inside;
+    // The mask may hide a column from some rows, and the rows' visible ranges may hide it from all other rows. Such a column is
+    // hidden from every row of the tile. With a mask, a block that is not `inside` all visible ranges may therefore have such
+    // columns.
+    let mut may_have_masked = false;
+    let side = comptime!(kind.fragment.side);
+    let own = documents_of(
+        &masking.seq_lens,
+        &masking.lengths_and_ids,
+        tile_position.batch,
+        tile_position.row_block,
+        side,
+        structure,
+    );
+    let other = comptime!(side.other());
+    let other = documents_of(
+        &masking.seq_lens,
+        &masking.lengths_and_ids,
+        tile_position.batch,
+        block as u32,
+        other,
+        structure,
+    );
+    let is_one = other.first == other.last;
+    let shared = is_one && own.first == own.last && own.first == other.first;
+    if comptime!(structure.segments) {
+        whole = whole && shared;
+        may_have_masked = !shared;
+        if comptime!(!structure.mask) {
+            // At least one row of the tile belongs to the tile's first segment, and at least one row to its last segment.
+            // Suppose that the whole block belongs to one of these two segments and lies `inside` the visible ranges of all
+            // rows. A row of that segment then sees all columns of the block, so no column is hidden from the whole tile.
+            let may_intersect = is_one && (other.first == own.first || other.first == own.last);
+            may_have_masked = !(shared || (inside && may_intersect));
+        }
+    }
+    if comptime!(kind.sums_up_mask()) {
+        let seq_info = mask_summary(tile_position, block, masking);
+        whole = whole && seq_info == EVERYTHING;
+        may_have_masked = may_have_masked || !inside || seq_info < EVERY_KEY;
+    }
+    if comptime!(structure.mask && !kind.sums_up_mask()) {
+        whole = false;
+    }
+    if comptime!(kind.fragment.has_bias_of_head()) {
+        let hidden = is_hidden(rows.bias_of_head);
+        whole = whole && !hidden;
+        may_have_masked = may_have_masked || hidden;
+    }
+    if comptime!(kind.fragment.has_own_biases() || (structure.mask && !kind.sums_up_mask())) {
+        may_have_masked = true;
+    }
+    let words = mask_words(
+        masking,
+        rows,
+        block as u32 * block_words + first_word,
+        whole,
+        columns,
+        kind.fragment,
+    );
+    let words = if comptime!(structure.segments) {
+        words_of_segments(
+            words,
+            masking,
+            rows,
+            block * size + (first_word * 32u32) as i32,
+            other,
+            shared,
+            columns,
+            kind.fragment,
+        )
+    } else {
+        words
+    };
+    BlockMask {
+        whole,
+        may_have_masked,
+        mask_words: words,
+    }
+}

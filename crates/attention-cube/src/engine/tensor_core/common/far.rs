@@ -1,0 +1,143 @@
+//! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called *far*.
+//!
+//! For a query that is not far, the LSE is a single f32. The backward multiplies `q·k` by the scale and subtracts the LSE in
+//! one fused multiply-add, so the scaled dot product is not rounded. But the LSE itself was rounded to f32. If its magnitude is
+//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, this rounding error shows in P. An LSE of 10⁸ has an error of 4, and
+//! P is then wrong by a factor of 50.
+//!
+//! For a far query, the LSE tensor holds a mark instead of the LSE. The reference (row_max) and the logarithm of row_sum are
+//! stored separately. A block with a far query takes the code path for partially visible blocks, even if the block is fully
+//! visible. That path rounds the scaled dot product as the forward did, so the row's maximum minus the reference is exactly 0.
+//! The path subtracts the logarithm afterwards.
+//!
+//! If the tile holds keys, its blocks hold queries. The warp must then vote for each block whether the block holds a far query.
+//! The warp skips this vote if no flag marks a far query in any head that the tile visits.
+//!
+//! Keys whose scaled dot products round to the same f32 get equal probabilities here, as in any softmax over f32 scores. The
+//! forward still distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's
+//! range gives NaN.
+
+use super::gradient::{Logsumexps, LseDelta};
+use super::{FragmentKind, RowPair};
+use crate::auxiliary::delta::kernel::{FLAGS, LOGARITHM, REFERENCE, ROWS, is_far};
+use crate::math::side::Side;
+use crate::math::visibility::Keys;
+use cube_kit::nvidia::accumulator::{Pair, pair};
+use cube_kit::nvidia::ptx::{load_shared_pair, uniform};
+use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
+
+/// True if one of a warp's queries is far. For a tile of queries, the warp's queries are its rows. For a tile of keys, the
+/// warp's queries are the `columns` columns of the block. Their LSE is in shared memory.
+#[cube]
+pub(crate) fn has_far(
+    lse_delta: &LseDelta<'_>,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> bool {
+    if comptime!(!kind.raw) {
+        false.runtime()
+    } else if comptime!(kind.side == Side::Queries) {
+        lse_delta.may_have_far
+    } else {
+        let mut has_far = false.runtime();
+        if lse_delta.may_have_far {
+            let mut far = false.runtime();
+            #[unroll]
+            for part in 0..comptime!(columns.div_ceil(64)) {
+                // A lane past the end of the columns checks the last two columns again.
+                let column = UNIT_POS % 32u32 * 2u32 + comptime!(64 * part as u32);
+                let column = min(column, comptime!(columns as u32 - 2));
+                let own = load_shared_pair(lse_delta.references_at + 4u32 * column);
+                far = far || is_far(own.extract(0usize)) || is_far(own.extract(1usize));
+            }
+            has_far = plane_any(far);
+        }
+        has_far
+    }
+}
+
+/// True if one of the query heads `first_head` to `first_head + heads − 1` has a flag that marks a far query in the range
+/// `queries`. Each flag covers `ROWS` queries. `lse_delta` is `[batch, q_heads, 5, padded q_len]`.
+#[cube]
+pub(crate) fn heads_have_far(
+    lse_delta: &Tensor<f32>,
+    batch: u32,
+    first_head: u32,
+    heads: u32,
+    queries: Keys,
+    #[comptime] kind: FragmentKind,
+) -> bool {
+    if comptime!(kind.raw) {
+        let per_flag = comptime!(ROWS as i32);
+        let first = (queries.first / per_flag) as usize;
+        let end = ((queries.end + per_flag - 1i32) / per_flag) as usize;
+        let end = min(end, lse_delta.stride(2).div_ceil(comptime!(ROWS as usize)));
+        let mut at = batch as usize * lse_delta.stride(0)
+            + first_head as usize * lse_delta.stride(1)
+            + FLAGS * lse_delta.stride(2);
+        let mut found = 0.0f32;
+        for _ in 0..heads {
+            let mut flag = first + (UNIT_POS % 32u32) as usize;
+            while flag < end {
+                found += lse_delta[at + flag];
+                flag += 32usize;
+            }
+            at += lse_delta.stride(1);
+        }
+        // Lanes leave the loop at different times. `uniform` combines the results of all lanes of the warp.
+        uniform(u32::cast_from(found != 0.0f32)) != 0u32
+    } else {
+        false.runtime()
+    }
+}
+
+/// True if the LSE of one of the warp's rows holds the mark of a far query.
+#[cube]
+pub(crate) fn rows_have_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> bool {
+    if comptime!(kind.raw) {
+        plane_any(is_far(logsumexps.first) || is_far(logsumexps.second))
+    } else {
+        false.runtime()
+    }
+}
+
+/// Returns the LSE of two queries, each as a reference and a logarithm. For each query, `wholes` holds the LSE, or the mark of
+/// a far query. For a query that is not far, the reference is the whole LSE and the logarithm is 0.
+#[cube]
+pub(crate) fn logsumexps_of_queries(
+    lse_delta: &LseDelta<'_>,
+    wholes: Pair,
+    rows: &RowPair,
+    first: i32,
+    second: i32,
+    q_len: i32,
+) -> Logsumexps {
+    let first = of_query(lse_delta.all, wholes.first, rows, first, q_len);
+    let second = of_query(lse_delta.all, wholes.second, rows, second, q_len);
+    Logsumexps {
+        references: pair(first.reference, second.reference),
+        logarithms: pair(first.logarithm, second.logarithm),
+    }
+}
+
+/// An LSE as two f32: the reference in natural units, and the logarithm in log2 units.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Logsumexp {
+    reference: f32,
+    logarithm: f32,
+}
+
+#[cube]
+fn of_query(all: &Tensor<f32>, whole: f32, rows: &RowPair, query: i32, q_len: i32) -> Logsumexp {
+    let is_far = is_far(whole);
+    // The index is computed with `head_0` for both rows, since both rows have the same head.
+    let at = rows.batch as usize * all.stride(0)
+        + rows.head_0 as usize * all.stride(1)
+        + min(query, q_len - 1i32) as usize;
+    Logsumexp {
+        reference: select(is_far, all[at + REFERENCE * all.stride(2)], whole),
+        logarithm: select(is_far, all[at + LOGARITHM * all.stride(2)] * LOG2_E, 0.0f32),
+    }
+}

@@ -1,0 +1,551 @@
+//! Computes P from S and the LSE, and dS from P and dP, in the registers of an accumulator. `common/mod.rs` describes the
+//! register layout.
+//!
+//! The *weight* of a score is its probability times the derivative of the softcap (the *slope*). The gradient of the loss with
+//! respect to the score before the softcap is `weight · (dp − delta)`. A query is *far* if its LSE needs two f32 (see
+//! [`far`](super::far)).
+
+use crate::engine::tensor_core::common::bias::with_bias;
+use crate::engine::tensor_core::common::block_mask::BlockMask;
+use crate::engine::tensor_core::common::far::{logsumexps_of_queries, rows_have_far};
+use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::softcap::capped;
+use crate::engine::tensor_core::common::{
+    FragmentKind, Known, RowPair, known, own_column, pair_of, shown,
+};
+use crate::math::gradient::F16_P_SCALE;
+use crate::math::score::{ScoreArguments, ScoreKind};
+use crate::math::side::Side;
+use crate::math::visibility::SeqLens;
+use cube_kit::nvidia::Half;
+use cube_kit::nvidia::accumulator::{Pair, is_second, pair};
+use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
+use cubecl::prelude::*;
+use std::f32::consts::LOG2_E;
+
+/// The LSE and delta of queries. If the fragment's rows are queries, the struct holds the values of the thread's two rows. If
+/// the fragment's columns are queries, the struct holds the addresses of the values in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct LseDelta<'a> {
+    /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`.
+    pub all: &'a Tensor<f32>,
+    /// For each row, the reference of its LSE, or the whole LSE if one f32 holds it. The value −0 marks a [`far`](super::far)
+    /// query.
+    pub references: Pair,
+    pub deltas: Pair,
+    /// For each row, the logarithm of row_sum relative to the reference, in log2 units.
+    pub logarithms: Pair,
+    pub references_at: u32,
+    pub deltas_at: u32,
+    pub logarithms_at: u32,
+    /// If the rows are queries: true if one of the warp's rows is [`far`](super::far). If the columns are queries: true if a
+    /// head that the tile visits has a far query.
+    pub may_have_far: bool,
+}
+
+/// Returns a copy of `rows` with the shared memory addresses of a block's LSE and delta. If the columns are queries, the data
+/// of the block's `columns` queries starts at address `at`. If the rows are queries, nothing reads these addresses.
+#[cube]
+pub(crate) fn lse_delta_of_block<'a>(
+    rows: &LseDelta<'a>,
+    at: u32,
+    #[comptime] columns: usize,
+) -> LseDelta<'a> {
+    LseDelta::<'a> {
+        all: rows.all,
+        references: rows.references,
+        deltas: rows.deltas,
+        logarithms: rows.logarithms,
+        references_at: at,
+        deltas_at: at + comptime!(4 * columns as u32),
+        logarithms_at: at + comptime!(8 * columns as u32),
+        may_have_far: rows.may_have_far,
+    }
+}
+
+/// Returns the LSE and delta of the thread's rows, `row` and `row + 8`, if the rows are queries. If the rows are keys, the
+/// result only holds the argument `may_have_far`. The caller computes this argument from the flags of far queries.
+#[cube]
+pub(crate) fn lse_delta_of_rows<'a>(
+    lse_delta: &'a Tensor<f32>,
+    batch: u32,
+    head: u32,
+    may_have_far: bool,
+    row: i32,
+    seq_lens: &SeqLens,
+    #[comptime] kind: FragmentKind,
+) -> LseDelta<'a> {
+    let zero = f32::new(0.0);
+    let mut logarithms = pair(zero, zero);
+    if comptime!(kind.side == Side::Queries) {
+        let start = batch as usize * lse_delta.stride(0) + head as usize * lse_delta.stride(1);
+        let last = seq_lens.q_len - 1i32;
+        let first = start + min(row, last) as usize;
+        let second = start + min(row + 8i32, last) as usize;
+        let to_deltas = lse_delta.stride(2);
+        if comptime!(kind.has_logarithms()) {
+            let to_logarithms = 2 * to_deltas;
+            logarithms = pair(
+                lse_delta[first + to_logarithms] * LOG2_E,
+                lse_delta[second + to_logarithms] * LOG2_E,
+            );
+        }
+        let references = pair(lse_delta[first], lse_delta[second]);
+        LseDelta::<'a> {
+            all: lse_delta,
+            references,
+            deltas: pair(lse_delta[first + to_deltas], lse_delta[second + to_deltas]),
+            logarithms,
+            references_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
+            may_have_far: rows_have_far(references, kind),
+        }
+    } else {
+        LseDelta::<'a> {
+            all: lse_delta,
+            references: pair(zero, zero),
+            deltas: pair(zero, zero),
+            logarithms,
+            references_at: 0u32.runtime(),
+            deltas_at: 0u32.runtime(),
+            logarithms_at: 0u32.runtime(),
+            may_have_far,
+        }
+    }
+}
+
+/// Returns one value (an LSE term or delta) for each register of the `pair`-th register pair. If the rows are queries, the
+/// values come from `rows`. Otherwise they come from shared memory at `address`.
+#[cube]
+fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
+    if comptime!(side == Side::Keys) {
+        let at = address + comptime!(32 * (pair / 2) as u32) + UNIT_POS % 4u32 * 8u32;
+        let own = load_shared_pair(at);
+        Pair {
+            first: own.extract(0usize),
+            second: own.extract(1usize),
+        }
+    } else if comptime!(is_second(2 * pair)) {
+        Pair {
+            first: rows.second,
+            second: rows.second,
+        }
+    } else {
+        Pair {
+            first: rows.first,
+            second: rows.first,
+        }
+    }
+}
+
+/// Returns the logarithm term of the LSE for each register of the `pair`-th register pair, in log2 units.
+#[cube]
+fn logarithms_of(
+    lse_delta: &LseDelta<'_>,
+    #[comptime] pair: usize,
+    #[comptime] side: Side,
+) -> Pair {
+    let own = lse_delta_of(lse_delta.logarithms, lse_delta.logarithms_at, pair, side);
+    if comptime!(side == Side::Keys) {
+        Pair {
+            first: own.first * LOG2_E,
+            second: own.second * LOG2_E,
+        }
+    } else {
+        own
+    }
+}
+
+/// The weights of a fragment. The struct also holds P as the left operand of a GEMM, if the caller requests P.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct PAndDs<NS: Size, NP: Size> {
+    pub w: Vector<f32, NS>,
+    pub p: Vector<u32, NP>,
+}
+
+/// Computes the weights of the scores for `columns` columns from `first_column` on. `s` holds the dot products. The weight is 0
+/// where the row does not see the column. In a fully visible block, only a bias can hide a score.
+#[cube]
+pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    lse_delta: &LseDelta<'_>,
+    first_column: i32,
+    block_mask: &BlockMask,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
+    has_far: bool,
+    #[comptime] columns: usize,
+    #[comptime] gives_p: bool,
+    #[comptime] half: Half,
+    #[comptime] kind: FragmentKind,
+) -> PAndDs<NS, NP> {
+    let arguments = &scoring.arguments;
+    let mut w = s;
+    let mut p = Vector::<u32, NP>::zeroed();
+    // A fully visible block without far queries takes this path. A block with far queries takes the masked path below, so that
+    // this common path has no extra work for far queries.
+    if block_mask.whole && !has_far {
+        let known = known::<F, NB>(rows, scoring, kind);
+        let mut logsumexps = no_logsumexps();
+        #[unroll]
+        for pair in 0..columns / 4 {
+            let at = own_column(first_column, pair) as u32;
+            let scored = scored::<F, NB, NS>(s, scoring, &known, at, pair, kind);
+            look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
+            let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
+            if comptime!(gives_p) {
+                p.insert(pair, packed_p(own, half));
+            }
+            let slopes = scored.slopes;
+            if comptime!(kind.has_own_biases()) {
+                // A key that a bias hides has probability 0, but its slope may be NaN. `sloped` gives it a weight of 0.
+                w.insert(comptime!(2 * pair), sloped(own.first, slopes.first, kind));
+                w.insert(
+                    comptime!(2 * pair + 1),
+                    sloped(own.second, slopes.second, kind),
+                );
+            } else {
+                w.insert(comptime!(2 * pair), own.first * slopes.first);
+                w.insert(comptime!(2 * pair + 1), own.second * slopes.second);
+            }
+        }
+    } else {
+        let known = known::<F, NB>(rows, scoring, kind);
+        let mut bits_0 = u32::new(0);
+        let mut bits_1 = u32::new(0);
+        let mut logsumexps = no_logsumexps();
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+                let word = comptime!(pair / PAIRS_PER_WORD);
+                let bits = bits_of_word(block_mask.mask_words, &known, first_column, word);
+                // A fully visible block with far queries takes this path too. The mask words of such a block are not loaded, so
+                // all bits are set here.
+                bits_0 = select(block_mask.whole, 0xffff_ffffu32, bits.first);
+                bits_1 = select(block_mask.whole, 0xffff_ffffu32, bits.second);
+            }
+            let at = own_column(first_column, pair);
+            let existing = min(at as u32, known.last_pair);
+            let scored = scored::<F, NB, NS>(s, scoring, &known, existing, pair, kind);
+            let values = shown(
+                scored.values,
+                &known,
+                if comptime!(is_second(2 * pair)) {
+                    bits_1
+                } else {
+                    bits_0
+                },
+                at,
+                arguments.negative_infinity,
+                pair,
+                kind,
+            );
+            look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
+            if comptime!(kind.raw && is_looked_up(pair, kind)) {
+                let (first, second) = queries_of_pair(rows, at, pair, kind);
+                if has_far {
+                    let q_len = scoring.masking.seq_lens.q_len;
+                    let wholes = logsumexps.references;
+                    let own = logsumexps_of_queries(lse_delta, wholes, rows, first, second, q_len);
+                    logsumexps.references = own.references;
+                    logsumexps.logarithms = own.logarithms;
+                }
+            }
+            let own = probabilities(values, &logsumexps, arguments, true, kind);
+            if comptime!(gives_p) {
+                p.insert(pair, packed_p(own, half));
+            }
+            // The slope of a hidden score may be NaN. `sloped` gives such a score a weight of 0.
+            w.insert(
+                comptime!(2 * pair),
+                sloped(own.first, scored.slopes.first, kind),
+            );
+            w.insert(
+                comptime!(2 * pair + 1),
+                sloped(own.second, scored.slopes.second, kind),
+            );
+        }
+    }
+    PAndDs::<NS, NP> { w, p }
+}
+
+/// The LSE for the two registers of a pair, as references and logarithms.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Logsumexps {
+    /// The reference of each LSE, or the whole LSE if one f32 holds it.
+    pub references: Pair,
+    /// The logarithm of each LSE in log2 units; 0 if one f32 holds the LSE.
+    pub logarithms: Pair,
+}
+
+#[cube]
+fn no_logsumexps() -> Logsumexps {
+    Logsumexps {
+        references: pair(f32::new(0.0), f32::new(0.0)),
+        logarithms: pair(f32::new(0.0), f32::new(0.0)),
+    }
+}
+
+/// True if the LSE must be loaded for the `pair`-th register pair, because its queries differ from those of the pair before it.
+/// If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
+const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
+    matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
+}
+
+/// Returns the query indices of the two registers in the `pair`-th register pair. The first column of the pair is `column`.
+#[cube]
+fn queries_of_pair(
+    rows: &RowPair,
+    column: i32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> (i32, i32) {
+    if comptime!(kind.side == Side::Keys) {
+        (column, column + 1i32)
+    } else if comptime!(is_second(2 * pair)) {
+        (rows.position_1, rows.position_1)
+    } else {
+        (rows.position_0, rows.position_0)
+    }
+}
+
+/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if its queries differ from those of the pair before it.
+#[cube]
+fn look_up_logsumexps(
+    logsumexps: &mut Logsumexps,
+    lse_delta: &LseDelta<'_>,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) {
+    if comptime!(is_looked_up(pair, kind)) {
+        logsumexps.references = lse_delta_of(
+            lse_delta.references,
+            lse_delta.references_at,
+            pair,
+            kind.side,
+        );
+        if comptime!(kind.has_logarithms()) {
+            logsumexps.logarithms = logarithms_of(lse_delta, pair, kind.side);
+        }
+    }
+}
+
+/// Computes the probabilities of two scores. See [`probability`] for `apart`.
+#[cube]
+fn probabilities(
+    values: Pair,
+    logsumexps: &Logsumexps,
+    arguments: &ScoreArguments,
+    #[comptime] apart: bool,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let references = logsumexps.references;
+    let logarithms = logsumexps.logarithms;
+    Pair {
+        first: probability(
+            values.first,
+            references.first,
+            logarithms.first,
+            arguments,
+            apart,
+            kind,
+        ),
+        second: probability(
+            values.second,
+            references.second,
+            logarithms.second,
+            arguments,
+            apart,
+            kind,
+        ),
+    }
+}
+
+/// Computes the probability of `value`. The value is an unscaled dot product if the kernel is `raw`, else a score. If `apart`,
+/// the LSE is a reference and a logarithm. Otherwise the LSE is one f32 in `reference`.
+///
+/// The reference is subtracted before the difference is converted to log2 units. For very large scores, a conversion of the score
+/// itself would lose precision.
+#[cube]
+fn probability(
+    value: f32,
+    reference: f32,
+    logarithm: f32,
+    arguments: &ScoreArguments,
+    #[comptime] apart: bool,
+    #[comptime] kind: FragmentKind,
+) -> f32 {
+    let difference = if comptime!(!kind.raw) {
+        value - reference
+    } else if comptime!(apart) {
+        // The scaled dot product must be rounded as in the forward. `fma` with 0 rounds it, and keeps the compiler from fusing
+        // this multiplication with the subtraction.
+        fma(value, arguments.scale, 0.0f32) - reference
+    } else {
+        fma(value, arguments.scale, -reference)
+    };
+    if comptime!(kind.has_logarithms() || kind.raw && apart) {
+        exp2(fma(difference, LOG2_E, -logarithm))
+    } else {
+        exp2(difference * LOG2_E)
+    }
+}
+
+/// The factor by which P is multiplied before it is rounded to half precision. dV is later divided by this factor.
+pub(crate) const fn p_scale(half: Half) -> f32 {
+    match half {
+        Half::F16 => F16_P_SCALE,
+        Half::Bf16 => 1.0,
+    }
+}
+
+/// Packs two probabilities into a word of the left operand of a GEMM.
+#[cube]
+fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
+    if comptime!(half == Half::F16) {
+        let scale = f32::new(comptime!(p_scale(half)));
+        pack(p.first * scale, p.second * scale, half)
+    } else {
+        pack(p.first, p.second, half)
+    }
+}
+
+/// Returns the probability times the slope, or 0 if the probability is 0.
+#[cube]
+fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
+    if comptime!(kind.score.softcap) {
+        select(probability == 0.0f32, 0.0f32, probability * slope)
+    } else {
+        probability
+    }
+}
+
+/// Two scores, and the derivative of each score with respect to its scaled dot product.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Scored {
+    values: Pair,
+    slopes: Pair,
+}
+
+/// Computes the scores of the `pair`-th register pair. If the kernel applies the scale in the exponential (`raw`), the unscaled
+/// dot products take the place of the scores.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    scoring: &Scoring<F, NB>,
+    known: &Known,
+    at: u32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Scored {
+    let arguments = &scoring.arguments;
+    let dots = pair_of::<NS>(s, pair);
+    let one = Pair {
+        first: f32::new(1.0),
+        second: f32::new(1.0),
+    };
+    // If the kernel loads biases before S is ready, `s` already holds scores. No kernel that needs slopes loads biases that
+    // early, so the slope is 1.
+    if comptime!(kind.raw || kind.reads_ahead()) {
+        Scored {
+            values: dots,
+            slopes: one,
+        }
+    } else {
+        let capped = capped(dots, arguments, kind.score);
+        let slopes = if comptime!(kind.has_slope) {
+            Pair {
+                first: slope(capped.first, arguments, kind.score),
+                second: slope(capped.second, arguments, kind.score),
+            }
+        } else {
+            one
+        };
+        let hidden = arguments.negative_infinity;
+        Scored {
+            values: with_bias::<F, NB>(capped, &scoring.bias, known, at, hidden, pair, kind),
+            slopes,
+        }
+    }
+}
+
+/// Returns the derivative of `c · tanh(x / c)` with respect to x, where c is the softcap. The argument `capped` is the value of
+/// that function at x.
+#[cube]
+fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    let tanh = if comptime!(kind.wide_softcap) {
+        capped / arguments.softcap
+    } else {
+        // The reciprocal is computed once. A division per score would compile to a function call per score.
+        capped * (1.0f32 / arguments.softcap)
+    };
+    fma(-tanh, tanh, 1.0f32)
+}
+
+/// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
+/// the left operand of a GEMM.
+///
+/// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 there.
+#[cube]
+pub(crate) fn dot_gradients<NS: Size, NP: Size>(
+    w: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+    lse_delta: &LseDelta<'_>,
+    whole: bool,
+    #[comptime] columns: usize,
+    #[comptime] half: Half,
+    #[comptime] kind: FragmentKind,
+) -> Vector<u32, NP> {
+    let mut ds = Vector::<u32, NP>::zeroed();
+    if whole && comptime!(!kind.has_own_biases()) {
+        let mut delta_0 = f32::new(0.0);
+        let mut delta_1 = f32::new(0.0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                let delta = lse_delta_of(lse_delta.deltas, lse_delta.deltas_at, pair, kind.side);
+                delta_0 = delta.first;
+                delta_1 = delta.second;
+            }
+            let first =
+                w.extract(comptime!(2 * pair)) * (dp.extract(comptime!(2 * pair)) - delta_0);
+            let second = w.extract(comptime!(2 * pair + 1))
+                * (dp.extract(comptime!(2 * pair + 1)) - delta_1);
+            ds.insert(pair, pack(first, second, half));
+        }
+    } else {
+        let mut delta_0 = f32::new(0.0);
+        let mut delta_1 = f32::new(0.0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.side == Side::Queries || pair % 2 == 0) {
+                let delta = lse_delta_of(lse_delta.deltas, lse_delta.deltas_at, pair, kind.side);
+                delta_0 = delta.first;
+                delta_1 = delta.second;
+            }
+            let first = seen_gradient(
+                w.extract(comptime!(2 * pair)),
+                dp.extract(comptime!(2 * pair)),
+                delta_0,
+            );
+            let second = seen_gradient(
+                w.extract(comptime!(2 * pair + 1)),
+                dp.extract(comptime!(2 * pair + 1)),
+                delta_1,
+            );
+            ds.insert(pair, pack(first, second, half));
+        }
+    }
+    ds
+}
+
+#[cube]
+fn seen_gradient(weight: f32, dp: f32, delta: f32) -> f32 {
+    select(weight == 0.0f32, 0.0f32, weight * (dp - delta))
+}

@@ -1,0 +1,185 @@
+//! Host code that the engines share to launch a gradient kernel. It chooses the operands for a tile of queries or of keys,
+//! allocates the gradients, and sets up the grid, the bias and the element types.
+
+use super::FragmentKind;
+use super::bias::BiasReads;
+use super::launch::{GradientDivision, fragment_kind, scoring};
+use super::scoring::{GradientGridLaunch, ScoringLaunch};
+use super::tile_scheduler::TileKind;
+use crate::auxiliary::lengths::BoundsOffsets;
+use crate::auxiliary::mask_bits::launch::PackedMask;
+use crate::engine::backward_pass::BackwardPass;
+use crate::engine::optional_inputs::bias_vector;
+use crate::engine::tiling::BackwardTiles;
+use crate::kernel_args::grid;
+use crate::math::schedule::GridLaunch;
+use crate::math::side::{Side, Sums};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::backend::ops::FloatTensorOps;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
+use cube_kit::launch::address_type;
+use cubecl::ir::{AddressType, ElemType};
+use cubecl::prelude::{Float, Size};
+
+/// The inputs for the launch of one gradient kernel.
+pub(crate) struct GradientLaunch<'a, T> {
+    pub pass: &'a BackwardPass<'a>,
+    pub tiles: T,
+    pub offsets: BoundsOffsets,
+    pub mask: PackedMask,
+    pub division: GradientDivision,
+}
+
+/// The arguments that a gradient kernel takes in every engine.
+pub(crate) struct GradientArguments<'a> {
+    /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
+    pub stationary_qk: &'a CubeTensor,
+    /// The rows of the stationary tile: dO for a tile of queries, V for a tile of keys.
+    pub stationary_v_do: &'a CubeTensor,
+    /// The blocks that the tile streams: K for a tile of queries, Q for a tile of keys.
+    pub q_or_k: &'a CubeTensor,
+    /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
+    pub v_or_do: &'a CubeTensor,
+    /// The LSE and delta of each query.
+    pub lse_delta: &'a CubeTensor,
+    qk_gradient: Option<CubeTensor>,
+    value_gradient: Option<CubeTensor>,
+    /// The tensor to which the kernel writes the gradient of Q or K. If the kernel does not compute this gradient, the launch
+    /// passes `stationary_qk` instead.
+    pub qk_target: CubeTensor,
+    /// The tensor to which the kernel writes the gradient of V. If the kernel does not compute this gradient, the launch passes
+    /// `stationary_v_do` instead.
+    pub value_target: CubeTensor,
+    /// The bias. It is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
+    pub bias: Option<CubeTensor>,
+    pub cubes: usize,
+    pub grid: GridLaunch,
+    pub kind: TileKind,
+    /// The element types of the operands, of the gradients, and of the bias.
+    pub elements: [ElemType; 3],
+    /// The vector sizes in elements: of an access to a gradient, and of a load of the bias.
+    pub vectors: [usize; 2],
+}
+
+impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
+    /// Returns the arguments of a kernel, and allocates the gradients that the kernel computes. `sums` names these gradients.
+    /// `bias_reads` is the way in which the kernel loads the bias.
+    pub(crate) fn arguments(&self, sums: Sums, bias_reads: BiasReads) -> GradientArguments<'a> {
+        let pass = self.pass;
+        let (inputs, problem) = (&pass.inputs, pass.problem);
+        let (lse_delta, output_gradient) = (&pass.rows, &pass.output_gradient);
+        let side = self.tiles.side();
+        let (stationary_qk, stationary_v_do, q_or_k, v_or_do) = match side {
+            Side::Queries => (&inputs.query, output_gradient, &inputs.key, &inputs.value),
+            Side::Keys => (&inputs.key, &inputs.value, &inputs.query, output_gradient),
+        };
+        let (length, heads) = match side {
+            Side::Queries => (problem.q_len, problem.q_heads),
+            Side::Keys => (problem.kv_len, problem.kv_heads),
+        };
+        let GradientDivision { splits, together } = self.division;
+        let gradient =
+            |wanted: bool, of: &CubeTensor| wanted.then(|| self.division.target(lse_delta, of));
+        let qk_gradient = gradient(sums.has_q_or_k(), stationary_qk);
+        let value_gradient = gradient(sums.has_values(), stationary_v_do);
+        let target = |gradient: &Option<CubeTensor>, operand: &CubeTensor| {
+            gradient.clone().unwrap_or_else(|| operand.clone())
+        };
+        let (cubes, grid) = grid(
+            length.div_ceil(self.tiles.rows()),
+            splits,
+            heads,
+            problem.batch,
+            together,
+        );
+        let is_ahead = matches!(bias_reads, BiasReads::Ahead(_));
+        let bias = pass.optional_inputs.bias.clone();
+        let bias = bias.map(|bias| match side {
+            Side::Keys if !is_ahead => CubeBackend::float_swap_dims(bias, 2, 3),
+            _ => bias,
+        });
+        let is_even = problem.head_dim.is_multiple_of(2) && problem.value_dim.is_multiple_of(2);
+        GradientArguments {
+            qk_target: target(&qk_gradient, stationary_qk),
+            value_target: target(&value_gradient, stationary_v_do),
+            stationary_qk,
+            stationary_v_do,
+            q_or_k,
+            v_or_do,
+            lse_delta,
+            qk_gradient,
+            value_gradient,
+            cubes,
+            grid,
+            kind: TileKind {
+                fragment: FragmentKind {
+                    bias_reads,
+                    ..fragment_kind(problem, side)
+                },
+                heads: 1,
+                split: splits > 1,
+            },
+            elements: [
+                dtype_to_storage_type(problem.dtype),
+                dtype_to_storage_type(self.division.dtype(problem.dtype)),
+                pass.optional_inputs.bias_element,
+            ],
+            vectors: [if is_even { 2 } else { 1 }, bias_vector(bias.as_ref())],
+            bias,
+        }
+    }
+
+    /// Returns the kernel argument `Scoring`, with `bias` as its bias.
+    pub(crate) fn scoring<F: Float, NB: Size>(
+        &self,
+        bias: Option<CubeTensor>,
+    ) -> ScoringLaunch<F, NB> {
+        let pass = self.pass;
+        scoring(
+            pass.problem,
+            self.offsets,
+            &self.mask,
+            bias,
+            &pass.optional_inputs,
+        )
+    }
+
+    /// Returns the kernel argument that describes the grid of tiles.
+    pub(crate) fn grid(&self, grid: GridLaunch) -> GradientGridLaunch {
+        GradientGridLaunch::new(grid, self.pass.problem.group() as u32)
+    }
+
+    /// Returns an integer type that can index each of these tensors: the mask, the bias, the lengths and all of `tensors`.
+    pub(crate) fn addresses<'t>(
+        &'t self,
+        tensors: impl IntoIterator<Item = &'t CubeTensor>,
+    ) -> AddressType {
+        address_type(
+            tensors
+                .into_iter()
+                .chain(&self.mask.bits)
+                .chain(self.pass.optional_inputs.beside_mask()),
+        )
+    }
+
+    /// Returns the gradient of Q or K, and the gradient of V, from the tensors that the kernel wrote. If the work is split, the
+    /// function sums the partial gradients. A gradient that the kernel does not compute is `None`.
+    pub(crate) fn results(
+        &self,
+        [qk_gradient, value_gradient]: [Option<CubeTensor>; 2],
+        [qk, value]: [&CubeTensor; 2],
+    ) -> [Option<CubeTensor>; 2] {
+        let sum = |gradient: Option<CubeTensor>, of: &CubeTensor| {
+            gradient.map(|gradient| self.division.sum(gradient, of))
+        };
+        [sum(qk_gradient, qk), sum(value_gradient, value)]
+    }
+}
+
+impl GradientArguments<'_> {
+    /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
+    pub(crate) fn gradients(&self) -> [Option<CubeTensor>; 2] {
+        [self.qk_gradient.clone(), self.value_gradient.clone()]
+    }
+}

@@ -1,0 +1,210 @@
+//! Bits that tell which columns of a fragment the mask and the segments leave visible. A *mask word* holds the bits of 32 columns
+//! of one row.
+
+use super::scoring::Masking;
+use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
+use crate::auxiliary::mask_bits::kernel::{bits_of_run, word_of};
+use crate::math::visibility::{Documents, id_of};
+use cubecl::prelude::*;
+
+/// A word of visibility bits for each of the thread's two rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct BitPair {
+    pub first: u32,
+    pub second: u32,
+}
+
+/// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment. In each
+/// returned word, bit 0 belongs to the first of these columns that the thread holds.
+#[cube]
+pub(crate) fn bits_of_word(
+    mask_words: MaskWords,
+    known: &Known,
+    first_column: i32,
+    #[comptime] word: usize,
+) -> BitPair {
+    let first = first_column + comptime!(32 * word as i32);
+    let shift = UNIT_POS % 4u32 * 2u32;
+    let own_0 = mask_words.extract(comptime!(2 * word));
+    let own_1 = mask_words.extract(comptime!(2 * word + 1));
+    BitPair {
+        first: (own_0 & bits_of_run(known.run_0, first)) >> shift,
+        second: (own_1 & bits_of_run(known.run_1, first)) >> shift,
+    }
+}
+
+/// The mask words of a thread's two rows, for up to 128 columns. Each bit tells whether mask and segments leave a column visible.
+/// Word `2i` belongs to the first row, word `2i + 1` to the second.
+pub(crate) type MaskWords = Vector<u32, Const<8>>;
+
+/// Loads the mask words of a thread's two rows for `columns` columns. Each row's first word is word `first_word` of the row's
+/// mask. If the block is fully visible (`whole`), nothing is loaded and the words stay 0.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
+pub(crate) fn mask_words(
+    masking: &Masking,
+    rows: &RowPair,
+    first_word: u32,
+    whole: bool,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> MaskWords {
+    let mut words = Vector::<u32, Const<8>>::zeroed();
+    if comptime!(kind.structure.mask) {
+        if !whole {
+            let mask = &masking.mask;
+            let offsets = &masking.mask_offsets;
+            let last_row = rows_end(&masking.seq_lens, kind.side) - 1i32;
+            let row_0 = min(rows.position_0, last_row) as u32;
+            let row_1 = min(rows.position_1, last_row) as u32;
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                let at = first_word + comptime!(word as u32);
+                let own_0 = word_of(mask, offsets, rows.batch, rows.head_0, row_0, at);
+                let own_1 = word_of(mask, offsets, rows.batch, rows.head_1, row_1, at);
+                words.insert(comptime!(2 * word), own_0);
+                words.insert(comptime!(2 * word + 1), own_1);
+            }
+        }
+    }
+    words
+}
+
+/// Clears the bits of those columns whose segment differs from the row's segment. The words cover `columns` columns from
+/// `first_column` on.
+///
+/// `documents` holds the smallest and the largest segment id of the block. `share` is true if all rows of the tile and all
+/// columns of the block belong to the same segment. No bit is then cleared. If the whole block belongs to one segment, each row
+/// keeps either all of its bits or none.
+#[cube]
+pub(crate) fn words_of_segments(
+    words: MaskWords,
+    masking: &Masking,
+    rows: &RowPair,
+    first_column: i32,
+    documents: Documents,
+    share: bool,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> MaskWords {
+    let mut words = words;
+    if comptime!(!kind.structure.mask) {
+        #[unroll]
+        for word in 0..comptime!(2 * columns.div_ceil(32)) {
+            words.insert(word, 0xffff_ffffu32);
+        }
+    }
+    if !share {
+        let seq_lens = &masking.seq_lens;
+        let lengths_and_ids = &masking.lengths_and_ids;
+        let side = comptime!(kind.side);
+        let other = comptime!(side.other());
+        let last_row = rows_end(seq_lens, side) - 1i32;
+        let last_column = columns_end(seq_lens, side) - 1i32;
+        let id_0 = id_of(
+            seq_lens,
+            lengths_and_ids,
+            rows.batch,
+            min(rows.position_0, last_row),
+            side,
+            kind.structure,
+        );
+        let id_1 = id_of(
+            seq_lens,
+            lengths_and_ids,
+            rows.batch,
+            min(rows.position_1, last_row),
+            side,
+            kind.structure,
+        );
+        if documents.first == documents.last {
+            let all_0 = select(documents.first == id_0, 0xffff_ffffu32, 0u32);
+            let all_1 = select(documents.first == id_1, 0xffff_ffffu32, 0u32);
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                words = restricted(words, all_0, all_1, word);
+            }
+        } else {
+            // Each lane loads the segment ids of columns `lane`, `lane + 32`, and so on. The warp then loops over the distinct
+            // segment ids of its rows, and compares each of them with the ids of all columns. The loop is short, because a
+            // warp's rows seldom belong to more than a few segments.
+            let lane = UNIT_POS % 32u32;
+            let mut ids = Vector::<i32, Const<4>>::zeroed();
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                let column = first_column + lane as i32 + comptime!(32 * word as i32);
+                let column = min(column, last_column);
+                ids.insert(
+                    word,
+                    id_of(
+                        seq_lens,
+                        lengths_and_ids,
+                        rows.batch,
+                        column,
+                        other,
+                        kind.structure,
+                    ),
+                );
+            }
+            let mut own = MaskWords::zeroed();
+            let mut waits_0 = true.runtime();
+            let mut waits_1 = true.runtime();
+            let mut waiting = ballot(true.runtime());
+            while waiting != 0u32 {
+                let id = plane_shuffle(select(waits_0, id_0, id_1), waiting.trailing_zeros());
+                let is_0 = id_0 == id;
+                let is_1 = id_1 == id;
+                #[unroll]
+                for word in 0..columns.div_ceil(32) {
+                    let seen = ballot(ids.extract(word) == id);
+                    own.insert(
+                        comptime!(2 * word),
+                        select(is_0, seen, own.extract(comptime!(2 * word))),
+                    );
+                    own.insert(
+                        comptime!(2 * word + 1),
+                        select(is_1, seen, own.extract(comptime!(2 * word + 1))),
+                    );
+                }
+                waits_0 = waits_0 && !is_0;
+                waits_1 = waits_1 && !is_1;
+                waiting = ballot(waits_0 || waits_1);
+            }
+            #[unroll]
+            for word in 0..columns.div_ceil(32) {
+                words = restricted(
+                    words,
+                    own.extract(comptime!(2 * word)),
+                    own.extract(comptime!(2 * word + 1)),
+                    word,
+                );
+            }
+        }
+    }
+    words
+}
+
+/// Restricts the `word`-th mask word of each of the thread's two rows. In the first row's word, only bits of `bits_0` stay set.
+/// In the second row's word, only bits of `bits_1` stay set.
+#[cube]
+fn restricted(words: MaskWords, bits_0: u32, bits_1: u32, #[comptime] word: usize) -> MaskWords {
+    let mut words = words;
+    let word_0 = words.extract(comptime!(2 * word));
+    let word_1 = words.extract(comptime!(2 * word + 1));
+    words.insert(comptime!(2 * word), word_0 & bits_0);
+    words.insert(comptime!(2 * word + 1), word_1 & bits_1);
+    words
+}
+
+/// Returns a word with one bit per lane of the warp. The bit is 1 if `says` is true in that lane.
+#[cube]
+fn ballot(says: bool) -> u32 {
+    plane_ballot(says).extract(0usize)
+}
+
+/// The number of a thread's register pairs, in both of its rows, that hold the 32 columns of a mask word.
+pub(crate) const PAIRS_PER_WORD: usize = 8;

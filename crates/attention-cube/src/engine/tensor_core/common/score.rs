@@ -1,0 +1,120 @@
+//! Computes the scores of a fragment: scale, softcap and bias, and −∞ for each hidden score.
+
+use super::bias::{BiasWords, add_words, with_bias};
+use super::block_mask::BlockMask;
+use super::mask::{PAIRS_PER_WORD, bits_of_word};
+use super::scoring::Scoring;
+use super::softcap::{capped, capped_together};
+use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
+use cube_kit::nvidia::accumulator::is_second;
+use cubecl::prelude::*;
+
+/// Computes the scores of `columns` columns from `first_column` on. A hidden score is −∞. In a fully visible block, only a bias
+/// can hide a score.
+#[cube]
+pub(crate) fn score<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    block_mask: &BlockMask,
+    rows: &RowPair,
+    bias_words: BiasWords,
+    scoring: &Scoring<F, NB>,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let mut s = scored::<F, NB, NS>(
+        s,
+        first_column,
+        block_mask.whole,
+        rows,
+        bias_words,
+        scoring,
+        columns,
+        kind,
+    );
+    if !block_mask.whole {
+        let known = known::<F, NB>(rows, scoring, kind);
+        let mut bits_0 = u32::new(0);
+        let mut bits_1 = u32::new(0);
+        #[unroll]
+        for pair in 0..columns / 4 {
+            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+                let bits = bits_of_word(
+                    block_mask.mask_words,
+                    &known,
+                    first_column,
+                    comptime!(pair / PAIRS_PER_WORD),
+                );
+                bits_0 = bits.first;
+                bits_1 = bits.second;
+            }
+            let shown = shown(
+                pair_of::<NS>(s, pair),
+                &known,
+                if comptime!(is_second(2 * pair)) {
+                    bits_1
+                } else {
+                    bits_0
+                },
+                own_column(first_column, pair),
+                scoring.arguments.negative_infinity,
+                pair,
+                kind,
+            );
+            s.insert(comptime!(2 * pair), shown.first);
+            s.insert(comptime!(2 * pair + 1), shown.second);
+        }
+    }
+    s
+}
+
+/// Turns the dot products `s` into scores, without the mask. If the kernel applies the scale in the exponential (`raw`), the
+/// dot products stay unchanged.
+#[cube]
+fn scored<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    whole: bool,
+    rows: &RowPair,
+    bias_words: BiasWords,
+    scoring: &Scoring<F, NB>,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let arguments = &scoring.arguments;
+    let mut s = s;
+    if comptime!(kind.reads_ahead()) {
+        let half = comptime!(kind.half_of_bias());
+        s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
+    } else if comptime!(!kind.raw) {
+        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one score is NaN, the other
+        // becomes NaN too. This does no harm, since one NaN score already makes the softmax of the row NaN.
+        let pairs = comptime!(kind.score.softcap && !kind.score.wide_softcap && !kind.score.bias);
+        let together = if comptime!(pairs) {
+            whole
+        } else {
+            false.runtime()
+        };
+        if together {
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let values = capped_together(pair_of::<NS>(s, pair), arguments);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        } else {
+            let known = known::<F, NB>(rows, scoring, kind);
+            #[unroll]
+            for pair in 0..columns / 4 {
+                let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
+                let existing = min(own_column(first_column, pair) as u32, known.last_pair);
+                let hidden = arguments.negative_infinity;
+                let values =
+                    with_bias::<F, NB>(capped, &scoring.bias, &known, existing, hidden, pair, kind);
+                s.insert(comptime!(2 * pair), values.first);
+                s.insert(comptime!(2 * pair + 1), values.second);
+            }
+        }
+    }
+    s
+}

@@ -1,0 +1,67 @@
+//! The inputs that a kernel computes scores from, grouped into kernel arguments.
+
+use crate::auxiliary::mask_bits::kernel::MaskOffsets;
+use crate::math::schedule::Grid;
+use crate::math::score::ScoreArguments;
+use crate::math::visibility::SeqLens;
+use cubecl::prelude::*;
+
+/// The inputs that decide which keys are hidden from a query.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Masking {
+    pub seq_lens: SeqLens,
+    /// The sequence lengths, the segment ids and the segment bounds of each block, packed in one tensor. The bounds of a block
+    /// are its range of segment ids, and the range of blocks on the other side that have these ids.
+    pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
+    /// The mask bits, and one summary of the mask for each pair of a tile and a block.
+    pub mask: ComptimeOption<OwnedTensor<u32>>,
+    pub mask_offsets: MaskOffsets,
+}
+
+/// The inputs that turn dot products `q·k` into scores: masking, bias, scale and softcap.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct Scoring<F: Float, NB: Size> {
+    pub masking: Masking,
+    pub bias: ComptimeOption<OwnedTensor<Vector<F, NB>>>,
+    pub arguments: ScoreArguments,
+}
+
+/// Q, K, V and the int8 scales of K and V, for a kernel that loads them through pointers instead of TMA.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub query: OwnedTensor<E>,
+    /// `[batch, kv_heads, kv_len, head_dim]`. An int8 K packs four elements in a `u32`.
+    pub key: OwnedTensor<W>,
+    /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V packs four elements in a `u32`.
+    pub value: OwnedTensor<W>,
+    /// One scale per row of an int8 K.
+    pub key_scales: ComptimeOption<OwnedTensor<f32>>,
+    /// One scale per row of an int8 V.
+    pub value_scales: ComptimeOption<OwnedTensor<f32>>,
+}
+
+/// The tensors of a gradient kernel that loads them through pointers instead of TMA. Each field names the tensor for a tile of
+/// queries and for a tile of keys.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct GradientOperands<E: Float> {
+    /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
+    pub stationary_qk: OwnedTensor<E>,
+    /// The rows of the stationary tile: dO for a tile of queries, V for a tile of keys.
+    pub stationary_v_do: OwnedTensor<E>,
+    /// The blocks that the tile streams: K for a tile of queries, Q for a tile of keys.
+    pub q_or_k: OwnedTensor<E>,
+    /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
+    pub v_or_do: OwnedTensor<E>,
+    /// The LSE and delta of each query.
+    pub lse_delta: OwnedTensor<f32>,
+}
+
+/// The grid of tiles that a gradient kernel's launch processes.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct GradientGrid {
+    pub grid: Grid,
+    /// The number of query heads per KV head (the GQA group size).
+    pub group: u32,
+}

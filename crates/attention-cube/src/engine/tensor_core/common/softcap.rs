@@ -1,0 +1,74 @@
+//! Computes scores without the bias: dot products are scaled, and limited by the softcap.
+
+use crate::math::score::{ScoreArguments, ScoreKind, widely_capped};
+use cube_kit::nvidia::accumulator::Pair;
+use cube_kit::nvidia::ptx::{exp2, fmin_nan, reciprocal};
+use cubecl::prelude::*;
+
+/// Turns two dot products `q·k` into scores, without the bias.
+#[cube]
+pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> Pair {
+    Pair {
+        first: cap(dots.first, arguments, kind),
+        second: cap(dots.second, arguments, kind),
+    }
+}
+
+/// Turns a dot product `q·k` into a score, without the bias.
+///
+/// The tanh of the softcap is computed from one exponential and one reciprocal. The absolute error of this tanh is a few units
+/// in the last place of 1, less than the error of the softmax's exponential.
+#[cube]
+fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
+    if comptime!(kind.softcap) {
+        let below = reciprocal(exp2(dot * softcap_power(arguments)) + 1.0f32);
+        if comptime!(kind.wide_softcap) {
+            // `2 · softcap` may overflow to infinity for a wide softcap, so the factor 2 and the softcap are applied one after
+            // the other.
+            let far = fma(below, -2.0f32, 1.0f32) * arguments.softcap;
+            widely_capped(dot * arguments.scale, far, arguments.softcap)
+        } else {
+            fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
+        }
+    } else if comptime!(kind.bias) {
+        // The compiler fuses this multiplication with the later addition of the bias, both in the forward and in the backward.
+        // Forward and backward therefore round the score alike.
+        dot * arguments.scale
+    } else {
+        fma(dot, arguments.scale, 0.0f32)
+    }
+}
+
+/// The largest finite f32.
+const LARGEST: f32 = f32::MAX;
+
+/// The factor that turns a dot product `q·k` into the exponent `2 · score / softcap`, in log2 units.
+///
+/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`. An infinite factor times a dot product of 0
+/// would give NaN. Any other dot product gives the softcap (or its negative) with either factor.
+#[cube]
+fn softcap_power(arguments: &ScoreArguments) -> f32 {
+    let scale_log2 =
+        comptime!(2.0 * std::f32::consts::LOG2_E) * arguments.scale / arguments.softcap;
+    max(min(scale_log2, LARGEST), -LARGEST)
+}
+
+/// The upper limit of an exponent, in log2 units. From this exponent on, `tanh` is 1 in f32. The product of two exponentials
+/// with this exponent does not overflow f32.
+const CAPPED: f32 = 60.0;
+
+/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. This saves time because the speed of the
+/// softcap is limited by the MUFU unit, which computes reciprocals and exponentials. If one of the scores is NaN, both become
+/// NaN.
+#[cube]
+pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
+    let scale_log2 = softcap_power(arguments);
+    let first = exp2(fmin_nan(dots.first * scale_log2, CAPPED)) + 1.0f32;
+    let second = exp2(fmin_nan(dots.second * scale_log2, CAPPED)) + 1.0f32;
+    let both = reciprocal(first * second);
+    let slope = -2.0f32 * arguments.softcap;
+    Pair {
+        first: fma(second * both, slope, arguments.softcap),
+        second: fma(first * both, slope, arguments.softcap),
+    }
+}

@@ -1,0 +1,399 @@
+//! The stationary tile of a backward CTA, and the blocks that the tile visits.
+//!
+//! A tile of queries visits the blocks of keys of one KV head. A tile of keys visits the blocks of queries of every query head
+//! in its GQA group.
+
+use super::bias::bias_of_head;
+use super::block_mask::{BlockMask, block_mask};
+use super::block_range::{TilePosition, may_intersect};
+use super::far::heads_have_far;
+use super::gradient::{LseDelta, lse_delta_of_rows};
+use super::output::{OutputPart, OutputRow, OutputRows, write_rows};
+use super::scoring::{Masking, Scoring};
+use super::tile_scheduler::TileKind;
+use super::{FragmentKind, RowPair, rows_end};
+use crate::auxiliary::delta::kernel::is_blind;
+use crate::math::schedule::{Grid, WorkTile, block_count, work_tile};
+use crate::math::side::Side;
+use crate::math::visibility::{
+    Keys, Run, SeqInfo, SeqLens, seq_info, visible_keys, visible_queries, within_bounds,
+};
+use cube_kit::nvidia::accumulator::{Pair, pair};
+use cubecl::prelude::*;
+
+/// A stationary tile of queries or of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Stationary {
+    pub batch: u32,
+    /// The head of the tile: a query head or a KV head.
+    pub head: u32,
+    pub first_row: i32,
+    /// The number of rows in the tile that lie inside the problem.
+    pub rows: i32,
+    /// The index of the tile's rows in the table that holds the segment bounds of each block.
+    pub row_block: u32,
+    /// The length and the window of the sequence to which the tile belongs.
+    pub seq_info: SeqInfo,
+    /// The range of keys (or queries) that window and sequence length leave visible to at least one row of the tile.
+    pub run: Run,
+    pub first_block: i32,
+    pub end_block: i32,
+    /// The first head whose blocks the tile visits: a KV head for a tile of queries, a query head for a tile of keys.
+    pub first_head: u32,
+    pub heads: u32,
+    /// The index in the gradient's first dimension: `batch + split · batches`.
+    pub part: u32,
+}
+
+/// Returns the stationary tile of a work item, with the whole range of blocks that the tile visits.
+#[cube]
+pub(crate) fn stationary_tile(
+    work_tile: WorkTile,
+    masking: &Masking,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: TileKind,
+) -> Stationary {
+    let seq_lens = &masking.seq_lens;
+    let lengths_and_ids = &masking.lengths_and_ids;
+    let structure = comptime!(kind.fragment.structure);
+    let seq_info = seq_info(seq_lens, lengths_and_ids, work_tile.batch, structure);
+    let side = comptime!(kind.fragment.side);
+    let first_row = (work_tile.tile * comptime!(rows as u32)) as i32;
+    let size = comptime!(columns as i32);
+    let existing = min(comptime!(rows as i32), rows_end(seq_lens, side) - first_row);
+    // Keys past the sequence's length are excluded, since no query sees them.
+    let exist = min(first_row + existing, seq_info.length);
+    let run = if comptime!(side == Side::Queries) {
+        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But
+        // they must not read biases. If each score has its own bias, no block therefore counts as fully visible for a partial
+        // tile.
+        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
+        visible_keys(&seq_info, first_row, first_row + existing - 1i32, full)
+    } else {
+        let full = first_row + comptime!(rows as i32) <= exist;
+        visible_queries(&seq_info, first_row, exist - 1i32, full)
+    };
+    let heads = if comptime!(side == Side::Queries) {
+        u32::new(1)
+    } else {
+        group
+    };
+    let first_head = if comptime!(side == Side::Queries) {
+        work_tile.head / group
+    } else {
+        work_tile.head * group
+    };
+    let blocks = within_bounds(
+        run.first / size,
+        block_count(run.end, size),
+        seq_lens,
+        lengths_and_ids,
+        work_tile.batch,
+        work_tile.tile,
+        side,
+        structure,
+    );
+    Stationary {
+        batch: work_tile.batch,
+        head: work_tile.head,
+        first_row,
+        rows: existing,
+        row_block: work_tile.tile,
+        seq_info,
+        run,
+        first_block: blocks.first,
+        end_block: blocks.end,
+        first_head,
+        heads,
+        part: work_tile.batch,
+    }
+}
+
+/// Returns the stationary tile of a work item. If the grid splits tiles, the tile visits only the heads and blocks of the work
+/// item's split.
+///
+/// The splits first divide the heads of a GQA group, and then the blocks of each head.
+/// [`crate::engine::tiling::GradientSplits`] chooses the number of splits for this order.
+#[cube]
+pub(crate) fn stationary_tile_split(
+    work_tile: WorkTile,
+    grid: &Grid,
+    masking: &Masking,
+    group: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: TileKind,
+) -> Stationary {
+    let whole = stationary_tile(work_tile, masking, group, rows, columns, kind);
+    if comptime!(kind.split) {
+        let heads = whole.heads;
+        let head_splits = min(grid.splits, heads);
+        let heads_each = heads.div_ceil(head_splits);
+        let head = work_tile.split % head_splits * heads_each;
+        let block_splits = (grid.splits / head_splits) as i32;
+        let all = max(whole.end_block - whole.first_block, 0i32);
+        let blocks_each = (all + block_splits - 1i32) / block_splits;
+        let first = whole.first_block + (work_tile.split / head_splits) as i32 * blocks_each;
+        Stationary {
+            batch: whole.batch,
+            head: whole.head,
+            first_row: whole.first_row,
+            rows: whole.rows,
+            row_block: whole.row_block,
+            seq_info: whole.seq_info,
+            run: whole.run,
+            first_block: first,
+            end_block: min(first + blocks_each, whole.end_block),
+            first_head: whole.first_head + head,
+            heads: min(heads_each, heads - min(head, heads)),
+            part: whole.batch + work_tile.split * (grid.planes / grid.heads),
+        }
+    } else {
+        whole
+    }
+}
+
+/// Returns the work item of CTA `index`. Work items with the most blocks come first. Under a causal mask, these are the last
+/// queries, which see the most keys, or the first keys, which the most queries see.
+#[cube]
+pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Side) -> WorkTile {
+    work_tile(grid, index, comptime!(side == Side::Queries))
+}
+
+/// One iteration of the loop over a stationary tile's blocks: a block of keys or queries, and the block's head.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Visit {
+    /// The index of the head, counted from the tile's `first_head`. After the last visit, it equals the tile's `heads`.
+    pub head: u32,
+    pub block: i32,
+}
+
+/// Returns the tile's indices for lookups in the segments and in the mask. `head` is the head of the blocks, counted from the
+/// tile's `first_head`.
+#[cube]
+pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) -> TilePosition {
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    TilePosition {
+        batch: tile.batch,
+        head: query_head,
+        row_block: tile.row_block,
+        run: tile.run,
+    }
+}
+
+/// Returns the first block that the tile visits, and the block's head.
+#[cube]
+pub(crate) fn first_visit(
+    tile: &Stationary,
+    masking: &Masking,
+    #[comptime] kind: TileKind,
+) -> Visit {
+    let head = select(tile.first_block < tile.end_block, 0u32, tile.heads);
+    visit_from(tile, head, tile.first_block, masking, kind)
+}
+
+/// Returns the first visited block at or after block `block` of head `head`, and the head of the visited block.
+#[cube]
+pub(crate) fn visit_from(
+    tile: &Stationary,
+    head: u32,
+    block: i32,
+    masking: &Masking,
+    #[comptime] kind: TileKind,
+) -> Visit {
+    let mut head = head;
+    let mut block = block;
+    if block >= tile.end_block && head < tile.heads {
+        head += 1u32;
+        block = tile.first_block;
+    }
+    if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
+        let mut searching = head < tile.heads;
+        while searching {
+            let tile_position = position_of(tile, head, kind.fragment.side);
+            if may_intersect(&tile_position, block, masking, kind) {
+                searching = false;
+            } else {
+                block += 1i32;
+                if block >= tile.end_block {
+                    head += 1u32;
+                    block = tile.first_block;
+                }
+                searching = head < tile.heads;
+            }
+        }
+    }
+    Visit { head, block }
+}
+
+/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile, for blocks of the `head`-th head that
+/// the tile visits.
+#[cube]
+pub(crate) fn stationary_rows<F: Float, NB: Size>(
+    tile: &Stationary,
+    scoring: &Scoring<F, NB>,
+    first: i32,
+    head: u32,
+    #[comptime] kind: FragmentKind,
+) -> RowPair {
+    let side = comptime!(kind.side);
+    let query_head = if comptime!(side == Side::Queries) {
+        tile.head
+    } else {
+        tile.first_head + head
+    };
+    let end = rows_end(&scoring.masking.seq_lens, side);
+    RowPair {
+        batch: tile.batch,
+        head_0: query_head,
+        head_1: query_head,
+        position_0: min(tile.first_row + first, end),
+        position_1: min(tile.first_row + first + 8i32, end),
+        seq_info: tile.seq_info,
+        bias_of_head: bias_of_head::<F, NB>(&scoring.bias, tile.batch, query_head, kind),
+    }
+}
+
+/// The thread's rows, and the visibility of one block to the tile.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Seen {
+    pub rows: RowPair,
+    pub block_mask: BlockMask,
+}
+
+/// Computes the visibility of a block of `size` columns to the tile. It also loads mask bits for rows `row` and `row + 8`.
+/// These bits cover `columns` columns, and the first of them is the block's column `32 · first_word`.
+#[cube]
+pub(crate) fn seen_by<F: Float, NB: Size>(
+    tile: &Stationary,
+    row: i32,
+    head: u32,
+    block: i32,
+    first_word: u32,
+    scoring: &Scoring<F, NB>,
+    #[comptime] size: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: TileKind,
+) -> Seen {
+    let rows = stationary_rows::<F, NB>(tile, scoring, row, head, kind.fragment);
+    let tile_position = position_of(tile, head, kind.fragment.side);
+    Seen {
+        rows,
+        block_mask: block_mask(
+            &tile_position,
+            &rows,
+            block,
+            first_word,
+            &scoring.masking,
+            size,
+            columns,
+            kind,
+        ),
+    }
+}
+
+/// Returns the LSE and delta of rows `row` and `row + 8` if the tile holds queries.
+///
+/// If the tile holds keys, the function only computes the flag `may_have_far`. The flag is true if a query in the tile's blocks
+/// may be [`far`](super::far). Each of these blocks has `columns` queries.
+#[cube]
+pub(crate) fn lse_delta_of_tile<'a>(
+    lse_delta: &'a Tensor<f32>,
+    tile: &Stationary,
+    row: i32,
+    seq_lens: &SeqLens,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> LseDelta<'a> {
+    let may_have_far = if comptime!(kind.side == Side::Keys) {
+        let size = comptime!(columns as i32);
+        let queries = Keys {
+            first: tile.first_block * size,
+            end: tile.end_block * size,
+        };
+        heads_have_far(
+            lse_delta,
+            tile.batch,
+            tile.first_head,
+            tile.heads,
+            queries,
+            kind,
+        )
+    } else {
+        false.runtime()
+    };
+    lse_delta_of_rows(
+        lse_delta,
+        tile.batch,
+        tile.head,
+        may_have_far,
+        row,
+        seq_lens,
+        kind,
+    )
+}
+
+/// Returns the factor by which each of a thread's two gradient rows is multiplied. It is `factor`, or 0 for a query that sees
+/// no key. The registers of a row that sees no key may hold NaN: the GEMM multiplies the row's zeros by keys that other rows of
+/// the tile see, and these keys may be NaN.
+#[cube]
+pub(crate) fn row_factors(
+    lse_delta: &Tensor<f32>,
+    tile: &Stationary,
+    row: i32,
+    seq_lens: &SeqLens,
+    factor: f32,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let mut factors = pair(factor, factor);
+    if comptime!(kind.side == Side::Queries) {
+        let first_row = tile.first_row + row;
+        let lse_delta = lse_delta_of_rows(
+            lse_delta, tile.batch, tile.head, false, first_row, seq_lens, kind,
+        );
+        factors = pair(
+            select(is_blind(lse_delta.references.first), 0.0f32, factor),
+            select(is_blind(lse_delta.references.second), 0.0f32, factor),
+        );
+    }
+    factors
+}
+
+/// Writes rows `row` and `row + 8` of the tile to `gradient`, if these rows lie inside the problem. It writes columns
+/// `first_column` to `first_column + columns − 1`, and skips columns at or past `width`.
+#[cube]
+pub(crate) fn write_gradient_rows<E: Float, N: Size, NG: Size>(
+    part: OutputPart<NG>,
+    gradient: &mut Tensor<Vector<E, N>>,
+    tile: &Stationary,
+    row: i32,
+    first_column: u32,
+    #[comptime] columns: usize,
+    #[comptime] width: usize,
+) {
+    let rows = OutputRows {
+        first: gradient_row(tile, row),
+        second: gradient_row(tile, row + 8i32),
+    };
+    write_rows::<E, N, NG>(part, gradient, &rows, first_column, columns, width);
+}
+
+/// Returns the position of one of the tile's rows in the gradient tensor.
+#[cube]
+fn gradient_row(tile: &Stationary, row: i32) -> OutputRow {
+    OutputRow {
+        part: tile.part,
+        head: tile.head,
+        position: tile.first_row + row,
+        exists: row < tile.rows,
+    }
+}

@@ -1,0 +1,235 @@
+//! The work of a forward CTA: a tile of queries, its rows, and the blocks of keys that the tile visits.
+
+use super::bias::bias_of_head;
+use super::block_range::next_block;
+use super::scoring::{Masking, Scoring};
+use super::{FragmentKind, RowPair};
+use crate::math::schedule::{Grid, Schedule, WorkTile, assignment, block_count};
+use crate::math::side::Side;
+use crate::math::visibility::{Run, SeqInfo, seq_info, visible_keys, within_bounds};
+use cubecl::prelude::*;
+
+/// The compile-time settings of a kernel whose CTAs process tiles of queries or keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct TileKind {
+    pub fragment: FragmentKind,
+    /// The number of query heads of a GQA group whose rows share a tile; 1 if a tile has rows of one head only.
+    pub heads: usize,
+    /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
+    pub split: bool,
+}
+
+impl TileKind {
+    /// True if a block may contain a key that is hidden from every row of the tile, while keys before and after this key are
+    /// visible.
+    pub(crate) const fn leaves_masked(&self) -> bool {
+        self.fragment.score.leaves_masked(&self.fragment.structure)
+    }
+
+    /// True if the launch has precomputed a summary of the mask for every pair of a tile and a block.
+    pub(crate) const fn sums_up_mask(&self) -> bool {
+        self.fragment.structure.mask && self.heads == 1
+    }
+}
+
+/// The grid of all tiles in the launch, and the order in which the CTAs process these tiles.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct TileScheduler {
+    pub grid: Grid,
+    pub schedule: Schedule,
+    /// The number of query heads per KV head (the GQA group size).
+    pub group: u32,
+}
+
+/// A tile of queries, and the range of keys that the tile visits.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Tile {
+    pub batch: u32,
+    pub kv_head: u32,
+    /// The query head of the tile's first row. If a tile holds several heads, all rows of one head come before the rows of the
+    /// next head.
+    pub first_head: u32,
+    pub first_query: i32,
+    /// The number of rows in the tile that lie inside the problem.
+    pub rows: i32,
+    /// The number of rows per head: the tile's row count, or `q_len` if several heads share the tile.
+    pub head_rows: i32,
+    /// The index of the tile's queries in the table that holds the segment bounds of each block of queries.
+    pub query_block: u32,
+    /// The length and the window of the sequence to which the tile belongs.
+    pub seq_info: SeqInfo,
+    pub keys: Run,
+    /// The index of the first block of keys in the tile's range.
+    pub first_block: i32,
+    pub end_block: i32,
+    /// The index in the output's first dimension: `batch + split · batches`.
+    pub part: u32,
+}
+
+/// The tile that a CTA processes in one iteration of its loop over work items.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct AssignedTile {
+    pub exists: bool,
+    pub tile: Tile,
+    /// The first block that the tile visits, or `end_block` if it visits none.
+    pub first: i32,
+}
+
+/// Returns the tile of work item `item`. A CTA loops over its work items, and this item is the CTA's `turn`-th. The tile has
+/// `rows` queries. Its blocks have `block` keys each.
+#[cube]
+pub(crate) fn assigned_tile(
+    scheduler: &TileScheduler,
+    item: u32,
+    turn: u32,
+    masking: &Masking,
+    #[comptime] rows: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: TileKind,
+) -> AssignedTile {
+    let assignment = assignment(&scheduler.grid, &scheduler.schedule, item, turn);
+    let structure = comptime!(kind.fragment.structure);
+    let seq_info = seq_info(
+        &masking.seq_lens,
+        &masking.lengths_and_ids,
+        assignment.work_tile.batch,
+        structure,
+    );
+    let tile = tile(
+        assignment.work_tile,
+        seq_info,
+        scheduler,
+        masking,
+        rows,
+        block,
+        kind,
+    );
+    AssignedTile {
+        exists: assignment.exists,
+        tile,
+        first: next_block(&tile, tile.first_block, masking, kind),
+    }
+}
+
+/// Returns the tile of a work item.
+#[cube]
+fn tile(
+    work_tile: WorkTile,
+    seq_info: SeqInfo,
+    scheduler: &TileScheduler,
+    masking: &Masking,
+    #[comptime] rows: usize,
+    #[comptime] block: usize,
+    #[comptime] kind: TileKind,
+) -> Tile {
+    let grid = &scheduler.grid;
+    let group = scheduler.group;
+    let seq_lens = &masking.seq_lens;
+    let heads = comptime!(kind.heads as u32);
+    let mut kv_head = work_tile.head;
+    let mut first_head = work_tile.head;
+    let mut first_query = (work_tile.tile * comptime!(rows as u32)) as i32;
+    let mut head_rows = i32::new(comptime!(rows as i64));
+    let mut existing = min(head_rows, seq_lens.q_len - first_query);
+    let mut end_query = first_query + existing;
+    let mut query_block = work_tile.tile;
+    if comptime!(kind.heads > 1) {
+        first_head = work_tile.head * group + work_tile.tile * heads;
+        first_query = 0i32;
+        head_rows = seq_lens.q_len;
+        existing = min(heads, group - work_tile.tile * heads) as i32 * seq_lens.q_len;
+        end_query = seq_lens.q_len;
+        query_block = 0u32;
+    } else {
+        kv_head = work_tile.head / group;
+    }
+    // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But they
+    // must not read biases. If each score has its own bias, no block therefore counts as fully visible for a partial tile.
+    let mut full = true;
+    if comptime!(kind.fragment.has_own_biases()) {
+        full = existing == comptime!(rows as i32);
+    }
+    let keys = visible_keys(&seq_info, first_query, end_query - 1i32, full);
+    let size = comptime!(block as i32);
+    let mut first_block = keys.first / size;
+    let mut end_block = block_count(keys.end, size);
+    if comptime!(kind.fragment.structure.segments) {
+        let blocks = within_bounds(
+            first_block,
+            end_block,
+            seq_lens,
+            &masking.lengths_and_ids,
+            work_tile.batch,
+            query_block,
+            Side::Queries,
+            kind.fragment.structure,
+        );
+        first_block = blocks.first;
+        end_block = blocks.end;
+    }
+    if comptime!(kind.split) {
+        let blocks = max(end_block - first_block, 0i32);
+        let each = (blocks + grid.splits as i32 - 1i32) / grid.splits as i32;
+        first_block += work_tile.split as i32 * each;
+        end_block = min(first_block + each, end_block);
+    }
+    let mut part = work_tile.batch;
+    if comptime!(kind.split) {
+        part = work_tile.batch + work_tile.split * (grid.planes / grid.heads);
+    }
+    Tile {
+        batch: work_tile.batch,
+        kv_head,
+        first_head,
+        first_query,
+        rows: existing,
+        head_rows,
+        query_block,
+        seq_info,
+        keys,
+        first_block,
+        end_block,
+        part,
+    }
+}
+
+/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile.
+#[cube]
+pub(crate) fn row_pair<F: Float, NB: Size>(
+    tile: &Tile,
+    scoring: &Scoring<F, NB>,
+    first: i32,
+    #[comptime] kind: TileKind,
+) -> RowPair {
+    let seq_lens = &scoring.masking.seq_lens;
+    let second = first + 8i32;
+    let mut head_0 = tile.first_head;
+    let mut head_1 = tile.first_head;
+    let mut position_0 = tile.first_query + first;
+    let mut position_1 = tile.first_query + second;
+    if comptime!(kind.heads > 1) {
+        // A row past the end gets the head of the last row, so that it reads a mask and a bias inside the tensors.
+        let last = tile.rows - 1i32;
+        head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
+        head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;
+        position_0 = first % tile.head_rows;
+        position_1 = second % tile.head_rows;
+    }
+    RowPair {
+        batch: tile.batch,
+        head_0,
+        head_1,
+        position_0: select(first < tile.rows, position_0, seq_lens.q_len),
+        position_1: select(second < tile.rows, position_1, seq_lens.q_len),
+        seq_info: tile.seq_info,
+        bias_of_head: bias_of_head::<F, NB>(
+            &scoring.bias,
+            tile.batch,
+            tile.first_head,
+            kind.fragment,
+        ),
+    }
+}

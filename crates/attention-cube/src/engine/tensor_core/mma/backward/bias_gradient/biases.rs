@@ -1,0 +1,50 @@
+//! The biases of a warp's scores. A CTA computes the scores of several query tiles, each in a visit of its own (see
+//! `block_range.rs`). All visits use the same biases.
+
+use crate::engine::tensor_core::common::FragmentKind;
+use crate::engine::tensor_core::common::bias::{BiasWords, bias_words};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::stationary_tile::{Stationary, stationary_rows};
+use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cubecl::prelude::*;
+
+/// The prefetched biases of a warp's two 16-row fragments. If the warp has one fragment, `second` is a copy of `first`. Both are
+/// zeros if biases are not prefetched.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct WarpBiases {
+    pub first: BiasWords,
+    pub second: BiasWords,
+}
+
+/// Loads the biases of the thread's rows. The thread's first row is row `row` of `tile`. Any query tile that the CTA visits
+/// gives the same biases, so the caller may pass any of them.
+#[cube]
+pub(super) fn biases_of_warp<F: Float, NB: Size>(
+    tile: &Stationary,
+    row: i32,
+    key_tile: i32,
+    scoring: &Scoring<F, NB>,
+    #[comptime] tiles: BiasGradientTiles,
+    #[comptime] kind: FragmentKind,
+) -> WarpBiases {
+    if comptime!(!kind.reads_ahead()) {
+        WarpBiases {
+            first: BiasWords::zeroed(),
+            second: BiasWords::zeroed(),
+        }
+    } else {
+        let first_column = key_tile * comptime!(tiles.columns as i32);
+        let rows = stationary_rows::<F, NB>(tile, scoring, row, 0u32, kind);
+        let first = bias_words::<F, NB>(scoring, &rows, first_column, tiles.columns, kind);
+        let second = if comptime!(tiles.fragments == 2) {
+            let row = row + comptime!(FRAGMENT_ROWS as i32);
+            let rows = stationary_rows::<F, NB>(tile, scoring, row, 0u32, kind);
+            bias_words::<F, NB>(scoring, &rows, first_column, tiles.columns, kind)
+        } else {
+            first
+        };
+        WarpBiases { first, second }
+    }
+}

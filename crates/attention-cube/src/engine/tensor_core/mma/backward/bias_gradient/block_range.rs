@@ -1,0 +1,87 @@
+//! The visits of a CTA. A visit is one triple of batch, head and query tile whose scores add the CTA's bias tile.
+
+use crate::engine::tensor_core::common::block_range::may_intersect;
+use crate::engine::tensor_core::common::scoring::Masking;
+use crate::engine::tensor_core::common::stationary_tile::{
+    Stationary, position_of, stationary_tile,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
+use crate::math::schedule::WorkTile;
+use cube_kit::nvidia::ptx::uniform;
+use cubecl::prelude::*;
+
+/// The visits of the CTAs that share a bias tile: the triples of batch, head and query tile whose scores add this bias tile.
+/// Visits are numbered from 0.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Visits {
+    pub query_tile: u32,
+    pub key_tile: i32,
+    pub head: u32,
+    pub batch: u32,
+    /// The number of query tiles that add the bias tile. It is 1 if the bias is not broadcast along queries.
+    pub query_tiles: u32,
+    /// The number of query heads that add the bias tile. It is 1 if the bias is not broadcast along heads.
+    pub heads: u32,
+    /// The number of query heads per KV head.
+    pub group: u32,
+    /// The total number of visits of all CTAs that share the bias tile.
+    pub count: u32,
+    /// The difference between the numbers of two consecutive visits of this CTA.
+    pub step: u32,
+}
+
+/// Returns the query tile of a visit, as a stationary tile whose blocks are the key tiles.
+#[cube]
+pub(super) fn tile_of(
+    visits: &Visits,
+    visit: u32,
+    masking: &Masking,
+    #[comptime] tiles: BiasGradientTiles,
+    #[comptime] kind: TileKind,
+) -> Stationary {
+    let share = WorkTile {
+        tile: visits.query_tile + visit % visits.query_tiles,
+        split: 0u32.runtime(),
+        head: visits.head + visit / visits.query_tiles % visits.heads,
+        batch: visits.batch + visit / visits.query_tiles / visits.heads,
+    };
+    stationary_tile(
+        share,
+        masking,
+        visits.group,
+        comptime!(tiles.rows()),
+        tiles.columns,
+        kind,
+    )
+}
+
+/// Returns the number of the CTA's first visit, from `visit` on, in which a query may see a key of the key tile. If no such
+/// visit exists, the result is at least `visits.count`.
+#[cube]
+pub(super) fn next_visit(
+    visits: &Visits,
+    visit: u32,
+    masking: &Masking,
+    #[comptime] tiles: BiasGradientTiles,
+    #[comptime] kind: TileKind,
+) -> u32 {
+    let mut visit = visit;
+    let mut searching = visit < visits.count;
+    while searching {
+        let tile = tile_of(visits, visit, masking, tiles, kind);
+        let mut found = visits.key_tile >= tile.first_block && visits.key_tile < tile.end_block;
+        if found {
+            let position = position_of(&tile, 0u32, kind.fragment.side);
+            found = may_intersect(&position, visits.key_tile, masking, kind);
+        }
+        if found {
+            searching = false;
+        } else {
+            visit += visits.step;
+            searching = visit < visits.count;
+        }
+    }
+    uniform(visit)
+}

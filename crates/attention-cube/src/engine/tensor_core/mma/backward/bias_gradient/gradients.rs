@@ -1,0 +1,121 @@
+//! P and dS of a warp's scores.
+
+use super::biases::WarpBiases;
+use crate::engine::tensor_core::common::bias::add_words;
+use crate::engine::tensor_core::common::gradient::{LseDelta, weights};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::backward::part::{WarpLseDelta, WarpSeen};
+use crate::engine::tensor_core::mma::fragments::fragment_of;
+use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
+use cubecl::prelude::*;
+
+/// Computes P of a warp's scores. P is 0 if a query does not see a key.
+#[cube]
+pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
+    s: Vector<f32, AS>,
+    biases: &WarpBiases,
+    seen: &WarpSeen,
+    lse_delta: &WarpLseDelta<'_>,
+    key_tile: i32,
+    scoring: &Scoring<F, NB>,
+    #[comptime] tiles: BiasGradientTiles,
+    #[comptime] kind: TileKind,
+) -> Vector<f32, AS> {
+    let mut all = Vector::<f32, AS>::zeroed();
+    let first_column = key_tile * comptime!(tiles.columns as i32);
+    #[unroll]
+    for fragment in 0..tiles.fragments {
+        let own_lse_delta = if comptime!(fragment == 0) {
+            lse_delta.first
+        } else {
+            lse_delta.second
+        };
+        let own_seen = if comptime!(fragment == 0) {
+            seen.first
+        } else {
+            seen.second
+        };
+        let q_or_k = fragment_of::<AS, NS>(s, fragment);
+        let scores = if comptime!(kind.fragment.reads_ahead()) {
+            let own_biases = if comptime!(fragment == 0) {
+                biases.first
+            } else {
+                biases.second
+            };
+            add_words::<NS>(
+                q_or_k,
+                own_biases,
+                &scoring.arguments,
+                tiles.columns,
+                comptime!(kind.fragment.half_of_bias()),
+                kind.fragment,
+            )
+        } else {
+            q_or_k
+        };
+        let own = weights::<F, NB, NS, NP>(
+            scores,
+            &own_lse_delta,
+            first_column,
+            &own_seen.block_mask,
+            &own_seen.rows,
+            scoring,
+            // Pass `false`: no query is marked as far (an LSE too large for one f32, see `common/far.rs`), because with a bias
+            // the LSE is always stored as row maximum and logarithm.
+            false,
+            tiles.columns,
+            false,
+            tiles.half,
+            kind.fragment,
+        );
+        let count = own.w.vector_size();
+        #[unroll]
+        for i in 0..count {
+            all.insert(comptime!(fragment * count + i), own.w.extract(i));
+        }
+    }
+    all
+}
+
+/// Adds dS = P ∘ (dP − Δ) to the sums. Where P is 0, dP may be NaN or infinite, so the sum stays unchanged there.
+#[cube]
+pub(super) fn with_gradients<AS: Size>(
+    sums: Vector<f32, AS>,
+    p: Vector<f32, AS>,
+    dp: Vector<f32, AS>,
+    lse_delta: &WarpLseDelta<'_>,
+    #[comptime] tiles: BiasGradientTiles,
+) -> Vector<f32, AS> {
+    let mut sums = sums;
+    #[unroll]
+    for fragment in 0..tiles.fragments {
+        let own_lse_delta = if comptime!(fragment == 0) {
+            lse_delta.first
+        } else {
+            lse_delta.second
+        };
+        #[unroll]
+        for i in 0..comptime!(tiles.columns / 2) {
+            let register = comptime!(fragment * tiles.vectors()[0] + i);
+            let delta = delta_of(&own_lse_delta, i);
+            let own = p.extract(register);
+            let ds = own * (dp.extract(register) - delta);
+            sums.insert(
+                register,
+                sums.extract(register) + select(own == 0.0f32, 0.0f32, ds),
+            );
+        }
+    }
+    sums
+}
+
+/// Returns delta of the row to which the fragment's `register`-th element belongs.
+#[cube]
+fn delta_of(lse_delta: &LseDelta<'_>, #[comptime] register: usize) -> f32 {
+    if comptime!(register / 2 % 2 == 1) {
+        lse_delta.deltas.second
+    } else {
+        lse_delta.deltas.first
+    }
+}

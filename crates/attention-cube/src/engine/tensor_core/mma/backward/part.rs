@@ -1,0 +1,164 @@
+//! A warp's part of the scores of a tile and a block: one or two 16-row fragments, and all or some of the block's columns.
+
+use crate::engine::tensor_core::common::FragmentKind;
+use crate::engine::tensor_core::common::far::has_far;
+use crate::engine::tensor_core::common::gradient::{LseDelta, lse_delta_of_block};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::stationary_tile::{
+    Seen, Stationary, lse_delta_of_tile, seen_by,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::math::side::Side;
+use crate::math::visibility::{Run, SeqInfo, SeqLens};
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::nvidia::ptx::uniform;
+use cubecl::prelude::*;
+
+/// The sizes of a warp's part of the scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Part {
+    /// The number of 16-row fragments: 1 or 2.
+    pub fragments: usize,
+    /// The number of the block's columns in the warp's part.
+    pub columns: usize,
+    /// The number of columns in the whole block.
+    pub block: usize,
+}
+
+/// LSE and delta of the rows in the warp's two fragments. If the warp has one fragment, `second` is a copy of `first`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct WarpLseDelta<'a> {
+    pub first: LseDelta<'a>,
+    pub second: LseDelta<'a>,
+}
+
+/// Loads LSE and delta of the thread's rows, if the tile's rows are queries. The thread's first row is row `row` of the tile.
+#[cube]
+pub(super) fn lse_delta_of_warp<'a>(
+    lse_delta: &'a Tensor<f32>,
+    tile: &Stationary,
+    row: i32,
+    seq_lens: &SeqLens,
+    #[comptime] part: Part,
+    #[comptime] kind: FragmentKind,
+) -> WarpLseDelta<'a> {
+    let row = tile.first_row + row;
+    let first = lse_delta_of_tile(lse_delta, tile, row, seq_lens, part.block, kind);
+    let second = if comptime!(part.fragments == 2 && kind.side == Side::Queries) {
+        let row = row + comptime!(FRAGMENT_ROWS as i32);
+        lse_delta_of_tile(lse_delta, tile, row, seq_lens, part.block, kind)
+    } else {
+        first
+    };
+    WarpLseDelta::<'a> { first, second }
+}
+
+/// True if one of the warp's queries is far: its LSE is too large for one f32, see
+/// [`far`](crate::engine::tensor_core::common::far).
+///
+/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. The caller calls this function
+/// before it computes S, so that the warp vote does not wait for S.
+#[cube]
+pub(super) fn warp_has_far(
+    lse_delta: &WarpLseDelta<'_>,
+    lse_delta_at: u32,
+    #[comptime] stride: usize,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> bool {
+    if comptime!(kind.side == Side::Keys) {
+        has_far(
+            &lse_delta_of_block(&lse_delta.first, lse_delta_at, stride),
+            columns,
+            kind,
+        )
+    } else {
+        lse_delta.first.may_have_far || lse_delta.second.may_have_far
+    }
+}
+
+/// The visibility of a block's columns for the rows of the warp's two fragments. If the warp has one fragment, `second` is a
+/// copy of `first`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct WarpSeen {
+    pub first: Seen,
+    pub second: Seen,
+}
+
+/// Returns the visibility of the warp's part of a block for the thread's rows. The thread's first row is row `row` of the tile.
+/// The part begins at column `32 · first_word` of the block.
+#[cube]
+pub(super) fn seen_by_warp<F: Float, NB: Size>(
+    tile: &Stationary,
+    row: i32,
+    head: u32,
+    block: i32,
+    first_word: u32,
+    scoring: &Scoring<F, NB>,
+    #[comptime] part: Part,
+    #[comptime] kind: TileKind,
+) -> WarpSeen {
+    let first = seen_by::<F, NB>(
+        tile,
+        row,
+        head,
+        block,
+        first_word,
+        scoring,
+        part.block,
+        part.columns,
+        kind,
+    );
+    let second = if comptime!(part.fragments == 2) {
+        let row = row + comptime!(FRAGMENT_ROWS as i32);
+        seen_by::<F, NB>(
+            tile,
+            row,
+            head,
+            block,
+            first_word,
+            scoring,
+            part.block,
+            part.columns,
+            kind,
+        )
+    } else {
+        first
+    };
+    WarpSeen { first, second }
+}
+
+/// Marks those fields of the tile that were loaded from memory as equal in all lanes of the warp. The compiler then keeps them
+/// in uniform registers, which leaves more registers to the threads.
+#[cube]
+pub(super) fn alike(tile: Stationary) -> Stationary {
+    let seq_info = tile.seq_info;
+    let run = tile.run;
+    Stationary {
+        seq_info: SeqInfo {
+            length: uniform(seq_info.length as u32) as i32,
+            offset: uniform(seq_info.offset as u32) as i32,
+            q_len: seq_info.q_len,
+            left: seq_info.left,
+            right: seq_info.right,
+        },
+        run: Run {
+            first: uniform(run.first as u32) as i32,
+            end: uniform(run.end as u32) as i32,
+            common_first: uniform(run.common_first as u32) as i32,
+            common_end: uniform(run.common_end as u32) as i32,
+        },
+        first_block: uniform(tile.first_block as u32) as i32,
+        end_block: uniform(tile.end_block as u32) as i32,
+        batch: tile.batch,
+        head: tile.head,
+        first_row: tile.first_row,
+        rows: tile.rows,
+        row_block: tile.row_block,
+        first_head: tile.first_head,
+        heads: tile.heads,
+        part: tile.part,
+    }
+}

@@ -1,0 +1,261 @@
+//! The split-D backward, for head sizes up to 512. Warps divide a block's scores by rows and columns. They divide the tile's
+//! gradient by columns.
+//!
+//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is K
+//! with V.
+//!
+//! - Queries and their gradient `[batch, q_heads, q_len, head_dim]`.
+//! - Output gradients `[batch, q_heads, q_len, value_dim]`.
+//! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
+//! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32.
+//! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
+//!
+//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). It holds
+//! each of the tile's two operands in 64 KB, dS in 16 KB, and a ring of 4 slots of 16 KB. A thread uses 128 registers for the
+//! gradient, 32 for S and 32 for dP.
+//!
+//! Bound. The bandwidth of shared memory limits the kernel. For dQ or dK, a block of 128 columns takes 9,400 clocks of an
+//! H200's tensor core, and 13,300 clocks of its shared memory:
+//!
+//! - The reads of the operands of S take 4,100, and those of the operands of dP as many. Each warp computes 32 × 32 scores.
+//! - The reads for the gradient GEMM take 2,000. Each warp computes 64 × 64 elements.
+//! - The writes of the copies take 3,000.
+//!
+//! If an operand of the tile does not stay in shared memory, it is copied again for each block: 64 KB per operand.
+//!
+//! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP come
+//! in chunks of columns, and the operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot has two
+//! barriers, one for *full* and one for *empty*. Warps therefore wait only for single slots and not for each other. Of the two
+//! warps of a warp scheduler, one can multiply while the other waits, copies, or computes P and dS.
+//!
+//! For each block, the warps compute S, P, dP and dS, and write dS to shared memory. All warps then meet at a barrier, once per
+//! block, and compute the gradient GEMM. If a kernel computes the gradients of both keys and values, half of the warps compute
+//! the first and half the second. P is then stored beside dS.
+
+mod mainloop;
+mod p_ds;
+mod ring;
+mod warp_roles;
+
+use self::mainloop::sum;
+use self::ring::{Operands, copy_stationary, passed, stationary_rows};
+use self::warp_roles::{Roles, assign_roles};
+use super::part::alike;
+use crate::engine::tensor_core::common::gradient::p_scale;
+use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::scoring::{GradientGrid, GradientOperands};
+use crate::engine::tensor_core::common::stationary_tile::{
+    Stationary, first_visit, row_factors, stationary_tile_split, stationary_work_tile,
+    write_gradient_rows,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::fragments::fragment_of;
+use crate::engine::tensor_core::mma::plan::MmaGradientSplitDTiles;
+use crate::engine::tensor_core::mma::ring::make_ring;
+use crate::math::side::Side;
+use crate::math::visibility::SeqLens;
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::nvidia::accumulator::pair;
+use cube_kit::nvidia::ptx::shared_address;
+use cubecl::prelude::*;
+
+/// The number of gradient columns per `mma` step. For each step, a thread holds half as many registers of a 16-row fragment.
+const STEP_COLUMNS: usize = 16;
+type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is decided at compile time, the inner one at run time"
+)]
+pub(crate) fn backward_split_d<
+    E: Float,
+    G: Float,
+    F: Float,
+    N: Size,
+    NB: Size,
+    NS: Size,
+    NP: Size,
+    AS: Size,
+    AP: Size,
+    AG: Size,
+>(
+    inputs: GradientOperands<E>,
+    scoring: Scoring<F, NB>,
+    dot_gradient: &mut Tensor<Vector<G, N>>,
+    value_gradient: &mut Tensor<Vector<G, N>>,
+    work: GradientGrid,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+    #[comptime] kind: TileKind,
+    #[define(E, G, F)] _elements: [ElemType; 3],
+    #[define(N, NB, NS, NP, AS, AP, AG)] _sizes: [usize; 7],
+) {
+    let masking = &scoring.masking;
+    let memory =
+        Shared::<[u32]>::new_aligned_slice(comptime!(tiles.shared_memory() / 4), 1024usize);
+    let start = shared_address(&memory);
+    if UNIT_POS == 0u32 {
+        make_ring(
+            start,
+            comptime!(tiles.ring()),
+            MmaGradientSplitDTiles::UNITS,
+            MmaGradientSplitDTiles::WARPS,
+        );
+    }
+    sync_cube();
+    let index = CUBE_POS as u32;
+    if index < work.grid.cubes {
+        let work_tile = stationary_work_tile(&work.grid, index, kind.fragment.side);
+        let tile = stationary_tile_split(
+            work_tile,
+            &work.grid,
+            masking,
+            work.group,
+            tiles.rows,
+            tiles.columns,
+            kind,
+        );
+        let tile = alike(tile);
+        let roles = assign_roles(tiles);
+        let operands = Operands {
+            resident_q_or_k: stationary_rows::<E>(&inputs.stationary_qk, &tile, tiles),
+            resident_v_or_do: stationary_rows::<E>(&inputs.stationary_v_do, &tile, tiles),
+            q_or_k: passed::<E>(&inputs.q_or_k, &tile),
+            v_or_do: passed::<E>(&inputs.v_or_do, &tile),
+            start,
+        };
+        let first = first_visit(&tile, masking, kind);
+        if first.head < tile.heads {
+            copy_stationary(&operands, &tile, tiles);
+        }
+        let sums = sum::<F, NB, NS, NP, AS, AP, AG>(
+            &operands,
+            &inputs.lse_delta,
+            &tile,
+            first,
+            &roles,
+            &scoring,
+            tiles,
+            kind,
+        );
+        if comptime!(tiles.sums.has_q_or_k()) {
+            if roles.gradient == 0u32 {
+                write_dots::<G, N, AG>(
+                    sums,
+                    dot_gradient,
+                    &inputs.lse_delta,
+                    &tile,
+                    &roles,
+                    &masking.seq_lens,
+                    scoring.arguments.scale,
+                    tiles,
+                    kind,
+                );
+            }
+        }
+        if comptime!(tiles.sums.has_values()) {
+            if roles.gradient == comptime!(tiles.gradients() as u32 - 1) {
+                write_values::<G, N, AG>(sums, value_gradient, &tile, &roles, tiles);
+            }
+        }
+    }
+}
+
+/// Writes a warp's part of the gradient of Q or K to global memory.
+#[cube]
+fn write_dots<G: Float, N: Size, AG: Size>(
+    sums: Vector<f32, AG>,
+    gradient: &mut Tensor<Vector<G, N>>,
+    lse_delta: &Tensor<f32>,
+    tile: &Stationary,
+    roles: &Roles,
+    seq_lens: &SeqLens,
+    scale: f32,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+    #[comptime] kind: TileKind,
+) {
+    #[unroll]
+    for fragment in 0..MmaGradientSplitDTiles::SUM_FRAGMENTS {
+        let row = row_of(roles, fragment);
+        let factors = row_factors(lse_delta, tile, row, seq_lens, scale, kind.fragment);
+        #[unroll]
+        for step in 0..tiles.steps() {
+            let own = step_of::<AG>(sums, fragment, step, tiles);
+            let own = if comptime!(tiles.side == Side::Queries) {
+                without_blind::<StepRegisters>(own, factors, STEP_COLUMNS)
+            } else {
+                own
+            };
+            write_gradient_rows::<G, N, StepRegisters>(
+                OutputPart::<StepRegisters> { o: own, factors },
+                gradient,
+                tile,
+                row,
+                first_column(roles, step, tiles),
+                STEP_COLUMNS,
+                tiles.head_dim,
+            );
+        }
+    }
+}
+
+/// Writes a warp's part of the gradient of V to global memory.
+#[cube]
+fn write_values<G: Float, N: Size, AG: Size>(
+    sums: Vector<f32, AG>,
+    gradient: &mut Tensor<Vector<G, N>>,
+    tile: &Stationary,
+    roles: &Roles,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) {
+    let factor = f32::new(comptime!(1.0 / p_scale(tiles.half)));
+    #[unroll]
+    for fragment in 0..MmaGradientSplitDTiles::SUM_FRAGMENTS {
+        #[unroll]
+        for step in 0..tiles.steps() {
+            write_gradient_rows::<G, N, StepRegisters>(
+                OutputPart::<StepRegisters> {
+                    o: step_of::<AG>(sums, fragment, step, tiles),
+                    factors: pair(factor, factor),
+                },
+                gradient,
+                tile,
+                row_of(roles, fragment),
+                first_column(roles, step, tiles),
+                STEP_COLUMNS,
+                tiles.value_dim,
+            );
+        }
+    }
+}
+
+/// Returns the tile row of a thread's first register in the warp's `fragment`-th gradient fragment.
+#[cube]
+fn row_of(roles: &Roles, #[comptime] fragment: usize) -> i32 {
+    let first = roles.sum_row + comptime!((fragment * FRAGMENT_ROWS) as u32);
+    (first + UNIT_POS % 32u32 / 4u32) as i32
+}
+
+/// Extracts the registers of one fragment for the warp's `step`-th group of 16 columns.
+#[cube]
+fn step_of<AG: Size>(
+    sums: Vector<f32, AG>,
+    #[comptime] fragment: usize,
+    #[comptime] step: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) -> Vector<f32, StepRegisters> {
+    fragment_of::<AG, StepRegisters>(sums, comptime!(fragment * tiles.steps() + step))
+}
+
+/// Returns the first gradient column of the warp's `step`-th group of 16 columns.
+#[cube]
+fn first_column(
+    roles: &Roles,
+    #[comptime] step: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) -> u32 {
+    roles.column_group * comptime!(STEP_COLUMNS as u32)
+        + comptime!((STEP_COLUMNS * step * tiles.column_groups()) as u32)
+}

@@ -1,0 +1,340 @@
+//! The main loop of a CTA over the blocks that its tile sees.
+//!
+//! Each iteration handles one block. It computes S, dP and the gradient GEMM from chunks of operands, which pass through a ring
+//! of slots in shared memory.
+
+use super::p_ds::{compute_p_ds, load_used_keys, score_gradients, share};
+use super::ring::{GradientStep, Operands, fill, lse_delta_offset};
+use super::warp_roles::Roles;
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit, visit_from};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::backward::part::{
+    Part, lse_delta_of_warp, seen_by_warp, warp_has_far,
+};
+use crate::engine::tensor_core::mma::plan::MmaGradientSplitDTiles;
+use crate::engine::tensor_core::mma::ring::{
+    RingSlot, RingTurn, await_full, ring_slot_of, signal_empty, turn_after,
+};
+use cube_kit::ampere::mma::{
+    Scores, SharedSums, add_scores, add_shared_product, left_address, right_address, scores,
+    turn_address,
+};
+use cube_kit::nvidia::{ROW_BYTES, SUBTILE};
+use cubecl::prelude::*;
+
+/// The number of score columns per warp.
+const PART: usize = MmaGradientSplitDTiles::PART;
+
+/// Computes a warp's part of the gradient, over all blocks that the tile sees from `first` on. Before the call, the caller
+/// starts the copies of the operands that stay in shared memory.
+#[cube]
+pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
+    operands: &Operands,
+    lse_delta: &Tensor<f32>,
+    tile: &Stationary,
+    first: Visit,
+    roles: &Roles,
+    scoring: &Scoring<F, NB>,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+    #[comptime] kind: TileKind,
+) -> Vector<f32, AG> {
+    let masking = &scoring.masking;
+    let start = operands.start;
+    let row = (roles.score_row + UNIT_POS % 32u32 / 4u32) as i32;
+    let first_word = roles.part_group * comptime!((PART / 32) as u32);
+    let part = comptime!(Part {
+        fragments: tiles.score_fragments(),
+        columns: PART,
+        block: tiles.columns,
+    });
+    let row_lse_delta =
+        lse_delta_of_warp(lse_delta, tile, row, &masking.seq_lens, part, kind.fragment);
+    let lanes = lanes(roles, start, tiles);
+    let mut sums = Vector::<f32, AG>::zeroed();
+    let mut head = first.head;
+    let mut block = first.block;
+    let mut slot = 0u32;
+    let mut parity = 0u32;
+    let mut stage = 0u32;
+    if head < tile.heads {
+        let pass = GradientStep {
+            visit: first,
+            next: first,
+            first: RingTurn { slot, parity },
+            stage,
+        };
+        #[unroll]
+        for chunk in 0..comptime!(tiles.slots - 1) {
+            fill(operands, lse_delta, tile, &pass, chunk, tiles);
+        }
+    }
+    while head < tile.heads {
+        let pass = GradientStep {
+            visit: Visit { head, block },
+            next: visit_from(tile, head, block + 1i32, masking, kind),
+            first: RingTurn { slot, parity },
+            stage,
+        };
+        let seen = seen_by_warp::<F, NB>(tile, row, head, block, first_word, scoring, part, kind);
+        let lse_delta_at = lse_delta_offset(operands, stage, tiles)
+            + roles.part_group * comptime!(4 * PART as u32);
+        let mut s = Vector::<f32, AS>::zeroed();
+        #[unroll]
+        for chunk in 0..tiles.dot_chunks() {
+            let place = await_chunk(operands, &pass, chunk, tiles);
+            s = scores_of_chunk::<AS>(s, &place, &lanes, false, chunk, tiles);
+            leave_chunk(operands, lse_delta, tile, &pass, &place, chunk, tiles);
+        }
+        let has_far = warp_has_far(
+            &row_lse_delta,
+            lse_delta_at,
+            tiles.columns,
+            PART,
+            kind.fragment,
+        );
+        let weighed = compute_p_ds::<F, NB, NS, NP, AS, AP>(
+            s,
+            &seen,
+            &row_lse_delta,
+            lse_delta_at,
+            block * comptime!(tiles.columns as i32)
+                + (roles.part_group * comptime!(PART as u32)) as i32,
+            scoring,
+            has_far,
+            tiles,
+            kind.fragment,
+        );
+        // Overwrite P and dS of the previous block without a barrier: all warps have finished the GEMMs that read them. For
+        // this warp has already refilled the slot of that block's last chunk, and the refill waited until all warps had
+        // multiplied the chunk.
+        if comptime!(tiles.sums.has_values()) {
+            share::<AP>(
+                weighed.p,
+                start,
+                roles,
+                comptime!(tiles.gradients() - 1),
+                tiles,
+                kind,
+            );
+        }
+        if comptime!(tiles.sums.has_q_or_k()) {
+            let mut dp = Vector::<f32, AS>::zeroed();
+            #[unroll]
+            for chunk in 0..tiles.value_chunks() {
+                let index = comptime!(tiles.dot_chunks() + chunk);
+                let place = await_chunk(operands, &pass, index, tiles);
+                dp = scores_of_chunk::<AS>(dp, &place, &lanes, true, chunk, tiles);
+                leave_chunk(operands, lse_delta, tile, &pass, &place, index, tiles);
+            }
+            let ds = score_gradients::<NS, NP, AS, AP>(
+                weighed.w,
+                dp,
+                &seen,
+                &row_lse_delta,
+                lse_delta_at,
+                tiles,
+                kind.fragment,
+            );
+            share::<AP>(ds, start, roles, 0usize, tiles, kind);
+        }
+        sync_cube();
+        let may_have_masked = seen.first.block_mask.may_have_masked;
+        let used = if comptime!(kind.leaves_masked()) {
+            load_used_keys(start, roles, tiles)
+        } else {
+            0u32.runtime()
+        };
+        #[unroll]
+        for chunk in 0..tiles.sum_chunks() {
+            let index = comptime!(tiles.dot_chunks() + tiles.value_chunks() + chunk);
+            let place = await_chunk(operands, &pass, index, tiles);
+            sums = with_chunk::<AG>(
+                sums,
+                &place,
+                &lanes,
+                may_have_masked,
+                used,
+                chunk,
+                tiles,
+                kind,
+            );
+            leave_chunk(operands, lse_delta, tile, &pass, &place, index, tiles);
+        }
+        let turn = turn_after(
+            &pass.first,
+            comptime!(tiles.chunks()),
+            comptime!(tiles.ring()),
+        );
+        head = pass.next.head;
+        block = pass.next.block;
+        slot = turn.slot;
+        parity = turn.parity;
+        stage ^= 1u32;
+    }
+    sums
+}
+
+/// The addresses from which a lane loads operands. Addresses of chunks are relative to their ring slot, and addresses of the
+/// tile's resident operands are relative to `start`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Lanes {
+    start: u32,
+    /// The address of the tile's rows for the warp's S and dP.
+    score_left: u32,
+    /// The address of the block's rows for the warp's S and dP, relative to a slot.
+    score_right: u32,
+    /// The address in shared memory of P or dS, the left operand of the gradient GEMM.
+    sum_left: u32,
+    sum_right: u32,
+}
+
+#[cube]
+fn lanes(roles: &Roles, start: u32, #[comptime] tiles: MmaGradientSplitDTiles) -> Lanes {
+    let factors = start
+        + comptime!(tiles.factors_at() as u32)
+        + roles.gradient * comptime!(tiles.factor_bytes() as u32);
+    Lanes {
+        start,
+        score_left: left_address(0u32, roles.score_row),
+        score_right: right_address(roles.part_group * comptime!((PART * ROW_BYTES) as u32)),
+        sum_left: left_address(factors, roles.sum_row),
+        sum_right: turn_address(
+            roles.gradient * comptime!(tiles.sum_bytes() as u32),
+            roles.column_group,
+            tiles.sum_rows,
+        ),
+    }
+}
+
+/// Waits until the copies of the `chunk`-th chunk have completed, and returns its slot.
+#[cube]
+fn await_chunk(
+    operands: &Operands,
+    pass: &GradientStep,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) -> RingSlot {
+    let place = ring_slot_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+    await_full(&place);
+    place
+}
+
+/// Marks the slot of a chunk as read by this warp. Then refills the slot of the chunk before it: other warps have probably
+/// finished with that slot, so the refill seldom waits.
+#[cube]
+fn leave_chunk(
+    operands: &Operands,
+    lse_delta: &Tensor<f32>,
+    tile: &Stationary,
+    pass: &GradientStep,
+    place: &RingSlot,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) {
+    signal_empty(place);
+    fill(
+        operands,
+        lse_delta,
+        tile,
+        pass,
+        comptime!(chunk + tiles.slots - 1),
+        tiles,
+    );
+}
+
+/// Multiplies one chunk of columns, and returns the sum with this product added. If `v_or_do`, the sum is the warp's dP, else
+/// the warp's S.
+#[cube]
+fn scores_of_chunk<AS: Size>(
+    s: Vector<f32, AS>,
+    place: &RingSlot,
+    lanes: &Lanes,
+    #[comptime] v_or_do: bool,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+) -> Vector<f32, AS> {
+    let left = if comptime!(tiles.holds(v_or_do)) {
+        lanes.start + comptime!(stationary_at(tiles, v_or_do, chunk) as u32)
+    } else {
+        place.slot + comptime!(tiles.tile_rows_at() as u32)
+    };
+    let left = left + lanes.score_left;
+    let right = place.slot + lanes.score_right;
+    let product = comptime!(Scores {
+        fragments: tiles.score_fragments(),
+        columns: PART,
+        depth: tiles.chunk_columns(
+            match v_or_do {
+                true => tiles.value_dim,
+                false => tiles.head_dim,
+            },
+            chunk
+        ),
+        left_rows: tiles.rows,
+        right_rows: tiles.columns,
+        half: tiles.half,
+    });
+    if comptime!(chunk == 0) {
+        scores::<AS>(left, right, product)
+    } else {
+        add_scores::<AS>(s, left, right, product)
+    }
+}
+
+/// The byte offset of those resident columns of the tile that are multiplied with the `chunk`-th chunk of a block.
+const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usize) -> usize {
+    let first = match v_or_do {
+        true => tiles.stationary_values_at(),
+        false => 0,
+    };
+    first + chunk * tiles.score_columns / SUBTILE * tiles.rows * ROW_BYTES
+}
+
+/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. If some of these rows may be masked for
+/// the whole tile, the GEMM uses zeros in their place, because masked rows may be NaN.
+#[cube]
+fn with_chunk<AG: Size>(
+    sums: Vector<f32, AG>,
+    place: &RingSlot,
+    lanes: &Lanes,
+    may_have_masked: bool,
+    used: u32,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaGradientSplitDTiles,
+    #[comptime] kind: TileKind,
+) -> Vector<f32, AG> {
+    let left = lanes.sum_left;
+    let right = place.slot + lanes.sum_right;
+    let plain = comptime!(sum_product(tiles, chunk, false));
+    let mut sums = sums;
+    if comptime!(kind.leaves_masked()) {
+        if may_have_masked {
+            let masked = comptime!(sum_product(tiles, chunk, true));
+            sums = add_shared_product::<AG>(sums, left, right, used, masked);
+        } else {
+            sums = add_shared_product::<AG>(sums, left, right, 0u32, plain);
+        }
+    } else {
+        sums = add_shared_product::<AG>(sums, left, right, 0u32, plain);
+    }
+    sums
+}
+
+/// The sizes of the gradient GEMM over one chunk of a block's rows.
+const fn sum_product(tiles: MmaGradientSplitDTiles, chunk: usize, masked: bool) -> SharedSums {
+    SharedSums {
+        fragments: MmaGradientSplitDTiles::SUM_FRAGMENTS,
+        steps: tiles.steps(),
+        first_step: 0,
+        added_steps: tiles.steps(),
+        groups: tiles.column_groups(),
+        first_depth: chunk * tiles.sum_rows,
+        depth: tiles.sum_rows,
+        left_rows: tiles.rows,
+        right_rows: tiles.sum_rows,
+        masked,
+        half: tiles.half,
+    }
+}

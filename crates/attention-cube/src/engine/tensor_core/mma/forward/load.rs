@@ -1,0 +1,381 @@
+//! Asynchronous copies (`cp.async`) of operands to shared memory. Each thread copies pieces of 16 bytes. The caller waits for the
+//! copies only before it reads the data.
+
+use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
+use cube_kit::ampere::cp_async::{PIECE, PIECE_BYTES, copy_piece, half_address, piece_address};
+use cube_kit::nvidia::ptx::element_address;
+use cube_kit::nvidia::{ROW_BYTES, SUBTILE};
+use cubecl::prelude::*;
+
+/// The tensors that a CTA copies from: query `[batch, q_heads, q_len, head_dim]`, key `[batch, kv_heads, kv_len, head_dim]` and
+/// value `[batch, kv_heads, kv_len, value_dim]`.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Sources<'query, 'key, 'value, E: Float> {
+    pub query: &'query Tensor<E>,
+    pub key: &'key Tensor<E>,
+    pub value: &'value Tensor<E>,
+}
+
+/// Bundles a kernel's operands into one argument.
+#[cube]
+pub(crate) fn sources<'query, 'key, 'value, E: Float>(
+    query: &'query Tensor<E>,
+    key: &'key Tensor<E>,
+    value: &'value Tensor<E>,
+) -> Sources<'query, 'key, 'value, E> {
+    Sources::<'query, 'key, 'value, E> { query, key, value }
+}
+
+/// One head of an operand. The rows `first..end` exist; copies write zeros for all other rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct HeadRows {
+    pub batch: u32,
+    pub head: u32,
+    pub first: i32,
+    pub end: i32,
+}
+
+/// The number of 16-byte pieces in a row of `columns` columns, padded with zeros to whole `mma` steps of 16 columns.
+const fn pieces(columns: usize) -> usize {
+    columns.div_ceil(2 * PIECE) * 2
+}
+
+/// The number of bytes in piece `piece` that belong to a row of `columns` columns. The rest of the piece is padding.
+#[cube]
+fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
+    if comptime!(columns.is_multiple_of(2 * PIECE)) {
+        u32::new(comptime!(PIECE_BYTES as i64))
+    } else {
+        bytes_left(comptime!(columns as i32) - (piece * comptime!(PIECE as u32)) as i32)
+    }
+}
+
+/// The number of bytes in a 16-byte piece that belong to its row. `columns` is the number of the row's columns from the start
+/// of the piece on. If the row ends before the piece, `columns` is not positive, and the result is 0.
+#[cube]
+fn bytes_left(columns: i32) -> u32 {
+    (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
+}
+
+/// Starts the copy of `rows` rows, from `first_row` on. The copy writes zeros for rows that do not exist in the head.
+#[cube]
+pub(crate) fn copy_rows<E: Float>(
+    source: &Tensor<E>,
+    head: HeadRows,
+    first_row: i32,
+    target: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] units: usize,
+) {
+    let pieces = comptime!(pieces(columns));
+    let total = comptime!(rows * pieces);
+    // If `units` is a multiple of `pieces`, a thread copies the piece with the same index in every step. Its row advances by
+    // `stride_rows` rows per step.
+    let stride_rows = comptime!(units / pieces);
+    let same_piece = comptime!(units.is_multiple_of(pieces));
+    // If `stride_rows` is also a multiple of 8, the swizzle moves this piece to the same place in each of these rows, because
+    // the swizzle depends on the row number modulo 8.
+    let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
+    let own_row = UNIT_POS / comptime!(pieces as u32);
+    let own_piece = UNIT_POS % comptime!(pieces as u32);
+    let own_place = piece_address(target, own_row, own_piece, rows);
+    let start = head.batch as usize * source.stride(0) + head.head as usize * source.stride(1);
+    let stride = source.stride(2);
+    #[unroll]
+    for step in 0..comptime!(total.div_ceil(units)) {
+        let index = UNIT_POS + comptime!((step * units) as u32);
+        let whole = comptime!((step + 1) * units <= total);
+        if whole || index < comptime!(total as u32) {
+            let mut row = index / comptime!(pieces as u32);
+            let mut piece = index % comptime!(pieces as u32);
+            if comptime!(same_piece) {
+                row = own_row + comptime!((step * stride_rows) as u32);
+                piece = own_piece;
+            }
+            let place = if comptime!(same_place) {
+                own_place + comptime!((step * stride_rows * ROW_BYTES) as u32)
+            } else {
+                piece_address(target, row, piece, rows)
+            };
+            let position = first_row + row as i32;
+            let exists = position >= head.first && position < head.end;
+            let readable = select(exists, position, head.first) as usize;
+            let at = start + readable * stride + (piece * comptime!(PIECE as u32)) as usize;
+            copy_piece(
+                place,
+                half_address::<E>(source, at as u64),
+                select(exists, bytes_of(piece, columns), 0u32),
+            );
+        }
+    }
+}
+
+/// Starts the copy of a tile's queries. The copy writes zeros for rows that do not exist.
+#[cube]
+pub(crate) fn copy_queries<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    target: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: usize,
+    #[comptime] units: usize,
+    #[comptime] kind: TileKind,
+) {
+    if comptime!(kind.heads > 1) {
+        let all = comptime!(Columns {
+            first: 0,
+            count: columns.next_multiple_of(2 * PIECE),
+            width: columns,
+        });
+        copy_query_columns::<E>(query, tile, target, rows, all, units, kind);
+    } else {
+        let head = HeadRows {
+            batch: tile.batch,
+            head: tile.first_head,
+            first: 0i32.runtime(),
+            end: tile.first_query + tile.rows,
+        };
+        copy_rows::<E>(query, head, tile.first_query, target, rows, columns, units);
+    }
+}
+
+/// A range of an operand's columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Columns {
+    /// The first column of the range.
+    pub first: usize,
+    /// The number of columns in the range, a multiple of 16. Columns past the operand's last column become zeros.
+    pub count: usize,
+    /// The number of columns in the operand.
+    pub width: usize,
+}
+
+/// Starts the copy of a column range of a tile's queries. The tile may belong to one head, or to several heads that share it. The
+/// copy writes zeros for rows that do not exist.
+#[cube]
+pub(crate) fn copy_query_columns<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    target: u32,
+    #[comptime] rows: usize,
+    #[comptime] columns: Columns,
+    #[comptime] units: usize,
+    #[comptime] kind: TileKind,
+) {
+    let pieces = comptime!((columns.count / PIECE) as u32);
+    let total = comptime!((rows * columns.count / PIECE) as u32);
+    let start = tile.batch as usize * query.stride(0);
+    let mut index = UNIT_POS;
+    while index < total {
+        let row = index / pieces;
+        let piece = index % pieces;
+        let readable = min(row as i32, tile.rows - 1i32);
+        let mut head = tile.first_head;
+        let mut position = tile.first_query + readable;
+        if comptime!(kind.heads > 1) {
+            head = tile.first_head + (readable / tile.head_rows) as u32;
+            position = readable % tile.head_rows;
+        }
+        let column = piece * comptime!(PIECE as u32);
+        let at = start
+            + head as usize * query.stride(1)
+            + position as usize * query.stride(2)
+            + comptime!(columns.first)
+            + column as usize;
+        let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
+        if comptime!(columns.first + columns.count > columns.width) {
+            let left = comptime!(columns.width as i32 - columns.first as i32) - column as i32;
+            bytes = bytes_left(left);
+        }
+        copy_piece(
+            piece_address(target, row, piece, rows),
+            half_address::<E>(query, at as u64),
+            select((row as i32) < tile.rows, bytes, 0u32),
+        );
+        index += comptime!(units as u32);
+    }
+}
+
+/// One head of an operand, by its address in global memory. The rows `first..end` exist; copies write zeros for all other rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct HeadSource {
+    pub address: u64,
+    pub row_bytes: u64,
+    pub first: i32,
+    pub end: i32,
+}
+
+/// Computes the address and the row stride of a head, for elements of any type.
+#[cube]
+pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> HeadSource {
+    let start = head.batch as usize * source.stride(0) + head.head as usize * source.stride(1);
+    let element = elem_type_of::<E>();
+    let bytes = comptime!(element.size());
+    // SAFETY: this expression only takes the address of `source` and reads no memory. Copies from this address later read only
+    // the rows `head.first..head.end` of the head at element `start`.
+    let address = element_address::<E>(
+        unsafe { source.as_slice().as_ptr_unchecked() },
+        start as u64,
+        bytes,
+    );
+    HeadSource {
+        address,
+        row_bytes: source.stride(2) as u64 * comptime!(bytes as u64),
+        first: head.first,
+        end: head.end,
+    }
+}
+
+/// A *section*: the part of an operand that one call copies. Its number of rows is a multiple of 16. Its columns are whole
+/// subtiles of 64 columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Section {
+    /// The number of rows in the section, and in each of its subtiles in shared memory.
+    pub rows: usize,
+    /// The first operand column of the section.
+    pub first_column: usize,
+    /// The number of subtiles (64 columns each) in the section. Columns past the operand's last column become zeros.
+    pub subtiles: usize,
+    /// The number of columns in the operand.
+    pub width: usize,
+}
+
+impl Section {
+    /// True if the operand has all columns of the section's first `end` subtiles, so that no column needs zeros.
+    const fn is_whole(&self, end: usize) -> bool {
+        self.first_column + end * SUBTILE <= self.width
+    }
+}
+
+/// The number of 16-byte pieces per subtile row.
+const SUBTILE_PIECES: usize = SUBTILE / PIECE;
+
+/// Starts the copy of a section whose first row is `first_row`. The copy writes zeros for rows that do not exist in the head.
+///
+/// A thread copies the piece with the same index from many rows and subtiles, so most of the thread's addresses differ by
+/// constants.
+#[cube]
+pub(crate) fn copy_section(
+    source: HeadSource,
+    first_row: i32,
+    target: u32,
+    #[comptime] section: Section,
+    #[comptime] units: usize,
+) {
+    let at_once = comptime!((units / SUBTILE_PIECES).min(section.rows));
+    let beside = comptime!(units / SUBTILE_PIECES / at_once);
+    let row = UNIT_POS / comptime!(SUBTILE_PIECES as u32) % comptime!(at_once as u32);
+    let side = UNIT_POS / comptime!((SUBTILE_PIECES * at_once) as u32);
+    let piece = UNIT_POS % comptime!(SUBTILE_PIECES as u32);
+    let subtile_bytes = comptime!((section.rows * ROW_BYTES) as u32);
+    let to = piece_address(target, row, piece, section.rows) + side * subtile_bytes;
+    let column = side * comptime!(SUBTILE as u32) + piece * comptime!(PIECE as u32);
+    let position = first_row + row as i32;
+    let mut from = source.address
+        + position as u64 * source.row_bytes
+        + (column * 2u32) as u64
+        + comptime!(2 * section.first_column as u64);
+    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If the window of
+    // a tile begins past the last key, none of the rows in the tile's one block exist.
+    let existing = max(source.end - source.first, 0i32) as u32;
+    let own = (position - source.first) as u32;
+    #[unroll]
+    for rows in 0..comptime!(section.rows / at_once) {
+        let exists = own + comptime!((rows * at_once) as u32) < existing;
+        #[unroll]
+        for step in 0..comptime!(section.subtiles.div_ceil(beside)) {
+            let first = comptime!(step * beside);
+            let end = comptime!(first + beside);
+            if comptime!(end <= section.subtiles)
+                || side < comptime!((section.subtiles.saturating_sub(first)) as u32)
+            {
+                let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
+                if comptime!(!section.is_whole(end)) {
+                    let left = comptime!(
+                        section.width as i32 - (section.first_column + first * SUBTILE) as i32
+                    ) - column as i32;
+                    bytes = bytes_left(left);
+                }
+                copy_piece(
+                    to + comptime!(
+                        first as u32 * subtile_bytes + (rows * at_once * ROW_BYTES) as u32
+                    ),
+                    from + comptime!((first * ROW_BYTES) as u64),
+                    select(exists, bytes, 0u32),
+                );
+            }
+        }
+        from += source.row_bytes * comptime!(at_once as u64);
+    }
+}
+
+/// A *warp section*: the part of an operand block that one warp copies. Columns are counted in units of 16 bits, so two int8
+/// codes count as one column.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct WarpSection {
+    /// The number of rows in the section, and in each of its subtiles in shared memory.
+    pub rows: usize,
+    /// The number of columns in the section, a multiple of 16.
+    pub columns: usize,
+    /// The number of columns in the operand.
+    pub width: usize,
+    /// True if the sections of all warps lie inside the operand's columns, so that no column needs zeros.
+    pub is_whole: bool,
+}
+
+/// The number of rows that a warp copies in one step, with one piece per lane.
+const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
+
+/// Starts the copy of a warp's part of an operand, by the lanes of this warp. The part starts at row `first_row` and column
+/// `first_column`. The copy writes zeros for rows that do not exist in the head, and for columns past the operand's last column.
+#[cube]
+pub(crate) fn copy_warp_section(
+    source: HeadSource,
+    first_row: i32,
+    first_column: u32,
+    target: u32,
+    #[comptime] section: WarpSection,
+) {
+    let lane = UNIT_POS % 32u32;
+    let row = lane / comptime!(SUBTILE_PIECES as u32);
+    let piece = lane % comptime!(SUBTILE_PIECES as u32);
+    let to = piece_address(target, row, piece, section.rows);
+    // The swizzle XORs the index of a piece with the row number modulo 8. Steps advance by 4 rows, so odd steps flip bit 2 of
+    // the piece index.
+    let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
+    let column = first_column + piece * comptime!(PIECE as u32);
+    let position = first_row + row as i32;
+    let mut from = source.address + position as u64 * source.row_bytes + (column * 2u32) as u64;
+    let existing = max(source.end - source.first, 0i32) as u32;
+    let own = (position - source.first) as u32;
+    #[unroll]
+    for step in 0..comptime!(section.rows / WARP_ROWS) {
+        let exists = own + comptime!((step * WARP_ROWS) as u32) < existing;
+        let place = if comptime!(step % 2 == 0) { to } else { to_odd };
+        #[unroll]
+        for subtile in 0..comptime!(section.columns.div_ceil(SUBTILE)) {
+            let pieces = comptime!((section.columns - subtile * SUBTILE) / PIECE);
+            if comptime!(pieces >= SUBTILE_PIECES) || piece < comptime!(pieces as u32) {
+                let mut bytes = u32::new(comptime!(PIECE_BYTES as i64));
+                if comptime!(!section.is_whole) {
+                    let left = comptime!(section.width as i32 - (subtile * SUBTILE) as i32)
+                        - column as i32;
+                    bytes = bytes_left(left);
+                }
+                copy_piece(
+                    place
+                        + comptime!(
+                            ((subtile * section.rows + step * WARP_ROWS) * ROW_BYTES) as u32
+                        ),
+                    from + comptime!((subtile * ROW_BYTES) as u64),
+                    select(exists, bytes, 0u32),
+                );
+            }
+        }
+        from += source.row_bytes * comptime!(WARP_ROWS as u64);
+    }
+}

@@ -1,0 +1,161 @@
+//! The copies of chunks of keys and values to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory.
+//!
+//! A pass, one iteration of the main loop, first multiplies by the chunks of one block of keys. It then multiplies by the
+//! chunks of the previous block's values. The first pass has no values, and the last pass has no keys. Each missing chunk still
+//! takes a slot of the ring, but nothing is copied to this slot.
+
+use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
+use crate::engine::tensor_core::mma::forward::load::{
+    Columns, HeadRows, HeadSource, Section, copy_query_columns, copy_section, head_source,
+};
+use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
+use crate::engine::tensor_core::mma::ring::{RingTurn, await_empty, ring_slot_of, signal_full};
+use cube_kit::nvidia::SUBTILE;
+use cubecl::prelude::*;
+
+/// The operands that pass through the ring, and the start of shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Operands {
+    pub keys: HeadSource,
+    pub values: HeadSource,
+    /// The address at which the CTA's shared memory starts.
+    pub start: u32,
+    /// One past the tile's last block.
+    pub end_block: i32,
+}
+
+/// The blocks of one pass (main loop iteration). An index of `end_block` or more means that the pass has no such block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct MainloopStep {
+    /// The block whose values this pass multiplies.
+    pub values: i32,
+    /// The block whose keys this pass multiplies. The next pass multiplies the values of the same block.
+    pub keys: i32,
+    /// The block whose keys the next pass multiplies.
+    pub after: i32,
+    /// The ring slot of the pass's first chunk, and its mbarrier parity.
+    pub first: RingTurn,
+}
+
+/// Waits until all warps have read the previous chunk of the slot, then starts the copy of a pass's `chunk`-th chunk. A pass is
+/// an iteration of the main loop. An index past the last chunk means a chunk of the next pass. If the chunk's block does not
+/// exist, nothing is copied, and the slot is full at once.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is decided at compile time, the inner one at run time"
+)]
+pub(super) fn fill<E: Float>(
+    operands: &Operands,
+    query: &Tensor<E>,
+    tile: &Tile,
+    pass: &MainloopStep,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaSplitDTiles,
+    #[comptime] kind: TileKind,
+) {
+    let place = ring_slot_of(operands.start, &pass.first, chunk, comptime!(tiles.ring()));
+    await_empty(&place);
+    let of_next = comptime!(chunk >= tiles.chunks());
+    let index = comptime!(chunk % tiles.chunks());
+    if comptime!(index < tiles.key_chunks()) {
+        let block = if comptime!(of_next) {
+            pass.after
+        } else {
+            pass.keys
+        };
+        if block < operands.end_block {
+            copy_section(
+                operands.keys,
+                block * comptime!(tiles.keys as i32),
+                place.slot,
+                comptime!(column_section(tiles, tiles.keys, index)),
+                MmaSplitDTiles::UNITS,
+            );
+            if comptime!(!tiles.holds_queries) {
+                copy_chunk_of_queries::<E>(query, tile, place.slot, index, tiles, kind);
+            }
+        }
+    } else {
+        let block = if comptime!(of_next) {
+            pass.keys
+        } else {
+            pass.values
+        };
+        if block < operands.end_block {
+            let own = comptime!(index - tiles.key_chunks());
+            let first = comptime!((own / tiles.value_parts * tiles.value_keys) as i32);
+            copy_section(
+                operands.values,
+                block * comptime!(tiles.keys as i32) + first,
+                place.slot,
+                comptime!(value_section(tiles, own % tiles.value_parts)),
+                MmaSplitDTiles::UNITS,
+            );
+        }
+    }
+    signal_full(&place);
+}
+
+/// Starts the copy of the query columns that are multiplied with a chunk of keys. In the slot, the queries lie behind the keys.
+#[cube]
+fn copy_chunk_of_queries<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    slot: u32,
+    #[comptime] chunk: usize,
+    #[comptime] tiles: MmaSplitDTiles,
+    #[comptime] kind: TileKind,
+) {
+    let target = slot + comptime!(tiles.chunk_queries_at() as u32);
+    if comptime!(kind.heads > 1) {
+        let columns = comptime!(Columns {
+            first: chunk * tiles.key_columns,
+            count: tiles.chunk_columns(chunk),
+            width: tiles.head_dim,
+        });
+        copy_query_columns::<E>(
+            query,
+            tile,
+            target,
+            tiles.rows,
+            columns,
+            MmaSplitDTiles::UNITS,
+            kind,
+        );
+    } else {
+        let head = HeadRows {
+            batch: tile.batch,
+            head: tile.first_head,
+            first: 0i32.runtime(),
+            end: tile.first_query + tile.rows,
+        };
+        copy_section(
+            head_source::<E>(query, head),
+            tile.first_query,
+            target,
+            comptime!(column_section(tiles, tiles.rows, chunk)),
+            MmaSplitDTiles::UNITS,
+        );
+    }
+}
+
+const fn column_section(tiles: MmaSplitDTiles, rows: usize, chunk: usize) -> Section {
+    Section {
+        rows,
+        first_column: chunk * tiles.key_columns,
+        subtiles: tiles.chunk_columns(chunk).div_ceil(SUBTILE),
+        width: tiles.head_dim,
+    }
+}
+
+const fn value_section(tiles: MmaSplitDTiles, part: usize) -> Section {
+    Section {
+        rows: tiles.value_keys,
+        first_column: part * tiles.part_columns(),
+        subtiles: tiles.part_columns().div_ceil(SUBTILE),
+        width: tiles.value_dim,
+    }
+}

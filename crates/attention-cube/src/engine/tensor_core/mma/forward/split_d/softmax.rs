@@ -1,0 +1,255 @@
+//! P of a block, and the exchange of row maxima. Several warps compute scores of the same rows for different keys, so they
+//! exchange the row maxima through shared memory. Each warp then computes its part of P.
+
+use super::shared_offsets::SharedOffsets;
+use super::warp_roles::Roles;
+use crate::engine::tensor_core::common::softmax::{
+    SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::mma::fragments::{load_row_pair, store_row_pair, used_by_warps};
+use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::ampere::mma::{pair_address, store_fragments};
+use cube_kit::nvidia::accumulator::{Pair, pair};
+use cube_kit::nvidia::ptx::{pack, store_shared};
+use cubecl::prelude::*;
+
+/// Extracts the registers of one of the warp's score fragments.
+#[cube]
+pub(super) fn score_fragment<AS: Size, NS: Size>(
+    s: Vector<f32, AS>,
+    #[comptime] fragment: usize,
+) -> Vector<f32, NS> {
+    let mut own = Vector::<f32, NS>::zeroed();
+    #[unroll]
+    for i in 0..MmaSplitDTiles::SCORE_REGISTERS {
+        own.insert(
+            i,
+            s.extract(comptime!(fragment * MmaSplitDTiles::SCORE_REGISTERS + i)),
+        );
+    }
+    own
+}
+
+/// Stores a fragment's row maxima for the other warps with the same rows. `row` is the thread's first row.
+#[cube]
+pub(super) fn store_row_max<NS: Size>(
+    s: Vector<f32, NS>,
+    least: Pair,
+    row: u32,
+    offsets: &SharedOffsets,
+    roles: &Roles,
+    #[comptime] tiles: MmaSplitDTiles,
+) {
+    let own = quad_max(thread_row_max::<NS>(s, least, MmaSplitDTiles::SCORE_KEYS));
+    store_row_pair(
+        own,
+        offsets.row_max_at + roles.key_group * comptime!(4 * tiles.rows as u32),
+        row,
+    );
+}
+
+/// Loads the maxima of a fragment's rows. Each maximum is taken over the scores of all warps with the same rows.
+#[cube]
+fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDTiles) -> Pair {
+    let own = load_row_pair(offsets.row_max_at, row);
+    let mut first = own.first;
+    let mut second = own.second;
+    #[unroll]
+    for group in 1..tiles.key_groups() {
+        let table = offsets.row_max_at + comptime!((4 * group * tiles.rows) as u32);
+        let other = load_row_pair(table, row);
+        first = max(first, other.first);
+        second = max(second, other.second);
+    }
+    Pair { first, second }
+}
+
+/// P of a warp's scores, and the softmax states after the block. Each register holds two probabilities in half precision, so P
+/// fills the first half of each fragment's score registers.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Weighed<AS: Size> {
+    pub pairs: Vector<f32, AS>,
+    pub state_0: SoftmaxState,
+    pub state_1: SoftmaxState,
+}
+
+/// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
+///
+/// The function also stores the factors that rescale the rows' earlier output, for all warps to read. `row` is the thread's
+/// first row.
+#[cube]
+pub(super) fn compute_p<NS: Size, AS: Size>(
+    s: Vector<f32, AS>,
+    before_0: SoftmaxState,
+    before_1: SoftmaxState,
+    row: u32,
+    offsets: &SharedOffsets,
+    roles: &Roles,
+    scale_log2: f32,
+    hidden: f32,
+    #[comptime] tiles: MmaSplitDTiles,
+) -> Weighed<AS> {
+    let mut pairs = s;
+    let mut state_0 = before_0;
+    let mut state_1 = before_1;
+    #[unroll]
+    for fragment in 0..tiles.score_fragments() {
+        let before = if comptime!(fragment == 0) {
+            before_0
+        } else {
+            before_1
+        };
+        let own_row = row + comptime!((fragment * FRAGMENT_ROWS) as u32);
+        let made = rescaled::<NS>(
+            score_fragment::<AS, NS>(s, fragment),
+            load_row_max(offsets, own_row, tiles),
+            before.row_max,
+            scale_log2,
+            hidden,
+            true,
+            MmaSplitDTiles::SCORE_KEYS,
+        );
+        if roles.key_group == 0u32 {
+            store_row_pair(made.factor, offsets.factors, own_row);
+            let lane = UNIT_POS % 32u32;
+            if lane == 0u32 {
+                let fragments = comptime!(4 * fragment as u32);
+                let at = offsets.moved + roles.score_row / 4u32 + fragments;
+                store_shared(at, u32::cast_from(made.moved));
+            }
+        }
+        let mut sum_0 = f32::new(0.0);
+        let mut sum_1 = f32::new(0.0);
+        #[unroll]
+        for step in 0..comptime!(MmaSplitDTiles::SCORE_KEYS / 16) {
+            let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
+            #[unroll]
+            for i in 0..4usize {
+                let first = part.values.extract(comptime!(2 * i));
+                let second = part.values.extract(comptime!(2 * i + 1));
+                pairs.insert(
+                    comptime!(fragment * MmaSplitDTiles::SCORE_REGISTERS + 4 * step + i),
+                    f32::reinterpret(pack(first, second, tiles.half)),
+                );
+            }
+            sum_0 += part.sums.first;
+            sum_1 += part.sums.second;
+        }
+        let state = softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1));
+        if comptime!(fragment == 0) {
+            state_0 = state;
+        } else {
+            state_1 = state;
+        }
+    }
+    Weighed::<AS> {
+        pairs,
+        state_0,
+        state_1,
+    }
+}
+
+/// The shared-memory address of P in main loop iterations (passes) with this parity.
+#[cube]
+pub(super) fn shared_probabilities(
+    offsets: &SharedOffsets,
+    parity: u32,
+    #[comptime] tiles: MmaSplitDTiles,
+) -> u32 {
+    if comptime!(tiles.shares == 1) {
+        offsets.probabilities
+    } else {
+        offsets.probabilities + parity * comptime!(tiles.probability_bytes() as u32)
+    }
+}
+
+/// The shared-memory address of the bits of used keys, in main loop iterations (passes) with this parity. A key is used if its
+/// probability is not 0.
+#[cube]
+fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
+    if comptime!(tiles.shares == 1) {
+        offsets.used
+    } else {
+        offsets.used + parity * comptime!(MmaSplitDTiles::USED_BYTES as u32)
+    }
+}
+
+/// Stores a warp's part of P in shared memory, for all warps.
+#[cube]
+pub(super) fn share<AS: Size>(
+    pairs: Vector<f32, AS>,
+    offsets: &SharedOffsets,
+    roles: &Roles,
+    parity: u32,
+    #[comptime] tiles: MmaSplitDTiles,
+    #[comptime] kind: TileKind,
+) {
+    store_fragments::<f32, AS>(
+        pair_address(
+            shared_probabilities(offsets, parity, tiles),
+            roles.score_row,
+            roles.key_group,
+            tiles.rows,
+        ),
+        pairs,
+        tiles.score_fragments(),
+        MmaSplitDTiles::SCORE_REGISTERS,
+    );
+    if comptime!(kind.leaves_masked()) {
+        let used = used_pairs::<AS>(pairs, tiles);
+        let lane = UNIT_POS % 32u32;
+        if lane < 4u32 {
+            store_shared(
+                shared_used(offsets, parity, tiles) + roles.warp * 16u32 + lane * 4u32,
+                used,
+            );
+        }
+    }
+}
+
+/// Returns one bit for each key of this lane. The bit is set if some row of the warp has a nonzero probability for the key.
+/// Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
+#[cube]
+fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {
+    let mut used = 0u32;
+    #[unroll]
+    for tile in 0..comptime!(MmaSplitDTiles::SCORE_KEYS / 8) {
+        let mut both = 0u32;
+        #[unroll]
+        for fragment in 0..tiles.score_fragments() {
+            let first = comptime!(fragment * MmaSplitDTiles::SCORE_REGISTERS + 2 * tile);
+            both |= u32::reinterpret(pairs.extract(first))
+                | u32::reinterpret(pairs.extract(comptime!(first + 1)));
+        }
+        used |= select(
+            both & 0xFFFFu32 != 0u32,
+            comptime!(1u32 << (2 * tile)),
+            0u32,
+        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * tile)), 0u32);
+    }
+    used |= plane_shuffle_xor(used, 4u32);
+    used |= plane_shuffle_xor(used, 8u32);
+    used |= plane_shuffle_xor(used, 16u32);
+    used
+}
+
+/// Loads one bit per key of a block, for the keys that this lane multiplies. A bit is set if some output row of the warp has a
+/// nonzero probability for the key.
+#[cube]
+pub(super) fn load_used_keys(
+    offsets: &SharedOffsets,
+    roles: &Roles,
+    parity: u32,
+    #[comptime] tiles: MmaSplitDTiles,
+) -> u32 {
+    let first_warp = roles.output_row / comptime!(tiles.score_rows() as u32)
+        * comptime!(tiles.key_groups() as u32);
+    used_by_warps(
+        shared_used(offsets, parity, tiles) + first_warp * 16u32,
+        comptime!(tiles.output_rows().div_ceil(tiles.score_rows()) * tiles.key_groups()),
+        tiles.key_groups(),
+    )
+}

@@ -1,0 +1,39 @@
+//! The parts of the scores and of the output that each warp computes.
+
+use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
+use cube_kit::nvidia::ptx::uniform;
+use cubecl::prelude::*;
+
+/// The rows, keys and columns that a warp computes.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Roles {
+    pub warp: u32,
+    /// The tile row where the warp's scores begin.
+    pub score_row: u32,
+    /// The index of the block's 32-key group for which the warp computes scores.
+    pub key_group: u32,
+    /// The tile row where the warp's output begins.
+    pub output_row: u32,
+    /// The index of the warp among the warps that divide the output's columns.
+    pub column_group: u32,
+    /// The index of the warp's row group. The warps that share output rows form a row group. The same warps compute the scores
+    /// of these rows, so the warps synchronize only inside their row group.
+    pub row_group: u32,
+}
+
+/// Returns the parts that the calling warp computes.
+#[cube]
+pub(super) fn assign_roles(#[comptime] tiles: MmaSplitDTiles) -> Roles {
+    let warp = uniform(UNIT_POS / 32u32);
+    let key_groups = comptime!(tiles.key_groups() as u32);
+    let column_groups = comptime!(tiles.column_groups() as u32);
+    Roles {
+        warp,
+        score_row: warp / key_groups * comptime!(tiles.score_rows() as u32),
+        key_group: warp % key_groups,
+        output_row: warp / column_groups * comptime!(tiles.output_rows() as u32),
+        column_group: warp % column_groups,
+        row_group: warp / column_groups,
+    }
+}

@@ -1,0 +1,154 @@
+//! The main loop of a warp over the blocks of its key group, the one or two warps that process every `key_groups`-th block.
+
+use super::scales::{column_scales, lane_scales, with_scales};
+use super::stages::{Operands, Roles, fill, order_all_queries};
+use crate::engine::tensor_core::common::block_range::{next_block_in_steps, tile_position};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::tile_scheduler::{AssignedTile, TileKind};
+use crate::engine::tensor_core::mma::forward::warp::{
+    MainloopOutput, WarpRows, empty_states, rescaled_fragments, score_product, warp_views, weights,
+    with_values,
+};
+use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::cp_async::await_copies;
+use cube_kit::ampere::exchange::{exchange_address, load_registers, store_registers};
+use cube_kit::ampere::int8_operand::word_scores;
+use cube_kit::ampere::mma::{left_address, right_address, scores};
+use cube_kit::nvidia::ptx::named_barrier;
+use cubecl::prelude::*;
+
+/// Processes every `key_groups`-th block of a tile, beginning with the first block of the warp's key group. Before the call, the
+/// caller starts the copies of the queries as a `cp.async` group of their own.
+#[cube]
+pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AO: Size>(
+    assigned: &AssignedTile,
+    rows: &WarpRows,
+    scoring: &Scoring<F, NB>,
+    operands: &Operands,
+    roles: &Roles,
+    start: u32,
+    scale_log2: f32,
+    #[comptime] tiles: MmaSplitNTiles,
+    #[comptime] kind: TileKind,
+) -> MainloopOutput<AO> {
+    let masking = &scoring.masking;
+    let tile = &assigned.tile;
+    let end = tile.end_block;
+    let warp = comptime!(tiles.warp());
+    let groups = comptime!(tiles.key_groups);
+    let step = comptime!(tiles.key_groups as i32);
+    let position = tile_position(tile);
+    let query_at = left_address(roles.queries, 0u32);
+    let key_at = right_address(roles.stages);
+    let value_at = left_address(roles.stages + comptime!(tiles.key_bytes() as u32), 0u32);
+    let mut o = Vector::<f32, AO>::zeroed();
+    let mut states = empty_states(scoring.arguments.negative_infinity);
+    let own = assigned.first + roles.key_group as i32;
+    let mut block = next_block_in_steps(tile, own, masking, groups, kind);
+    let mut ahead = block;
+    #[unroll]
+    for stage in 0..comptime!(tiles.stages - 1) {
+        fill(operands, roles, ahead, u32::new(stage as i64), tiles);
+        ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+    }
+    let mut scales = lane_scales(&operands.scales, block, tiles);
+    await_copies(comptime!(2 * (tiles.stages - 1)));
+    sync_cube();
+    if comptime!(tiles.reads_int8) {
+        order_all_queries(start, tiles);
+        sync_cube();
+    }
+    let exchange = start + comptime!(tiles.exchange_at() as u32);
+    let mut stage = 0u32;
+    let mut turn = 0u32;
+    while block < end {
+        // Wait only for the keys of this block. The copies of the block's values and of later stages may still be in flight.
+        await_copies(comptime!(2 * tiles.stages - 3));
+        sync_plane();
+        fill(operands, roles, ahead, last_stage(stage, tiles), tiles);
+        let seen = warp_views(&position, rows, block, masking, warp, kind);
+        let next = next_block_in_steps(tile, block + step, masking, groups, kind);
+        let next_scales = lane_scales(&operands.scales, next, tiles);
+        let offset = stage * comptime!(tiles.stage_bytes() as u32);
+        let product = comptime!(score_product(warp, tiles.rows()));
+        let mut s = if comptime!(tiles.reads_int8) {
+            word_scores::<AS>(query_at, key_at + offset, product)
+        } else {
+            scores::<AS>(query_at, key_at + offset, product)
+        };
+        if comptime!(tiles.column_groups == 2) {
+            s = summed::<AS>(s, roles, exchange, turn, tiles);
+            turn = 1u32 - turn;
+        }
+        s = with_scales::<AS>(s, column_scales(scales.key, tiles), tiles);
+        let made = weights::<F, NB, NS, NP, AS, AP>(
+            s,
+            column_scales(scales.value, tiles),
+            states,
+            block,
+            &seen,
+            rows,
+            scoring,
+            scale_log2,
+            warp,
+            kind,
+        );
+        states = made.states;
+        o = rescaled_fragments::<AO>(o, &states, warp);
+        await_copies(comptime!(2 * (tiles.stages - 1)));
+        sync_plane();
+        o = with_values::<AO, AP>(
+            o,
+            made.p,
+            value_at + offset,
+            seen.first.may_have_masked,
+            warp,
+            kind,
+        );
+        block = next;
+        scales = next_scales;
+        ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+        stage = next_stage(stage, tiles);
+    }
+    MainloopOutput::<AO> { o, states }
+}
+
+/// The stage that follows `stage` in the warp's circular buffer of stages.
+#[cube]
+fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
+    let is_last = stage == comptime!(tiles.stages as u32 - 1);
+    select(is_last, 0u32, stage + 1u32)
+}
+
+/// The stage that precedes `stage` in the warp's circular buffer. The warp has finished the block in this preceding stage,
+/// which can be refilled.
+#[cube]
+fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
+    select(
+        stage == 0u32,
+        comptime!(tiles.stages as u32 - 1),
+        stage - 1u32,
+    )
+}
+
+/// Adds the partial `q·k` of the two warps of a key group. Each warp has summed half of the columns. Both warps add the same
+/// two values, so they continue with equal scores.
+///
+/// Two exchange buffers alternate. Between two writes of a warp to the same buffer lies a barrier of both warps. The other warp
+/// reaches that barrier only after it has read the buffer, so the second write overwrites no unread data.
+#[cube]
+fn summed<AS: Size>(
+    s: Vector<f32, AS>,
+    roles: &Roles,
+    exchange: u32,
+    turn: u32,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> Vector<f32, AS> {
+    let count = comptime!(tiles.vectors()[3]);
+    let bytes = comptime!(tiles.exchange_bytes() as u32);
+    let start = exchange_address(exchange) + turn * comptime!(tiles.warps() as u32) * bytes;
+    store_registers::<AS>(start + roles.warp * bytes, s, 0usize, count);
+    named_barrier(roles.key_group + 1u32, 64usize);
+    let other = load_registers::<AS>(start + (roles.warp ^ 1u32) * bytes, count);
+    s + other
+}

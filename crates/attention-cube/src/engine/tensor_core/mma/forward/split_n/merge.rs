@@ -1,0 +1,208 @@
+//! The merge of the outputs of the key groups (see `split_n.rs`).
+//!
+//! Each key group has an output and a row sum for every row. Both are relative to the group's own reference maximum, the row
+//! maximum of its online softmax. The merge rescales outputs and sums to the largest reference maximum, as split-KV does with
+//! its partial outputs. Each warp then adds some columns of all groups, in the order of the groups, so results are bitwise
+//! equal in every run.
+
+use super::stages::Roles;
+use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};
+use crate::engine::tensor_core::common::softmax::{SoftmaxState, finite, quad_sum};
+use crate::engine::tensor_core::mma::forward::warp::{MainloopOutput, WarpStates};
+use crate::engine::tensor_core::mma::fragments::{load_row_pair, store_row_pair};
+use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::ampere::exchange::{FOURS_BYTES, exchange_address, load_registers, store_registers};
+use cube_kit::nvidia::accumulator::{Pair, is_second};
+use cube_kit::nvidia::ptx::exp2;
+use cubecl::prelude::*;
+
+/// Bytes of 16 columns of an output fragment, in f32.
+const STEP_BYTES: usize = STEP_REGISTERS / 4 * FOURS_BYTES;
+
+/// The shared-memory addresses of two tables, one for the groups' reference maxima and one for their row sums. A table has one
+/// 32-bit word per group and row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Tables {
+    pub references: u32,
+    pub sums: u32,
+}
+
+/// The reference maxima and sums of the thread's two rows, combined over all groups.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct Together {
+    reference: Pair,
+    sums: Pair,
+}
+
+/// Computes the factors that rescale a group's results from its own reference maxima to the combined ones.
+#[cube]
+fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
+    Pair {
+        first: exp2((own.first - finite(all.first, hidden)) * scale_log2),
+        second: exp2((own.second - finite(all.second, hidden)) * scale_log2),
+    }
+}
+
+/// The address of a group's words for a fragment in one of the tables. The first word belongs to the fragment's first row.
+#[cube]
+fn words(
+    table: u32,
+    #[comptime] group: usize,
+    #[comptime] fragment: usize,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> u32 {
+    table + comptime!((4 * (group * tiles.rows() + fragment * FRAGMENT_ROWS)) as u32)
+}
+
+/// Combines the reference maxima and sums of a fragment's rows, after all groups have stored their own in the tables.
+#[cube]
+fn together(
+    tables: &Tables,
+    row: u32,
+    scale_log2: f32,
+    hidden: f32,
+    #[comptime] fragment: usize,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> Together {
+    let mut largest_0 = hidden;
+    let mut largest_1 = hidden;
+    #[unroll]
+    for group in 0..tiles.key_groups {
+        let own = load_row_pair(words(tables.references, group, fragment, tiles), row);
+        largest_0 = max(largest_0, own.first);
+        largest_1 = max(largest_1, own.second);
+    }
+    let reference = Pair {
+        first: largest_0,
+        second: largest_1,
+    };
+    let mut sum_0 = f32::new(0.0);
+    let mut sum_1 = f32::new(0.0);
+    #[unroll]
+    for group in 0..tiles.key_groups {
+        let own = load_row_pair(words(tables.references, group, fragment, tiles), row);
+        let sums = load_row_pair(words(tables.sums, group, fragment, tiles), row);
+        let factor = factors(own, reference, scale_log2, hidden);
+        sum_0 += sums.first * factor.first;
+        sum_1 += sums.second * factor.second;
+    }
+    Together {
+        reference,
+        sums: Pair {
+            first: sum_0,
+            second: sum_1,
+        },
+    }
+}
+
+/// Rescales a warp's output and stores it for all warps, in the shared memory of the warp's stages. Also stores the key group's
+/// reference maxima and sums.
+#[cube]
+pub(super) fn store_results<AO: Size>(
+    attended: &MainloopOutput<AO>,
+    tables: &Tables,
+    roles: &Roles,
+    scale_log2: f32,
+    hidden: f32,
+    #[comptime] tiles: MmaSplitNTiles,
+) {
+    let row = UNIT_POS % 32u32 / 4u32;
+    let group_words = roles.key_group * comptime!(4 * tiles.rows() as u32);
+    #[unroll]
+    for fragment in 0..tiles.fragments {
+        let state = state_of(&attended.states, fragment);
+        let first = words(group_words, 0usize, fragment, tiles);
+        let sums = quad_sum(state.sums);
+        if roles.column_group == 0u32 {
+            store_row_pair(state.row_max.reference, tables.references + first, row);
+            store_row_pair(sums, tables.sums + first, row);
+        }
+    }
+    sync_cube();
+    let count = comptime!(tiles.vectors()[5] / tiles.fragments);
+    let used = comptime!(STEP_REGISTERS * tiles.warp().steps());
+    let mut o = attended.o;
+    #[unroll]
+    for fragment in 0..tiles.fragments {
+        let state = state_of(&attended.states, fragment);
+        let all = together(tables, row, scale_log2, hidden, fragment, tiles);
+        let factor = factors(state.row_max.reference, all.reference, scale_log2, hidden);
+        let sums = quad_sum(state.sums);
+        #[unroll]
+        for i in 0..used {
+            let register = comptime!(fragment * count + i);
+            let (own, sum) = if comptime!(is_second(i)) {
+                (factor.second, sums.second)
+            } else {
+                (factor.first, sums.first)
+            };
+            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN: other rows of the tile may
+            // see values that are NaN, and the GEMM P·V multiplies these values by 0 for this row.
+            let scaled = o.extract(register) * own;
+            o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
+        }
+        store_registers::<AO>(
+            exchange_address(roles.stages)
+                + comptime!((fragment * tiles.warp().steps() * STEP_BYTES) as u32),
+            o,
+            comptime!(fragment * count),
+            used,
+        );
+    }
+    sync_cube();
+}
+
+#[cube]
+fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
+    if comptime!(fragment == 0) {
+        states.first
+    } else {
+        states.second
+    }
+}
+
+/// Adds the outputs of all key groups for a part of a fragment's columns. In every key group, one warp has computed the calling
+/// warp's columns. These warps divide the additions among them by columns.
+#[cube]
+pub(super) fn put_together<NO: Size>(
+    tables: &Tables,
+    roles: &Roles,
+    scale_log2: f32,
+    hidden: f32,
+    #[comptime] fragment: usize,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> Finished<NO> {
+    let row = UNIT_POS % 32u32 / 4u32;
+    let all = together(tables, row, scale_log2, hidden, fragment, tiles);
+    let group_bytes = comptime!((tiles.column_groups * tiles.warp_bytes()) as u32);
+    // The address at which the first key group has stored its output for these columns.
+    let first = exchange_address(roles.stages) - roles.key_group * group_bytes;
+    let mut o = Vector::<f32, NO>::zeroed();
+    #[unroll]
+    for own in 0..tiles.part_steps() {
+        let step = roles.first_step + comptime!(own as u32);
+        if step < comptime!(tiles.warp().steps() as u32) {
+            let at = first
+                + comptime!((fragment * tiles.warp().steps() * STEP_BYTES) as u32)
+                + step * comptime!(STEP_BYTES as u32);
+            let mut sum = Vector::<f32, Const<STEP_REGISTERS>>::zeroed();
+            #[unroll]
+            for group in 0..tiles.key_groups {
+                let offset = comptime!(group as u32) * group_bytes;
+                sum += load_registers::<Const<STEP_REGISTERS>>(at + offset, STEP_REGISTERS);
+            }
+            #[unroll]
+            for i in 0..STEP_REGISTERS {
+                o.insert(comptime!(own * STEP_REGISTERS + i), sum.extract(i));
+            }
+        }
+    }
+    Finished::<NO> {
+        o,
+        reference: all.reference,
+        sums: all.sums,
+    }
+}

@@ -1,0 +1,126 @@
+//! The scales of int8 keys and values. Each lane loads the scales of one key and value of a block, one block ahead. Warp shuffles
+//! then give each lane the scales of the score columns that it holds.
+
+use crate::engine::tensor_core::mma::forward::load::{HeadRows, HeadSource, head_source};
+use crate::engine::tensor_core::mma::forward::warp::ColumnScales;
+use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::gemv::read_word;
+use cubecl::prelude::*;
+
+/// The addresses of the scales of a head's keys and values.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct ScaleSources {
+    pub keys: HeadSource,
+    pub values: HeadSource,
+}
+
+/// Computes the addresses of a head's scales. They are unused if the operands have no scales.
+#[cube]
+pub(super) fn scale_sources(
+    key_scales: &ComptimeOption<OwnedTensor<f32>>,
+    value_scales: &ComptimeOption<OwnedTensor<f32>>,
+    head: HeadRows,
+) -> ScaleSources {
+    ScaleSources {
+        keys: scale_source(key_scales, head),
+        values: scale_source(value_scales, head),
+    }
+}
+
+#[cube]
+fn scale_source(scales: &ComptimeOption<OwnedTensor<f32>>, head: HeadRows) -> HeadSource {
+    let mut address = 0u64;
+    let mut row_bytes = 0u64;
+    #[comptime]
+    match scales {
+        ComptimeOption::Some(scales) => {
+            let source = head_source::<f32>(scales, head);
+            address = source.address;
+            row_bytes = source.row_bytes;
+        }
+        ComptimeOption::None => {}
+    }
+    HeadSource {
+        address,
+        row_bytes,
+        first: head.first,
+        end: head.end,
+    }
+}
+
+/// The scales of one key and of its value. Each lane holds the scales of one row of a block, or zeros if the head has no such
+/// row.
+#[derive(CubeType, CubeTypeMut, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct LaneScales {
+    pub key: f32,
+    pub value: f32,
+}
+
+/// Loads the scales of a block, one key and value per lane.
+#[cube]
+pub(super) fn lane_scales(
+    sources: &ScaleSources,
+    block: i32,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> LaneScales {
+    let mut scales = LaneScales {
+        key: f32::new(0.0),
+        value: f32::new(0.0),
+    };
+    if comptime!(tiles.reads_int8) {
+        let keys = comptime!(tiles.keys as i32);
+        let position = block * keys + (UNIT_POS % comptime!(tiles.keys as u32)) as i32;
+        scales.key = scale_at(&sources.keys, position);
+        scales.value = scale_at(&sources.values, position);
+    }
+    scales
+}
+
+#[cube]
+fn scale_at(source: &HeadSource, position: i32) -> f32 {
+    let mut scale = f32::new(0.0);
+    if position >= source.first && position < source.end {
+        let at = source.address + position as u64 * source.row_bytes;
+        scale = f32::reinterpret(read_word(at, 0usize));
+    }
+    scale
+}
+
+/// Returns the scales of the score columns that the lane holds, gathered from all lanes by warp shuffles.
+#[cube]
+pub(super) fn column_scales(own: f32, #[comptime] tiles: MmaSplitNTiles) -> ColumnScales {
+    let mut scales = ColumnScales::zeroed();
+    if comptime!(tiles.reads_int8) {
+        #[unroll]
+        for i in 0..comptime!(tiles.keys / 4) {
+            let of_pair = comptime!((8 * (i / 2) + i % 2) as u32);
+            scales.insert(i, plane_shuffle(own, of_pair + UNIT_POS % 4u32 * 2u32));
+        }
+    }
+    scales
+}
+
+/// Multiplies the scores, which are dot products of queries and int8 codes, by the scales of the keys.
+#[cube]
+pub(super) fn with_scales<AS: Size>(
+    s: Vector<f32, AS>,
+    scales: ColumnScales,
+    #[comptime] tiles: MmaSplitNTiles,
+) -> Vector<f32, AS> {
+    let mut s = s;
+    if comptime!(tiles.reads_int8) {
+        let count = comptime!(tiles.vectors()[0]);
+        #[unroll]
+        for fragment in 0..tiles.fragments {
+            #[unroll]
+            for i in 0..comptime!(tiles.keys / 2) {
+                let register = comptime!(fragment * count + i);
+                let scale = scales.extract(comptime!(2 * (i / 4) + i % 2));
+                s.insert(register, s.extract(register) * scale);
+            }
+        }
+    }
+    s
+}

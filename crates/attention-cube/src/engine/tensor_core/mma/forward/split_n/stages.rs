@@ -1,0 +1,168 @@
+//! The parts of a tile that each warp computes, and the copies of the operands to the warp's stages.
+//!
+//! A stage holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
+
+use super::scales::ScaleSources;
+use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
+use crate::engine::tensor_core::mma::forward::load::{
+    Columns, HeadSource, WarpSection, copy_query_columns, copy_warp_section,
+};
+use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use cube_kit::ampere::cp_async::{commit_copies, piece_address};
+use cube_kit::ampere::int8_operand::order_columns;
+use cube_kit::hopper::wgmma::STEP;
+use cube_kit::nvidia::ptx::uniform;
+use cubecl::prelude::*;
+
+/// The keys and columns that a warp computes, and its addresses in shared memory.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Roles {
+    pub warp: u32,
+    /// The index of the warp's key group. The groups divide the blocks of keys.
+    pub key_group: u32,
+    /// The index of the warp in its key group. The warps of a group divide the columns.
+    pub column_group: u32,
+    /// The first column of queries and keys that the warp multiplies.
+    pub key_column: u32,
+    /// The first column of values and output that the warp computes.
+    pub value_column: u32,
+    /// The index of the first group of 16 output columns for which the warp adds the outputs of all key groups.
+    pub first_step: u32,
+    /// The address of the warp's query columns in shared memory.
+    pub queries: u32,
+    /// The address of the warp's stages in shared memory.
+    pub stages: u32,
+}
+
+/// Returns the parts that the calling warp computes. The CTA's shared memory starts at `start`.
+#[cube]
+pub(super) fn warp_roles(start: u32, #[comptime] tiles: MmaSplitNTiles) -> Roles {
+    let warp = uniform(UNIT_POS / 32u32);
+    let groups = comptime!(tiles.column_groups as u32);
+    let key_group = warp / groups;
+    let column_group = warp % groups;
+    Roles {
+        warp,
+        key_group,
+        column_group,
+        key_column: column_group * comptime!(tiles.key_columns() as u32),
+        value_column: column_group * comptime!(tiles.value_columns() as u32),
+        first_step: key_group * comptime!(tiles.part_steps() as u32),
+        queries: start + column_group * comptime!(tiles.query_bytes() as u32),
+        stages: start
+            + comptime!(tiles.stages_at() as u32)
+            + warp * comptime!(tiles.warp_bytes() as u32),
+    }
+}
+
+/// Starts the copy of the tile's queries, by all warps, and commits it as one `cp.async` group.
+#[cube]
+pub(super) fn copy_all_queries<E: Float>(
+    query: &Tensor<E>,
+    tile: &Tile,
+    start: u32,
+    #[comptime] tiles: MmaSplitNTiles,
+    #[comptime] kind: TileKind,
+) {
+    #[unroll]
+    for group in 0..tiles.column_groups {
+        copy_query_columns::<E>(
+            query,
+            tile,
+            start + comptime!((group * tiles.query_bytes()) as u32),
+            comptime!(tiles.rows()),
+            comptime!(Columns {
+                first: group * tiles.key_columns(),
+                count: tiles.key_columns(),
+                width: tiles.head_dim,
+            }),
+            comptime!(tiles.units()),
+            kind,
+        );
+    }
+    commit_copies();
+}
+
+/// Reorders the columns of all queries for the GEMM with int8 codes. The copies of the queries must have completed.
+#[cube]
+pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
+    let steps = comptime!(tiles.key_columns() / STEP);
+    let of_group = comptime!((tiles.rows() * steps) as u32);
+    let mut index = UNIT_POS;
+    while index < comptime!(tiles.column_groups as u32) * of_group {
+        let group = index / of_group;
+        let step = index % of_group / comptime!(tiles.rows() as u32);
+        let row = index % comptime!(tiles.rows() as u32);
+        let at = start + group * comptime!(tiles.query_bytes() as u32);
+        order_columns(piece_address(at, row, 2u32 * step, tiles.rows()));
+        index += comptime!(tiles.units() as u32);
+    }
+}
+
+/// The keys and values of the tile's KV head.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Operands {
+    pub keys: HeadSource,
+    pub values: HeadSource,
+    /// The scales of keys and values, which are used only for int8.
+    pub scales: ScaleSources,
+    /// One past the last block.
+    pub end_block: i32,
+}
+
+/// Starts the copy of the warp's columns of a block to a stage. It commits one `cp.async` group for the keys and one for the
+/// values. If the block does not exist, the groups are empty, so that every stage counts as two groups.
+#[cube]
+pub(super) fn fill(
+    operands: &Operands,
+    roles: &Roles,
+    block: i32,
+    stage: u32,
+    #[comptime] tiles: MmaSplitNTiles,
+) {
+    let keys_at = roles.stages + stage * comptime!(tiles.stage_bytes() as u32);
+    let first_row = block * comptime!(tiles.keys as i32);
+    if block < operands.end_block {
+        copy_warp_section(
+            operands.keys,
+            first_row,
+            in_halves(roles.key_column, tiles),
+            keys_at,
+            comptime!(section(tiles, tiles.key_columns(), tiles.head_dim)),
+        );
+    }
+    commit_copies();
+    if block < operands.end_block {
+        copy_warp_section(
+            operands.values,
+            first_row,
+            in_halves(roles.value_column, tiles),
+            keys_at + comptime!(tiles.key_bytes() as u32),
+            comptime!(section(tiles, tiles.value_columns(), tiles.value_dim)),
+        );
+    }
+    commit_copies();
+}
+
+/// Converts a number of key or value columns to a number of 16-bit elements, the unit of the copies. Two int8 codes fill one such
+/// element.
+#[cube]
+fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
+    if comptime!(tiles.reads_int8) {
+        columns / 2u32
+    } else {
+        columns
+    }
+}
+
+/// The size of a warp's part of an operand block. The warp has `columns` of the operand's `width` columns.
+const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
+    WarpSection {
+        rows: tiles.keys,
+        columns: tiles.in_halves(columns),
+        width: tiles.in_halves(width),
+        is_whole: columns * tiles.column_groups == width,
+    }
+}

@@ -1,0 +1,116 @@
+//! Helpers for a warp's register fragments, which lie one after another in one vector, and for the values per row that warps
+//! exchange through shared memory.
+
+use cube_kit::nvidia::accumulator::Pair;
+use cube_kit::nvidia::ptx::{load_shared, store_shared};
+use cubecl::prelude::*;
+
+/// Extracts the registers of one fragment.
+#[cube]
+pub(crate) fn fragment_of<A: Size, N: Size>(
+    all: Vector<f32, A>,
+    #[comptime] fragment: usize,
+) -> Vector<f32, N> {
+    let mut own = Vector::<f32, N>::zeroed();
+    let count = own.vector_size();
+    #[unroll]
+    for i in 0..count {
+        own.insert(i, all.extract(comptime!(fragment * count + i)));
+    }
+    own
+}
+
+/// Joins the registers of one or two fragments into one vector.
+#[cube]
+pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
+    first: Vector<P, N>,
+    second: Vector<P, N>,
+    #[comptime] fragments: usize,
+) -> Vector<P, A> {
+    let mut all = Vector::<P, A>::zeroed();
+    let count = first.vector_size();
+    #[unroll]
+    for i in 0..count {
+        all.insert(i, first.extract(i));
+        if comptime!(fragments == 2) {
+            all.insert(comptime!(count + i), second.extract(i));
+        }
+    }
+    all
+}
+
+/// Returns one bit per row of a block, for the block rows that this lane multiplies. The block is the right operand of a GEMM.
+/// A bit is set if the warp's left operand has a nonzero element that multiplies the block row.
+///
+/// A block has `depth` rows. See [`add_product`](cube_kit::ampere::mma::add_product) for the order of the bits.
+#[cube]
+pub(crate) fn used_by_warp<A: Size>(
+    left: Vector<u32, A>,
+    #[comptime] depth: usize,
+    #[comptime] fragments: usize,
+) -> u32 {
+    let mut used = 0u32;
+    #[unroll]
+    for pair in 0..comptime!(depth / 8) {
+        let mut both = 0u32;
+        #[unroll]
+        for fragment in 0..fragments {
+            let first = comptime!(fragment * depth / 4 + 2 * pair);
+            both |= left.extract(first) | left.extract(comptime!(first + 1));
+        }
+        used |= select(
+            both & 0xFFFFu32 != 0u32,
+            comptime!(1u32 << (2 * pair)),
+            0u32,
+        ) | select(both >= 0x10000u32, comptime!(2u32 << (2 * pair)), 0u32);
+    }
+    used |= plane_shuffle_xor(used, 4u32);
+    used |= plane_shuffle_xor(used, 8u32);
+    used |= plane_shuffle_xor(used, 16u32);
+    used
+}
+
+/// Returns one bit per column of a block, for the columns that this lane multiplies. A bit is set if any of `warps` warps has a
+/// nonzero element in the column.
+///
+/// Each warp has stored four words at `table`, one for each lane of a quad. The first `groups` warps have the same rows and 32
+/// columns each, then follow the `groups` warps of the next rows.
+#[cube]
+pub(crate) fn used_by_warps(
+    table: u32,
+    #[comptime] warps: usize,
+    #[comptime] groups: usize,
+) -> u32 {
+    let start = table + UNIT_POS % 4u32 * 4u32;
+    let mut used = 0u32;
+    #[unroll]
+    for warp in 0..warps {
+        let own = load_shared(start + comptime!(16 * warp as u32));
+        used |= own << comptime!((warp % groups * 8) as u32);
+    }
+    used
+}
+
+/// The number of bytes from a thread's first row to its second row, which lies 8 rows below, in a table with one word per row.
+const TO_SECOND: u32 = 4 * 8;
+
+/// Stores one f32 value for each of a thread's two rows, in a table with one word per row. One lane of each quad stores.
+#[cube]
+pub(crate) fn store_row_pair(own: Pair, table: u32, row: u32) {
+    let lane_of_row = UNIT_POS % 4u32;
+    if lane_of_row == 0u32 {
+        let at = table + row * 4u32;
+        store_shared(at, u32::reinterpret(own.first));
+        store_shared(at + TO_SECOND, u32::reinterpret(own.second));
+    }
+}
+
+/// Loads one f32 value for each of a thread's two rows, from a table with one word per row.
+#[cube]
+pub(crate) fn load_row_pair(table: u32, row: u32) -> Pair {
+    let at = table + row * 4u32;
+    Pair {
+        first: f32::reinterpret(load_shared(at)),
+        second: f32::reinterpret(load_shared(at + TO_SECOND)),
+    }
+}

@@ -1,0 +1,304 @@
+//! The plan of the `mma` engine: tiles from tables, by head size and by the shared memory of the device.
+
+mod bias_gradient;
+mod decode;
+mod decode_int8;
+mod gradient;
+mod occupancy;
+mod requirements;
+pub mod ring;
+mod shape;
+pub mod split_d;
+pub mod split_m;
+pub mod split_n;
+mod tiles;
+pub mod warp;
+
+pub use self::bias_gradient::BiasGradientTiles;
+pub(crate) use self::bias_gradient::bias_gradient_tiles;
+pub(crate) use self::decode::few_rows_tiles;
+use self::decode::sums_as_backward;
+pub(crate) use self::decode_int8::decode_int8_tiles;
+pub(super) use self::gradient::backward;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use self::gradient::gradient_tiles;
+pub use self::gradient::{
+    MmaBackwardPlan, MmaGradientSplitDTiles, MmaGradientSplitMTiles, MmaGradientTiles, Resident,
+};
+use self::requirements::check;
+use self::shape::{Shape, split_d, split_m, without_queries};
+pub use self::tiles::MmaForwardTiles;
+use crate::auxiliary::mask_bits::plan::check_mask;
+use crate::engine::tiling::{heads_of_tile, num_splits_heuristic, query_tiles, splits};
+use crate::math::side::Side;
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+use crate::types::request::{Layouts, Operands, Pass};
+use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
+use cube_kit::nvidia::Half;
+
+/// The largest number of query rows (`q_len` times the query heads of a group) for which selection tries this engine's forward
+/// before all other engines. The table gives GB/s on one H200 (2026-11-23, bf16, 32,768 keys), measured by the benchmark with
+/// `--engine mma,unit` and `--engine wgmma,unit`:
+///
+/// | head size | rows | mma | wgmma |
+/// |---|---|---|---|
+/// | D64 | 8 | 3,805 | 2,707 |
+/// | D128 | 4 | 4,175 | 4,147 |
+/// | D256 | 2 | 4,510 | 4,489 |
+/// | D512 | 8 | 4,342 | 3,996 |
+/// | D256 | 32 | 4,082 | 4,095 |
+/// | D512 | 32 | 4,235 | 3,958 |
+/// | D512 | 64 | 1,364 | 1,475 |
+///
+/// The backward keeps the usual order of engines, because another engine is faster at most head sizes. The next table gives the
+/// time of the backward in µs, for one query of 8 heads over 131,072 keys on one H100 (2026-11-27, bf16, cases
+/// `cliffs-1-query`). The backward of wgmma ran after the forward of wgmma:
+///
+/// | case | mma | wgmma |
+/// |---|---|---|
+/// | D64 | 417 | 436 |
+/// | D256 | 2,266 | 1,374 |
+/// | D64, a group of 8 heads | 268 | 228 |
+pub(super) const FIRST_ROWS: usize = 32;
+
+/// The plan of a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MmaForwardPlan {
+    /// The tiles, for one of three ways to divide them among warps.
+    pub tiles: MmaForwardTiles,
+    /// The number of query heads of a group whose rows share a tile, the rows of one head after those of another. It is 1 if
+    /// each tile has rows of one head.
+    pub heads: usize,
+    /// The number of key splits (split-KV). With 1 split, the kernel writes the final output itself, and no second kernel runs
+    /// to combine partial outputs.
+    pub splits: usize,
+    /// The number of heads, counted over all sequences, whose tiles are in flight together.
+    pub together: usize,
+    /// The operands that must first be copied to aligned rows, which consist of whole 16-byte pieces.
+    pub copies: Operands,
+}
+
+/// The forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each head size has
+/// entries for 227, 163 and 99 KB of shared memory.
+///
+/// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. If there are two values, the first is
+/// without a mask and the second is causal.
+const FORWARD: &[Shape] = &[
+    // 316 TFLOP/s without a mask and 298 causal. Other tiles, causal: 294 with 32 keys; 302 with 128 keys; 295 with warps of 16
+    // rows; 289 with warps of 16 rows and 128 keys; 297 with one block of values in shared memory. Two CTAs share a
+    // multiprocessor.
+    split_m([64, 64], [4, 2, 64]),
+    // 362 TFLOP/s without a mask and 335 causal. An earlier version, whose copies recomputed their addresses for each block,
+    // had 330 causal. In that version, blocks of 64 keys had 341 causal, and 369 without a mask. Other tiles, causal: 326 with
+    // one block of values in shared memory; 317 with one block of keys and one of values; 295 with warps of 16 rows; 306 with 8
+    // warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
+    split_m([128, 128], [4, 2, 32]),
+    // 347 TFLOP/s without a mask and 328 causal. Other tiles: 340 and 318 with one buffer for P; 344 and 326 if each warp has
+    // 64 × 64 elements of the output; 323 and 308 with chunks of half the columns.
+    split_d([256, 256], [128, 64, 4], [256, 64, 1, 3, 2]),
+    // 327 TFLOP/s without a mask and 312 causal. Other tiles: 320 and 302 with one buffer for P and five slots.
+    split_d([256, 256], [128, 64, 4], [128, 32, 1, 4, 2]),
+    // 282 TFLOP/s without a mask and 280 causal. Other tiles in 163 KB: 243 and 238 with 64 keys; 217 and 219 for split-D with
+    // 64 rows and 64 keys; 166 and 151 for split-D with 128 rows and two slots of 16 keys.
+    split_m([256, 256], [4, 1, 32]),
+    split_d([320, 320], [64, 128, 2], [128, 32, 1, 4, 2]),
+    split_d([320, 320], [64, 128, 2], [64, 16, 1, 5, 2]),
+    split_d([320, 320], [64, 64, 2], [64, 16, 1, 4, 2]),
+    // 346 TFLOP/s without a mask and 323 causal. Other tiles: 319 and 304 with one buffer for P; 304 and 286 with eight slots
+    // of half the columns.
+    split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
+    // 299 TFLOP/s without a mask and 284 causal. Other tiles: 286 and 272 with one buffer for P and five slots.
+    split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
+    // 249 TFLOP/s without a mask and 245 causal. Other tiles: 146 and 152 with two slots and two buffers for P; 209 and 171
+    // with 32 rows and resident queries; 179 and 168 with 64 keys and values in two parts.
+    without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
+    split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
+    split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
+    // These tiles were not measured. The queries are not resident here: with resident queries only two slots fit. With two
+    // slots, head size 512 ran at 107 TFLOP/s without a mask and 96 causal.
+    without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
+];
+
+/// The largest head size of queries and keys that leaves room in shared memory for a ring of slots.
+const WIDEST_DOTS: usize = 576;
+
+/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in the same
+/// order as the backward.
+pub(super) fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+    as_backward: bool,
+) -> Result<MmaForwardPlan, Refusal> {
+    let half = check(problem, device)?;
+    let AttentionProblem {
+        head_dim,
+        value_dim,
+        ..
+    } = *problem;
+    let limits = [device.shared_memory, device.units_per_cube];
+    let rows = problem.q_len * problem.group().max(1);
+    let few_rows = match problem.quantized {
+        true => Some(int8_tiles(rows, problem, layouts, half, limits)?),
+        false => few_rows_tiles(rows, head_dim, value_dim, half, limits),
+    };
+    let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
+    let tiles = match few_rows {
+        Some(tiles) => tiles,
+        None => forward_tiles(head_dim, value_dim, half, limits)?,
+    };
+    let heads = heads_of_tile(problem, tiles.rows());
+    let query_tiles = query_tiles(problem, tiles.rows(), heads);
+    check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
+    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    let cubes = tiles.cubes_per_multiprocessor(device.shared_memory) * multiprocessors;
+    let block = [tiles.rows(), tiles.keys_at_once()];
+    let splits = match few_rows {
+        Some(_) => num_splits_heuristic(problem, block, query_tiles.all, cubes),
+        None => splits(problem, block, query_tiles.all, cubes),
+    };
+    Ok(MmaForwardPlan {
+        tiles,
+        heads,
+        splits,
+        together: query_tiles.together,
+        copies: layouts.tma.others(Pass::Forward),
+    })
+}
+
+/// Returns the tiles of the kernel that reads int8 keys and values without a conversion beforehand.
+fn int8_tiles(
+    rows: usize,
+    problem: &AttentionProblem,
+    layouts: Layouts,
+    half: Half,
+    limits: [usize; 2],
+) -> Result<MmaForwardTiles, Refusal> {
+    // Refuse operands that would first need an aligned copy. Such a copy of all keys and values would cost more time than
+    // another engine takes, which reads the operands as they are.
+    if !layouts.tma.key || !layouts.tma.value {
+        return Err(Refusal::Quantized(
+            "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
+        ));
+    }
+    if half == Half::F16 {
+        return Err(Refusal::Quantized(
+            "a probability times its value's scale may be too large or too small for F16",
+        ));
+    }
+    let tiles = decode_int8_tiles(rows, [problem.head_dim, problem.value_dim], limits);
+    tiles.ok_or(Refusal::Quantized(
+        "this engine has no int8 tiles for this number of rows and this head size",
+    ))
+}
+
+/// Returns the first tiles for these head sizes that fit `shared_memory` bytes per CTA and `units` threads per CTA.
+pub(crate) fn forward_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    [shared_memory, units]: [usize; 2],
+) -> Result<MmaForwardTiles, Refusal> {
+    let mut tiles = FORWARD
+        .iter()
+        .filter(|shape| shape.is_for(head_dim, value_dim))
+        .map(|shape| shape.tiles(head_dim, value_dim, half))
+        .peekable();
+    if tiles.peek().is_none() {
+        let (widest_head, widest_value) = FORWARD.last().map(Shape::widest).unwrap_or_default();
+        return Err(Refusal::Width {
+            widest_head,
+            widest_value,
+            head_dim,
+            value_dim,
+        });
+    }
+    let fits =
+        |tiles: &MmaForwardTiles| tiles.shared_memory() <= shared_memory && tiles.units() <= units;
+    tiles.find(fits).ok_or(Refusal::Tiles {
+        width: value_dim,
+        shared_memory,
+        units,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::split_d::MmaSplitDTiles;
+    use super::*;
+    use crate::engine::tiling::NARROWEST;
+    use crate::testing::SHARED_MEMORY;
+    use cube_kit::ampere::BARRIER_BYTES;
+    use cube_kit::nvidia::ROW_BYTES;
+
+    /// Every head size has tiles on every GPU, and every split-D tile divides evenly as its kernel assumes.
+    #[test]
+    fn forward_tiles_every_width_divides_evenly() {
+        for head_dim in NARROWEST..=WIDEST_DOTS {
+            for value_dim in [head_dim.min(512), 8, 80, 257, 512] {
+                for shared_memory in SHARED_MEMORY {
+                    let tiles =
+                        forward_tiles(head_dim, value_dim, Half::Bf16, [shared_memory, 256]);
+                    if let MmaForwardTiles::SplitD(tiles) =
+                        tiles.expect("every head size has tiles")
+                    {
+                        check_division(&tiles);
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn check_division(tiles: &MmaSplitDTiles) {
+        let context = format!("{tiles:?}");
+        let warps = MmaSplitDTiles::WARPS;
+        let score_groups = tiles.rows / tiles.score_rows();
+        assert_eq!(score_groups * tiles.key_groups(), warps, "{context}");
+        assert!(tiles.score_fragments() <= 2, "{context}");
+        assert_eq!(
+            tiles.row_groups * tiles.output_rows(),
+            tiles.rows,
+            "{context}"
+        );
+        // A warp's output rows must be whole groups of score rows. The scores of these rows are then computed by warps of the
+        // same row group, so the warps synchronize only inside their row group.
+        assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
+        assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
+        assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
+        assert!(
+            tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
+            "{context}"
+        );
+        // Each lane keeps the bits of a block's used keys in one word.
+        assert!(tiles.keys <= 128, "{context}");
+        assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
+        // A pass (main loop iteration) starts copies only for its own chunks and those of the next pass, so more slots would
+        // stay unused.
+        assert!(
+            tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
+            "{context}"
+        );
+        assert!(
+            tiles.vectors().iter().all(|&registers| registers <= 128),
+            "{context}"
+        );
+        // The swizzle permutes 16-byte pieces by the row number modulo 8. So each of these areas must start at a multiple of
+        // eight rows of 128 bytes.
+        let ring = tiles.ring();
+        let permuted = [
+            tiles.probabilities_at(),
+            tiles.probability_bytes(),
+            ring.slots_at,
+            ring.slot_bytes,
+        ];
+        assert!(
+            permuted.iter().all(|at| at.is_multiple_of(8 * ROW_BYTES)),
+            "{context}"
+        );
+        for barriers in [tiles.meetings_at(), ring.barriers_at] {
+            assert!(barriers.is_multiple_of(BARRIER_BYTES), "{context}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! The tiles of the split-N forward for few query rows over int8 keys and values.
+
+use super::decode::first_that_fits;
+use super::shape::{Shape, split_n_int8};
+use super::tiles::MmaForwardTiles;
+use cube_kit::nvidia::Half;
+
+/// The tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is wide enough and fits the shared
+/// memory. Each head size has entries for 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold
+/// the output of 32 rows. At head size 512 with 8 rows, the first tiles of that head size read at 81 % of the rate of a memory
+/// copy on an H200. The other tiles are not measured.
+///
+/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer. So the int8 tiles have more warps, which keep the
+/// same number of bytes in flight.
+const WORDS: &[Shape] = &[
+    split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
+    split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
+    split_n_int8([128, 128], [1, 1, 4], [16, 2, 2]),
+    split_n_int8([256, 256], [1, 1, 8], [16, 3, 1]),
+    split_n_int8([256, 256], [1, 1, 8], [16, 2, 1]),
+    split_n_int8([256, 256], [1, 1, 4], [16, 2, 1]),
+    split_n_int8([512, 512], [1, 2, 4], [16, 3, 1]),
+    split_n_int8([512, 512], [1, 2, 4], [16, 2, 1]),
+    split_n_int8([512, 512], [1, 2, 2], [16, 2, 1]),
+    split_n_int8([576, 512], [1, 2, 4], [16, 2, 1]),
+    split_n_int8([576, 512], [1, 2, 2], [16, 3, 1]),
+    split_n_int8([576, 512], [1, 2, 1], [16, 3, 1]),
+    split_n_int8([128, 128], [2, 1, 4], [16, 5, 2]),
+    split_n_int8([128, 128], [2, 1, 4], [16, 4, 2]),
+    split_n_int8([128, 128], [2, 1, 4], [16, 4, 1]),
+    split_n_int8([256, 256], [2, 2, 4], [16, 5, 1]),
+    split_n_int8([256, 256], [2, 2, 2], [16, 6, 1]),
+    split_n_int8([256, 256], [2, 2, 2], [16, 4, 1]),
+];
+
+/// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
+const MOST_ROWS: usize = 32;
+
+/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if the table has none that fit. `limits` are
+/// the bytes of shared memory and the threads per CTA.
+///
+/// If the rows need two tiles, the second tile finds the keys in the L2 cache. A conversion of all keys to bf16 would move five
+/// times the bytes of the int8 keys: it reads them once, and the bf16 keys of twice the size are written and read.
+pub(crate) fn decode_int8_tiles(
+    rows: usize,
+    widths: [usize; 2],
+    limits: [usize; 2],
+) -> Option<MmaForwardTiles> {
+    let of_rows = |rows| first_that_fits(WORDS, rows, widths, Half::Bf16, limits);
+    of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(|| of_rows(MOST_ROWS / 2))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::decode::tests::{check, h200};
+    use super::*;
+    use crate::engine::tiling::NARROWEST;
+    use crate::testing::{SHARED_MEMORY, problem};
+    use crate::types::refusal::{Feature, Refusal};
+    use crate::types::request::Layouts;
+    use burn::tensor::DType;
+
+    fn tiles(rows: usize, widths: [usize; 2], shared_memory: usize) -> Option<MmaForwardTiles> {
+        decode_int8_tiles(rows, widths, [shared_memory, 1024])
+    }
+
+    /// Every head size has tiles of 16 rows on every GPU. Head sizes up to 256 also have tiles of 32 rows, and wider heads use
+    /// two tiles of 16. All tiles divide evenly as the kernel assumes.
+    #[test]
+    fn decode_int8_tiles_every_width_fits_and_divides_evenly() {
+        for head_dim in (NARROWEST..=576).step_by(4) {
+            for value_dim in [head_dim.min(512), 8, 80, 260, 512] {
+                for shared_memory in SHARED_MEMORY {
+                    for rows in [1, 16, 17, 32] {
+                        let found = tiles(rows, [head_dim, value_dim], shared_memory);
+                        let context = format!("{rows} rows of {head_dim}, {value_dim}: {found:?}");
+                        let Some(MmaForwardTiles::SplitN(tiles)) = found else {
+                            panic!("{context}");
+                        };
+                        let expected = match head_dim.max(value_dim) > 256 {
+                            true => 16,
+                            false => rows.next_multiple_of(16),
+                        };
+                        assert_eq!(tiles.rows(), expected, "{context}");
+                        assert!(tiles.shared_memory() <= shared_memory, "{context}");
+                        assert!(tiles.reads_int8, "{context}");
+                        check(&tiles);
+                    }
+                }
+            }
+        }
+        for width in [64, 512] {
+            assert_eq!(tiles(33, [width, width], SHARED_MEMORY[0]), None);
+        }
+    }
+
+    /// On every GPU, as many bytes are in flight as with bf16 keys. All stages of a warp except one are in flight.
+    #[test]
+    fn decode_int8_tiles_keep_enough_bytes_in_flight() {
+        for (shared_memory, least) in SHARED_MEMORY
+            .into_iter()
+            .zip([60 << 10, 30 << 10, 15 << 10])
+        {
+            for width in [64, 128, 256, 512] {
+                for rows in [16, 32] {
+                    let found = tiles(rows, [width, width], shared_memory);
+                    let Some(MmaForwardTiles::SplitN(tiles)) = found else {
+                        panic!("{rows}, {width}: {found:?}");
+                    };
+                    let cubes =
+                        MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
+                    // Count only the bytes of int8 codes, because narrow rows leave a part of a stage empty.
+                    let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
+                    assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
+                }
+            }
+        }
+    }
+
+    /// The plan reads int8 keys in place if the GEMMs are in bf16 and the rows consist of whole 16-byte pieces.
+    #[test]
+    fn forward_int8_keys_are_read_in_place_in_bf16_only() {
+        for ([q_heads, kv_heads, q_len, kv_len], head_dim, served) in [
+            ([32, 4, 1, 32_768], 512, true),
+            ([32, 4, 2, 300], 256, true),
+            ([32, 4, 4, 300], 512, true),
+            ([2, 2, 20, 300], 72, false),
+        ] {
+            let sizes = [2, q_heads, kv_heads, q_len, kv_len, head_dim];
+            let mut problem = problem(sizes);
+            problem.quantized = true;
+            let layouts = Layouts::contiguous(&problem);
+            let plan = super::super::forward(&problem, &h200(), layouts, false);
+            match plan {
+                Ok(plan) => {
+                    assert!(served, "{sizes:?}: {plan:?}");
+                    assert!(!plan.copies.key && !plan.copies.value, "{plan:?}");
+                }
+                Err(refusal) => {
+                    assert!(!served, "{sizes:?}: {refusal}");
+                    assert!(matches!(refusal, Refusal::Quantized(_)), "{refusal}");
+                }
+            }
+            problem.dtype = DType::F16;
+            let mut device = h200();
+            device.dtypes.push(DType::F16);
+            let features = [Feature::Mma(DType::F16), Feature::LoadMatrix(DType::F16)];
+            device.features.extend(features);
+            let refusal = super::super::forward(&problem, &device, layouts, false);
+            assert!(matches!(refusal, Err(Refusal::Quantized(_))), "{refusal:?}");
+        }
+    }
+}

@@ -1,0 +1,42 @@
+//! The tiles of the `mma` engine's backward: the gradients that each kernel computes, and the layout of a CTA's shared memory.
+//!
+//! Every kernel keeps a tile of one side, queries or keys, and streams blocks of the opposite side. Names with *dot* and `q_or_k`
+//! mean queries or keys, whose dot products are the scores. Names with *value* and `v_or_do` mean values or output gradients,
+//! whose dot products are dP.
+
+mod split_d;
+mod split_m;
+mod table;
+mod tiles;
+
+pub use self::split_d::{MmaGradientSplitDTiles, Resident};
+pub use self::split_m::MmaGradientSplitMTiles;
+pub(crate) use self::table::gradient_tiles;
+pub use self::tiles::MmaGradientTiles;
+use super::requirements::check;
+use crate::auxiliary::delta::form::LogsumexpForm;
+use crate::engine::tiling::BackwardPlan;
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+use crate::types::request::Layouts;
+
+/// The kernels of the mma engine's backward.
+pub type MmaBackwardPlan = BackwardPlan<MmaGradientTiles>;
+
+/// Plans the backward of `problem`, or returns the reason for a refusal.
+pub(crate) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<MmaBackwardPlan, Refusal> {
+    let half = check(problem, device)?;
+    let kernels = gradient_tiles(
+        problem.head_dim,
+        problem.value_dim,
+        half,
+        LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
+        device,
+    )?;
+    MmaBackwardPlan::new(problem, device, layouts, kernels)
+}

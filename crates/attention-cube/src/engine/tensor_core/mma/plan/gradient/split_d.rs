@@ -1,0 +1,276 @@
+//! The tiles and the shared memory of the split-D backward, whose warps divide a gradient's columns.
+
+use crate::engine::tensor_core::mma::plan::ring::Ring;
+use crate::engine::tensor_core::mma::plan::warp::STEP;
+use crate::math::side::{Side, Sums};
+use cube_kit::ampere::FRAGMENT_ROWS;
+use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
+
+/// The operands of the tile that stay in shared memory. Other operands pass through the ring again for every block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Resident {
+    /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
+    All,
+    /// Only Q or K stays in shared memory.
+    QOrK,
+    /// No operand stays in shared memory. Of the tile, a CTA keeps only the gradient, in registers.
+    Nothing,
+}
+
+/// The tiles of the kernel in `backward/split_d.rs`. Warps divide a block's scores by rows and columns, and the gradient by
+/// columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MmaGradientSplitDTiles {
+    /// The side of the tile's rows: queries or keys.
+    pub side: Side,
+    /// The gradients that the kernel computes.
+    pub sums: Sums,
+    /// The number of columns in queries and keys.
+    pub head_dim: usize,
+    /// The number of columns in values.
+    pub value_dim: usize,
+    /// The half precision type of the operands.
+    pub half: Half,
+    /// The number of f32 values per query. With 2, they are LSE and delta. With 3, they are the row maximum of the scores, delta,
+    /// and the logarithm of the row sum.
+    pub lse_delta: usize,
+    /// The number of rows per tile: 64 or 128.
+    pub rows: usize,
+    /// The number of rows per streamed block, which are the columns of the scores: 64 or 128.
+    pub columns: usize,
+    /// The operands that stay in shared memory.
+    pub resident: Resident,
+    /// The number of columns in a chunk of the operands of S or dP, a multiple of a subtile's 64 columns.
+    pub score_columns: usize,
+    /// The number of rows in a chunk of the gradient GEMM's operand.
+    pub sum_rows: usize,
+    /// The number of ring slots: at least 2, and at most the number of chunks per block.
+    pub slots: usize,
+}
+
+impl MmaGradientSplitDTiles {
+    /// The number of warps per CTA.
+    pub const WARPS: usize = 8;
+
+    /// The number of threads per CTA.
+    pub const UNITS: usize = 32 * Self::WARPS;
+
+    /// The number of score columns per warp, which is the number of bits in a mask word.
+    pub const PART: usize = 32;
+
+    /// The number of gradient rows per warp.
+    pub const SUM_ROWS: usize = 64;
+
+    /// The number of 16-row fragments in a warp's gradient.
+    pub const SUM_FRAGMENTS: usize = Self::SUM_ROWS / FRAGMENT_ROWS;
+
+    /// The number of blocks whose LSE and delta are in shared memory at the same time.
+    pub const TERM_STAGES: usize = 2;
+
+    /// The number of column parts into which a block's scores are divided among warps.
+    pub const fn part_groups(&self) -> usize {
+        self.columns / Self::PART
+    }
+
+    /// The number of 16-row fragments in a warp's scores: 1 or 2.
+    pub const fn score_fragments(&self) -> usize {
+        self.rows * self.part_groups() / Self::WARPS / FRAGMENT_ROWS
+    }
+
+    /// The number of score rows per warp.
+    pub const fn score_rows(&self) -> usize {
+        FRAGMENT_ROWS * self.score_fragments()
+    }
+
+    /// The number of gradients that the kernel computes. Each gradient is computed by an equal part of the warps.
+    pub const fn gradients(&self) -> usize {
+        match self.sums {
+            Sums::QOrK | Sums::Values => 1,
+            Sums::Both => 2,
+        }
+    }
+
+    /// The number of row groups into which a gradient is divided among warps.
+    pub const fn row_groups(&self) -> usize {
+        self.rows / Self::SUM_ROWS
+    }
+
+    /// The number of warps that divide the columns of one row group's gradient.
+    pub const fn column_groups(&self) -> usize {
+        Self::WARPS / self.gradients() / self.row_groups()
+    }
+
+    /// The number of columns in the wider gradient that the kernel computes.
+    const fn width(&self) -> usize {
+        match self.sums {
+            Sums::QOrK => self.head_dim,
+            Sums::Values => self.value_dim,
+            Sums::Both if self.head_dim < self.value_dim => self.value_dim,
+            Sums::Both => self.head_dim,
+        }
+    }
+
+    /// The number of 16-column steps in a warp's gradient.
+    pub const fn steps(&self) -> usize {
+        self.width().div_ceil(STEP * self.column_groups())
+    }
+
+    /// The number of subtiles (64 columns each) in a gradient's columns, padded with zeros to the columns of all warps.
+    pub const fn sum_subtiles(&self) -> usize {
+        (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
+    }
+
+    /// The number of chunks of a block's Q or K rows for the scores.
+    pub const fn dot_chunks(&self) -> usize {
+        self.head_dim.div_ceil(self.score_columns)
+    }
+
+    /// The number of chunks of a block's V or dO rows for dP. It is 0 if the kernel does not need dP.
+    pub const fn value_chunks(&self) -> usize {
+        match self.sums.has_q_or_k() {
+            true => self.value_dim.div_ceil(self.score_columns),
+            false => 0,
+        }
+    }
+
+    /// The number of chunks of a block's rows for the gradient GEMM.
+    pub const fn sum_chunks(&self) -> usize {
+        self.columns / self.sum_rows
+    }
+
+    /// The total number of chunks per block: for the scores, for dP, and for the gradient GEMM.
+    pub const fn chunks(&self) -> usize {
+        self.dot_chunks() + self.value_chunks() + self.sum_chunks()
+    }
+
+    /// The number of columns in the `chunk`-th chunk of an operand with `width` columns, padded with zeros to whole steps of 16.
+    pub const fn chunk_columns(&self, width: usize, chunk: usize) -> usize {
+        let left = width.next_multiple_of(STEP) - chunk * self.score_columns;
+        if left < self.score_columns {
+            left
+        } else {
+            self.score_columns
+        }
+    }
+
+    /// True if rows of the tile stay in shared memory: its V or dO rows if `v_or_do`, else its Q or K rows.
+    pub const fn holds(&self, v_or_do: bool) -> bool {
+        match self.resident {
+            Resident::All => true,
+            Resident::QOrK => !v_or_do,
+            Resident::Nothing => false,
+        }
+    }
+
+    /// Bytes of the resident Q or K rows.
+    const fn dot_bytes(&self) -> usize {
+        match self.holds(false) {
+            true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
+            false => 0,
+        }
+    }
+
+    /// Bytes of the resident V or dO rows.
+    const fn value_bytes(&self) -> usize {
+        match self.sums.has_q_or_k() && self.holds(true) {
+            true => self.rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES,
+            false => 0,
+        }
+    }
+
+    /// The byte offset of the resident V or dO rows. They lie behind the Q or K rows.
+    pub const fn stationary_values_at(&self) -> usize {
+        self.dot_bytes()
+    }
+
+    /// The byte offset of P or dS. If the kernel computes both gradients, dS comes first.
+    pub const fn factors_at(&self) -> usize {
+        self.stationary_values_at() + self.value_bytes()
+    }
+
+    /// Bytes of P. The bytes of dS are equal.
+    pub const fn factor_bytes(&self) -> usize {
+        self.rows * self.columns / SUBTILE * ROW_BYTES
+    }
+
+    /// The byte offset of the ring in shared memory.
+    pub const fn ring_at(&self) -> usize {
+        self.factors_at() + self.gradients() * self.factor_bytes()
+    }
+
+    /// The byte offset of the tile's own rows in a chunk for S or dP, if these rows pass through the ring.
+    pub const fn tile_rows_at(&self) -> usize {
+        self.columns * self.score_columns / SUBTILE * ROW_BYTES
+    }
+
+    /// Bytes of one operand in a chunk for the gradient GEMM. If the kernel computes both gradients, the V or dO rows start at
+    /// this offset.
+    pub const fn sum_bytes(&self) -> usize {
+        self.sum_rows * self.sum_subtiles() * ROW_BYTES
+    }
+
+    /// Bytes per ring slot. Any chunk fits a slot.
+    pub const fn slot_bytes(&self) -> usize {
+        let streams = !self.holds(false) || (self.sums.has_q_or_k() && !self.holds(true));
+        let rows = match streams {
+            true => self.columns + self.rows,
+            false => self.columns,
+        };
+        let scores = rows * self.score_columns / SUBTILE * ROW_BYTES;
+        let sums = self.gradients() * self.sum_bytes();
+        if scores < sums { sums } else { scores }
+    }
+
+    /// Bytes of LSE and delta (f32) of a block's queries. The result is 0 if the block holds keys, because LSE and delta then
+    /// belong to the tile.
+    pub const fn term_bytes(&self) -> usize {
+        match self.side {
+            Side::Queries => 0,
+            Side::Keys => 4 * self.lse_delta * self.columns,
+        }
+    }
+
+    /// The byte offset of LSE and delta in shared memory.
+    pub const fn lse_delta_at(&self) -> usize {
+        self.ring_at() + self.slots * self.slot_bytes()
+    }
+
+    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS for it. Each warp
+    /// has four words for dS or P, and four more for P if the kernel computes both gradients.
+    pub const fn used_at(&self) -> usize {
+        self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
+    }
+
+    /// Bytes of the bits that mark the used columns of P, or of dS.
+    pub const USED_BYTES: usize = 16 * Self::WARPS;
+
+    /// The sizes and offsets of the ring of slots. Its barriers lie behind all other data.
+    pub const fn ring(&self) -> Ring {
+        Ring {
+            chunks: self.chunks(),
+            slots: self.slots,
+            slot_bytes: self.slot_bytes(),
+            slots_at: self.ring_at(),
+            barriers_at: self.used_at() + self.gradients() * Self::USED_BYTES,
+        }
+    }
+
+    /// Bytes of shared memory per CTA.
+    pub const fn shared_memory(&self) -> usize {
+        self.ring().end()
+    }
+
+    /// The number of threads per CTA, as a method for code that handles all kinds of tiles.
+    pub const fn units(&self) -> usize {
+        Self::UNITS
+    }
+
+    /// The lengths of five register vectors. For one fragment: S (or dP), and P (or dS). For all fragments of a warp: S (or
+    /// dP), P (or dS), and the gradient.
+    pub const fn vectors(&self) -> [usize; 5] {
+        let (s, p) = (Self::PART / 2, Self::PART / 4);
+        let fragments = self.score_fragments();
+        let gradient = Self::SUM_FRAGMENTS * self.steps() * STEP / 2;
+        [s, p, fragments * s, fragments * p, registers(gradient)]
+    }
+}

@@ -1,0 +1,23 @@
+//! The requirements of the `mma` engine on the problem and the device.
+
+use crate::engine::tiling::check_sizes;
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::{Feature, Refusal};
+use cube_kit::nvidia::Half;
+
+/// Returns the half precision type of the problem's operands.
+///
+/// # Errors
+/// Returns the reason why the engine refuses the problem or the device.
+pub(super) fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
+    let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
+    device.require(Feature::CopyAsync)?;
+    device.require(Feature::Mma(problem.dtype))?;
+    device.require(Feature::LoadMatrix(problem.dtype))?;
+    check_sizes(problem)?;
+    if problem.intervals > 0 {
+        return Err(Refusal::Intervals);
+    }
+    Ok(half)
+}

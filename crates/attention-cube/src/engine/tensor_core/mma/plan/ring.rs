@@ -1,0 +1,29 @@
+//! The sizes of a ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the
+//! ring and read chunks from it.
+
+use cube_kit::ampere::BARRIER_BYTES;
+
+/// The sizes of a ring, and its byte offsets from the start of shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Ring {
+    /// The number of chunks per pass, which is one iteration of the main loop.
+    pub chunks: usize,
+    /// The number of slots: at least 2, and at most one more than the number of chunks.
+    pub slots: usize,
+    /// Bytes per slot.
+    pub slot_bytes: usize,
+    /// The byte offset of the first slot.
+    pub slots_at: usize,
+    /// The byte offset of the barriers. Each slot has a `full` and an `empty` barrier.
+    pub barriers_at: usize,
+}
+
+impl Ring {
+    /// Bytes of the two barriers per slot.
+    pub const SLOT_BARRIERS: usize = 2 * BARRIER_BYTES;
+
+    /// The byte offset at which the barriers, the last part of the ring, end.
+    pub const fn end(&self) -> usize {
+        self.barriers_at + self.slots * Self::SLOT_BARRIERS
+    }
+}

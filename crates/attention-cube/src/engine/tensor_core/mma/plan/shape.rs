@@ -1,0 +1,214 @@
+//! A row in a table of forward tiles: the sizes that were chosen by measurement, and the head sizes that the row serves.
+
+use super::split_d::MmaSplitDTiles;
+use super::split_m::MmaSplitMTiles;
+use super::split_n::MmaSplitNTiles;
+use super::tiles::MmaForwardTiles;
+use cube_kit::nvidia::Half;
+
+/// The sizes of [`MmaSplitMTiles`] that a table row chooses.
+pub(super) struct SplitMShape {
+    /// The largest head sizes of queries and values that the row serves.
+    head_dim: usize,
+    value_dim: usize,
+    warps: usize,
+    fragments: usize,
+    keys: usize,
+}
+
+pub(super) const fn split_m(
+    [head_dim, value_dim]: [usize; 2],
+    [warps, fragments, keys]: [usize; 3],
+) -> Shape {
+    Shape::M(SplitMShape {
+        head_dim,
+        value_dim,
+        warps,
+        fragments,
+        keys,
+    })
+}
+
+/// The sizes of [`MmaSplitDTiles`] that a table row chooses.
+pub(super) struct SplitDShape {
+    /// The largest head sizes of queries and values that the row serves.
+    head_dim: usize,
+    value_dim: usize,
+    rows: usize,
+    keys: usize,
+    row_groups: usize,
+    key_columns: usize,
+    value_keys: usize,
+    value_parts: usize,
+    slots: usize,
+    shares: usize,
+    holds_queries: bool,
+}
+
+pub(super) const fn split_d(
+    [head_dim, value_dim]: [usize; 2],
+    [rows, keys, row_groups]: [usize; 3],
+    [key_columns, value_keys, value_parts, slots, shares]: [usize; 5],
+) -> Shape {
+    Shape::D(SplitDShape {
+        head_dim,
+        value_dim,
+        rows,
+        keys,
+        row_groups,
+        key_columns,
+        value_keys,
+        value_parts,
+        slots,
+        shares,
+        holds_queries: true,
+    })
+}
+
+/// Returns the shape without resident queries. The queries then pass through the ring again, with the keys of every block.
+pub(super) const fn without_queries(shape: Shape) -> Shape {
+    match shape {
+        Shape::D(shape) => Shape::D(SplitDShape {
+            holds_queries: false,
+            ..shape
+        }),
+        other => other,
+    }
+}
+
+/// The sizes of [`MmaSplitNTiles`] that a table row chooses.
+pub(super) struct SplitNShape {
+    /// The largest head sizes of queries and values that the row serves.
+    head_dim: usize,
+    value_dim: usize,
+    fragments: usize,
+    column_groups: usize,
+    key_groups: usize,
+    keys: usize,
+    stages: usize,
+    /// The number of CTAs that must fit a multiprocessor at once. The plan skips this table row if fewer fit.
+    cubes: usize,
+    reads_int8: bool,
+}
+
+pub(super) const fn split_n(
+    [head_dim, value_dim]: [usize; 2],
+    [fragments, column_groups, key_groups]: [usize; 3],
+    [keys, stages, cubes]: [usize; 3],
+) -> Shape {
+    Shape::N(SplitNShape {
+        head_dim,
+        value_dim,
+        fragments,
+        column_groups,
+        key_groups,
+        keys,
+        stages,
+        cubes,
+        reads_int8: false,
+    })
+}
+
+/// A split-N shape for int8 keys and values.
+pub(super) const fn split_n_int8(
+    widest: [usize; 2],
+    warps: [usize; 3],
+    blocks: [usize; 3],
+) -> Shape {
+    match split_n(widest, warps, blocks) {
+        Shape::N(shape) => Shape::N(SplitNShape {
+            reads_int8: true,
+            ..shape
+        }),
+        other => other,
+    }
+}
+
+/// A row of a table, for one of the three kernels split-M, split-N and split-D.
+pub(super) enum Shape {
+    M(SplitMShape),
+    N(SplitNShape),
+    D(SplitDShape),
+}
+
+impl Shape {
+    /// The largest head sizes of queries and values that the row serves.
+    pub(super) const fn widest(&self) -> (usize, usize) {
+        match self {
+            Self::M(shape) => (shape.head_dim, shape.value_dim),
+            Self::N(shape) => (shape.head_dim, shape.value_dim),
+            Self::D(shape) => (shape.head_dim, shape.value_dim),
+        }
+    }
+
+    /// True if the row serves these head sizes.
+    pub(super) fn is_for(&self, head_dim: usize, value_dim: usize) -> bool {
+        let (widest_head, widest_value) = self.widest();
+        head_dim <= widest_head && value_dim <= widest_value
+    }
+
+    /// Returns the tiles for operands of these head sizes.
+    pub(super) fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> MmaForwardTiles {
+        match self {
+            Self::M(shape) => MmaForwardTiles::SplitM(shape.tiles(head_dim, value_dim, half)),
+            Self::N(shape) => MmaForwardTiles::SplitN(MmaSplitNTiles {
+                head_dim,
+                value_dim,
+                half,
+                fragments: shape.fragments,
+                key_groups: shape.key_groups,
+                column_groups: shape.column_groups,
+                keys: shape.keys,
+                stages: shape.stages,
+                reads_int8: shape.reads_int8,
+            }),
+            Self::D(shape) => MmaForwardTiles::SplitD(shape.tiles(head_dim, value_dim, half)),
+        }
+    }
+
+    /// The number of CTAs that must fit a multiprocessor at once. The plan skips this table row if fewer fit.
+    pub(super) fn cubes(&self) -> usize {
+        match self {
+            Self::N(shape) => shape.cubes,
+            Self::M(_) | Self::D(_) => 1,
+        }
+    }
+}
+
+impl SplitMShape {
+    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> MmaSplitMTiles {
+        MmaSplitMTiles {
+            head_dim,
+            value_dim,
+            half,
+            warps: self.warps,
+            fragments: self.fragments,
+            keys: self.keys,
+        }
+    }
+}
+
+impl SplitDShape {
+    fn tiles(&self, head_dim: usize, value_dim: usize, half: Half) -> MmaSplitDTiles {
+        let tiles = MmaSplitDTiles {
+            head_dim,
+            value_dim,
+            half,
+            rows: self.rows,
+            keys: self.keys,
+            row_groups: self.row_groups,
+            key_columns: self.key_columns,
+            value_keys: self.value_keys,
+            value_parts: self.value_parts,
+            slots: self.slots,
+            shares: self.shares,
+            holds_queries: self.holds_queries,
+        };
+        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts copies only for its
+        // own chunks and for chunks of the next pass, so more slots would stay unused.
+        MmaSplitDTiles {
+            slots: tiles.slots.min(tiles.chunks() + 1),
+            ..tiles
+        }
+    }
+}

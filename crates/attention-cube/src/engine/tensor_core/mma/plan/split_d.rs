@@ -1,0 +1,225 @@
+//! The tiles of the split-D forward, whose warps divide the scores by rows and keys, and the output by rows and columns.
+
+use super::ring::Ring;
+use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
+use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
+
+/// The number of columns per `mma` step. Operands are padded with zeros to whole steps.
+const STEP: usize = 16;
+
+/// The tiles of the split-D forward. Keys, in chunks of columns, and values, in chunks of rows, pass through one ring of slots in
+/// shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MmaSplitDTiles {
+    /// The number of columns in queries and keys.
+    pub head_dim: usize,
+    /// The number of columns in values.
+    pub value_dim: usize,
+    /// The half precision type of the operands.
+    pub half: Half,
+    /// The number of queries per tile: 32, 64 or 128.
+    pub rows: usize,
+    /// The number of keys per block: 64 or 128.
+    pub keys: usize,
+    /// The number of row groups into which the output is divided. The warps of a row group divide its columns.
+    pub row_groups: usize,
+    /// The number of columns in a chunk of keys, a multiple of a subtile's 64 columns.
+    pub key_columns: usize,
+    /// The number of keys whose values are in one chunk.
+    pub value_keys: usize,
+    /// The number of column parts into which the values of `value_keys` keys are divided. Each part is a separate chunk in the
+    /// ring.
+    pub value_parts: usize,
+    /// The number of ring slots, at least 2.
+    pub slots: usize,
+    /// True if the queries stay in shared memory. Otherwise the query columns pass through the ring again, with every block's
+    /// keys.
+    pub holds_queries: bool,
+    /// The number of buffers for P of a block: 1 or 2. With two buffers, the warps of a row group need one barrier fewer before
+    /// they write P.
+    pub shares: usize,
+}
+
+impl MmaSplitDTiles {
+    /// The number of warps per CTA.
+    pub const WARPS: usize = 8;
+
+    /// The number of threads per CTA.
+    pub const UNITS: usize = 32 * Self::WARPS;
+
+    /// The number of keys in a warp's scores, which is the number of bits in a mask word.
+    pub const SCORE_KEYS: usize = 32;
+
+    /// The number of registers per score fragment.
+    pub const SCORE_REGISTERS: usize = Self::SCORE_KEYS / 2;
+
+    /// The number of key groups into which a block's scores are divided among warps.
+    pub const fn key_groups(&self) -> usize {
+        self.keys / Self::SCORE_KEYS
+    }
+
+    /// The number of 16-row fragments in a warp's scores: 1 or 2.
+    pub const fn score_fragments(&self) -> usize {
+        self.rows * self.key_groups() / Self::WARPS / FRAGMENT_ROWS
+    }
+
+    /// The number of score rows per warp.
+    pub const fn score_rows(&self) -> usize {
+        FRAGMENT_ROWS * self.score_fragments()
+    }
+
+    /// The number of 16-row fragments in a warp's output.
+    pub const fn output_fragments(&self) -> usize {
+        self.rows / self.row_groups / FRAGMENT_ROWS
+    }
+
+    /// The number of output rows per warp.
+    pub const fn output_rows(&self) -> usize {
+        FRAGMENT_ROWS * self.output_fragments()
+    }
+
+    /// The number of warps that divide the output columns of a row group.
+    pub const fn column_groups(&self) -> usize {
+        Self::WARPS / self.row_groups
+    }
+
+    /// The number of 16-column steps that a warp computes per chunk of values.
+    pub const fn part_steps(&self) -> usize {
+        self.value_dim
+            .div_ceil(STEP)
+            .div_ceil(self.column_groups() * self.value_parts)
+    }
+
+    /// The number of 16-column steps in a warp's output.
+    pub const fn value_steps(&self) -> usize {
+        self.part_steps() * self.value_parts
+    }
+
+    /// The number of columns in a chunk of values, padded with zeros.
+    pub const fn part_columns(&self) -> usize {
+        STEP * self.part_steps() * self.column_groups()
+    }
+
+    /// The number of columns in the `chunk`-th chunk of keys, padded with zeros to whole steps of 16.
+    pub const fn chunk_columns(&self, chunk: usize) -> usize {
+        let left = self.head_dim.next_multiple_of(STEP) - chunk * self.key_columns;
+        if left < self.key_columns {
+            left
+        } else {
+            self.key_columns
+        }
+    }
+
+    /// The number of chunks in a block of keys.
+    pub const fn key_chunks(&self) -> usize {
+        self.head_dim.div_ceil(self.key_columns)
+    }
+
+    /// The number of chunks in a block of values. All column parts of the first `value_keys` keys come first, then all column
+    /// parts of the next keys.
+    pub const fn value_chunks(&self) -> usize {
+        self.keys / self.value_keys * self.value_parts
+    }
+
+    /// The number of chunks per pass. A pass, one main loop iteration, multiplies the keys of a block and the values of the
+    /// previous block.
+    pub const fn chunks(&self) -> usize {
+        self.key_chunks() + self.value_chunks()
+    }
+
+    /// The byte offset of the queries in a chunk of keys, if the queries pass through the ring.
+    pub const fn chunk_queries_at(&self) -> usize {
+        self.keys * self.key_columns / SUBTILE * ROW_BYTES
+    }
+
+    /// Bytes per ring slot. Any chunk fits a slot.
+    pub const fn slot_bytes(&self) -> usize {
+        let mut keys = self.chunk_queries_at();
+        if !self.holds_queries {
+            keys += self.rows * self.key_columns / SUBTILE * ROW_BYTES;
+        }
+        let values = self.value_keys * self.part_columns().div_ceil(SUBTILE) * ROW_BYTES;
+        if keys < values { values } else { keys }
+    }
+
+    /// The byte offset of P in shared memory. P lies behind the resident queries.
+    pub const fn probabilities_at(&self) -> usize {
+        match self.holds_queries {
+            true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
+            false => 0,
+        }
+    }
+
+    /// Bytes of P for one block.
+    pub const fn probability_bytes(&self) -> usize {
+        self.rows * self.keys / SUBTILE * ROW_BYTES
+    }
+
+    /// The sizes and offsets of the ring. Its slots lie behind P, and its barriers behind the data that warps exchange.
+    pub const fn ring(&self) -> Ring {
+        Ring {
+            chunks: self.chunks(),
+            slots: self.slots,
+            slot_bytes: self.slot_bytes(),
+            slots_at: self.probabilities_at() + self.shares * self.probability_bytes(),
+            barriers_at: self.meetings_at() + self.row_groups * Self::MEETING_BARRIERS,
+        }
+    }
+
+    /// The byte offset in shared memory of the row maxima of all key groups.
+    pub const fn maxima_at(&self) -> usize {
+        self.probabilities_at()
+            + self.shares * self.probability_bytes()
+            + self.slots * self.slot_bytes()
+    }
+
+    /// The byte offset in shared memory of the factors that rescale the rows of the output.
+    pub const fn factors_at(&self) -> usize {
+        self.maxima_at() + 4 * self.key_groups() * self.rows
+    }
+
+    /// The byte offset in shared memory of the rescale flags. Each flag covers 16 rows, and is 1 if their output needs a rescale.
+    pub const fn moved_at(&self) -> usize {
+        self.factors_at() + 4 * self.rows
+    }
+
+    /// The byte offset in shared memory of the bits that mark used keys, for each buffer of P. A key is used if some row has a
+    /// nonzero probability for it.
+    pub const fn used_at(&self) -> usize {
+        (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
+    }
+
+    /// Bytes of the bits that mark the used keys of one block: four words per warp.
+    pub const USED_BYTES: usize = 16 * Self::WARPS;
+
+    /// The byte offset in shared memory of the row groups' barriers. A row group consists of the warps that share output rows.
+    /// Its warps arrive at these barriers after they have stored row maxima, stored P, or finished the GEMM with P.
+    pub const fn meetings_at(&self) -> usize {
+        self.used_at() + self.shares * Self::USED_BYTES
+    }
+
+    /// Bytes of a row group's three barriers: row maxima stored, P stored, and GEMM with P finished.
+    pub const MEETING_BARRIERS: usize = 3 * BARRIER_BYTES;
+
+    /// Bytes of shared memory per CTA.
+    pub const fn shared_memory(&self) -> usize {
+        self.ring().end()
+    }
+
+    /// The number of threads per CTA, as a method for code that handles all kinds of tiles.
+    pub const fn units(&self) -> usize {
+        Self::UNITS
+    }
+
+    /// The lengths of the register vectors of S and O: first for one fragment, then for all fragments of a warp.
+    pub const fn vectors(&self) -> [usize; 4] {
+        let o = self.value_steps() * STEP / 2;
+        let fragments = [self.score_fragments(), self.output_fragments()];
+        [
+            Self::SCORE_REGISTERS,
+            registers(o),
+            registers(fragments[0] * Self::SCORE_REGISTERS),
+            registers(fragments[1] * o),
+        ]
+    }
+}

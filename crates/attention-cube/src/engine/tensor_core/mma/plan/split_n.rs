@@ -1,0 +1,163 @@
+//! The tiles of the split-N forward, for few query rows. Its warps divide the keys.
+
+use super::warp::{STEP, WarpTiles};
+use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
+
+/// Bytes of an f32.
+const FLOAT: usize = 4;
+
+/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group, one or two warps, processes every
+/// `key_groups`-th block of keys. The warps of a group divide the columns of all operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MmaSplitNTiles {
+    /// The number of columns in queries and keys.
+    pub head_dim: usize,
+    /// The number of columns in values.
+    pub value_dim: usize,
+    /// The half precision type of queries and output. It is also the type of keys and values, unless these are int8.
+    pub half: Half,
+    /// True if keys and values are [int8](crate::quantized).
+    pub reads_int8: bool,
+    /// The number of 16-row fragments in the tile: 1 or 2.
+    pub fragments: usize,
+    /// The number of key groups. The groups take the blocks of keys in turn.
+    pub key_groups: usize,
+    /// The number of warps per key group: 1 or 2. Two warps exchange and add their partial scores.
+    pub column_groups: usize,
+    /// The number of keys per block: 16 or 32.
+    pub keys: usize,
+    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. One stage is multiplied while the
+    /// copies of all others are in flight.
+    pub stages: usize,
+}
+
+impl MmaSplitNTiles {
+    /// The number of rows per tile.
+    pub const fn rows(&self) -> usize {
+        self.warp().rows()
+    }
+
+    /// The number of warps per CTA.
+    pub const fn warps(&self) -> usize {
+        self.key_groups * self.column_groups
+    }
+
+    /// The number of threads per CTA.
+    pub const fn units(&self) -> usize {
+        32 * self.warps()
+    }
+
+    /// The number of query and key columns per warp, padded with zeros to whole steps of 16.
+    pub const fn key_columns(&self) -> usize {
+        self.head_dim.div_ceil(STEP * self.column_groups) * STEP
+    }
+
+    /// The number of value and output columns per warp, padded with zeros to whole steps of 16.
+    pub const fn value_columns(&self) -> usize {
+        self.value_dim.div_ceil(STEP * self.column_groups) * STEP
+    }
+
+    /// The sizes of the part of a block that one warp computes.
+    pub const fn warp(&self) -> WarpTiles {
+        WarpTiles {
+            fragments: self.fragments,
+            keys: self.keys,
+            depth: self.key_columns(),
+            columns: self.value_columns(),
+            half: self.half,
+            reads_int8: self.reads_int8,
+        }
+    }
+
+    /// Converts a number of key or value columns to a number of 16-bit elements. Two int8 codes fill one such element.
+    pub const fn in_halves(&self, columns: usize) -> usize {
+        match self.reads_int8 {
+            true => columns / 2,
+            false => columns,
+        }
+    }
+
+    /// Bytes of a part of a key or value block. The part has `columns` columns of all rows of the block.
+    const fn block_bytes(&self, columns: usize) -> usize {
+        self.keys * self.in_halves(columns).div_ceil(SUBTILE) * ROW_BYTES
+    }
+
+    /// Bytes of the query columns that one warp multiplies.
+    pub const fn query_bytes(&self) -> usize {
+        self.rows() * self.key_columns().div_ceil(SUBTILE) * ROW_BYTES
+    }
+
+    /// Bytes of a warp's columns in a block of keys.
+    pub const fn key_bytes(&self) -> usize {
+        self.block_bytes(self.key_columns())
+    }
+
+    /// Bytes of a warp's columns in a block of values.
+    pub const fn value_bytes(&self) -> usize {
+        self.block_bytes(self.value_columns())
+    }
+
+    /// Bytes per stage. A stage holds the keys of a block, and behind them the values.
+    pub const fn stage_bytes(&self) -> usize {
+        self.key_bytes() + self.value_bytes()
+    }
+
+    /// Bytes of a warp's output in f32. At the end, the output overwrites the warp's stages.
+    pub const fn output_bytes(&self) -> usize {
+        self.rows() * self.value_columns() * FLOAT
+    }
+
+    /// Bytes of shared memory per warp, for its stages or for its output, whichever is larger.
+    pub const fn warp_bytes(&self) -> usize {
+        let stages = self.stages * self.stage_bytes();
+        let output = self.output_bytes();
+        if stages < output { output } else { stages }
+    }
+
+    /// Bytes of the partial scores that a warp passes to the other warp of its key group. It is 0 if the group has one warp.
+    pub const fn exchange_bytes(&self) -> usize {
+        match self.column_groups {
+            1 => 0,
+            _ => self.rows() * self.keys * FLOAT,
+        }
+    }
+
+    /// The byte offset of the warps' stages in shared memory. They lie behind the queries.
+    pub const fn stages_at(&self) -> usize {
+        self.column_groups * self.query_bytes()
+    }
+
+    /// The byte offset in shared memory of the exchanged partial scores, which have two buffers per warp.
+    pub const fn exchange_at(&self) -> usize {
+        self.stages_at() + self.warps() * self.warp_bytes()
+    }
+
+    /// The byte offset in shared memory of the row maxima of all key groups.
+    pub const fn references_at(&self) -> usize {
+        self.exchange_at() + 2 * self.warps() * self.exchange_bytes()
+    }
+
+    /// The byte offset in shared memory of the row sums of all key groups.
+    pub const fn sums_at(&self) -> usize {
+        self.references_at() + FLOAT * self.key_groups * self.rows()
+    }
+
+    /// Bytes of shared memory per CTA.
+    pub const fn shared_memory(&self) -> usize {
+        self.sums_at() + FLOAT * self.key_groups * self.rows()
+    }
+
+    /// The number of 16-column output steps for which one warp adds the outputs of all key groups.
+    pub const fn part_steps(&self) -> usize {
+        self.warp().steps().div_ceil(self.key_groups)
+    }
+
+    /// The lengths of six register vectors: S and P of one fragment, the combined output of one fragment, and S, P and O of all
+    /// fragments of a warp.
+    pub const fn vectors(&self) -> [usize; 6] {
+        let [s, p, _] = self.warp().fragment_vectors();
+        let [all_s, all_p, all_o] = self.warp().vectors();
+        let part = registers(self.part_steps() * STEP / 2);
+        [s, p, part, all_s, all_p, all_o]
+    }
+}

@@ -1,0 +1,123 @@
+//! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the ring and read
+//! chunks from it. A pass is one iteration of the main loop, which reads a fixed number of chunks.
+//!
+//! A slot is full when the copies of all threads into it have completed, and empty when all warps have read it. No CTA-wide
+//! barrier is needed: a warp continues with the next chunk as soon as that chunk's slot is full. A warp that is ahead waits only
+//! for the slot that it has to fill.
+
+use super::plan::ring::Ring;
+use cube_kit::ampere::BARRIER_BYTES;
+use cube_kit::nvidia::mbarrier::barrier_init;
+use cube_kit::nvidia::mbarrier::{arrive_as_warp, arrive_with_copies, await_phase};
+use cubecl::prelude::*;
+
+/// Initialises the ring's barriers. One thread calls this function. The CTA must synchronize before other threads use the
+/// barriers.
+#[cube]
+pub(super) fn make_ring(
+    start: u32,
+    #[comptime] ring: Ring,
+    #[comptime] units: usize,
+    #[comptime] warps: usize,
+) {
+    let barriers = start + comptime!(ring.barriers_at as u32);
+    #[unroll]
+    for slot in 0..ring.slots {
+        let at = barriers + comptime!((slot * Ring::SLOT_BARRIERS) as u32);
+        barrier_init(at, units);
+        barrier_init(at + comptime!(BARRIER_BYTES as u32), warps);
+    }
+}
+
+/// A slot of the ring, and the mbarrier parity of its current use. The parity flips each time the ring wraps around.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RingTurn {
+    pub slot: u32,
+    pub parity: u32,
+}
+
+/// Returns the slot and parity of the chunk that comes `count` chunks after `first`.
+#[cube]
+pub(super) fn turn_after(
+    first: &RingTurn,
+    #[comptime] count: usize,
+    #[comptime] ring: Ring,
+) -> RingTurn {
+    let slots = comptime!(ring.slots as u32);
+    let rounds = comptime!((count / ring.slots % 2) as u32);
+    if comptime!(ring.chunks.is_multiple_of(ring.slots)) {
+        // Take the slot as a compile-time constant. The chunks of a pass (main loop iteration) fill the ring a whole number of
+        // times, so every pass starts with the first slot.
+        RingTurn {
+            slot: u32::new(comptime!((count % ring.slots) as i64)),
+            parity: first.parity ^ rounds,
+        }
+    } else {
+        let sum = first.slot + comptime!((count % ring.slots) as u32);
+        let wraps = sum >= slots;
+        RingTurn {
+            slot: select(wraps, sum - slots, sum),
+            parity: first.parity ^ rounds ^ u32::cast_from(wraps),
+        }
+    }
+}
+
+/// The addresses of a chunk's slot and its barriers, and the mbarrier parity to wait for.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct RingSlot {
+    pub slot: u32,
+    /// The addresses of the two barriers, on which warps signal that the slot is full or empty.
+    full: u32,
+    empty: u32,
+    parity: u32,
+}
+
+/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration). The pass's first chunk has the slot `first`. An
+/// index past the last chunk means a chunk of the next pass.
+#[cube]
+pub(super) fn ring_slot_of(
+    start: u32,
+    first: &RingTurn,
+    #[comptime] chunk: usize,
+    #[comptime] ring: Ring,
+) -> RingSlot {
+    let turn = turn_after(first, chunk, ring);
+    let barriers = start
+        + comptime!(ring.barriers_at as u32)
+        + turn.slot * comptime!(Ring::SLOT_BARRIERS as u32);
+    RingSlot {
+        slot: start
+            + comptime!(ring.slots_at as u32)
+            + turn.slot * comptime!(ring.slot_bytes as u32),
+        full: barriers,
+        empty: barriers + comptime!(BARRIER_BYTES as u32),
+        parity: turn.parity,
+    }
+}
+
+/// Waits until all warps have read the previous chunk of the slot. The slot may then be filled.
+#[cube]
+pub(super) fn await_empty(place: &RingSlot) {
+    await_phase(place.empty, place.parity ^ 1u32);
+}
+
+/// Makes the slot's `full` barrier count the calling thread as soon as the copies that this thread has started have completed.
+/// The thread does not wait for them.
+#[cube]
+pub(super) fn signal_full(place: &RingSlot) {
+    arrive_with_copies(place.full);
+}
+
+/// Waits until the copies of all threads into the slot have completed.
+#[cube]
+pub(super) fn await_full(place: &RingSlot) {
+    await_phase(place.full, place.parity);
+}
+
+/// Signals that the calling warp has read the chunk.
+#[cube]
+pub(super) fn signal_empty(place: &RingSlot) {
+    arrive_as_warp(place.empty);
+}

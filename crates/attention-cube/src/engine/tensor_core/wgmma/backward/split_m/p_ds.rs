@@ -1,0 +1,157 @@
+//! Computes P and dS of a block in the split-M backward. A query is *far* if its LSE needs two f32 (`common/far.rs`).
+
+use super::producer::SharedOffsets;
+use crate::engine::tensor_core::common::bias::{BiasWords, add_words};
+use crate::engine::tensor_core::common::far::has_far;
+use crate::engine::tensor_core::common::gradient::{
+    LseDelta, dot_gradients, lse_delta_of_block, weights,
+};
+use crate::engine::tensor_core::common::scoring::Scoring;
+use crate::engine::tensor_core::common::stationary_tile::Seen;
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::wgmma::plan::WgmmaGradientSplitMTiles;
+use crate::math::side::Side;
+use cube_kit::hopper::PRODUCT_ROWS;
+use cube_kit::hopper::pipeline::pipeline_state;
+use cube_kit::hopper::ptx::async_proxy_fence;
+use cube_kit::hopper::wgmma::{STEP, free_chunk, load_columns_as_rows, load_rows, take_fragment};
+use cube_kit::nvidia::ROW_BYTES;
+use cubecl::prelude::*;
+
+/// P and dS, packed as left operands of the gradient GEMMs. Each is computed only if a gradient of this kernel needs it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Made<NP: Size> {
+    pub p: Vector<u32, NP>,
+    pub ds: Vector<u32, NP>,
+}
+
+/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied these values together
+/// with the block's rows of Q.
+#[cube]
+fn block_lse_delta<'a>(
+    row_lse_delta: &LseDelta<'a>,
+    offsets: &SharedOffsets,
+    count: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> LseDelta<'a> {
+    let stage = pipeline_state(count, tiles.dot_stages).stage;
+    let at = offsets.lse_delta + stage * comptime!(tiles.term_stride() as u32);
+    lse_delta_of_block(row_lse_delta, at, tiles.columns)
+}
+
+/// True if the `count`-th block has far queries. Call this function after the block's `q_or_k` stage is full. If GEMMs run
+/// meanwhile, the warp vote costs no time.
+#[cube]
+pub(super) fn block_has_far(
+    row_lse_delta: &LseDelta<'_>,
+    offsets: &SharedOffsets,
+    count: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+    #[comptime] kind: TileKind,
+) -> bool {
+    let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
+    has_far(&lse_delta, tiles.columns, kind.fragment)
+}
+
+/// Loads the thread's biases of the `count`-th block from shared memory. TMA has copied these biases together with the block's
+/// rows of Q or K.
+#[cube]
+fn block_biases(
+    offsets: &SharedOffsets,
+    count: u32,
+    warpgroup: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> BiasWords {
+    let stage = pipeline_state(count, tiles.dot_stages).stage;
+    let at = offsets.biases + stage * comptime!(tiles.bias_bytes() as u32);
+    if comptime!(tiles.side == Side::Queries) {
+        load_rows::<Const<32>>(
+            at + warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32),
+            comptime!(tiles.rows()),
+            comptime!(tiles.columns / STEP),
+        )
+    } else {
+        load_columns_as_rows::<Const<32>>(
+            at + warpgroup * comptime!((tiles.columns * ROW_BYTES) as u32),
+            comptime!(tiles.columns / STEP),
+        )
+    }
+}
+
+/// Waits for S and dP of the `count`-th block, and computes P and dS from S and dP.
+#[cube]
+pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    dp: Vector<f32, NS>,
+    seen: &Seen,
+    row_lse_delta: &LseDelta<'_>,
+    block: i32,
+    scoring: &Scoring<F, NB>,
+    offsets: &SharedOffsets,
+    count: u32,
+    warpgroup: u32,
+    elected: u32,
+    has_far: bool,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+    #[comptime] kind: TileKind,
+) -> Made<NP> {
+    let used = comptime!(tiles.columns / 2);
+    let fragment = comptime!(tiles.fragments()[0]);
+    let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
+    let s = take_fragment::<NS>(
+        s,
+        used,
+        fragment,
+        comptime!(usize::from(tiles.sums.has_q_or_k())),
+    );
+    let s = if comptime!(tiles.bias_boxes) {
+        add_words::<NS>(
+            s,
+            block_biases(offsets, count, warpgroup, tiles),
+            &scoring.arguments,
+            tiles.columns,
+            comptime!(kind.fragment.half_of_bias()),
+            kind.fragment,
+        )
+    } else {
+        s
+    };
+    let weights = weights::<F, NB, NS, NP>(
+        s,
+        &lse_delta,
+        block * comptime!(tiles.columns as i32),
+        &seen.block_mask,
+        &seen.rows,
+        scoring,
+        has_far,
+        tiles.columns,
+        comptime!(tiles.sums.has_values()),
+        tiles.half,
+        kind.fragment,
+    );
+    let ds = if comptime!(tiles.sums.has_q_or_k()) {
+        let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
+        if comptime!(!tiles.sums.has_values()) {
+            let stage = pipeline_state(count, tiles.value_stages).stage;
+            free_chunk(offsets.value_empty + 8u32 * stage, elected, 0usize, 1usize);
+        }
+        dot_gradients::<NS, NP>(
+            weights.w,
+            dp,
+            &lse_delta,
+            seen.block_mask.whole,
+            tiles.columns,
+            tiles.half,
+            kind.fragment,
+        )
+    } else {
+        // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the stage. Without the
+        // fence, some loads returned data of the next write, in cases where the loads followed GEMMs that read shared memory.
+        async_proxy_fence();
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
+        free_chunk(offsets.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
+        Vector::<u32, NP>::zeroed()
+    };
+    Made::<NP> { p: weights.p, ds }
+}

@@ -1,0 +1,213 @@
+//! The GEMMs of a block in the split-M backward: their operands, their start, and their completion. Gradient GEMMs are those that
+//! add to dQ, dK or dV.
+
+use super::producer::SharedOffsets;
+use crate::engine::tensor_core::wgmma::plan::WgmmaGradientSplitMTiles;
+use cube_kit::hopper::PRODUCT_ROWS;
+use cube_kit::hopper::pipeline::pipeline_state;
+use cube_kit::hopper::ptx::barrier_wait;
+use cube_kit::hopper::wgmma::{
+    descriptor, free_chunk, multiply_output, multiply_scores, take_sums, transposed_descriptor,
+};
+use cube_kit::nvidia::ROW_BYTES;
+use cube_kit::nvidia::ptx::uniform;
+use cubecl::prelude::*;
+
+/// The registers of a warpgroup's gradients: dQ or dK, and dV. The kernel does not use the registers of a gradient that it does
+/// not compute.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Gradients<ND: Size, NV: Size> {
+    pub q_or_k: Vector<f32, ND>,
+    pub v_or_do: Vector<f32, NV>,
+}
+
+/// The operands of a warpgroup's GEMMs, as the lower 32 bits of shared memory descriptors. The fields `summed_*` are transposed
+/// descriptors for the gradient GEMMs.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Operands {
+    pub stationary_qk: u32,
+    pub stationary_v_do: u32,
+    pub q_or_k: u32,
+    pub v_or_do: u32,
+    pub summed_q_or_k: u32,
+    pub summed_v_or_do: u32,
+}
+
+#[cube]
+pub(super) fn operands(
+    offsets: &SharedOffsets,
+    warpgroup: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> Operands {
+    let own_rows = warpgroup * comptime!((PRODUCT_ROWS * ROW_BYTES) as u32);
+    let subtile_bytes = comptime!(tiles.columns * ROW_BYTES);
+    Operands {
+        stationary_qk: uniform(descriptor(offsets.stationary_qk + own_rows)),
+        stationary_v_do: uniform(descriptor(offsets.stationary_v_do + own_rows)),
+        q_or_k: descriptor(offsets.q_or_k),
+        v_or_do: descriptor(offsets.v_or_do),
+        summed_q_or_k: transposed_descriptor(offsets.q_or_k, subtile_bytes),
+        summed_v_or_do: transposed_descriptor(offsets.v_or_do, subtile_bytes),
+    }
+}
+
+/// The right operands of one block, as the lower 32 bits of shared memory descriptors. The same struct serves the GEMMs of S
+/// and dP and, with transposed descriptors, the gradient GEMMs.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct BlockOperands {
+    pub q_or_k: u32,
+    pub v_or_do: u32,
+}
+
+/// Returns the right operands of the `count`-th block. `q_or_k` and `v_or_do` are the descriptors of the first stages of the two
+/// rings.
+#[cube]
+pub(super) fn block_operands(
+    q_or_k: u32,
+    v_or_do: u32,
+    count: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> BlockOperands {
+    let dot_stage = pipeline_state(count, tiles.dot_stages).stage;
+    let value_stage = pipeline_state(count, tiles.value_stages).stage;
+    BlockOperands {
+        q_or_k: uniform(q_or_k + dot_stage * comptime!((tiles.dot_bytes() >> 4) as u32)),
+        v_or_do: uniform(v_or_do + value_stage * comptime!((tiles.value_bytes() >> 4) as u32)),
+    }
+}
+
+/// Waits until the queries or keys of the `count`-th block are in shared memory.
+#[cube]
+pub(super) fn await_q_or_k(
+    offsets: &SharedOffsets,
+    count: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) {
+    let slot = pipeline_state(count, tiles.dot_stages);
+    barrier_wait(offsets.dot_full + 8u32 * slot.stage, slot.parity);
+}
+
+/// Waits until the values or output gradients of the `count`-th block are in shared memory.
+#[cube]
+pub(super) fn await_values(
+    offsets: &SharedOffsets,
+    count: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) {
+    let slot = pipeline_state(count, tiles.value_stages);
+    barrier_wait(offsets.value_full + 8u32 * slot.stage, slot.parity);
+}
+
+/// Starts the GEMM that computes S of a block.
+#[cube]
+pub(super) fn start_s<NS: Size>(
+    stationary_tile: u32,
+    block: BlockOperands,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> Vector<f32, NS> {
+    multiply_scores::<NS>(
+        stationary_tile,
+        block.q_or_k,
+        comptime!(tiles.score_product(tiles.head_dim)),
+    )
+}
+
+/// Starts the GEMM that computes dP of a block, if a gradient of this kernel needs dP.
+#[cube]
+pub(super) fn start_dp<NS: Size>(
+    stationary_tile: u32,
+    block: BlockOperands,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> Vector<f32, NS> {
+    if comptime!(tiles.sums.has_q_or_k()) {
+        multiply_scores::<NS>(
+            stationary_tile,
+            block.v_or_do,
+            comptime!(tiles.score_product(tiles.value_dim)),
+        )
+    } else {
+        Vector::<f32, NS>::zeroed()
+    }
+}
+
+/// Starts the gradient GEMMs of a block.
+#[cube]
+pub(super) fn multiply<NP: Size, ND: Size, NV: Size>(
+    q_or_k: Vector<f32, ND>,
+    v_or_do: Vector<f32, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    block: BlockOperands,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> Gradients<ND, NV> {
+    let v_or_do = if comptime!(tiles.sums.has_values()) {
+        multiply_output::<NV, NP>(
+            v_or_do,
+            p,
+            block.v_or_do,
+            comptime!(tiles.sum_product(tiles.value_columns())),
+        )
+    } else {
+        v_or_do
+    };
+    let q_or_k = if comptime!(tiles.sums.has_q_or_k()) {
+        multiply_output::<ND, NP>(
+            q_or_k,
+            ds,
+            block.q_or_k,
+            comptime!(tiles.sum_product(tiles.dot_columns())),
+        )
+    } else {
+        q_or_k
+    };
+    Gradients::<ND, NV> { q_or_k, v_or_do }
+}
+
+/// Waits until at most `pending` later GEMMs (wgmma groups) are in flight, so that the gradient GEMMs are complete. Then frees
+/// the block's stages, which no later GEMM reads, and returns the gradients.
+#[cube]
+pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
+    sums: Gradients<ND, NV>,
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    offsets: &SharedOffsets,
+    count: u32,
+    elected: u32,
+    #[comptime] pending: usize,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) -> Gradients<ND, NV> {
+    let fragments = comptime!(tiles.fragments());
+    let v_or_do = if comptime!(tiles.sums.has_values()) {
+        let pending = comptime!(pending + usize::from(tiles.sums.has_q_or_k()));
+        let v_or_do = take_sums::<NV, NP>(
+            sums.v_or_do,
+            p,
+            comptime!(tiles.value_columns() / 2),
+            comptime!(fragments[3]),
+            pending,
+        );
+        let stage = pipeline_state(count, tiles.value_stages).stage;
+        free_chunk(offsets.value_empty + 8u32 * stage, elected, pending, 1usize);
+        v_or_do
+    } else {
+        sums.v_or_do
+    };
+    let q_or_k = if comptime!(tiles.sums.has_q_or_k()) {
+        let q_or_k = take_sums::<ND, NP>(
+            sums.q_or_k,
+            ds,
+            comptime!(tiles.dot_columns() / 2),
+            comptime!(fragments[2]),
+            pending,
+        );
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
+        free_chunk(offsets.dot_empty + 8u32 * stage, elected, pending, 1usize);
+        q_or_k
+    } else {
+        sums.q_or_k
+    };
+    Gradients::<ND, NV> { q_or_k, v_or_do }
+}

@@ -1,0 +1,123 @@
+//! Finds the rows of a block that no row of the tile sees, and writes zeros over them before the gradient GEMMs. Such rows may be
+//! NaN, and `0 · NaN` is NaN.
+
+use super::CONSUMER_BARRIER;
+use super::producer::SharedOffsets;
+use crate::engine::tensor_core::common::columns_end;
+use crate::engine::tensor_core::common::stationary_tile::Stationary;
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::wgmma::plan::WgmmaGradientSplitMTiles;
+use crate::engine::tensor_core::wgmma::zero_fill::{
+    forget_used, has_masked, has_out_of_range, signal_used_keys, used_columns, used_words,
+    zero_fill_unseen,
+};
+use crate::math::visibility::SeqLens;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::pipeline::pipeline_state;
+use cube_kit::hopper::ptx::barrier_wait;
+use cube_kit::nvidia::ptx::named_barrier;
+use cubecl::prelude::*;
+
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees, before the gradient GEMMs read them. A NaN
+/// in such a row would give `0 · NaN = NaN`.
+///
+/// If `may_have_masked`, the block may have such rows between visible rows, and `masked` is the number of earlier blocks of the
+/// tile for which this holds.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
+pub(super) fn zero_fill_block<NP: Size>(
+    p: Vector<u32, NP>,
+    ds: Vector<u32, NP>,
+    offsets: &SharedOffsets,
+    tile: &Stationary,
+    seq_lens: &SeqLens,
+    block: i32,
+    count: u32,
+    may_have_masked: bool,
+    masked: u32,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+    #[comptime] kind: TileKind,
+) {
+    let first = block * comptime!(tiles.columns as i32);
+    let length = columns_end(seq_lens, kind.fragment.side);
+    let words = used_words(offsets.used, masked);
+    let out_of_range = has_out_of_range(&tile.run, length, first, tiles.columns);
+    if comptime!(kind.leaves_masked()) {
+        if may_have_masked {
+            let used = if comptime!(tiles.sums.has_values()) {
+                used_columns::<NP>(p, tiles.columns)
+            } else {
+                used_columns::<NP>(ds, tiles.columns)
+            };
+            signal_used_keys(offsets.used, used, 0u32, masked);
+            named_barrier(CONSUMER_BARRIER, comptime!(tiles.warpgroups * WARPGROUP));
+            forget_used(offsets.used, masked);
+            if has_masked(words, tiles.columns) {
+                clear(offsets, tile, first, words, count, true, tiles);
+            }
+        } else if out_of_range {
+            clear(offsets, tile, first, words, count, false, tiles);
+        }
+    } else if out_of_range {
+        clear(offsets, tile, first, words, count, false, tiles);
+    }
+}
+
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words`
+/// tell which rows are seen. Otherwise the tile's visible range tells it.
+///
+/// Without `masked`, another warpgroup may still read these rows for its S and dP of the block. That warpgroup may read old
+/// values, zeros, or a mix of both. This does not change the result, because a row of the block affects only one column of S
+/// and of dP, and no row of the tile sees that column. A block with rows outside the visible range is not fully visible, so
+/// hidden scores are replaced by −∞, and their P is 0. Where P is 0, the weight of the score and dS are set to 0, for any
+/// softcap slope and any dP.
+///
+/// With `masked`, no warpgroup still reads these rows: all warpgroups computed P and dS of the block before they met at the
+/// caller's barrier.
+#[cube]
+fn clear(
+    offsets: &SharedOffsets,
+    tile: &Stationary,
+    first: i32,
+    words: u32,
+    count: u32,
+    #[comptime] masked: bool,
+    #[comptime] tiles: WgmmaGradientSplitMTiles,
+) {
+    let units = comptime!(tiles.warpgroups * WARPGROUP);
+    if comptime!(tiles.sums.has_q_or_k()) {
+        let stage = pipeline_state(count, tiles.dot_stages).stage;
+        zero_fill_unseen(
+            offsets.q_or_k + stage * comptime!(tiles.dot_bytes() as u32),
+            &tile.run,
+            first,
+            words,
+            UNIT_POS,
+            0usize,
+            units,
+            tiles.columns,
+            comptime!(tiles.dot_subtiles()),
+            masked,
+        );
+    }
+    if comptime!(tiles.sums.has_values()) {
+        let slot = pipeline_state(count, tiles.value_stages);
+        barrier_wait(offsets.value_full + 8u32 * slot.stage, slot.parity);
+        zero_fill_unseen(
+            offsets.v_or_do + slot.stage * comptime!(tiles.value_bytes() as u32),
+            &tile.run,
+            first,
+            words,
+            UNIT_POS,
+            0usize,
+            units,
+            tiles.columns,
+            comptime!(tiles.value_subtiles()),
+            masked,
+        );
+    }
+    named_barrier(CONSUMER_BARRIER, units);
+}

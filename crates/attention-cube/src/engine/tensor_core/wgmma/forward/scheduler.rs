@@ -1,0 +1,128 @@
+//! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration.
+//!
+//! Usually the work item is computed from the CTA's index. With segments, the tiles differ in work. The CTA then takes the next
+//! work item from a counter in global memory.
+//!
+//! In split-M, the producer thread takes the next work item after it has started the first loads of the current tile. In
+//! split-D, it takes the item after all loads of the tile. The producer thread passes the item to the consumers through a
+//! mailbox in shared memory. The mailbox has two messages, which consecutive items use in turn. Each message has a full
+//! barrier, after which it may be read, and an empty barrier, after which it may be overwritten.
+
+use crate::engine::tensor_core::common::scoring::Masking;
+use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler};
+use crate::engine::tensor_core::wgmma::plan::MAILBOX_BYTES;
+use crate::math::schedule::{Grid, Schedule, next_item};
+use crate::math::visibility::BLOCK_BOUNDS;
+use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
+use cube_kit::nvidia::mbarrier::barrier_init;
+use cube_kit::nvidia::ptx::{atomic_inc, load_shared, store_shared, uniform, word_address};
+use cubecl::prelude::*;
+
+/// True if the CTAs take work items from the counter in global memory. Otherwise they compute items from their index.
+const fn takes_items(kind: TileKind) -> bool {
+    kind.fragment.structure.segments && !kind.split
+}
+
+/// Returns the address of the mailbox, which follows the first `bytes` bytes of the CTA's shared memory.
+#[cube]
+pub(super) fn mailbox_at(start: u32, #[comptime] bytes: usize, #[comptime] kind: TileKind) -> u32 {
+    if comptime!(takes_items(kind)) {
+        start + comptime!(bytes as u32)
+    } else {
+        start
+    }
+}
+
+/// The bytes of shared memory that the mailbox takes.
+pub(super) const fn mailbox_bytes(kind: TileKind) -> usize {
+    if takes_items(kind) { MAILBOX_BYTES } else { 0 }
+}
+
+/// Initializes the barriers of the mailbox, from which `warps` consumer warps read.
+#[cube]
+pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] kind: TileKind) {
+    if comptime!(takes_items(kind)) {
+        #[unroll]
+        for message in 0..2u32 {
+            barrier_init(full(mailbox, message), 1usize);
+            barrier_init(empty(mailbox, message), warps);
+        }
+    }
+}
+
+/// Returns the work item for the iteration after the CTA's `turn`-th. The producer thread calls this function. If the item
+/// comes from the counter, the function also sends it to the consumers.
+#[cube]
+pub(super) fn take_item(
+    scheduler: &TileScheduler,
+    item: u32,
+    turn: u32,
+    masking: &Masking,
+    mailbox: u32,
+    #[comptime] kind: TileKind,
+) -> u32 {
+    if comptime!(takes_items(kind)) {
+        let message = turn % 2u32;
+        barrier_wait(empty(mailbox, message), (turn / 2u32 % 2u32) ^ 1u32);
+        // The first item of each CTA is the CTA's index. Items from the counter therefore start at `launched`, the number of
+        // launched CTAs.
+        let taken = scheduler.schedule.launched + count_taken(&scheduler.grid, masking);
+        store_shared(mailbox + 4u32 * message, taken);
+        barrier_arrive(full(mailbox, message), 1u32);
+        taken
+    } else {
+        next_item(&scheduler.schedule, item, turn)
+    }
+}
+
+/// Returns the work item for the iteration after the CTA's `turn`-th. The consumer threads call this function.
+#[cube]
+pub(super) fn receive_item(
+    schedule: &Schedule,
+    item: u32,
+    turn: u32,
+    mailbox: u32,
+    elected: u32,
+    #[comptime] kind: TileKind,
+) -> u32 {
+    if comptime!(takes_items(kind)) {
+        let message = turn % 2u32;
+        barrier_wait(full(mailbox, message), turn / 2u32 % 2u32);
+        // `uniform` needs the value of every lane of the warp. When it returns, all lanes have read the message.
+        let taken = uniform(load_shared(mailbox + 4u32 * message));
+        barrier_arrive(empty(mailbox, message), elected);
+        taken
+    } else {
+        next_item(schedule, item, turn)
+    }
+}
+
+/// Increments the counter of taken items in global memory, and returns the counter's old value. In the tensor of lengths and
+/// segment ids, the counter follows the segment bounds of the key blocks.
+#[cube]
+fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
+    let seq_lens = &masking.seq_lens;
+    let batches = grid.planes / grid.heads;
+    let at = seq_lens.key_bounds + comptime!(BLOCK_BOUNDS as u32) * batches * seq_lens.key_blocks;
+    #[comptime]
+    match &masking.lengths_and_ids {
+        ComptimeOption::Some(lengths_and_ids) => {
+            // SAFETY: this expression only takes the address of `lengths_and_ids`. The index `at` of the counter is inside this
+            // tensor: the host reserves an element for the counter after the bounds of the key blocks.
+            let start = unsafe { lengths_and_ids.as_slice().as_ptr_unchecked() };
+            atomic_inc(word_address::<i32>(start, at as u64))
+        }
+        ComptimeOption::None => 0u32.runtime(),
+    }
+}
+
+/// Returns the address of a message's full barrier. In the mailbox, the barriers follow the two message words.
+#[cube]
+fn full(mailbox: u32, message: u32) -> u32 {
+    mailbox + 8u32 + 8u32 * message
+}
+
+#[cube]
+fn empty(mailbox: u32, message: u32) -> u32 {
+    mailbox + 24u32 + 8u32 * message
+}

@@ -1,0 +1,202 @@
+//! The online softmax of a block in the split-D forward. Each warpgroup computes half of P. The warpgroups exchange their row
+//! maxima, so that both use the same row_max.
+
+use super::producer::SharedOffsets;
+use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
+use crate::engine::tensor_core::common::softmax::{
+    SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
+};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
+use crate::engine::tensor_core::wgmma::chunked_gemm::Ring;
+use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
+use crate::engine::tensor_core::wgmma::zero_fill::signal_used_keys;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::pipeline::pipeline_state;
+use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait, store_matrices};
+use cube_kit::hopper::wgmma::{descriptor, free_chunk, matrix_row};
+use cube_kit::nvidia::accumulator::{Pair, pair};
+use cube_kit::nvidia::ptx::{load_shared, named_barrier, pack, store_shared, uniform};
+use cubecl::prelude::*;
+
+/// Returns the shared memory descriptor of P for the `count`-th visited block.
+#[cube]
+pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
+    uniform(descriptor(
+        offsets.probabilities + count % 2u32 * comptime!(2 * WgmmaSplitDTiles::HALF_BYTES as u32),
+    ))
+}
+
+/// Waits until at most `pending` GEMMs (wgmma groups) are in flight. Then frees the `own`-th value chunk of the warpgroup. The
+/// warpgroup's first value chunk is the `from`-th chunk that passes through the ring.
+#[cube]
+pub(super) fn free_values(
+    empty: u32,
+    ring: Ring,
+    from: u32,
+    #[comptime] own: usize,
+    #[comptime] pending: usize,
+    #[comptime] tiles: WgmmaSplitDTiles,
+) {
+    let chunk = pipeline_state(
+        from + comptime!((WgmmaSplitDTiles::WARPGROUPS * own) as u32),
+        tiles.stages,
+    );
+    free_chunk(
+        empty + 8u32 * chunk.stage,
+        ring.elected,
+        pending,
+        WgmmaSplitDTiles::WARPGROUPS,
+    );
+}
+
+/// Makes the second warpgroup wait for the first value chunk of a block, and arrive at its empty barrier. This happens only if a
+/// block has more value chunks than the ring has stages.
+///
+/// In that case, the first and the last value chunk of a block use the same stage. The first warpgroup reads the first chunk,
+/// and the second warpgroup reads the last. Without this wait, the second warpgroup would skip one phase of the stage's full
+/// barrier. Its wait for the last chunk could then succeed too early, because the phase before the skipped one has the same
+/// parity as the phase after it. The warpgroup would multiply old data.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
+pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: WgmmaSplitDTiles) {
+    if comptime!(tiles.frees_first_chunk_at_once()) {
+        if UNIT_POS >= comptime!(WARPGROUP as u32) {
+            let chunk = pipeline_state(values, tiles.stages);
+            barrier_wait(ring.full + 8u32 * chunk.stage, chunk.parity);
+            barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
+        }
+    }
+}
+
+/// Arrives a second time at the empty barrier of the second warpgroup's first value chunk. This second arrival replaces that of
+/// the first warpgroup, which does not wait for that chunk.
+#[cube]
+#[allow(
+    clippy::collapsible_if,
+    reason = "the outer condition is evaluated at compile time, the inner at run time"
+)]
+pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: WgmmaSplitDTiles) {
+    if comptime!(tiles.frees_first_chunk_at_once()) {
+        if UNIT_POS >= comptime!(WARPGROUP as u32) {
+            let chunk = pipeline_state(values + 1u32, tiles.stages);
+            barrier_arrive(ring.empty + 8u32 * chunk.stage, ring.elected);
+        }
+    }
+}
+
+/// Exchanges two values of a thread, one per row, with the other warpgroup. Returns for each row the maximum of both warpgroups'
+/// values if `largest`, else their sum. The caller must ensure that the last exchange through this buffer is complete.
+#[cube]
+pub(super) fn exchange(
+    offsets: &SharedOffsets,
+    own: Pair,
+    buffer: u32,
+    #[comptime] largest: bool,
+) -> Pair {
+    let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+    let lane = UNIT_POS % 32u32;
+    let row = UNIT_POS / 32u32 % 4u32 * 16u32 + lane / 4u32;
+    let of_warpgroup = comptime!(4 * WgmmaSplitDTiles::ROWS as u32);
+    let start = offsets.exchange + buffer * 2u32 * of_warpgroup + 4u32 * row;
+    let column = lane % 4u32;
+    if column == 0u32 {
+        let mine = start + warpgroup * of_warpgroup;
+        store_shared(mine, u32::reinterpret(own.first));
+        store_shared(mine + 32u32, u32::reinterpret(own.second));
+    }
+    named_barrier(MAXIMA, CONSUMERS);
+    let other = start + (1u32 - warpgroup) * of_warpgroup;
+    let first = f32::reinterpret(load_shared(other));
+    let second = f32::reinterpret(load_shared(other + 32u32));
+    if comptime!(largest) {
+        Pair {
+            first: max(own.first, first),
+            second: max(own.second, second),
+        }
+    } else {
+        Pair {
+            first: own.first + first,
+            second: own.second + second,
+        }
+    }
+}
+
+/// Computes the warpgroup's half of P for the `count`-th visited block, and stores it to shared memory.
+///
+/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then frees the value chunks that this GEMM
+/// has read, from chunk `values` on.
+#[cube]
+pub(super) fn softmax<NS: Size>(
+    s: Vector<f32, NS>,
+    before: SoftmaxState,
+    scale_log2: f32,
+    negative_infinity: f32,
+    offsets: &SharedOffsets,
+    ring: Ring,
+    values: u32,
+    count: u32,
+    #[comptime] busy: bool,
+    #[comptime] tiles: WgmmaSplitDTiles,
+    #[comptime] kind: TileKind,
+) -> SoftmaxState {
+    let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+    let own = quad_max(thread_row_max::<NS>(s, before.row_max.reference, HALF_KEYS));
+    let largest = exchange(offsets, own, count % 2u32, true);
+    if comptime!(busy && !tiles.frees_first_chunk_at_once()) {
+        free_values(offsets.empty, ring, values, 0usize, 3usize, tiles);
+    }
+    let made = rescaled::<NS>(
+        s,
+        largest,
+        before.row_max,
+        scale_log2,
+        negative_infinity,
+        true,
+        HALF_KEYS,
+    );
+    let mut sum_0 = f32::new(0.0);
+    let mut sum_1 = f32::new(0.0);
+    let mut used = 0u32;
+    let half = offsets.probabilities
+        + (count % 2u32 * 2u32 + warpgroup) * comptime!(WgmmaSplitDTiles::HALF_BYTES as u32);
+    #[unroll]
+    for step in 0..comptime!(HALF_KEYS / 16) {
+        let part = exp_scores::<NS>(
+            made.s,
+            made.row_max.shift,
+            scale_log2,
+            step,
+            comptime!(kind.leaves_masked()),
+        );
+        let e = part.values;
+        store_matrices(
+            matrix_row(half, step),
+            pack(e.extract(0usize), e.extract(1usize), tiles.half),
+            pack(e.extract(2usize), e.extract(3usize), tiles.half),
+            pack(e.extract(4usize), e.extract(5usize), tiles.half),
+            pack(e.extract(6usize), e.extract(7usize), tiles.half),
+        );
+        sum_0 += part.sums.first;
+        sum_1 += part.sums.second;
+        used |= part.used;
+        if comptime!(busy && step == 1) {
+            free_values(offsets.empty, ring, values, 1usize, 2usize, tiles);
+        }
+    }
+    if comptime!(kind.leaves_masked()) {
+        signal_used_keys(
+            offsets.used,
+            used,
+            warpgroup * comptime!((HALF_KEYS / 4) as u32),
+            count,
+        );
+    }
+    async_proxy_fence();
+    if comptime!(busy) {
+        free_values(offsets.empty, ring, values, 2usize, 1usize, tiles);
+    }
+    softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1))
+}

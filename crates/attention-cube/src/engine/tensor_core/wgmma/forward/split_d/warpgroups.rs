@@ -1,0 +1,19 @@
+//! The division of a block between the warpgroups, and the named barriers at which the warpgroups meet.
+
+use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
+use cube_kit::hopper::WARPGROUP;
+
+/// The number of keys whose scores a warpgroup computes.
+pub(super) const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
+
+/// The number of threads in the consumer warpgroups.
+pub(super) const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
+
+/// The number of value chunks per block that one warpgroup uses.
+pub(super) const OWN_CHUNKS: usize = WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS;
+
+/// The named barrier at which the warpgroups meet after both have written their row maxima.
+pub(super) const MAXIMA: u32 = 1;
+
+/// The named barrier at which the warpgroups meet after both have written their half of P.
+pub(super) const PROBABILITIES: u32 = 2;

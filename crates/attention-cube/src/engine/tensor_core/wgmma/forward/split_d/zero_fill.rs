@@ -1,0 +1,73 @@
+//! Writes zeros over the values of a block that no row of the tile sees, before the GEMM `P V` reads them. Such values may be
+//! NaN, and `0 · NaN` is NaN.
+
+use super::producer::SharedOffsets;
+use super::warpgroups::OWN_CHUNKS;
+use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
+use crate::engine::tensor_core::wgmma::chunked_gemm::Ring;
+use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
+use crate::engine::tensor_core::wgmma::zero_fill::{has_unseen, used_words, zero_fill_unseen};
+use crate::math::visibility::SeqLens;
+use cube_kit::hopper::WARPGROUP;
+use cube_kit::hopper::barriers::warpgroup_barrier;
+use cube_kit::hopper::pipeline::pipeline_state;
+use cube_kit::hopper::ptx::barrier_wait;
+use cube_kit::hopper::wgmma::free_chunk;
+use cubecl::prelude::*;
+
+/// Writes zeros over those values of the `count`-th visited block that no row of the tile sees. Call this function before the
+/// GEMM `P V` reads the values. The block's first value chunk is the `passed`-th chunk that passes through the ring.
+///
+/// Returns true if the block had such values. In that case the function has also waited for S and freed the last chunk of keys.
+#[cube]
+pub(super) fn zero_fill_values(
+    offsets: &SharedOffsets,
+    tile: &Tile,
+    seq_lens: &SeqLens,
+    block: i32,
+    count: u32,
+    passed: u32,
+    key_empty: u32,
+    ring: Ring,
+    #[comptime] tiles: WgmmaSplitDTiles,
+    #[comptime] kind: TileKind,
+) -> bool {
+    let first_key = block * comptime!(WgmmaSplitDTiles::KEYS as i32);
+    let words = used_words(offsets.used, count);
+    let dirty = has_unseen(
+        &tile.keys,
+        seq_lens.kv_len,
+        first_key,
+        offsets.used,
+        count,
+        WgmmaSplitDTiles::KEYS,
+        comptime!(kind.leaves_masked()),
+    );
+    if dirty {
+        // The last chunk of keys is freed first, because the last chunk of values may need the stage of that chunk.
+        free_chunk(key_empty, ring.elected, 0usize, 1usize);
+        let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
+        #[unroll]
+        for own in 0..OWN_CHUNKS {
+            let chunk = pipeline_state(
+                passed + warpgroup + comptime!((WgmmaSplitDTiles::WARPGROUPS * own) as u32),
+                tiles.stages,
+            );
+            barrier_wait(offsets.full + 8u32 * chunk.stage, chunk.parity);
+            zero_fill_unseen(
+                offsets.stages + chunk.stage * comptime!(WgmmaSplitDTiles::STAGE_BYTES as u32),
+                &tile.keys,
+                first_key,
+                words,
+                UNIT_POS % comptime!(WARPGROUP as u32),
+                comptime!(own * WgmmaSplitDTiles::VALUE_KEYS),
+                WARPGROUP,
+                WgmmaSplitDTiles::VALUE_KEYS,
+                comptime!(tiles.value_subtiles()),
+                comptime!(kind.leaves_masked()),
+            );
+        }
+        warpgroup_barrier();
+    }
+    dirty
+}

@@ -1,0 +1,71 @@
+//! The online softmax of a block in split-M. It also packs P as the left operand of the GEMM `P V`.
+
+use crate::engine::tensor_core::common::softmax::{
+    SoftmaxState, exp_scores, rescaled, softmax_state, thread_row_max,
+};
+use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
+use cube_kit::nvidia::accumulator::pair;
+use cube_kit::nvidia::ptx::pack;
+use cubecl::prelude::*;
+
+/// The exponentials of a block, and the state of the online softmax after the block.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Step<NS: Size> {
+    pub exp_scores: Vector<f32, NS>,
+    pub softmax_state: SoftmaxState,
+}
+
+/// Computes the exponentials of a block from its scores, and updates the state of the online softmax.
+#[cube]
+pub(super) fn softmax<NS: Size>(
+    s: Vector<f32, NS>,
+    before: SoftmaxState,
+    scale_log2: f32,
+    negative_infinity: f32,
+    #[comptime] tiles: WgmmaSplitMTiles,
+) -> Step<NS> {
+    let largest = thread_row_max::<NS>(s, before.row_max.reference, tiles.keys);
+    let made = rescaled::<NS>(
+        s,
+        largest,
+        before.row_max,
+        scale_log2,
+        negative_infinity,
+        false,
+        tiles.keys,
+    );
+    let mut sum_0 = f32::new(0.0);
+    let mut sum_1 = f32::new(0.0);
+    let mut values = Vector::<f32, NS>::zeroed();
+    #[unroll]
+    for step in 0..comptime!(tiles.keys / 16) {
+        let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
+        #[unroll]
+        for i in 0..8usize {
+            values.insert(comptime!(8 * step + i), part.values.extract(i));
+        }
+        sum_0 += part.sums.first;
+        sum_1 += part.sums.second;
+    }
+    Step::<NS> {
+        exp_scores: values,
+        softmax_state: softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1)),
+    }
+}
+
+/// Packs P as the left operand of the GEMM `P V`.
+#[cube]
+pub(super) fn packed<NS: Size, NP: Size>(
+    exp_scores: Vector<f32, NS>,
+    #[comptime] tiles: WgmmaSplitMTiles,
+) -> Vector<u32, NP> {
+    let mut p = Vector::<u32, NP>::zeroed();
+    #[unroll]
+    for pair in 0..comptime!(tiles.keys / 4) {
+        let first = exp_scores.extract(comptime!(2 * pair));
+        let second = exp_scores.extract(comptime!(2 * pair + 1));
+        p.insert(pair, pack(first, second, tiles.half));
+    }
+    p
+}

@@ -1,0 +1,127 @@
+//! The epilogue: writes a warpgroup's part of an output or of a gradient. The part goes through shared memory and TMA if the
+//! shape allows it. Otherwise each thread writes its own rows.
+
+use crate::engine::tensor_core::common::output::{
+    Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
+};
+use crate::engine::tensor_core::common::stationary_tile::{Stationary, write_gradient_rows};
+use crate::engine::tensor_core::common::tile_scheduler::Tile;
+use crate::engine::tensor_core::common::{FragmentKind, RowPair};
+use crate::engine::tensor_core::wgmma::plan::OutputShape;
+use crate::math::score::ScoreArguments;
+use crate::math::side::Side;
+use cube_kit::hopper::tma::store_tma_tiles;
+use cube_kit::nvidia::accumulator::Pair;
+use cubecl::prelude::*;
+
+/// The destination to which a warpgroup writes its part of a tile.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct OutputTarget {
+    /// The address of the staging buffer in shared memory.
+    pub staging: u32,
+    /// The address of the tensor's TMA tensor map.
+    pub map: u64,
+    /// The tile row of the thread's first register.
+    pub row: i32,
+    /// The tile row at which the warpgroup's rows begin.
+    pub first_row: i32,
+    pub first_column: u32,
+}
+
+/// Normalises a warpgroup's part of O and writes it. If `writes_logsumexp`, also writes the LSE of its rows.
+#[cube]
+pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
+    finished: Finished<NO>,
+    target: OutputTarget,
+    writes_logsumexp: bool,
+    tile: &Tile,
+    rows: &RowPair,
+    sinks: &ComptimeOption<OwnedTensor<K>>,
+    output: &mut Tensor<Vector<O, N>>,
+    logsumexp: &mut Tensor<f32>,
+    arguments: &ScoreArguments,
+    #[comptime] shape: OutputShape,
+    #[comptime] kind: FragmentKind,
+) {
+    let rows = output_rows(tile, rows, target.row);
+    let normalised = normalised::<K, NO>(
+        finished,
+        &rows,
+        sinks,
+        logsumexp,
+        writes_logsumexp,
+        arguments,
+        shape.columns,
+        kind,
+    );
+    if comptime!(shape.stored_by_tma) {
+        store_tma_tiles::<NO>(
+            normalised.o,
+            normalised.factors,
+            target.staging,
+            target.map,
+            tile.batch,
+            tile.first_head,
+            tile.first_query + target.first_row,
+            target.first_column,
+            shape.columns,
+            shape.subtile_bytes,
+            shape.own_place,
+            shape.half,
+        );
+    } else {
+        write_rows::<O, N, NO>(
+            normalised,
+            output,
+            &rows,
+            target.first_column,
+            shape.columns,
+            shape.width,
+        );
+    }
+}
+
+/// Multiplies a warpgroup's part of a gradient by `factors` and writes it. The rows of the gradient belong to `side`. The part
+/// is staged in a buffer that held an operand, so no warp may still read that operand when this function is called.
+#[cube]
+pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
+    sums: Vector<f32, NG>,
+    factors: Pair,
+    target: OutputTarget,
+    tile: &Stationary,
+    gradient: &mut Tensor<Vector<G, N>>,
+    #[comptime] shape: OutputShape,
+    #[comptime] side: Side,
+) {
+    let mut sums = sums;
+    if comptime!(side == Side::Queries) {
+        sums = without_blind::<NG>(sums, factors, shape.columns);
+    }
+    if comptime!(shape.stored_by_tma) {
+        store_tma_tiles::<NG>(
+            sums,
+            factors,
+            target.staging,
+            target.map,
+            tile.batch,
+            tile.head,
+            tile.first_row + target.first_row,
+            target.first_column,
+            shape.columns,
+            shape.subtile_bytes,
+            shape.own_place,
+            shape.half,
+        );
+    } else {
+        write_gradient_rows::<G, N, NG>(
+            OutputPart::<NG> { o: sums, factors },
+            gradient,
+            tile,
+            target.row,
+            target.first_column,
+            shape.columns,
+            shape.width,
+        );
+    }
+}

@@ -1,0 +1,321 @@
+//! Plans the kernels of the `wgmma` engine for NVIDIA's Hopper. Tables by head size give the tiles, and the tiles give the layout
+//! of shared memory.
+
+mod gradient;
+mod tiles;
+
+use crate::auxiliary::mask_bits::plan::check_mask;
+use crate::engine::tiling::{check_sizes, heads_of_tile, query_tiles, splits};
+use crate::math::side::Side;
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::{Feature, Refusal};
+use crate::types::request::{Layouts, Operands, Pass};
+use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
+use cube_kit::nvidia::Half;
+
+pub use crate::math::side::Sums;
+pub(super) use gradient::backward;
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use gradient::gradient_tiles;
+pub use gradient::{
+    WgmmaBackwardPlan, WgmmaGradientSplitDTiles, WgmmaGradientSplitMTiles, WgmmaGradientTiles,
+};
+pub use tiles::{
+    ChunkedProduct, ChunkedScores, OutputShape, RingShape, WgmmaForwardTiles, WgmmaSplitDTiles,
+    WgmmaSplitMTiles,
+};
+
+/// The plan of a forward: the kernel's tiles, and the order in which CTAs process them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WgmmaForwardPlan {
+    /// The tiles of the kernel.
+    pub tiles: WgmmaForwardTiles,
+    /// The number of query heads whose rows share a tile, one head after the other; 1 if a tile has rows of one head only. The
+    /// heads belong to one GQA group.
+    pub heads: usize,
+    /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
+    pub splits: usize,
+    /// The number of heads whose tiles run at the same time, counted over all sequences.
+    pub together: usize,
+    /// The assignment of tiles to CTAs.
+    pub scheduler: Scheduler,
+    /// The operands whose layout TMA cannot read. They are copied to a suitable layout before the kernel.
+    pub copies: Operands,
+}
+
+/// The assignment of tiles to CTAs.
+///
+/// A *persistent* CTA processes several tiles. It loads the first keys of its next tile while it finishes its current tile. A
+/// static assignment of tiles cannot balance CTAs whose tiles take different times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scheduler {
+    /// Each CTA processes one tile. The device starts the CTAs in the order of their index, and the tiles with the most work come
+    /// first.
+    SingleTile,
+    /// A fixed number n of CTAs. CTA i processes the tiles i, i + n, i + 2n, ….
+    StaticPersistent(usize),
+    /// A fixed number n of CTAs. CTA i processes every n-th pair of tiles. A pair is a tile and its mirror image in the sequence,
+    /// so that all pairs have the same work under a causal mask.
+    StaticPersistentPairs(usize),
+    /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory. This balances the CTAs when
+    /// segments make tiles differ in work.
+    DynamicPersistent(usize),
+}
+
+/// The bytes of the scheduler's mailbox in shared memory, from which the consumer warps read the next work item. The mailbox has
+/// two messages. Each message has one word and two barriers.
+pub(crate) const MAILBOX_BYTES: usize = 48;
+
+/// One entry of the split-M table: the parameters from which [`WgmmaSplitMTiles`] is built.
+struct SplitMShape {
+    /// The largest head size for which this entry is chosen.
+    head_dim: usize,
+    value_dim: usize,
+    warpgroups: usize,
+    keys: usize,
+    stages: usize,
+    ordering: Ordering,
+    /// The number of keys in a block and the number of bias stages, for problems whose biases TMA copies to shared memory.
+    biased: [usize; 2],
+}
+
+/// The conditions for ping-pong, in which warpgroups take turns to issue their wgmma: see
+/// [`WgmmaSplitMTiles::orders_warpgroups`].
+#[derive(Clone, Copy)]
+enum Ordering {
+    Always,
+    /// Ping-pong, except under a causal mask. A tile that ends in partial blocks loses more time by waiting for its turn than
+    /// ping-pong saves.
+    UnlessCausal,
+    /// Ping-pong, except with a mask or a bias. A tile whose softmax loads mask bits or biases loses more time by waiting for its
+    /// turn than ping-pong saves.
+    UnlessMasked,
+}
+
+const fn split_m_shape(
+    head_dim: usize,
+    value_dim: usize,
+    warpgroups: usize,
+    keys: usize,
+    stages: usize,
+    ordering: Ordering,
+    biased: [usize; 2],
+) -> SplitMShape {
+    SplitMShape {
+        head_dim,
+        value_dim,
+        warpgroups,
+        keys,
+        stages,
+        ordering,
+        biased,
+    }
+}
+
+/// The split-M table. A problem takes the first entry whose sizes are large enough. Comments give TFLOP/s on one H200 in bf16,
+/// at 4,096 queries and keys (docs/forward-split-m.md). Brackets hold the values of other tiles that were measured.
+const SPLIT_M: &[SplitMShape] = &[
+    // Causal 463 (with two stages 449; with 80, 112 and 128 keys 414, 426 and 460; without ping-pong 450).
+    split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
+    // Causal 649 (with ping-pong 629; with 112 and 144 keys 622 and 618). Without a mask 691 (with 144 keys 697). With a bias
+    // 460 (with 96 keys and two stages 461).
+    split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
+    split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
+    split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
+    // Without a mask 788 (with 64 keys 796; without ping-pong 779). With a bias 534 (with one stage the same).
+    split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
+];
+
+/// The split-D table: the largest head size of an entry, and the number of ring stages that fit in shared memory beside its
+/// queries.
+const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
+
+/// The largest head size for which shared memory has room for a ring beside the queries.
+const WIDEST_DOTS: usize = 576;
+
+/// The largest value size for which two warpgroups can hold the output in registers. Each warpgroup holds half of the columns.
+const WIDEST_VALUES: usize = 512;
+
+fn multiprocessors(device: &DeviceProfile) -> usize {
+    device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
+}
+
+/// Checks that this engine supports the device and the problem. Returns the precision of the operands.
+fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
+    device.require(Feature::Wgmma)?;
+    device.require(Feature::Tma)?;
+    let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
+    check_sizes(problem)?;
+    if problem.intervals > 0 {
+        return Err(Refusal::Intervals);
+    }
+    Ok(half)
+}
+
+/// Plans the forward of `problem`, or returns why the engine refuses it.
+pub(super) fn forward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<WgmmaForwardPlan, Refusal> {
+    let half = check(problem, device)?;
+    let tiles = |loads_bias_by_tma| {
+        forward_tiles(
+            problem.head_dim,
+            problem.value_dim,
+            half,
+            problem.causal.is_some(),
+            problem.mask.is_some() || problem.bias.is_some(),
+            loads_bias_by_tma,
+        )
+        .ok_or(Refusal::Width {
+            widest_head: WIDEST_DOTS,
+            widest_value: WIDEST_VALUES,
+            head_dim: problem.head_dim,
+            value_dim: problem.value_dim,
+        })
+    };
+    let heads = heads_of_tile(problem, tiles(false)?.rows());
+    let tiles = tiles(heads == 1 && layouts.tma_bias && has_box_of_biases(problem))?;
+    let mailbox = if problem.segments { MAILBOX_BYTES } else { 0 };
+    let shared_memory = tiles.shared_memory() + mailbox;
+    if shared_memory > device.shared_memory || tiles.units() > device.units_per_cube {
+        return Err(Refusal::Tiles {
+            width: problem.value_dim,
+            shared_memory: device.shared_memory,
+            units: device.units_per_cube,
+        });
+    }
+
+    let query_tiles = query_tiles(problem, tiles.rows(), heads);
+    check_mask(problem, [(Side::Queries, tiles.rows(), tiles.keys())])?;
+    let splits = splits(
+        problem,
+        [tiles.rows(), tiles.keys()],
+        query_tiles.all,
+        multiprocessors(device),
+    );
+    Ok(WgmmaForwardPlan {
+        tiles,
+        heads,
+        splits,
+        together: query_tiles.together,
+        scheduler: scheduler(problem, device, query_tiles.all, splits),
+        copies: layouts.tma.others(Pass::Forward),
+    })
+}
+
+/// True if TMA can copy a tile's biases. TMA copies a rectangular box, so each pair of a query and a key must have its own bias,
+/// in the precision of the queries.
+pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
+    problem.bias.is_some_and(|([_, _, queries, keys], dtype)| {
+        queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
+    })
+}
+
+/// Returns the tiles of a forward for this head size and value size, or `None` if no table entry is large enough.
+pub(crate) fn forward_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    causal: bool,
+    masked: bool,
+    loads_bias_by_tma: bool,
+) -> Option<WgmmaForwardTiles> {
+    let split_m = SPLIT_M
+        .iter()
+        .find(|shape| head_dim <= shape.head_dim && value_dim <= shape.value_dim)
+        .map(|shape| {
+            let [keys, bias_stages] = match loads_bias_by_tma {
+                true => shape.biased,
+                false => [shape.keys, 0],
+            };
+            WgmmaForwardTiles::SplitM(WgmmaSplitMTiles {
+                head_dim,
+                value_dim,
+                half,
+                warpgroups: shape.warpgroups,
+                keys,
+                stages: shape.stages,
+                bias_stages,
+                orders_warpgroups: match shape.ordering {
+                    Ordering::Always => true,
+                    Ordering::UnlessCausal => !causal,
+                    Ordering::UnlessMasked => !masked,
+                },
+            })
+        });
+    split_m.or_else(|| {
+        SPLIT_D
+            .iter()
+            .find(|(widest, _)| head_dim <= *widest && value_dim <= WIDEST_VALUES)
+            .map(|(_, stages)| {
+                WgmmaForwardTiles::SplitD(WgmmaSplitDTiles {
+                    head_dim,
+                    value_dim,
+                    half,
+                    stages: *stages,
+                })
+            })
+    })
+}
+
+/// Chooses the assignment of tiles to CTAs.
+///
+/// CTAs are persistent if all tiles have the same work, or if all pairs of mirrored tiles do. With segments, CTAs are persistent
+/// too, and take tiles from a counter.
+fn scheduler(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: usize,
+    splits: usize,
+) -> Scheduler {
+    let multiprocessors = multiprocessors(device);
+    if problem.segments && splits == 1 {
+        return Scheduler::DynamicPersistent(tiles.min(multiprocessors));
+    }
+    if tiles * splits <= multiprocessors || problem.kv_lengths {
+        return Scheduler::SingleTile;
+    }
+    let windowed = problem
+        .window_left
+        .is_some_and(|left| left <= problem.kv_len / 2);
+    match problem.causal {
+        None => Scheduler::StaticPersistent(multiprocessors),
+        Some(_) if windowed => Scheduler::SingleTile,
+        Some(_) if problem.q_len <= problem.kv_len => {
+            Scheduler::StaticPersistentPairs(multiprocessors)
+        }
+        Some(_) => Scheduler::SingleTile,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every head size and value size up to the limit has tiles, and these tiles fit in a Hopper GPU's shared memory.
+    #[test]
+    fn forward_tiles_of_every_width_fit_shared_memory() {
+        let widths =
+            (1..=576).flat_map(|head_dim| (1..=512).map(move |value_dim| (head_dim, value_dim)));
+        for (head_dim, value_dim) in widths {
+            for biased in [false, true] {
+                let tiles = forward_tiles(head_dim, value_dim, Half::Bf16, false, biased, biased);
+                let tiles = tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
+                assert!(
+                    tiles.shared_memory() + MAILBOX_BYTES <= 232_448,
+                    "{tiles:?}"
+                );
+                if let WgmmaForwardTiles::SplitM(rows) = tiles {
+                    assert!(
+                        rows.keys.is_multiple_of(16) && rows.keys <= 128,
+                        "{tiles:?}"
+                    );
+                    assert!(rows.rows() <= 256, "{tiles:?}");
+                }
+            }
+        }
+    }
+}

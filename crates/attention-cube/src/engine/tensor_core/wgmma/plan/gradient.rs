@@ -1,0 +1,326 @@
+//! The tiles of the `wgmma` engine's backward: the gradients that each kernel computes, and the layout of its shared memory.
+//!
+//! Every kernel holds a stationary tile of one side, queries or keys, in shared memory. It streams the blocks of the other side.
+//!
+//! *Dots* (`q_or_k`) are rows of Q or K, the operands of `S = Q Kᵀ`. *Values* (`v_or_do`) are rows of V or dO, the operands of
+//! `dP = dO Vᵀ`.
+
+mod split_d;
+mod split_m;
+
+pub use self::split_d::WgmmaGradientSplitDTiles;
+pub use self::split_m::WgmmaGradientSplitMTiles;
+use super::tiles::{SHARED_MEMORY, WgmmaSplitDTiles};
+use super::{check, has_box_of_biases};
+use crate::auxiliary::delta::form::LogsumexpForm;
+use crate::engine::tiling;
+use crate::engine::tiling::BackwardTiles;
+use crate::math::side::{Side, Sums};
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+use crate::types::request::Layouts;
+use cube_kit::nvidia::Half;
+
+/// The plan of a backward: its kernels and their tiles.
+pub type WgmmaBackwardPlan = tiling::BackwardPlan<WgmmaGradientTiles>;
+
+/// The division of a backward tile among the warpgroups of a CTA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WgmmaGradientTiles {
+    /// Split-M: each warpgroup computes some rows of the tile, with all columns of their gradients.
+    SplitM(WgmmaGradientSplitMTiles),
+    /// Split-D: each warpgroup computes all rows of the tile, with half of the columns of their gradient.
+    SplitD(WgmmaGradientSplitDTiles),
+}
+
+impl BackwardTiles for WgmmaGradientTiles {
+    fn side(&self) -> Side {
+        match self {
+            Self::SplitM(tiles) => tiles.side,
+            Self::SplitD(tiles) => tiles.side,
+        }
+    }
+
+    fn rows(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.rows(),
+            Self::SplitD(_) => WgmmaGradientSplitDTiles::ROWS,
+        }
+    }
+
+    fn columns(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.columns,
+            Self::SplitD(_) => WgmmaGradientSplitDTiles::COLUMNS,
+        }
+    }
+
+    fn sums(&self) -> Sums {
+        self.sums()
+    }
+
+    fn cubes_per_multiprocessor(&self, _shared_memory: usize) -> usize {
+        // Only one CTA fits on a multiprocessor, since the registers of its consumer warpgroups fill the register file.
+        1
+    }
+}
+
+impl WgmmaGradientTiles {
+    /// The gradients that the kernel computes.
+    pub const fn sums(&self) -> Sums {
+        match self {
+            Self::SplitM(tiles) => tiles.sums,
+            Self::SplitD(tiles) => tiles.sums,
+        }
+    }
+
+    /// The bytes of shared memory that a CTA uses.
+    pub const fn shared_memory(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.shared_memory(),
+            Self::SplitD(tiles) => tiles.shared_memory(),
+        }
+    }
+
+    /// True if TMA copies the biases of each block to shared memory.
+    pub const fn has_bias_boxes(&self) -> bool {
+        match self {
+            Self::SplitM(tiles) => tiles.bias_boxes,
+            Self::SplitD(_) => false,
+        }
+    }
+
+    /// The number of threads in a CTA.
+    pub const fn units(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.units(),
+            Self::SplitD(_) => WgmmaSplitDTiles::UNITS,
+        }
+    }
+}
+
+/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`.
+/// [`WgmmaGradientSplitMTiles`] explains them.
+type Shape = [usize; 5];
+
+/// One row of the split-M table: the kernels for operands of up to `width` columns.
+struct Row {
+    width: usize,
+    query: Shape,
+    key: Shape,
+    /// The kernel that computes dV alone, or `None` if the key kernel computes both dK and dV. A separate kernel is used where
+    /// one kernel has too few registers for both gradients.
+    value: Option<Shape>,
+}
+
+// The split-M table. Comments give TFLOP/s of the whole backward: bf16, one H200, median of 20 launches. The problem is causal B4
+// S4096 with heads × width = 4096. Measured on 2026-11-21, width 64 on 2026-11-22. Brackets hold other tiles that were tried;
+// `112 columns` means a tile with blocks of 112 columns.
+const ROWS: &[Row] = &[
+    Row {
+        width: 64,
+        query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48: 310; three, 80: 319 to 332)
+        // The key kernel has one spare warpgroup. Without the spare warpgroup and with 48 columns, the backward reaches 332
+        // TFLOP/s.
+        key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
+        value: None,
+    },
+    Row {
+        width: 128,
+        query: [2, 96, 2, 2, 0], // 461 (64 columns: 448, 80: 443)
+        key: [2, 64, 3, 3, 0], // 456 (two stages: 443; 48 columns: 443; dK and dV in two kernels: 389)
+        value: None,
+    },
+    Row {
+        width: 192,
+        query: [2, 64, 2, 2, 0],
+        key: [2, 64, 2, 2, 0],
+        value: Some([2, 80, 2, 2, 0]),
+    },
+    Row {
+        width: 256,
+        query: [2, 64, 2, 1, 0], // 413, full attention 424
+        key: [2, 64, 2, 1, 0],
+        value: Some([2, 80, 2, 2, 0]), // (64 columns: no change)
+    },
+];
+
+/// Plans the backward of `problem`, or returns why the engine refuses it.
+pub(crate) fn backward(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    layouts: Layouts,
+) -> Result<WgmmaBackwardPlan, Refusal> {
+    let half = check(problem, device)?;
+    let AttentionProblem {
+        head_dim,
+        value_dim,
+        ..
+    } = *problem;
+    let [query, key, value] = gradient_tiles(
+        head_dim,
+        value_dim,
+        half,
+        LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
+        // With a softcap, TMA does not copy boxes of biases. The kernel would add the biases of a box to S before it computes
+        // the softcap's slope, but that slope depends on the score without bias.
+        layouts.tma_bias && has_box_of_biases(problem) && problem.softcap.is_none(),
+    );
+    let (Some(query), Some(key)) = (query, key) else {
+        return Err(Refusal::Width {
+            widest_head: WIDEST,
+            widest_value: WIDEST,
+            head_dim,
+            value_dim,
+        });
+    };
+    let kernels = [Some(query), Some(key), value].into_iter().flatten();
+    for tiles in kernels {
+        if tiles.shared_memory() > device.shared_memory || tiles.units() > device.units_per_cube {
+            return Err(Refusal::Tiles {
+                width: head_dim.max(value_dim),
+                shared_memory: device.shared_memory,
+                units: device.units_per_cube,
+            });
+        }
+    }
+    WgmmaBackwardPlan::new(problem, device, layouts, (query, key, value))
+}
+
+/// The widest operands (in columns) for which a stationary tile of 64 rows and a ring of five chunks fit in shared memory.
+const WIDEST: usize = 512;
+
+/// The number of ring stages in a kernel whose stationary tile holds dots and values.
+const STAGES: usize = 5;
+/// The number of ring stages in a kernel whose stationary tile holds dots only.
+const STAGES_BESIDE_DOTS: usize = 8;
+
+/// Chooses the tiles of the backward's three kernels for this head size and value size. The first kernel computes dQ, and the
+/// second dK. The third computes dV, or is `None` if the second kernel computes dV too. All three are `None` if the sizes are too
+/// large.
+///
+/// `has_logarithms` is true if the LSE of each query is stored as two f32. TMA copies boxes of biases to shared memory if
+/// `wants_bias_boxes` is true and the boxes fit there.
+pub(crate) fn gradient_tiles(
+    head_dim: usize,
+    value_dim: usize,
+    half: Half,
+    has_logarithms: bool,
+    wants_bias_boxes: bool,
+) -> [Option<WgmmaGradientTiles>; 3] {
+    let width = head_dim.max(value_dim);
+    let lse_delta = if has_logarithms { 3 } else { 2 };
+    let Some(row) = ROWS.iter().find(|row| width <= row.width) else {
+        let tiles = |side, sums, most| {
+            let tiles = |stages| WgmmaGradientSplitDTiles {
+                side,
+                sums,
+                head_dim,
+                value_dim,
+                half,
+                lse_delta,
+                stages,
+            };
+            // With logarithms, each query has one more f32 in shared memory. For the widest operands, the ring then has one
+            // stage fewer.
+            let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
+            Some(WgmmaGradientTiles::SplitD(tiles(if fits {
+                most
+            } else {
+                most - 1
+            })))
+        };
+        return match width <= WIDEST {
+            true => [
+                tiles(Side::Queries, Sums::QOrK, STAGES),
+                tiles(Side::Keys, Sums::QOrK, STAGES),
+                tiles(Side::Keys, Sums::Values, STAGES_BESIDE_DOTS),
+            ],
+            false => [None; 3],
+        };
+    };
+    let tiles = |side, sums, [warpgroups, columns, dot_stages, value_stages, spare]: Shape| {
+        let tiles = WgmmaGradientSplitMTiles {
+            side,
+            sums,
+            head_dim,
+            value_dim,
+            half,
+            lse_delta,
+            warpgroups,
+            columns,
+            dot_stages,
+            value_stages,
+            spare,
+            bias_boxes: wants_bias_boxes,
+        };
+        let bias_boxes = wants_bias_boxes && tiles.shared_memory() <= SHARED_MEMORY;
+        Some(WgmmaGradientTiles::SplitM(WgmmaGradientSplitMTiles {
+            bias_boxes,
+            ..tiles
+        }))
+    };
+    let keys = match row.value {
+        Some(_) => Sums::QOrK,
+        None => Sums::Both,
+    };
+    [
+        tiles(Side::Queries, Sums::QOrK, row.query),
+        tiles(Side::Keys, keys, row.key),
+        row.value
+            .and_then(|shape| tiles(Side::Keys, Sums::Values, shape)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cube_kit::nvidia::ROW_BYTES;
+
+    /// Every head size and value size up to the limit has tiles, and all tiles fit in a Hopper GPU's shared memory.
+    #[test]
+    fn gradient_tiles_of_every_width_fit_shared_memory() {
+        for head_dim in 1..=WIDEST {
+            for value_dim in 1..=WIDEST {
+                for (has_logarithms, biases) in [(false, false), (true, false), (true, true)] {
+                    let [query, key, value] =
+                        gradient_tiles(head_dim, value_dim, Half::Bf16, has_logarithms, biases);
+                    for tiles in [query, key, value.or(query)] {
+                        let tiles =
+                            tiles.unwrap_or_else(|| panic!("no tiles for {head_dim}/{value_dim}"));
+                        assert!(tiles.shared_memory() <= SHARED_MEMORY, "{tiles:?}");
+                        assert!(tiles.columns().is_multiple_of(16) && tiles.columns() <= 128);
+                        if biases && head_dim.max(value_dim) <= 192 {
+                            assert!(tiles.has_bias_boxes(), "{tiles:?}");
+                        }
+                        if let WgmmaGradientTiles::SplitM(tiles) = tiles {
+                            // The swizzle of a row depends on the row's address, modulo 8 rows. So each block of biases must
+                            // start at a multiple of 8 rows.
+                            let permuted = [tiles.biases_at(), tiles.bias_bytes()];
+                            let whole = |bytes: usize| bytes.is_multiple_of(8 * ROW_BYTES);
+                            assert!(permuted.into_iter().all(whole), "{tiles:?}");
+                        }
+                        let offsets = match tiles {
+                            WgmmaGradientTiles::SplitM(tiles) => [
+                                tiles.q_or_k_at(),
+                                tiles.values_at(),
+                                tiles.lse_delta_at(),
+                                tiles.term_stride(),
+                            ],
+                            WgmmaGradientTiles::SplitD(tiles) => [
+                                tiles.stages_at(),
+                                tiles.factors_at(),
+                                tiles.lse_delta_at(),
+                                tiles.term_bytes(),
+                            ],
+                        };
+                        // TMA writes to these offsets, so each offset must be a multiple of 128 bytes.
+                        let aligned = |place: usize| place.is_multiple_of(128);
+                        assert!(offsets.into_iter().all(aligned), "{tiles:?}");
+                    }
+                }
+            }
+        }
+    }
+}

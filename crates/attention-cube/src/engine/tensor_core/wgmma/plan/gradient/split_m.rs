@@ -1,0 +1,252 @@
+//! The split-M tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes 64 rows of the gradients.
+//!
+//! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`.
+
+use crate::engine::tensor_core::wgmma::plan::tiles::{OutputShape, USED_WORDS};
+use crate::math::side::{Side, Sums};
+use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
+use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
+
+/// The number of registers per thread in the producer warpgroup and in spare warpgroups.
+const FETCHING_REGISTERS: usize = 24;
+
+/// Split-M tiles: each warpgroup computes 64 rows and all columns of their gradients (`backward/split_m.rs`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WgmmaGradientSplitMTiles {
+    /// The side of the stationary tile: queries or keys.
+    pub side: Side,
+    /// The gradients that the kernel computes.
+    pub sums: Sums,
+    /// The number of columns of Q and K.
+    pub head_dim: usize,
+    /// The number of columns of V and dO.
+    pub value_dim: usize,
+    /// The half-precision type of the operands.
+    pub half: Half,
+    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the LSE's
+    /// reference, delta, and the logarithm of row_sum relative to the reference.
+    pub lse_delta: usize,
+    /// The number of consumer warpgroups.
+    pub warpgroups: usize,
+    /// The number of rows in a streamed block, which are the columns of S.
+    pub columns: usize,
+    /// The number of stages in the ring of dots (`q_or_k`).
+    pub dot_stages: usize,
+    /// The number of stages in the ring of values (`v_or_do`).
+    pub value_stages: usize,
+    /// The number of spare warpgroups, which only give their registers to the consumers.
+    ///
+    /// ptxas applies `setmaxnreg`, which reassigns registers, only in kernels that need more registers per thread than a thread
+    /// has at entry. In other kernels ptxas ignores `setmaxnreg` (warning C7508). Spare warpgroups add threads, which lowers
+    /// the number of registers per thread at entry.
+    pub spare: usize,
+    /// True if TMA copies the biases of each block to shared memory, together with the block's dots.
+    pub bias_boxes: bool,
+}
+
+impl WgmmaGradientSplitMTiles {
+    /// The number of rows in a stationary tile.
+    pub const fn rows(&self) -> usize {
+        PRODUCT_ROWS * self.warpgroups
+    }
+
+    /// The number of threads in a CTA: those of the consumer warpgroups, of one producer warpgroup, and of the spare warpgroups.
+    pub const fn units(&self) -> usize {
+        WARPGROUP * (self.warpgroups + 1 + self.spare)
+    }
+
+    /// The number of subtiles (64 columns) in a row of Q or K.
+    pub const fn dot_subtiles(&self) -> usize {
+        self.head_dim.div_ceil(SUBTILE)
+    }
+
+    /// The number of subtiles (64 columns) in a row of V or dO.
+    pub const fn value_subtiles(&self) -> usize {
+        self.value_dim.div_ceil(SUBTILE)
+    }
+
+    /// The bytes of the stationary tile's dots.
+    pub const fn stationary_dot_bytes(&self) -> usize {
+        self.rows() * self.dot_subtiles() * ROW_BYTES
+    }
+
+    /// The bytes of the stationary tile's values; 0 if the kernel does not compute dP.
+    pub const fn stationary_value_bytes(&self) -> usize {
+        if self.sums.has_q_or_k() {
+            self.rows() * self.value_subtiles() * ROW_BYTES
+        } else {
+            0
+        }
+    }
+
+    /// The bytes of a block of dots.
+    pub const fn dot_bytes(&self) -> usize {
+        self.columns * self.dot_subtiles() * ROW_BYTES
+    }
+
+    /// The bytes of a block of values.
+    pub const fn value_bytes(&self) -> usize {
+        self.columns * self.value_subtiles() * ROW_BYTES
+    }
+
+    /// The bytes of the LSE and delta (f32) of a block of queries; 0 if the streamed blocks are keys.
+    pub const fn term_bytes(&self) -> usize {
+        match self.side {
+            Side::Queries => 0,
+            Side::Keys => 4 * self.lse_delta * self.columns,
+        }
+    }
+
+    /// The bytes from one block's LSE and delta to the next block's in shared memory. The distance is a multiple of 128 bytes, as
+    /// TMA requires.
+    pub const fn term_stride(&self) -> usize {
+        self.term_bytes().next_multiple_of(128)
+    }
+
+    /// The offset of the blocks of dots in shared memory, in bytes.
+    pub const fn q_or_k_at(&self) -> usize {
+        self.stationary_dot_bytes() + self.stationary_value_bytes()
+    }
+
+    /// The offset of the blocks of values in shared memory, in bytes.
+    pub const fn values_at(&self) -> usize {
+        self.q_or_k_at() + self.dot_stages * self.dot_bytes()
+    }
+
+    /// The number of TMA boxes that hold a block's biases. A box has 64 keys, and one row per query.
+    pub const fn bias_subtiles(&self) -> usize {
+        match self.side {
+            Side::Queries => self.columns.div_ceil(SUBTILE),
+            Side::Keys => self.rows().div_ceil(SUBTILE),
+        }
+    }
+
+    /// The number of queries in a TMA box of biases.
+    pub const fn bias_rows(&self) -> usize {
+        match self.side {
+            Side::Queries => self.rows(),
+            Side::Keys => self.columns,
+        }
+    }
+
+    /// The bytes of a block's biases; 0 if TMA does not copy biases.
+    pub const fn bias_bytes(&self) -> usize {
+        match self.bias_boxes {
+            true => self.bias_subtiles() * self.bias_rows() * ROW_BYTES,
+            false => 0,
+        }
+    }
+
+    /// The offset of the biases in shared memory, in bytes.
+    pub const fn biases_at(&self) -> usize {
+        self.values_at() + self.value_stages * self.value_bytes()
+    }
+
+    /// The offset of LSE and delta in shared memory, in bytes.
+    pub const fn lse_delta_at(&self) -> usize {
+        self.biases_at() + self.dot_stages * self.bias_bytes()
+    }
+
+    /// The offset of the barriers in shared memory, in bytes. Each dot stage and each value stage has a full and an empty
+    /// barrier. The stationary tile has one barrier.
+    pub const fn barriers_at(&self) -> usize {
+        self.lse_delta_at() + self.dot_stages * self.term_stride()
+    }
+
+    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words tells whether some row of the tile
+    /// sees a certain column of a block.
+    pub const fn used_at(&self) -> usize {
+        self.barriers_at() + 8 * (2 * self.dot_stages + 2 * self.value_stages + 1)
+    }
+
+    /// The bytes of shared memory that a CTA uses.
+    pub const fn shared_memory(&self) -> usize {
+        (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
+    }
+
+    /// The number of columns of dQ or dK that registers hold.
+    pub const fn dot_columns(&self) -> usize {
+        self.head_dim.next_multiple_of(8)
+    }
+
+    /// The number of columns of dV that registers hold.
+    pub const fn value_columns(&self) -> usize {
+        self.value_dim.next_multiple_of(8)
+    }
+
+    /// The sizes of four register vectors. The first size is for S and for dP, the second for P and for dS. The third is for dQ
+    /// or dK, the fourth for dV.
+    pub const fn fragments(&self) -> [usize; 4] {
+        [
+            registers(self.columns / 2),
+            registers(self.columns / 4),
+            registers(self.dot_columns() / 2),
+            registers(self.value_columns() / 2),
+        ]
+    }
+
+    /// The GEMM that computes S if `depth` is the head size, or dP if `depth` is the value size.
+    pub const fn score_product(&self, depth: usize) -> ScoreProduct {
+        ScoreProduct {
+            depth,
+            left_rows: self.rows(),
+            right_rows: self.columns,
+            half: self.half,
+        }
+    }
+
+    /// The GEMM that adds a block's part to a gradient of `columns` columns.
+    pub const fn sum_product(&self, columns: usize) -> Product {
+        Product {
+            depth: self.columns,
+            columns,
+            half: self.half,
+        }
+    }
+
+    /// True if TMA can store dQ or dK. The gradient is staged in the shared memory of the stationary dots.
+    pub const fn stores_q_or_k_by_tma(&self) -> bool {
+        self.head_dim.is_multiple_of(16)
+    }
+
+    /// True if TMA can store dV. The gradient is staged in the shared memory of the stationary values. If the tile holds no
+    /// values, it is staged in that of the dots.
+    pub const fn stores_values_by_tma(&self) -> bool {
+        self.value_dim.is_multiple_of(16)
+            && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())
+    }
+
+    /// The shape of a warpgroup's part of dQ or dK.
+    pub const fn dot_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.dot_columns(),
+            width: self.head_dim,
+            stored_by_tma: self.stores_q_or_k_by_tma(),
+            subtile_bytes: self.rows() * ROW_BYTES,
+            own_place: true,
+            half: self.half,
+        }
+    }
+
+    /// The shape of a warpgroup's part of dV.
+    pub const fn value_shape(&self) -> OutputShape {
+        OutputShape {
+            columns: self.value_columns(),
+            width: self.value_dim,
+            stored_by_tma: self.stores_values_by_tma(),
+            subtile_bytes: self.rows() * ROW_BYTES,
+            own_place: true,
+            half: self.half,
+        }
+    }
+
+    /// The number of registers per thread in the producer warpgroup, and in the consumer warpgroups.
+    pub const fn thread_registers(&self) -> [usize; 2] {
+        // `setmaxnreg` redistributes the registers that the CTA owns at entry. The CTA owns the same number for each thread, a
+        // multiple of eight, and at most 65,536 in all.
+        let all = 65_536 / self.units() / 8 * 8 * self.units();
+        let idle = WARPGROUP * FETCHING_REGISTERS * (1 + self.spare);
+        let each = (all - idle) / (WARPGROUP * self.warpgroups) / 8 * 8;
+        [FETCHING_REGISTERS, if each < 240 { each } else { 240 }]
+    }
+}

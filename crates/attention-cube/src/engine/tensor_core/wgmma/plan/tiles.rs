@@ -1,0 +1,66 @@
+//! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands. The backward uses the same GEMM
+//! shapes.
+//!
+//! A *subtile* is 64 columns of a matrix in shared memory, which is one row of 128 bytes per matrix row. A *chunk* is the part of
+//! a split-D block that fills one stage of the ring.
+
+mod shapes;
+mod split_d;
+mod split_m;
+
+pub use self::shapes::{ChunkedProduct, ChunkedScores, OutputShape, RingShape};
+pub(super) use self::shapes::{SHARED_MEMORY, USED_WORDS};
+pub use self::split_d::WgmmaSplitDTiles;
+pub use self::split_m::WgmmaSplitMTiles;
+
+/// The division of a forward tile among the warpgroups of a CTA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WgmmaForwardTiles {
+    /// Split-M: each warpgroup computes some rows of the tile.
+    SplitM(WgmmaSplitMTiles),
+    /// Split-D: each warpgroup computes some columns of the output.
+    SplitD(WgmmaSplitDTiles),
+}
+
+impl WgmmaForwardTiles {
+    /// The number of queries in a tile.
+    pub const fn rows(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.rows(),
+            Self::SplitD(_) => WgmmaSplitDTiles::ROWS,
+        }
+    }
+
+    /// The number of keys in a block.
+    pub const fn keys(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.keys,
+            Self::SplitD(_) => WgmmaSplitDTiles::KEYS,
+        }
+    }
+
+    /// True if the shape of the tiles lets TMA store the output. The launch uses TMA only if every tile has one head and the keys
+    /// are not split.
+    pub const fn stores_output_by_tma(&self) -> bool {
+        match self {
+            Self::SplitM(tiles) => tiles.stores_output_by_tma(),
+            Self::SplitD(tiles) => tiles.stores_output_by_tma(),
+        }
+    }
+
+    /// The bytes of shared memory that a CTA uses.
+    pub const fn shared_memory(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.shared_memory(),
+            Self::SplitD(tiles) => tiles.shared_memory(),
+        }
+    }
+
+    /// The number of threads in a CTA.
+    pub const fn units(&self) -> usize {
+        match self {
+            Self::SplitM(tiles) => tiles.units(),
+            Self::SplitD(_) => WgmmaSplitDTiles::UNITS,
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! The shapes of GEMMs with chunked operands, of the ring and of the output, which the tiles of several kernels share.
+
+use cube_kit::nvidia::{Half, registers};
+
+/// The bytes of shared memory that a CTA may use on Hopper.
+pub(in crate::engine::tensor_core::wgmma::plan) const SHARED_MEMORY: usize = 232_448;
+
+/// The bytes of shared memory reserved for barriers and other small data.
+pub(super) const SMALL_BYTES: usize = 512;
+
+/// The shape of a warpgroup's part of a tile's output or gradient, and the way in which it is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct OutputShape {
+    /// The number of columns that the warpgroup computes.
+    pub columns: usize,
+    /// The number of columns of the output or gradient tensor.
+    pub width: usize,
+    /// True if TMA stores the part from a staging buffer in shared memory. Otherwise each thread stores its own rows.
+    pub stored_by_tma: bool,
+    /// The bytes from one subtile to the next in the staging buffer.
+    pub subtile_bytes: usize,
+    /// True if the staging buffer holds no operand at the time of the store. Then no warp can still read from the buffer.
+    pub own_place: bool,
+    /// The half-precision type of the stored elements.
+    pub half: Half,
+}
+
+impl OutputShape {
+    /// Returns the shape for a kernel that writes final results, or partial results if `split`. Partial results are f32, which
+    /// do not fit in the staging buffer, so threads store them.
+    pub const fn of_part(self, split: bool) -> Self {
+        Self {
+            stored_by_tma: self.stored_by_tma && !split,
+            ..self
+        }
+    }
+}
+
+/// A ring of pipeline stages in shared memory, for chunks of operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RingShape {
+    /// The number of stages in the ring. Each stage holds one chunk.
+    pub stages: usize,
+    /// True if the chunk count of every operand of a block is a multiple of `stages`. The first chunk of each operand then always
+    /// lies in the ring's first stage.
+    pub whole_rounds: bool,
+}
+
+/// The GEMM `left · rightᵀ`, which computes S or dP of a block. Each operand has 64 rows. The right operand comes in chunks of
+/// columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedScores {
+    /// The number of columns of both operands, which is the inner dimension of the GEMM.
+    pub depth: usize,
+    /// The number of chunks of the left operand that stay in registers.
+    pub register_chunks: usize,
+    /// The size of the register vector that holds these chunks.
+    pub query_fragment: usize,
+    /// True if this GEMM also frees the last chunk of the GEMM before it.
+    pub frees_before: bool,
+    /// The ring through which the chunks pass.
+    pub ring: RingShape,
+    /// The half-precision type of the operands.
+    pub half: Half,
+}
+
+/// The GEMM `left · right`, which adds to O or to a gradient. The right operand comes in chunks of rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ChunkedProduct {
+    /// The number of columns of the result.
+    pub columns: usize,
+    /// The ring through which the chunks pass.
+    pub ring: RingShape,
+    /// The half-precision type of the operands.
+    pub half: Half,
+}
+
+impl ChunkedProduct {
+    /// The size of the register vector that holds the result.
+    pub const fn fragment(&self) -> usize {
+        registers(self.columns / 2)
+    }
+}
+
+/// The number of 32-bit *used words*. Their bits tell which rows of a block the tile sees. Each block has 4 words, and three
+/// blocks are in flight.
+pub(crate) const USED_WORDS: usize = 12;

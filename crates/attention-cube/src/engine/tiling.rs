@@ -1,0 +1,258 @@
+//! The division of a problem among cubes (thread blocks), for engines on matrix units. This module decides how many heads share a
+//! tile, how keys are split (split-KV), in which order the heads run, and which kernels a backward needs.
+
+mod backward_tiles;
+mod gradient_splits;
+mod limits;
+
+pub use self::backward_tiles::BackwardTiles;
+pub use self::gradient_splits::GradientSplits;
+#[cfg(test)]
+pub(crate) use self::limits::NARROWEST;
+pub(crate) use self::limits::check_sizes;
+use crate::auxiliary::mask_bits::plan::check_mask;
+use crate::engine::bias_gradient::plan::BiasGradientPlan;
+#[cfg(feature = "cuda")]
+use crate::math::side::{Side, Sums};
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
+
+/// The largest number of bytes of keys and values that tiles in flight may read together under a causal mask. Up to this size,
+/// the keys and values stay in the L2 cache.
+///
+/// Under a causal mask, tiles differ in length. The tiles of several heads are therefore interleaved by length, so that the
+/// cubes that start last are short.
+const CACHE_BYTES: usize = 34 << 20;
+
+/// The fewest key blocks per split.
+const BLOCKS_PER_SPLIT: usize = 2;
+
+/// Returns the number of query heads of a group that are packed into a tile of `rows` rows. The number is 1 if each tile has
+/// rows of only one head.
+pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
+    // Pack heads into a tile only if at least two heads fit. A tile of one head is the same with and without packing.
+    match rows / problem.q_len.max(1) {
+        0 | 1 => 1,
+        heads => heads.min(problem.group().max(1)),
+    }
+}
+
+/// The counts of query tiles in a forward.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QueryTiles {
+    /// The number of tiles over all heads and sequences.
+    pub all: usize,
+    /// The number of heads whose tiles are in flight together (at the same time).
+    pub together: usize,
+}
+
+/// Counts the query tiles of a forward. A tile has `rows` rows, which hold queries from `heads` heads.
+pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize) -> QueryTiles {
+    let group = problem.group().max(1);
+    let (planes, each, sharing) = match heads {
+        1 => (
+            problem.batch * problem.q_heads,
+            problem.q_len.div_ceil(rows),
+            group,
+        ),
+        heads => (problem.batch * problem.kv_heads, group.div_ceil(heads), 1),
+    };
+    QueryTiles {
+        all: planes * each,
+        together: together(
+            problem,
+            bytes_of_rows(problem, problem.kv_len),
+            sharing,
+            planes,
+        ),
+    }
+}
+
+/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if there are fewer tiles than
+/// `cubes`, the number of cubes that the device runs at once.
+pub(crate) fn splits(
+    problem: &AttentionProblem,
+    [rows, keys]: [usize; 2],
+    tiles: usize,
+    cubes: usize,
+) -> usize {
+    let blocks = problem
+        .visible_keys(rows)
+        .div_ceil(keys)
+        .div_ceil(BLOCKS_PER_SPLIT);
+    (cubes / tiles.max(1)).clamp(1, blocks.max(1))
+}
+
+/// The largest number of waves of cubes that splitting the keys may produce. A wave is the number of cubes that the device runs
+/// at once. With several waves, the number of splits can be chosen so that the last wave is nearly full.
+const MOST_ROUNDS: usize = 4;
+
+/// The fewest key blocks per split in decoding. It was measured with the model Gemma 4 E2B on an H200, at 2,048 and 8,192
+/// tokens of context. With at least one block per split, decoding ran at 495 and 488 tokens/s. With at least two blocks, it ran
+/// at 485 and 485 tokens/s.
+const BLOCKS_OF_FEW_ROWS: usize = 1;
+
+/// The time to start and end a cube, in units of the time of one key block. With the value 2, decoding ran at 495 and 488
+/// tokens/s in the measurement of `BLOCKS_OF_FEW_ROWS`. With the value 1, and at least two blocks per split, it ran at 488 and
+/// 488 tokens/s.
+const BLOCKS_OF_A_CUBE: usize = 2;
+
+/// Returns the number of key splits (split-KV) for few query rows, where copying a block takes longer than its GEMMs. The
+/// result is the fewest splits whose estimated time is within 5 % of the best. The estimate counts waves of `cubes` cubes.
+pub(crate) fn num_splits_heuristic(
+    problem: &AttentionProblem,
+    [rows, keys]: [usize; 2],
+    tiles: usize,
+    cubes: usize,
+) -> usize {
+    let blocks = problem.visible_keys(rows).div_ceil(keys).max(1);
+    let tiles = tiles.max(1);
+    let most = blocks
+        .div_ceil(BLOCKS_OF_FEW_ROWS)
+        .min((MOST_ROUNDS * cubes / tiles).max(1));
+    let time = |splits: usize| {
+        (tiles * splits).div_ceil(cubes.max(1)) * (blocks.div_ceil(splits) + BLOCKS_OF_A_CUBE)
+    };
+    let best = (1..=most).map(time).min().unwrap_or_default();
+    let is_near = |splits: &usize| time(*splits) * 20 <= best * 21;
+    (1..=most).find(is_near).unwrap_or(1)
+}
+
+/// Returns the size in bytes, in half precision, of the two tensors that all tiles of a head read. These are keys and values
+/// for tiles of queries, or queries and output gradients for tiles of keys. Both tensors have `rows` rows.
+fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
+    2 * rows * (problem.head_dim + problem.value_dim)
+}
+
+/// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
+///
+/// Each group of `sharing` heads reads the same operands, of `bytes` bytes. Under a causal mask, the operands of all heads in
+/// flight must fit the L2 cache. Without a causal mask all tiles are equally long, so the heads run one after another.
+fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
+    if problem.causal.is_none() {
+        return 1;
+    }
+    (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
+}
+
+/// The kernels of a backward, with `T` as the tiles of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BackwardPlan<T> {
+    /// The kernel that keeps a tile of queries in shared memory and sums the queries' gradient.
+    pub query: T,
+    /// The kernel that keeps a tile of keys in shared memory and sums the keys' gradient. The kernel also sums the values'
+    /// gradient, unless the field `value` is present.
+    pub key: T,
+    /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums it.
+    pub value: Option<T>,
+    /// The number of query heads whose tiles are in flight together. Heads of all sequences count.
+    pub queries_together: usize,
+    /// The number of key heads whose tiles are in flight together. Heads of all sequences count.
+    pub keys_together: usize,
+    /// The number of splits of each kernel's tiles.
+    pub splits: GradientSplits,
+    /// The elements per load of the output and its gradient, in the kernel that computes delta.
+    pub vector: usize,
+    /// The plan of the bias gradient, if the problem has a bias.
+    pub bias: Option<BiasGradientPlan>,
+    /// The operands that must first be copied. The copies have aligned rows, which consist of whole 16-byte pieces.
+    pub copies: Operands,
+}
+
+impl<T: BackwardTiles> BackwardPlan<T> {
+    /// Plans a backward with the given tiles: those of the query kernel, of the key kernel, and of the value kernel if there is
+    /// one.
+    pub(crate) fn new(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        layouts: Layouts,
+        (query, key, value): (T, T, Option<T>),
+    ) -> Result<Self, Refusal> {
+        // Assume that every operand allows vector loads: an operand without 16-byte aligned rows is copied to aligned rows first.
+        // The loads then have four elements if four divides the row length.
+        let readable = Layouts {
+            vectors: true,
+            ..layouts
+        };
+        let vector = readable.vector(problem);
+        let kernels = [Some(query), Some(key), value].into_iter().flatten();
+        let packed = kernels.map(|tiles| (tiles.side(), tiles.rows(), tiles.columns()));
+        check_mask(problem, packed)?;
+        let group = problem.group().max(1);
+        Ok(Self {
+            query,
+            key,
+            value,
+            queries_together: together(
+                problem,
+                bytes_of_rows(problem, problem.kv_len),
+                group,
+                problem.batch * problem.q_heads,
+            ),
+            keys_together: together(
+                problem,
+                bytes_of_rows(problem, problem.q_len) * group,
+                1,
+                problem.batch * problem.kv_heads,
+            ),
+            splits: GradientSplits::new(problem, device, &query, &key, value.as_ref()),
+            vector,
+            bias: BiasGradientPlan::on_matrix_units(problem, device, vector)?,
+            copies: layouts.tma.others(Pass::Backward),
+        })
+    }
+
+    /// Returns the number of splits for the kernel with these tiles.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn splits_of(&self, tiles: &T) -> usize {
+        match (tiles.side(), tiles.sums()) {
+            (Side::Queries, _) => self.splits.query,
+            (Side::Keys, Sums::Values) => self.splits.value,
+            (Side::Keys, Sums::QOrK | Sums::Both) => self.splits.key,
+        }
+    }
+
+    /// Returns the tiles of each kernel that must be launched for the requested gradients.
+    pub fn kernels(&self, request: BackwardRequest) -> Vec<T> {
+        let key = request.key || (request.value && self.value.is_none());
+        let value = self.value.filter(|_| request.value);
+        let kernels = [
+            request.query.then_some(self.query),
+            key.then_some(self.key),
+            value,
+        ];
+        kernels.into_iter().flatten().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::problem;
+
+    /// The keys of few tiles are split until one or a few waves of cubes fill the device. There are fewer splits if there are few
+    /// keys, and one split if there are many tiles.
+    #[test]
+    fn num_splits_heuristic_few_tiles_fill_rounds() {
+        for (tiles, kv_len, expected) in [
+            (1, 32_768, 256),
+            (1, 1, 1),
+            (1, 200, 4),
+            (8, 32_768, 32),
+            (128, 32_768, 2),
+            (140, 32_768, 5),
+            (1024, 32_768, 1),
+            (100_000, 64, 1),
+        ] {
+            let splits = num_splits_heuristic(
+                &problem([tiles, 8, 1, 1, kv_len, 128]),
+                [16, 64],
+                tiles,
+                264,
+            );
+            assert_eq!(splits, expected, "{tiles} tiles, {kv_len} keys");
+        }
+    }
+}

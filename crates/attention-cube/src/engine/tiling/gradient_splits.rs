@@ -1,0 +1,198 @@
+//! Splits of a backward kernel's tiles. Splits help if the tiles alone leave multiprocessors idle: with few keys and many
+//! queries, or with few queries and many keys.
+//!
+//! A kernel keeps a tile of rows of one side (queries or keys) in shared memory and streams blocks of the opposite side. If the
+//! device runs more cubes at once than there are tiles, several cubes share a tile and divide its blocks. Each cube writes its
+//! partial f32 gradient to a workspace. A second kernel adds the partial gradients in a fixed order, so results are bitwise
+//! equal in every run.
+
+use super::backward_tiles::BackwardTiles;
+use crate::math::side::Side;
+use crate::problem::AttentionProblem;
+use crate::types::device::DeviceProfile;
+use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
+
+/// The number of splits in each kernel of a backward. With 1, one cube processes all blocks of its tile.
+///
+/// A kernel that keeps keys first divides the query heads of a group among the splits. With at most as many splits as heads,
+/// each split processes all blocks of some heads. A larger number of splits is a multiple of the number of heads, and also
+/// divides the blocks of each head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GradientSplits {
+    /// The number of splits in the kernel that sums the queries' gradient.
+    pub query: usize,
+    /// The number of splits in the kernel that sums the keys' gradient.
+    pub key: usize,
+    /// The number of splits in the kernel that sums only the values' gradient.
+    pub value: usize,
+    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace has at most two tiles per cube
+    /// that the device runs at once. For tiles of 128 × 256 elements on 132 multiprocessors, two such tiles per multiprocessor
+    /// take 34 MB.
+    pub workspace: usize,
+}
+
+/// The largest number of waves of cubes that splitting the tiles may produce. A wave is the number of cubes that the device
+/// runs at once. The product of tiles and splits is thus at most this multiple of a wave.
+pub(crate) const MOST_ROUNDS: usize = 2;
+
+/// The fewest blocks per split.
+const LEAST_BLOCKS: usize = 8;
+
+/// The time that each split costs in addition to its blocks: it writes a partial gradient, which the second kernel reads. The
+/// unit is the time of one block.
+const BLOCKS_OF_A_SPLIT: usize = 4;
+
+impl GradientSplits {
+    /// Plans the number of splits for each kernel of a backward.
+    pub(crate) fn new<T: BackwardTiles>(
+        problem: &AttentionProblem,
+        device: &DeviceProfile,
+        query: &T,
+        key: &T,
+        value: Option<&T>,
+    ) -> Self {
+        let of = |tiles: &T| splits(problem, device, tiles);
+        let bytes = |tiles: &T, splits: usize| match splits {
+            1 => 0,
+            _ => splits * gradient_bytes(problem, tiles),
+        };
+        let [query_splits, key_splits] = [query, key].map(of);
+        let value_splits = value.map_or(1, of);
+        let workspaces = [
+            bytes(query, query_splits),
+            bytes(key, key_splits),
+            value.map_or(0, |tiles| bytes(tiles, value_splits)),
+        ];
+        Self {
+            query: query_splits,
+            key: key_splits,
+            value: value_splits,
+            workspace: workspaces.into_iter().max().unwrap_or_default(),
+        }
+    }
+}
+
+/// Returns the size in bytes, in f32, of the gradients that a kernel computes.
+fn gradient_bytes<T: BackwardTiles>(problem: &AttentionProblem, tiles: &T) -> usize {
+    let (heads, length) = match tiles.side() {
+        Side::Queries => (problem.q_heads, problem.q_len),
+        Side::Keys => (problem.kv_heads, problem.kv_len),
+    };
+    let width = |summed: bool, width: usize| if summed { width } else { 0 };
+    let sums = tiles.sums();
+    let width =
+        width(sums.has_q_or_k(), problem.head_dim) + width(sums.has_values(), problem.value_dim);
+    size_of::<f32>() * problem.batch * heads * length * width
+}
+
+/// Returns the fewest splits with which a kernel's estimated time is within 5 % of the best.
+fn splits<T: BackwardTiles>(
+    problem: &AttentionProblem,
+    device: &DeviceProfile,
+    tiles: &T,
+) -> usize {
+    // Do not split packed documents. A tile visits only the few blocks of its own documents, and the plan does not know their
+    // number.
+    if problem.segments {
+        return 1;
+    }
+    let multiprocessors = device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS);
+    let cubes = multiprocessors * tiles.cubes_per_multiprocessor(device.shared_memory);
+    let (planes, length, heads, seen) = match tiles.side() {
+        Side::Queries => (
+            problem.batch * problem.q_heads,
+            problem.q_len,
+            1,
+            problem.visible_keys(tiles.rows()),
+        ),
+        Side::Keys => (
+            problem.batch * problem.kv_heads,
+            problem.kv_len,
+            problem.group().max(1),
+            problem.visible_queries(tiles.rows()),
+        ),
+    };
+    let blocks = seen.div_ceil(tiles.columns());
+    best_splits(planes * length.div_ceil(tiles.rows()), heads, blocks, cubes)
+}
+
+/// Returns the number of splits for `tiles` tiles, if `cubes` cubes run at once. Each tile visits `blocks` blocks in each of
+/// `heads` heads.
+fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize {
+    let visits = heads * blocks;
+    if tiles == 0 || tiles >= cubes || visits < 2 * LEAST_BLOCKS {
+        return 1;
+    }
+    let most = MOST_ROUNDS * cubes / tiles;
+    let by_heads = (1..=heads)
+        .filter(|splits| heads.div_ceil(heads.div_ceil(*splits)) == *splits)
+        .map(|splits| (splits, heads.div_ceil(splits) * blocks));
+    let by_blocks = (2..=blocks.min(most / heads))
+        .filter(|splits| blocks.div_ceil(blocks.div_ceil(*splits)) == *splits)
+        .map(|splits| (splits * heads, blocks.div_ceil(splits)));
+    let times: Vec<_> = by_heads
+        .chain(by_blocks)
+        .filter(|(splits, each)| *splits <= most && (*splits == 1 || *each >= LEAST_BLOCKS))
+        .map(|(splits, each)| {
+            let beside = if splits == 1 { 0 } else { BLOCKS_OF_A_SPLIT };
+            (splits, (tiles * splits).div_ceil(cubes) * (each + beside))
+        })
+        .collect();
+    let best = times.iter().map(|(_, time)| *time).min().unwrap_or(visits);
+    // Do not split if less than a third of the time is saved, since the workspace then costs more than splits gain.
+    if 3 * best > 2 * visits {
+        return 1;
+    }
+    let near = times.iter().find(|(_, time)| time * 20 <= best * 21);
+    near.map_or(1, |(splits, _)| *splits)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Few tiles are split until they fill the device. Tiles that already fill the device are not split.
+    #[test]
+    fn best_splits_few_tiles_fill_the_device() {
+        for (tiles, heads, blocks, expected) in [
+            // One tile has 64 keys of eight heads, under 65,536 queries in blocks of 80.
+            (1, 8, 820, 128),
+            (8, 1, 820, 16),
+            // Eight heads have one query each, over 131,072 keys in blocks of 128.
+            (8, 1, 1024, 16),
+            // These tiles fill the device without splits.
+            (132, 8, 820, 1),
+            (133, 1, 10_000, 1),
+            (100_000, 8, 820, 1),
+            // Splits would gain too little here, or there are too few blocks.
+            (128, 1, 26, 1),
+            (1, 1, 15, 1),
+            (0, 1, 820, 1),
+            (1, 1, 0, 1),
+        ] {
+            let splits = best_splits(tiles, heads, blocks, 132);
+            assert_eq!(splits, expected, "{tiles} × {heads} × {blocks}");
+        }
+    }
+
+    /// For any shape, the number of splits divides heads and blocks, every split has blocks, and the workspace is bounded.
+    #[test]
+    fn best_splits_any_shape_divides_evenly_enough() {
+        for tiles in 1..140 {
+            for heads in [1, 2, 3, 5, 7, 8, 12, 71] {
+                for blocks in [1, 2, 9, 16, 17, 100, 821, 16_384] {
+                    let splits = best_splits(tiles, heads, blocks, 132);
+                    let context = format!("{tiles} × {heads} × {blocks}: {splits}");
+                    assert!(tiles * splits <= MOST_ROUNDS * 132, "{context}");
+                    let head_splits = splits.min(heads);
+                    assert!(splits.is_multiple_of(head_splits), "{context}");
+                    let each = heads.div_ceil(head_splits);
+                    assert!(each * (head_splits - 1) < heads, "{context}");
+                    let block_splits = splits / head_splits;
+                    let each = blocks.div_ceil(block_splits);
+                    assert!(each * (block_splits - 1) < blocks, "{context}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The tensors and sizes that tile kernels receive together.
+
+use cubecl::prelude::*;
+
+/// Q, K and V of a forward, and the int8 scales of K and V.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub query: OwnedTensor<Vector<E, N>>,
+    /// `[batch, kv_heads, kv_len, head_dim]`. An int8 K has four codes packed in each `u32`.
+    pub key: OwnedTensor<Vector<K, W>>,
+    /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V has four codes packed in each `u32`.
+    pub value: OwnedTensor<Vector<K, W>>,
+    /// The scales of an int8 K, one per row.
+    pub key_scales: ComptimeOption<OwnedTensor<f32>>,
+    /// The scales of an int8 V, one per row.
+    pub value_scales: ComptimeOption<OwnedTensor<f32>>,
+}
+
+/// The tensors that a gradient kernel reads.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct BackwardInputs<E: Float, N: Size> {
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub query: OwnedTensor<Vector<E, N>>,
+    /// `[batch, kv_heads, kv_len, head_dim]`.
+    pub key: OwnedTensor<Vector<E, N>>,
+    /// `[batch, kv_heads, kv_len, value_dim]`.
+    pub value: OwnedTensor<Vector<E, N>>,
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub output_gradient: OwnedTensor<Vector<E, N>>,
+    /// The LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. The file `auxiliary/delta/kernel.rs` describes its
+    /// five rows.
+    pub lse_delta: OwnedTensor<f32>,
+}
+
+/// The sizes of the heads of a problem.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct HeadSizes {
+    /// Query heads per KV head (the GQA group size).
+    pub group: u32,
+    /// The number of columns of queries and keys.
+    pub head_dim: u32,
+    /// The number of columns of values.
+    pub value_dim: u32,
+}

@@ -1,0 +1,322 @@
+//! Attention over shards of the keys: the parts of ring attention, of context parallelism and of a KV cache in pieces.
+//!
+//! Each shard has some of the keys and values, and all queries. [`attention_with_lse`](crate::attention_with_lse) on a shard
+//! gives an output and a logsumexp (LSE). [`merge`] turns the results of all shards into the result over all keys. Autodiff
+//! differentiates this whole computation.
+//!
+//! A ring that passes keys from device to device cannot keep its forward in one autodiff graph. [`backward`] then computes a
+//! shard's gradients from the merged output and logsumexp. The key and value gradients belong to the shard. The query
+//! gradients of all shards are added.
+//!
+//! Positions count within a shard. For a causal mask over all keys, give each query the end of its keys in the shard by
+//! [`visible_between`](AttentionOptions::visible_between). Pass sinks to one shard only.
+//!
+//! The method is that of ring attention (Liu et al., 2023, arXiv:2310.01889).
+
+use crate::backend::{AttentionBackend, check_backend};
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
+use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place, check_strategies};
+use crate::types::request::BackwardRequest;
+use crate::types::tensors::{AttentionSaved, MaybeFloat, inputs, logsumexp_dtype};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Tensor};
+
+/// Merges the outputs and logsumexps of attention over disjoint shards of the keys into those of attention over all keys.
+///
+/// The result is differentiable, and the gradients flow to the outputs and logsumexps of all shards. A query that sees no key
+/// of any shard has the output 0 and the logsumexp −∞. The sums are f32, and f64 for f64 outputs.
+///
+/// # Shapes
+/// Per shard: `output [batch, q_heads, q_len, value_dim]`, `logsumexp [batch, q_heads, q_len]`. The results have the same shapes.
+/// All outputs have one dtype; logsumexps are f32, or f64 for f64 outputs.
+///
+/// ```
+/// use attention_cube::{AttentionOptions, attention_with_lse, shards};
+/// use burn::tensor::{Device, Distribution, Tensor};
+///
+/// # #[cfg(feature = "flex")] {
+/// let device = Device::flex();
+/// let random = |length| Tensor::<4>::random([1, 2, length, 16], Distribution::Default, &device);
+/// let query = random(3);
+/// let shard = || attention_with_lse(query.clone(), random(5), random(5), AttentionOptions::new());
+/// let (output, logsumexp) = shards::merge(vec![shard()?, shard()?])?; // attention over 10 keys
+/// assert_eq!((output.dims(), logsumexp.dims()), ([1, 2, 3, 16], [1, 2, 3]));
+/// # }
+/// # Ok::<(), attention_cube::AttentionError>(())
+/// ```
+///
+/// # Errors
+/// Returns [`AttentionError`] if there is no shard, or if the shapes, dtypes or devices of the shards differ.
+pub fn merge(
+    shards: Vec<(Tensor<4>, Tensor<3>)>,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let Some((first, _)) = shards.first() else {
+        return Err(AttentionError::Value {
+            argument: "shards",
+            has: 0.0,
+            expected: "at least one shard",
+        });
+    };
+    let (shape, dtype, device) = (first.dims(), first.dtype(), first.device());
+    let sums = lse_dtype(dtype);
+    let tensors = shards.iter().flat_map(|(output, logsumexp)| {
+        [
+            ("output", output.device()),
+            ("logsumexp", logsumexp.device()),
+        ]
+    });
+    check_strategies(tensors.map(|(argument, device)| (argument, Some(device))))?;
+    for (output, logsumexp) in &shards {
+        check_output("output", output, shape, "the first shard's")?;
+        check_dtype("output", output.dtype(), &[(dtype, "the first shard's")])?;
+        check_first_device("output", output.device(), &device)?;
+        check_lse("logsumexp", logsumexp, shape)?;
+        check_dtype(
+            "logsumexp",
+            logsumexp.dtype(),
+            &[(sums, "of the outputs' LSE")],
+        )?;
+        check_first_device("logsumexp", logsumexp.device(), &device)?;
+    }
+    let (outputs, logsumexps): (Vec<_>, Vec<_>) = shards.into_iter().unzip();
+    let logsumexps = Tensor::stack::<4>(logsumexps, 0);
+    // The result does not depend on the maximum, so autodiff need not differentiate it.
+    let largest = logsumexps.clone().detach().max_dim(0);
+    let sees_no_key = largest.clone().equal_elem(f64::NEG_INFINITY);
+    let largest = largest.mask_fill(sees_no_key.clone(), 0.0);
+    let weights = (logsumexps - largest.clone()).exp();
+    let sum = weights
+        .clone()
+        .sum_dim(0)
+        .mask_fill(sees_no_key.clone(), 1.0);
+    let shares = weights / sum.clone();
+    let weighted = outputs.into_iter().enumerate().map(|(index, output)| {
+        let share = shares.clone().narrow(0, index, 1);
+        output.cast(sums) * share.squeeze_dim::<3>(0).unsqueeze_dim(3)
+    });
+    let output = weighted
+        .reduce(|sum, output| sum + output)
+        .expect("the first shard exists");
+    let logsumexp = (largest + sum.log()).mask_fill(sees_no_key, f64::NEG_INFINITY);
+    Ok((output.cast(dtype), logsumexp.squeeze_dim(0)))
+}
+
+/// The results over all keys and their gradients, from which [`backward`] computes the gradients of a shard.
+#[derive(Clone, Debug)]
+pub struct Merged {
+    /// The output over all keys, `[batch, q_heads, q_len, value_dim]`.
+    pub output: Tensor<4>,
+    /// The logsumexp over all keys, `[batch, q_heads, q_len]`: a natural logarithm in f32, or in f64 for f64 outputs.
+    pub logsumexp: Tensor<3>,
+    /// The gradient of the output over all keys, `[batch, q_heads, q_len, value_dim]`.
+    pub output_gradient: Tensor<4>,
+    /// The gradient of the logsumexp over all keys, `[batch, q_heads, q_len]`, if the loss depends on it.
+    pub logsumexp_gradient: Option<Tensor<3>>,
+}
+
+/// The gradients of one shard, in the shapes and dtypes of the inputs.
+#[derive(Clone, Debug)]
+pub struct ShardGradients {
+    /// The shard's part of the query's gradient. The gradient is the sum over all shards.
+    pub query: Tensor<4>,
+    /// The gradient of the shard's keys.
+    pub key: Tensor<4>,
+    /// The gradient of the shard's values.
+    pub value: Tensor<4>,
+    /// The gradient of the shard's bias, or `None` without a bias.
+    pub bias: Option<Tensor<4>>,
+    /// The gradient of the sinks, or `None` without sinks.
+    pub sinks: Option<Tensor<1>>,
+}
+
+/// Computes the gradients of one shard of the keys from the results over all keys.
+///
+/// The function recomputes only the scores of the shard. Autodiff does not track the results.
+///
+/// Scores of one shard and the logsumexp may come from kernels that sum `q·k` in different orders. For scores beyond some
+/// hundreds, this costs a few of f32's digits.
+///
+/// NaN in the shard's keys, in its values or in the output's gradient may also reach the gradients of queries that see no key of
+/// the shard.
+///
+/// # Shapes
+/// `query`, `key` and `value` have the shapes of [`fused_attention`](crate::fused_attention), with the keys of this shard. The
+/// options are those of the shard's forward.
+///
+/// # Errors
+/// Returns [`AttentionError`] if an argument does not fit, if the shard has no key, or if a shard of one key has a bias.
+pub fn backward(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    options: AttentionOptions,
+    merged: Merged,
+) -> Result<ShardGradients, AttentionError> {
+    let [query, key, value] = [query, key, value].map(Tensor::without_autodiff);
+    let options = options.without_autodiff();
+    let problem = AttentionProblem::new(&query, &key, &value, &options)?;
+    check_backend(&query.device())?;
+    check_shard(&problem)?;
+    check_merged(&merged, &problem, &query)?;
+    // Kernels sum the gradient of a bias that is constant over all keys from the rows' LSE gradients, which belong to all
+    // shards. The bias is therefore expanded over the shard's keys, and its gradient summed afterwards.
+    let constant = options
+        .bias
+        .as_ref()
+        .is_some_and(|bias| bias.dims()[3] == 1);
+    let options = match constant {
+        true => options.with_bias_of_keys(problem.kv_len),
+        false => options,
+    };
+    let problem = AttentionProblem::new(&query, &key, &value, &options)?;
+    let request = BackwardRequest {
+        query: true,
+        key: true,
+        value: true,
+        bias: options.bias.is_some(),
+        sinks: options.sinks.is_some(),
+        lse_of_all_shards: true,
+    };
+    let logsumexp = merged.logsumexp.without_autodiff();
+    // A kernel's backward recognizes a query that sees no key by the logarithm −0. The mask has +0 elsewhere.
+    let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
+    let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
+    let gradient = merged.logsumexp_gradient.map(|gradient| {
+        let gradient = gradient.without_autodiff();
+        Tensor::cat(vec![gradient.clone(), gradient], 0)
+    });
+    let saved = AttentionSaved {
+        output: merged.output.without_autodiff().into_dispatch(),
+        logsumexp: Tensor::cat(vec![logsumexp, logarithms], 0).into_dispatch(),
+        output_gradient: merged.output_gradient.without_autodiff().into_dispatch(),
+        logsumexp_gradient: gradient.map(Tensor::into_dispatch).into(),
+    };
+    let gradients =
+        Dispatch::attention_backward(inputs(query, key, value, options), saved, problem, request);
+    let wanted = |gradient: MaybeFloat<Dispatch>| {
+        let gradient = gradient
+            .into_option()
+            .expect("the request wants this gradient");
+        Tensor::from_dispatch(gradient)
+    };
+    Ok(ShardGradients {
+        query: wanted(gradients.query),
+        key: wanted(gradients.key),
+        value: wanted(gradients.value),
+        bias: gradients.bias.into_option().map(|gradient| {
+            let gradient = Tensor::<4>::from_dispatch(gradient);
+            match constant {
+                true => gradient.sum_dim(3),
+                false => gradient,
+            }
+        }),
+        sinks: gradients.sinks.into_option().map(Tensor::from_dispatch),
+    })
+}
+
+/// Refuses shards whose gradients the kernels cannot compute.
+fn check_shard(problem: &AttentionProblem) -> Result<(), AttentionError> {
+    let least = 1 + usize::from(problem.bias.is_some());
+    if problem.kv_len >= least {
+        return Ok(());
+    }
+    Err(AttentionError::Shape {
+        argument: "key",
+        has: vec![
+            problem.batch,
+            problem.kv_heads,
+            problem.kv_len,
+            problem.head_dim,
+        ],
+        dimension: "kv_len",
+        found: problem.kv_len,
+        expected: "at least 1, and at least 2 with a bias".into(),
+    })
+}
+
+/// Checks that a tensor is on the device of the first shard's output.
+fn check_first_device(
+    argument: &'static str,
+    has: Device,
+    first: &Device,
+) -> Result<(), AttentionError> {
+    check_place(argument, has, first).map_err(|error| match error {
+        AttentionError::Device {
+            argument,
+            has,
+            expected,
+            ..
+        } => AttentionError::Device {
+            argument,
+            has,
+            whose: "first output",
+            expected,
+        },
+        error => error,
+    })
+}
+
+fn check_merged(
+    merged: &Merged,
+    problem: &AttentionProblem,
+    query: &Tensor<4>,
+) -> Result<(), AttentionError> {
+    let shape = problem.output_shape();
+    let own = [(problem.dtype, "the query's")];
+    for (argument, tensor) in [
+        ("output", &merged.output),
+        ("output gradient", &merged.output_gradient),
+    ] {
+        check_output(argument, tensor, shape, "the problem's")?;
+        check_dtype(argument, tensor.dtype(), &own)?;
+        check_place(argument, tensor.device(), &query.device())?;
+    }
+    let lse = [(logsumexp_dtype(problem), "the logsumexp's")];
+    let gradient = merged.logsumexp_gradient.as_ref();
+    let gradient = gradient.map(|gradient| ("logsumexp gradient", gradient));
+    for (argument, tensor) in [("logsumexp", &merged.logsumexp)]
+        .into_iter()
+        .chain(gradient)
+    {
+        check_lse(argument, tensor, shape)?;
+        check_dtype(argument, tensor.dtype(), &lse)?;
+        check_place(argument, tensor.device(), &query.device())?;
+    }
+    Ok(())
+}
+
+fn check_output(
+    argument: &'static str,
+    output: &Tensor<4>,
+    shape: [usize; 4],
+    whose: &'static str,
+) -> Result<(), AttentionError> {
+    check_dims(
+        argument,
+        &output.dims(),
+        &["batch", "q_heads", "q_len", "value_dim"],
+        shape.map(|size| Some((size, whose))),
+    )
+}
+
+fn check_lse(
+    argument: &'static str,
+    logsumexp: &Tensor<3>,
+    [batch, q_heads, q_len, _]: [usize; 4],
+) -> Result<(), AttentionError> {
+    check_dims(
+        argument,
+        &logsumexp.dims(),
+        &["batch", "q_heads", "q_len"],
+        [batch, q_heads, q_len].map(|size| Some((size, "the output's"))),
+    )
+}
+
+/// Returns the dtype of the logsumexp of outputs in `dtype`.
+fn lse_dtype(dtype: DType) -> DType {
+    match dtype {
+        DType::F64 => DType::F64,
+        _ => DType::F32,
+    }
+}

@@ -1,0 +1,251 @@
+//! Division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
+
+use super::tiles::{Products, UnitTiles};
+#[cfg(feature = "cube")]
+use crate::math::gradient::F16_P_SCALE;
+use crate::types::device::Fragments;
+use burn::tensor::DType;
+
+/// The fragments of a tile, and their division among planes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct FragmentTiles {
+    /// The shape and the dtype of one fragment multiplication of a plane.
+    pub fragments: Fragments,
+    /// The number of units per plane.
+    pub plane: usize,
+    /// The number of output fragments per plane along a row of O.
+    pub output_fragments: usize,
+    /// The number of output fragments, per plane and row of O, whose right operands are in shared memory at the same time.
+    pub staged_fragments: usize,
+    /// The number of stationary operands of the first product that stay in shared memory with all columns. The remaining
+    /// stationary operands are copied again for each block.
+    pub held: usize,
+    /// The number of left operands of the second product that are in shared memory at the same time, if streamed operands are
+    /// resident. Both streamed operands of a block are then copied to shared memory once, with all columns, for both products.
+    ///
+    /// The number is 0 if streamed operands are not resident but overwrite each other in shared memory.
+    pub resident: usize,
+}
+
+/// The number of neighbouring rows that have one flag together. The flag is set if the maximum of any of these rows changes.
+const ROW_GROUP: usize = 8;
+
+impl UnitTiles {
+    /// Returns the division into fragments.
+    ///
+    /// # Panics
+    /// Panics if units, not planes, multiply this tile.
+    pub const fn fragment_tiles(&self) -> FragmentTiles {
+        match self.products {
+            Products::Fragments(tiles) => tiles,
+            Products::Direct | Products::Staged => panic!("the tile must be multiplied by planes"),
+        }
+    }
+
+    /// Returns rows, columns and depth of one fragment multiplication.
+    pub const fn fragment_shape(&self) -> [usize; 3] {
+        let Fragments { m, n, k, .. } = self.fragment_tiles().fragments;
+        [m, n, k]
+    }
+
+    /// Returns the factor by which P is multiplied before it is rounded to the operands' dtype, so that small probabilities
+    /// do not underflow.
+    #[cfg(feature = "cube")]
+    pub(crate) const fn p_scale(&self) -> f32 {
+        match self.product_dtype() {
+            DType::F16 => F16_P_SCALE,
+            _ => 1.0,
+        }
+    }
+
+    /// Returns the number of stationary operands that stay in shared memory.
+    pub const fn held(&self) -> usize {
+        match self.products {
+            Products::Fragments(tiles) => tiles.held,
+            Products::Direct | Products::Staged => 0,
+        }
+    }
+
+    /// True if both streamed operands of a block are in shared memory at the same time.
+    pub const fn is_resident(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => tiles.resident > 0,
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Returns the offset of streamed operand `operand` in the stage (the operands' shared memory), in vectors. The function
+    /// applies only if streamed operands are resident.
+    pub const fn resident_at(&self, operand: usize) -> usize {
+        self.streamed_at() + operand * self.columns() * self.depth_pitch()
+    }
+
+    /// True if the last streamed operand of the first products is complete in shared memory when the second product begins.
+    /// This is the case in the backward if all stationary operands stay in shared memory.
+    pub const fn keeps_last(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => {
+                let width = tiles.output_fragments * self.plane_columns() * tiles.fragments.n;
+                tiles.held == 2 && tiles.resident == 0 && width <= self.depth
+            }
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Returns the number of left operands of the second product that are in shared memory at the same time.
+    pub const fn left_tiles(&self) -> usize {
+        match self.products {
+            Products::Fragments(tiles) if tiles.resident > 0 => tiles.resident,
+            _ => 1,
+        }
+    }
+
+    /// Returns the offset, in vectors, of the left operand that is multiplied with streamed operand `streamed`.
+    pub const fn left_tile_at(&self, streamed: usize) -> usize {
+        streamed % self.left_tiles() * self.tile_vectors()
+    }
+
+    /// Returns the number of vectors that a stationary operand takes in shared memory.
+    pub const fn stationary_vectors(&self) -> usize {
+        self.rows * self.depth_pitch()
+    }
+
+    /// Returns the offset of the first product's streamed rows in the stage, in vectors.
+    pub const fn streamed_at(&self) -> usize {
+        match self.held() {
+            0 => self.stationary_vectors(),
+            held => held * self.stationary_vectors(),
+        }
+    }
+
+    /// Returns the offset of the second product's streamed rows in the stage, in vectors. These rows overwrite both operands of
+    /// the first product, except stationary operands that stay in shared memory.
+    pub const fn accumulated_at(&self) -> usize {
+        self.held() * self.stationary_vectors()
+    }
+
+    /// Returns the number of vectors of shared memory that the second product's streamed rows may take.
+    pub const fn accumulated_vectors(&self) -> usize {
+        self.transposed_vectors() - self.accumulated_at()
+    }
+
+    /// Returns the number of copies in which the second product brings a block's rows to shared memory.
+    pub const fn accumulated_parts(&self) -> usize {
+        let tiles = self.fragment_tiles();
+        self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
+    }
+
+    /// Returns the number of planes per cube.
+    pub const fn planes(&self) -> usize {
+        self.units / self.fragment_tiles().plane
+    }
+
+    /// Returns the number of planes along a column of the tile.
+    pub const fn plane_rows(&self) -> usize {
+        let fragments = self.rows / self.fragment_shape()[0];
+        if fragments < self.planes() {
+            fragments
+        } else {
+            self.planes()
+        }
+    }
+
+    /// Returns the number of planes along a row of the tile.
+    pub const fn plane_columns(&self) -> usize {
+        self.planes() / self.plane_rows()
+    }
+
+    /// Returns the number of fragments per plane along a column of the tile. A plane has its first fragment, and every
+    /// [`plane_rows`](Self::plane_rows)-th fragment below that one.
+    pub const fn row_fragments(&self) -> usize {
+        self.rows / self.fragment_shape()[0] / self.plane_rows()
+    }
+
+    /// Returns the number of fragments of S along a row of S.
+    pub const fn score_columns(&self) -> usize {
+        self.columns() / self.fragment_shape()[1]
+    }
+
+    /// Returns the largest number of fragments of S that a plane has along a row of S.
+    pub const fn score_fragments(&self) -> usize {
+        self.score_columns().div_ceil(self.plane_columns())
+    }
+
+    /// Returns the number of vectors of 4 accumulators per fragment.
+    pub const fn fragment_vectors(&self) -> usize {
+        let [m, n, _] = self.fragment_shape();
+        m * n / 4
+    }
+
+    /// True if planes divide S evenly, and the units of a plane divide each of its fragments evenly. Each unit then reads
+    /// only scores that its own plane computed, so only that plane has to sync.
+    pub const fn owns_scores(&self) -> bool {
+        match self.products {
+            Products::Fragments(tiles) => {
+                self.score_columns().is_multiple_of(self.plane_columns())
+                    && self.fragment_vectors().is_multiple_of(tiles.plane)
+            }
+            Products::Direct | Products::Staged => false,
+        }
+    }
+
+    /// Returns the number of vectors per unit and fragment of S, if units read only scores of their own plane.
+    pub const fn vectors_of_fragment(&self) -> usize {
+        self.fragment_vectors() / self.fragment_tiles().plane
+    }
+
+    /// Returns the distance, in rows of S, from a unit's first row to its `k`-th row. The function applies only if units read
+    /// only scores of their own plane.
+    pub const fn own_row(&self, k: usize) -> usize {
+        let [m, n, _] = self.fragment_shape();
+        let fragment = k / self.vectors_of_fragment();
+        let within = k % self.vectors_of_fragment();
+        fragment * self.plane_rows() * m + within * self.fragment_tiles().plane / (n / 4)
+    }
+
+    /// Returns the pitch of a row of S in shared memory, in vectors. Two extra vectors place the rows of a fragment in
+    /// different banks.
+    pub const fn score_pitch(&self) -> usize {
+        self.columns() / 4 + 2
+    }
+
+    /// Returns the number of vectors that S takes in shared memory. The same memory later holds one output fragment per plane.
+    pub const fn score_vectors(&self) -> usize {
+        if !self.has_fragments() {
+            return 0;
+        }
+        if self.owns_scores() {
+            return self.rows * self.columns() / 4;
+        }
+        let scores = self.rows * self.score_pitch();
+        let of_planes = self.planes() * self.fragment_vectors();
+        if scores > of_planes {
+            scores
+        } else {
+            of_planes
+        }
+    }
+
+    /// Returns the number of flags for changed row maxima, one flag per group of rows.
+    pub const fn row_groups(&self) -> usize {
+        match self.has_fragments() {
+            true => self.rows.div_ceil(ROW_GROUP),
+            false => 1,
+        }
+    }
+
+    /// Returns the number of rows per flag.
+    pub const fn group_rows(&self) -> usize {
+        self.rows / self.row_groups()
+    }
+
+    /// Returns the number of loop iterations of emulated fragment multiplications per block.
+    pub(crate) const fn fragment_iterations(&self, columns: usize) -> usize {
+        let tiles = self.fragment_tiles();
+        let [_, _, k] = self.fragment_shape();
+        let of_product = self.fragment_vectors().div_ceil(tiles.plane) * (k / 4 + 1) + 1;
+        let scores = columns.div_ceil(self.depth) * (self.depth / k) * self.score_fragments();
+        let output = self.columns() / k * tiles.output_fragments;
+        (scores + output) * self.row_fragments() * of_product
+    }
+}

@@ -1,0 +1,121 @@
+//! Tile multiplications by planes: `S = A Bᵀ` (first product) and `O += P B` (second product) on matrix units, in fragments
+//! of an opaque layout.
+//!
+//! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Registers per unit: `4 ·
+//! rows_per_unit` for S, and `rows · output columns / units` for O. Fragments are dealt to planes in turns, so that each
+//! plane has its own rows as far as possible:
+//!
+//! | product | fragment loads per plane and step of `k` | fragment multiplications per plane and step of `k` |
+//! |---|---|---|
+//! | [`multiply_transposed`] | `row_fragments + score_fragments` | `row_fragments · score_fragments` |
+//! | [`accumulate`] | `row_fragments + output_fragments` | `row_fragments · output_fragments` |
+//!
+//! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax, and
+//! P after it. O passes through shared memory at the end, and whenever a row exceeds its reference maximum. Only one fragment
+//! of O per plane passes at a time.
+//!
+//! Bound on a GPU: the copies to the stage and the waits for them. Operands therefore stay in shared memory if they fit.
+//! Stationary operands stay there from block to block, and streamed operands from the first product to the second.
+
+mod output;
+pub(super) mod planes;
+mod scores;
+pub(super) mod stage;
+
+pub(super) use self::output::{accumulate, rescale, store_output, zero_output};
+pub(super) use self::scores::multiply_transposed;
+pub(super) use self::stage::{new_stage, new_tile};
+
+use self::stage::{FragmentStage, depth_rows};
+use super::staged::{load_rows, stage_rows, store_rows};
+use crate::math::layout::Operand;
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// The largest number of vectors that a unit loads at once when it copies both streamed operands together.
+const AHEAD: usize = 16;
+
+/// Copies a stationary operand to its region of shared memory. The caller must sync the cube before the copy is read.
+#[cube]
+pub(super) fn hold<E: Numeric, C: Float, N: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    stage: &mut FragmentStage<C>,
+    #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    stage_rows(
+        a.tensor,
+        &a.rows,
+        a_first,
+        0u32,
+        &mut stage.operands,
+        comptime!(depth_rows(
+            stationary * tiles.stationary_vectors(),
+            tiles.rows,
+            a_packed,
+            tiles
+        )),
+    );
+}
+
+/// Copies a block's rows of both streamed operands to shared memory, where the rows stay for both products.
+///
+/// If registers suffice, a unit first loads its part of the rows, and then waits for units that still read the previous block.
+/// When the function returns, the copy is visible to all units.
+#[cube]
+pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    other: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut FragmentStage<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    let rows = comptime!(depth_rows(
+        tiles.resident_at(0),
+        tiles.columns(),
+        false,
+        tiles
+    ));
+    let other_rows = comptime!(depth_rows(
+        tiles.resident_at(1),
+        tiles.columns(),
+        false,
+        tiles
+    ));
+    let steps = comptime!(rows.steps());
+    if comptime!(2 * steps <= AHEAD) {
+        let loaded = load_rows::<E, C, N>(b.tensor, &b.rows, b_first, 0u32, 0usize, steps, rows);
+        let other_loaded = load_rows::<E, C, N>(
+            other.tensor,
+            &other.rows,
+            b_first,
+            0u32,
+            0usize,
+            steps,
+            other_rows,
+        );
+        sync_cube();
+        store_rows(&loaded, &mut stage.operands, 0usize, steps, rows);
+        store_rows(
+            &other_loaded,
+            &mut stage.operands,
+            0usize,
+            steps,
+            other_rows,
+        );
+    } else {
+        sync_cube();
+        stage_rows(b.tensor, &b.rows, b_first, 0u32, &mut stage.operands, rows);
+        stage_rows(
+            other.tensor,
+            &other.rows,
+            b_first,
+            0u32,
+            &mut stage.operands,
+            other_rows,
+        );
+    }
+    sync_cube();
+}

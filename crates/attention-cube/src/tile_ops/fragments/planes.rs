@@ -1,0 +1,57 @@
+//! The fragments of each plane, and the scores of each unit in a plane.
+
+use super::super::cmma::plane_index;
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// The row and column of a plane's first fragment, counted in fragments.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct PlanePosition {
+    pub row: usize,
+    pub column: usize,
+}
+
+#[cube]
+pub(super) fn plane_position(plane: usize, #[comptime] tiles: UnitTiles) -> PlanePosition {
+    PlanePosition {
+        row: plane % comptime!(tiles.plane_rows()),
+        column: plane / comptime!(tiles.plane_rows()),
+    }
+}
+
+/// Returns the unit's index within its plane.
+#[cube]
+pub(super) fn lane(#[comptime] tiles: UnitTiles) -> usize {
+    let fragments = comptime!(tiles.fragment_tiles());
+    if comptime!(fragments.fragments.emulated) {
+        UNIT_POS as usize % fragments.plane
+    } else {
+        UNIT_POS_PLANE as usize
+    }
+}
+
+/// Synchronizes the units of the plane.
+#[cube]
+pub(super) fn sync_own_plane(#[comptime] tiles: UnitTiles) {
+    if comptime!(tiles.fragment_tiles().fragments.emulated) {
+        sync_cube();
+    } else {
+        sync_plane();
+    }
+}
+
+/// Returns the first row of S that a unit owns, if every unit reads only scores of its own plane.
+#[cube]
+pub(in crate::tile_ops) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
+    let [m, n, _] = comptime!(tiles.fragment_shape());
+    plane_position(plane_index(tiles), tiles).row * m + lane(tiles) / comptime!(n / 4)
+}
+
+/// Returns the first column vector of S that a unit owns, if every unit reads only scores of its own plane.
+#[cube]
+pub(in crate::tile_ops) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
+    let [_, n, _] = comptime!(tiles.fragment_shape());
+    plane_position(plane_index(tiles), tiles).column * comptime!(n / 4)
+        + lane(tiles) % comptime!(n / 4)
+}

@@ -1,0 +1,47 @@
+//! Shared memory of a cube for both products.
+
+use super::super::staged::StagedRows;
+use super::super::vec4::{Four, Vec4};
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// Alignment in bytes of fragments in shared memory, for the strictest compiler (CUDA's).
+const ALIGNMENT: usize = 32;
+
+/// Shared memory of a cube for both products.
+#[derive(CubeType)]
+pub(crate) struct FragmentStage<C: Float> {
+    /// The chunks of the operands that planes are multiplying.
+    pub operands: Shared<[Four<C>]>,
+    /// S, or fragments of O while they pass through shared memory.
+    pub sums: Shared<[Vec4]>,
+}
+
+#[cube]
+pub(in crate::tile_ops) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> FragmentStage<C> {
+    FragmentStage::<C> {
+        operands: Shared::new_aligned_slice(comptime!(tiles.stage_vectors()), ALIGNMENT),
+        sums: Shared::new_aligned_slice(comptime!(tiles.score_vectors()), ALIGNMENT),
+    }
+}
+
+#[cube]
+pub(in crate::tile_ops) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> Shared<[Four<C>]> {
+    Shared::new_aligned_slice(
+        comptime!(tiles.left_tiles() * tiles.tile_vectors()),
+        ALIGNMENT,
+    )
+}
+
+/// Returns the placement of `count` rows of a first-product operand in the stage, from vector `at` on.
+pub(super) fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
+    StagedRows {
+        at,
+        count,
+        vectors: tiles.depth / 4,
+        pitch: tiles.depth_pitch(),
+        interleaved: 0,
+        packed,
+        units: tiles.units,
+    }
+}

@@ -1,0 +1,383 @@
+//! Tile multiplications by the units of a cube. They run on any CubeCL device without plane operations, in f32 throughout.
+//!
+//! Algorithm: a cube of `units` units keeps `rows` stationary rows (queries in the forward, keys in the key gradient). It
+//! streams rows of the opposite side past them in blocks of `columns` rows. The first product is `S = A Bᵀ`, the second is `O
+//! += P B`. Both read their operands from shared memory in vectors of 4 elements.
+//!
+//! Budget:
+//!
+//! | product | elements in registers per unit | shared-memory loads per unit (16 bytes each) | FMA |
+//! |---|---|---|---|
+//! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` per 4 columns | `16 · rows_per_unit` |
+//! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
+//!
+//! On software drivers, `direct.rs` computes both products without shared memory for the operands. On matrix units,
+//! `fragments.rs` computes them.
+//!
+//! Bound: shared-memory loads for the first product (0.3 loads per FMA with 2 rows per unit, 0.13 with 4), and FMA for the
+//! second. Shared memory holds the stage (the operands' chunks), P and row statistics: [`UnitTiles::shared_memory`]. The
+//! operands are read from L2 again for every block of the opposite side, so each element that is read takes part in `rows`
+//! FMA.
+
+use super::cmma::SumFragment;
+use super::fragments::stage::FragmentStage;
+use super::row_access::store_scaled;
+use super::score_layout::{tile_row, unit_column, unit_row};
+use super::used_columns::mark_used;
+use super::vec4::{Four, Vec4};
+use super::{direct, fragments, staged};
+use crate::math::layout::{Operand, Rows, row_offset};
+use crate::math::rounding::rounded_vector;
+use crate::tile_ops::tiles::{Products, UnitTiles};
+use cubecl::prelude::*;
+
+/// The stage: shared memory for the operands of a product, in the element type that units or planes multiply.
+#[expect(
+    dead_code,
+    reason = "constructed only by functions that CubeCL's macros generate"
+)]
+#[derive(CubeType)]
+pub(crate) enum Stage<C: Float> {
+    /// The stage if units multiply f32.
+    Units(Shared<[Vec4]>),
+    /// The stage if planes multiply fragments.
+    Fragments(FragmentStage<C>),
+}
+
+/// A tile of S's shape in shared memory, such as P: the left operand of the second product.
+#[expect(
+    dead_code,
+    reason = "constructed only by functions that CubeCL's macros generate"
+)]
+#[derive(CubeType)]
+pub(crate) enum LeftTile<C: Float> {
+    /// The tile if units multiply f32.
+    Units(Shared<[Vec4]>),
+    /// The tile if planes multiply fragments.
+    Fragments(Shared<[Four<C>]>),
+}
+
+/// The accumulator O of the second product, in registers.
+#[expect(
+    dead_code,
+    reason = "constructed only by functions that CubeCL's macros generate"
+)]
+#[derive(CubeType)]
+pub(crate) enum TileOutput {
+    /// A unit's vectors of 4 columns. Index `k · output_vectors + v` holds row `unit_row + k · output_row_units` and column
+    /// vector `unit_column + v · output_units`.
+    Units(Array<Vec4>),
+    /// A plane's fragments. Index `r · output_fragments + c` is explained in `fragments/output.rs`.
+    Fragments(Sequence<SumFragment>),
+}
+
+/// Allocates shared memory for the operands.
+#[cube]
+pub(crate) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> Stage<C> {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => Stage::new_Fragments(fragments::new_stage::<C>(tiles)),
+        _ => Stage::new_Units(Shared::new_slice(comptime!(tiles.stage_vectors()))),
+    }
+}
+
+/// Allocates shared memory for a tile of S's shape.
+#[cube]
+pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => LeftTile::new_Fragments(fragments::new_tile::<C>(tiles)),
+        _ => LeftTile::new_Units(Shared::new_slice(comptime!(tiles.tile_vectors()))),
+    }
+}
+
+/// Computes `S = A Bᵀ` for the tile's rows of `a` and a block's rows of `b`.
+///
+/// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
+/// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
+///
+/// A kernel may have several first products, numbered by `stationary`. In product number `stationary`, `a` is the stationary
+/// operand of that number, and `b` is the streamed operand of that number. If the tiles keep stationary operands in shared
+/// memory, `a` and `a_first` must be the same for every block.
+#[cube]
+pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    b: &Operand<'_, B, W>,
+    b_first: i32,
+    stage: &mut Stage<C>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+    #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
+) {
+    match stage {
+        Stage::Fragments(stage) => {
+            fragments::multiply_transposed(
+                a, a_first, b, b_first, stage, s, tiles, a_packed, stationary,
+            );
+        }
+        Stage::Units(stage) => {
+            if comptime!(tiles.is_direct()) {
+                direct::multiply_transposed(a, a_first, b, b_first, s, tiles, a_packed);
+            } else {
+                staged::multiply_transposed(a, a_first, b, b_first, stage, s, tiles, a_packed);
+            }
+        }
+    }
+}
+
+/// Copies a stationary operand of the first product to shared memory, if the tiles keep the operand there. The copy is visible
+/// to all units when the first product reads it.
+#[cube]
+pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    stage: &mut Stage<C>,
+    #[comptime] a_packed: bool,
+    #[comptime] stationary: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    match stage {
+        Stage::Fragments(stage) => {
+            if comptime!(stationary < tiles.held()) {
+                fragments::hold(a, a_first, stage, a_packed, stationary, tiles);
+            }
+        }
+        Stage::Units(_) => {}
+    }
+}
+
+/// Copies a block's rows of both streamed operands to shared memory, if both operands are resident there. `b` is streamed
+/// operand 0 and `other` is streamed operand 1.
+#[cube]
+pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    other: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Stage<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    match stage {
+        Stage::Fragments(stage) => {
+            if comptime!(tiles.is_resident()) {
+                fragments::stage_block(b, other, b_first, stage, tiles);
+            }
+        }
+        Stage::Units(_) => {}
+    }
+}
+
+/// Writes a tile of the shape of S to shared memory. Each unit writes the elements that it holds. The tile is the left operand
+/// for the product with streamed operand `streamed`.
+#[cube]
+pub(crate) fn store_tile<C: Float>(
+    s: &Array<f32>,
+    tile: &mut LeftTile<C>,
+    #[comptime] streamed: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    match tile {
+        LeftTile::Units(tile) => store_rounded::<f32>(s, tile, 0usize, tiles),
+        LeftTile::Fragments(tile) => {
+            store_rounded::<C>(s, tile, comptime!(tiles.left_tile_at(streamed)), tiles)
+        }
+    }
+}
+
+/// Rounds the elements that a unit holds to the tile's element type. Writes them to shared memory like [`store_tile`], from
+/// vector `at` on.
+#[cube]
+pub(crate) fn store_rounded<C: Float>(
+    s: &Array<f32>,
+    tile: &mut Shared<[Four<C>]>,
+    #[comptime] at: usize,
+    #[comptime] tiles: UnitTiles,
+) {
+    let unit_row = unit_row(tiles);
+    let unit_column = unit_column(tiles);
+    #[unroll]
+    for k in 0..comptime!(tiles.rows_per_unit()) {
+        let row = tile_row(unit_row, k, tiles);
+        #[unroll]
+        for quad in 0..tiles.column_vectors {
+            let mut values = Vec4::new(0.0);
+            #[unroll]
+            for c in 0..4usize {
+                values.insert(c, s[comptime!(k * tiles.columns_per_unit() + 4 * quad + c)]);
+            }
+            let column = unit_column + comptime!(quad * tiles.column_units);
+            tile[at + row * comptime!(tiles.tile_pitch()) + column] =
+                rounded_vector::<C, Const<4>>(values);
+        }
+    }
+}
+
+/// Synchronizes the cube between the write of the tile and the second product, if the second product does not sync by itself.
+///
+/// If the second product does not first wait for copies of its operand, only this sync makes the tile visible to all units. If
+/// planes do not wait for each other's scores, the sync also ensures that all planes have finished reading the stage.
+#[cube]
+pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
+    if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
+        sync_cube();
+    }
+}
+
+/// Computes `O += P B` from the tile P in shared memory and the block's rows of `b`, which is streamed operand `streamed`.
+///
+/// The function syncs the cube before it reads the tile, unless both streamed operands are resident in shared memory. When the
+/// function returns, other units may still be reading tile and stage.
+///
+/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` that is multiplied only with
+/// zeros of P, because that row may contain NaN.
+#[cube]
+pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
+    tile: &LeftTile<C>,
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Stage<C>,
+    used: &mut Shared<[u32]>,
+    output: &mut TileOutput,
+    #[comptime] streamed: usize,
+    #[comptime] has_masked: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    match output {
+        TileOutput::Fragments(output) => match tile {
+            LeftTile::Fragments(tile) => match stage {
+                Stage::Fragments(stage) => fragments::accumulate(
+                    tile, b, b_first, stage, used, output, streamed, has_masked, tiles,
+                ),
+                Stage::Units(_) => panic!("expected a stage in fragments"),
+            },
+            LeftTile::Units(_) => panic!("expected a left tile in fragments"),
+        },
+        TileOutput::Units(output) => match tile {
+            LeftTile::Units(tile) => {
+                if comptime!(has_masked) {
+                    mark_used::<f32>(tile, 0usize, used, tiles);
+                }
+                if comptime!(tiles.is_direct()) {
+                    if comptime!(!has_masked) {
+                        sync_cube();
+                    }
+                    direct::accumulate(tile, b, b_first, used, output, has_masked, tiles);
+                } else {
+                    match stage {
+                        Stage::Units(stage) => staged::accumulate(
+                            tile, b, b_first, stage, &*used, output, has_masked, tiles,
+                        ),
+                        Stage::Fragments(_) => panic!("expected a stage for units"),
+                    }
+                }
+            }
+            LeftTile::Fragments(_) => panic!("expected a left tile for units"),
+        },
+    }
+}
+
+/// Multiplies each row of O by its factor, after row maxima have changed.
+///
+/// For O in fragments, `moved` has one flag per group of rows. A flag is nonzero if any row of the group has a factor other
+/// than 1. The flags need not be visible to all units yet.
+#[cube]
+pub(crate) fn rescale<C: Float>(
+    output: &mut TileOutput,
+    factors: &Shared<[f32]>,
+    moved: &Shared<[u32]>,
+    stage: &mut Stage<C>,
+    #[comptime] tiles: UnitTiles,
+) {
+    match output {
+        TileOutput::Units(output) => {
+            let row = UNIT_POS as usize / comptime!(tiles.output_units);
+            #[unroll]
+            for k in 0..comptime!(tiles.output_rows()) {
+                let factor =
+                    Vec4::cast_from(factors[row + k * comptime!(tiles.output_row_units())]);
+                #[unroll]
+                for v in 0..tiles.output_vectors {
+                    output[comptime!(k * tiles.output_vectors + v)] *= factor;
+                }
+            }
+        }
+        TileOutput::Fragments(output) => match stage {
+            Stage::Fragments(stage) => fragments::rescale(output, factors, moved, stage, tiles),
+            Stage::Units(_) => panic!("expected a stage in fragments"),
+        },
+    }
+}
+
+/// Returns an O that is filled with zeros.
+#[cube]
+pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
+    match comptime!(tiles.products) {
+        Products::Fragments(_) => TileOutput::new_Fragments(fragments::zero_output(tiles)),
+        _ => {
+            let count = comptime!(tiles.output_rows() * tiles.output_vectors);
+            let mut output = Array::<Vec4>::new(count);
+            #[unroll]
+            for index in 0..count {
+                output[index] = Vec4::new(0.0);
+            }
+            TileOutput::new_Units(output)
+        }
+    }
+}
+
+/// Writes one factor for every row to shared memory. The caller must sync the cube before the factors are read.
+#[cube]
+pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
+    let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
+    #[unroll]
+    for step in 0..comptime!(tiles.row_steps()) {
+        let row = UNIT_POS as usize + step * tiles.units;
+        if row < tiles.rows {
+            factors[row] = factor;
+        }
+    }
+    factors
+}
+
+/// Multiplies each row of O by its factor in shared memory, and writes O to the rows of a contiguous tensor.
+///
+/// A row with factor 0 is written as 0, because its accumulators may contain NaN from keys that only other rows see. Factors
+/// and stage must be visible to all units.
+#[cube]
+pub(crate) fn store_output<E: Float, C: Float, N: Size>(
+    output: &TileOutput,
+    factors: &Shared<[f32]>,
+    stage: &mut Stage<C>,
+    target: &mut Tensor<Vector<E, N>>,
+    rows: &Rows,
+    first_row: i32,
+    #[comptime] packed: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    match output {
+        TileOutput::Units(output) => {
+            let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
+            let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
+            #[unroll]
+            for k in 0..comptime!(tiles.output_rows()) {
+                let tile_row = unit_row + k * comptime!(tiles.output_row_units());
+                let row = first_row + tile_row as i32;
+                if row < rows.end {
+                    let offset = row_offset(rows, row as u32, packed);
+                    let factor = factors[tile_row];
+                    #[unroll]
+                    for v in 0..tiles.output_vectors {
+                        let values = output[comptime!(k * tiles.output_vectors + v)];
+                        let column = (unit_column + v * tiles.output_units) * 4;
+                        store_scaled(values, factor, target, rows, offset, column);
+                    }
+                }
+            }
+        }
+        TileOutput::Fragments(output) => match stage {
+            Stage::Fragments(stage) => fragments::store_output(
+                output, factors, stage, target, rows, first_row, packed, tiles,
+            ),
+            Stage::Units(_) => panic!("expected a stage in fragments"),
+        },
+    }
+}

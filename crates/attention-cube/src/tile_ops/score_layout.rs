@@ -1,0 +1,54 @@
+//! Assignment of a tile's scores to units. Each unit has `rows_per_unit × columns_per_unit` scores.
+
+use super::fragments::planes;
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// Returns the unit's row index in the grid of units of the first product (`S = A Bᵀ`).
+#[cube]
+pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
+    if comptime!(tiles.owns_scores()) {
+        planes::unit_row(tiles)
+    } else {
+        UNIT_POS as usize / comptime!(tiles.column_units)
+    }
+}
+
+/// Returns the unit's column index in the grid of units of the first product.
+#[cube]
+pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
+    if comptime!(tiles.owns_scores()) {
+        planes::unit_column(tiles)
+    } else {
+        UNIT_POS as usize % comptime!(tiles.column_units)
+    }
+}
+
+/// Returns the column of the tile at which a unit's column `c` lies. A unit's columns are counted from 0.
+#[cube]
+pub(crate) fn tile_column(
+    unit_column: usize,
+    #[comptime] c: usize,
+    #[comptime] tiles: UnitTiles,
+) -> usize {
+    (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
+}
+
+/// Returns the row of the tile at which a unit's row `k` lies. A unit's rows are counted from 0.
+///
+/// If units multiply from shared memory, neighbouring units have neighbouring rows. If units multiply from global memory, each
+/// unit has groups of four neighbouring rows, and columns are grouped in the same way.
+#[cube]
+pub(crate) fn tile_row(
+    unit_row: usize,
+    #[comptime] k: usize,
+    #[comptime] tiles: UnitTiles,
+) -> usize {
+    if comptime!(tiles.is_direct()) {
+        (unit_row + comptime!(k / 4 * tiles.row_units())) * 4 + comptime!(k % 4)
+    } else if comptime!(tiles.owns_scores()) {
+        unit_row + comptime!(tiles.own_row(k))
+    } else {
+        unit_row + k * comptime!(tiles.row_units())
+    }
+}

@@ -1,0 +1,389 @@
+//! Tile multiplications by units with operands in shared memory, and the copies to shared memory. The header of `product.rs`
+//! gives the costs.
+
+use super::row_access::load_four;
+use super::vec4::{Four, Vec4, zeros};
+use crate::math::layout::{Operand, Rows, row_offset};
+use crate::tile_ops::tiles::UnitTiles;
+use cubecl::prelude::*;
+
+/// The number of columns whose products a dot product adds up one after another. The sums of such chunks are then added. Adding
+/// the products of 512 columns one after another would lose two more bits, which shows in the backward's dP − Δ.
+///
+/// Every staged tile adds in this order, whatever its depth. The backward's scores therefore equal the forward's bit by bit,
+/// which matters for scores so large that their last bit changes a probability.
+const SUM: usize = 16;
+
+/// The number of vectors that a unit loads at once. It is so large that a copy waits for memory only once, yet needs few
+/// registers.
+const IN_FLIGHT: usize = 8;
+
+/// Loads four columns of a row, from `column` on. If the row is not `wanted`, the result is zeros.
+///
+/// For an unwanted row, the function loads the first row and ignores it. With a branch instead, compilers would finish each
+/// load before the next begins.
+#[cube]
+fn load_if<E: Numeric, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    row: i32,
+    column: u32,
+    wanted: bool,
+    #[comptime] packed: bool,
+) -> Four<C> {
+    let offset = row_offset(rows, select(wanted, row as u32, 0u32), packed);
+    let mut values = load_four::<E, C, N>(source, rows, offset, column);
+    if !wanted {
+        values = zeros::<C>();
+    }
+    values
+}
+
+/// The position of a vector in staged rows.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct RowVector {
+    row: usize,
+    /// Index of the vector within its row.
+    vector: usize,
+}
+
+/// Returns the vector that a unit copies in step `step`. In each step, the units of the cube copy consecutive vectors, one
+/// each, from rows of `vectors` vectors.
+///
+/// If one step covers whole rows, a unit's index within the row is the same in every step. Addresses that depend on this index
+/// are then computed only once.
+#[cube]
+fn turn(
+    #[comptime] step: usize,
+    #[comptime] vectors: usize,
+    #[comptime] units: usize,
+) -> RowVector {
+    if comptime!(units.is_multiple_of(vectors)) {
+        RowVector {
+            row: UNIT_POS as usize / vectors + comptime!(step * (units / vectors)),
+            vector: UNIT_POS as usize % vectors,
+        }
+    } else {
+        let index = UNIT_POS as usize + comptime!(step * units);
+        RowVector {
+            row: index / vectors,
+            vector: index % vectors,
+        }
+    }
+}
+
+/// The number of rows to copy from a source, and their placement in shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct StagedRows {
+    /// Offset of the first vector in shared memory.
+    pub at: usize,
+    /// Number of rows.
+    pub count: usize,
+    /// Vectors per row.
+    pub vectors: usize,
+    /// Pitch of rows in shared memory, in vectors.
+    pub pitch: usize,
+    /// The distance, in slots of shared memory, between the four columns of S that a unit computes, or 0 for rows in order.
+    ///
+    /// If not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units then read
+    /// neighbouring slots.
+    pub interleaved: usize,
+    /// True if row numbers run through all heads of a group, one head after another.
+    pub packed: bool,
+    pub units: usize,
+}
+
+impl StagedRows {
+    const fn total(&self) -> usize {
+        self.count * self.vectors
+    }
+
+    /// Returns the number of vectors that each unit copies.
+    pub const fn steps(&self) -> usize {
+        self.total().div_ceil(self.units)
+    }
+}
+
+/// Loads `many` of the vectors that a unit copies, from the unit's vector number `first` on. The copied rows start at
+/// `first_row`, and the columns at `first_column`.
+#[cube]
+pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    first_row: i32,
+    first_column: u32,
+    #[comptime] first: usize,
+    #[comptime] many: usize,
+    #[comptime] staged: StagedRows,
+) -> Array<Four<C>> {
+    let mut loaded = Array::<Four<C>>::new(many);
+    #[unroll]
+    for ahead in 0..many {
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
+        let mut within = turn.row;
+        if comptime!(staged.interleaved > 0) {
+            within = (turn.row % staged.interleaved) * 4 + turn.row / staged.interleaved;
+        }
+        let row = first_row + within as i32;
+        loaded[ahead] = load_if::<E, C, N>(
+            source,
+            rows,
+            row,
+            first_column + (turn.vector * 4) as u32,
+            row >= rows.first && row < rows.end,
+            staged.packed,
+        );
+    }
+    loaded
+}
+
+/// Writes to shared memory the vectors that [`load_rows`] has loaded.
+#[cube]
+pub(super) fn store_rows<C: Float>(
+    loaded: &Array<Four<C>>,
+    stage: &mut Shared<[Four<C>]>,
+    #[comptime] first: usize,
+    #[comptime] many: usize,
+    #[comptime] staged: StagedRows,
+) {
+    #[unroll]
+    for ahead in 0..many {
+        let turn = turn(comptime!(first + ahead), staged.vectors, staged.units);
+        let whole = comptime!((first + ahead + 1) * staged.units <= staged.total());
+        if whole || turn.row < staged.count {
+            stage[staged.at + turn.row * staged.pitch + turn.vector] = loaded[ahead];
+        }
+    }
+}
+
+/// Copies rows to shared memory, from row `first_row` and column `first_column` on.
+#[cube]
+pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    rows: &Rows,
+    first_row: i32,
+    first_column: u32,
+    stage: &mut Shared<[Four<C>]>,
+    #[comptime] staged: StagedRows,
+) {
+    #[unroll]
+    for batch in 0..comptime!(staged.steps().div_ceil(IN_FLIGHT)) {
+        let first = comptime!(batch * IN_FLIGHT);
+        let many = comptime!(IN_FLIGHT.min(staged.steps() - batch * IN_FLIGHT));
+        let loaded =
+            load_rows::<E, C, N>(source, rows, first_row, first_column, first, many, staged);
+        store_rows(&loaded, stage, first, many, staged);
+    }
+}
+
+/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`. From each row, the function copies
+/// `staged_width` vectors, from `first_vector` on.
+///
+/// Set `has_masked` if the tile may have hidden scores. A row that is multiplied only with zeros of P is then copied as zeros.
+#[cube]
+pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    chunk_row: usize,
+    first_vector: usize,
+    stage: &mut Shared<[Four<C>]>,
+    #[comptime] to: usize,
+    used: &Shared<[u32]>,
+    #[comptime] has_masked: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    let width = comptime!(tiles.staged_width());
+    let pitch = comptime!(tiles.staged_pitch());
+    let total = comptime!(tiles.streamed_rows * tiles.staged_width());
+    let steps = comptime!(total.div_ceil(tiles.units));
+    #[unroll]
+    for batch in 0..comptime!(steps.div_ceil(IN_FLIGHT)) {
+        let first = comptime!(batch * IN_FLIGHT);
+        let many = comptime!(IN_FLIGHT.min(steps - batch * IN_FLIGHT));
+        let mut loaded = Array::<Four<C>>::new(many);
+        #[unroll]
+        for ahead in 0..many {
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
+            // Units past the last slot load the last slot again, but do not store it.
+            let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
+            let row = b_first + (chunk_row + slot) as i32;
+            let mut wanted = row >= b.rows.first && row < b.rows.end;
+            if comptime!(has_masked) {
+                wanted = wanted && used[chunk_row + slot] != 0u32;
+            }
+            let column = ((first_vector + turn.vector) * 4) as u32;
+            loaded[ahead] = load_if::<E, C, N>(b.tensor, &b.rows, row, column, wanted, false);
+        }
+        #[unroll]
+        for ahead in 0..many {
+            let turn = turn(comptime!(first + ahead), width, tiles.units);
+            let whole = comptime!((first + ahead + 1) * tiles.units <= total);
+            if whole || turn.row < tiles.streamed_rows {
+                stage[to + turn.row * pitch + turn.vector] = loaded[ahead];
+            }
+        }
+    }
+}
+
+/// Computes [`multiply_transposed`](super::product::multiply_transposed) from shared memory. When the function returns, other
+/// units may still be reading the stage.
+#[cube]
+pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
+    a: &Operand<'_, E, N>,
+    a_first: i32,
+    b: &Operand<'_, B, W>,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    s: &mut Array<f32>,
+    #[comptime] tiles: UnitTiles,
+    #[comptime] a_packed: bool,
+) {
+    comptime!(assert!(
+        tiles.depth.is_multiple_of(SUM),
+        "depth must be a multiple of SUM: {tiles:?}"
+    ));
+    let pitch = comptime!(tiles.depth_pitch());
+    let b_at = comptime!(tiles.rows * tiles.depth_pitch());
+    let unit_row = UNIT_POS as usize / comptime!(tiles.column_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.column_units);
+    #[unroll]
+    for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+        s[index] = 0.0f32;
+    }
+    let chunks = a.rows.columns.div_ceil(comptime!(tiles.depth as u32));
+    for chunk in 0..chunks {
+        let column = chunk * comptime!(tiles.depth as u32);
+        sync_cube();
+        stage_rows(
+            a.tensor,
+            &a.rows,
+            a_first,
+            column,
+            stage,
+            comptime!(StagedRows {
+                at: 0,
+                count: tiles.rows,
+                vectors: tiles.depth / 4,
+                pitch: tiles.depth_pitch(),
+                interleaved: 0,
+                packed: a_packed,
+                units: tiles.units,
+            }),
+        );
+        stage_rows(
+            b.tensor,
+            &b.rows,
+            b_first,
+            column,
+            stage,
+            comptime!(StagedRows {
+                at: tiles.rows * tiles.depth_pitch(),
+                count: tiles.columns(),
+                vectors: tiles.depth / 4,
+                pitch: tiles.depth_pitch(),
+                interleaved: tiles.column_units,
+                packed: false,
+                units: tiles.units,
+            }),
+        );
+        sync_cube();
+        #[unroll]
+        for group in 0..comptime!(tiles.depth / SUM) {
+            let mut part = Array::<f32>::new(comptime!(4 * tiles.rows_per_unit()));
+            #[unroll]
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                part[index] = 0.0f32;
+            }
+            for step in 0..comptime!(SUM / 4) {
+                let vector = comptime!(group * SUM / 4) + step;
+                let mut b_values = Array::<Vec4>::new(4usize);
+                #[unroll]
+                for c in 0..4usize {
+                    b_values[c] = stage
+                        [b_at + (unit_column + c * comptime!(tiles.column_units)) * pitch + vector];
+                }
+                #[unroll]
+                for k in 0..comptime!(tiles.rows_per_unit()) {
+                    let a_value =
+                        stage[(unit_row + k * comptime!(tiles.row_units())) * pitch + vector];
+                    #[unroll]
+                    for c in 0..4usize {
+                        let b_value = b_values[c];
+                        let mut sum = part[k * 4 + c];
+                        #[unroll]
+                        for lane in 0..4usize {
+                            sum += a_value.extract(lane) * b_value.extract(lane);
+                        }
+                        part[k * 4 + c] = sum;
+                    }
+                }
+            }
+            #[unroll]
+            for index in 0..comptime!(4 * tiles.rows_per_unit()) {
+                s[index] += part[index];
+            }
+        }
+    }
+}
+
+/// Computes [`accumulate`](super::product::accumulate) from shared memory. When the function returns, other units may still be
+/// reading the stage.
+#[cube]
+pub(super) fn accumulate<E: Numeric, N: Size>(
+    tile: &Shared<[Vec4]>,
+    b: &Operand<'_, E, N>,
+    b_first: i32,
+    stage: &mut Shared<[Vec4]>,
+    used: &Shared<[u32]>,
+    output: &mut Array<Vec4>,
+    #[comptime] has_masked: bool,
+    #[comptime] tiles: UnitTiles,
+) {
+    let unit_row = UNIT_POS as usize / comptime!(tiles.output_units);
+    let unit_column = UNIT_POS as usize % comptime!(tiles.output_units);
+    let width = comptime!(tiles.staged_width());
+    for chunk in 0..comptime!(tiles.columns() / tiles.streamed_rows) {
+        let chunk_row = chunk * tiles.streamed_rows;
+        #[unroll]
+        for part in 0..comptime!(tiles.output_vectors / tiles.staged_vectors) {
+            let first_vector = comptime!(part * tiles.staged_width());
+            sync_cube();
+            stage_streamed(
+                b,
+                b_first,
+                chunk_row,
+                first_vector,
+                stage,
+                0usize,
+                used,
+                has_masked,
+                tiles,
+            );
+            sync_cube();
+            for quad in 0..comptime!(tiles.streamed_rows / 4) {
+                let mut p = Array::<Vec4>::new(comptime!(tiles.output_rows()));
+                #[unroll]
+                for k in 0..comptime!(tiles.output_rows()) {
+                    let row = unit_row + k * comptime!(tiles.output_row_units());
+                    p[k] = tile[row * comptime!(tiles.tile_pitch()) + chunk_row / 4 + quad];
+                }
+                #[unroll]
+                for lane in 0..4usize {
+                    #[unroll]
+                    for v in 0..tiles.staged_vectors {
+                        let b_value =
+                            stage[(quad * 4 + lane) * width + unit_column + v * tiles.output_units];
+                        #[unroll]
+                        for k in 0..comptime!(tiles.output_rows()) {
+                            let index = comptime!(
+                                k * tiles.output_vectors + part * tiles.staged_vectors + v
+                            );
+                            output[index] += Vec4::cast_from(p[k].extract(lane)) * b_value;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

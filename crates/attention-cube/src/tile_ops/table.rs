@@ -1,0 +1,168 @@
+//! Tables of tile shapes that benchmarks selected, the choice of a shape for a device, and the tile sizes that follow from the
+//! shape.
+
+use crate::tile_ops::tiles::{Products, UnitTiles};
+use crate::types::device::DeviceProfile;
+use crate::types::refusal::Refusal;
+
+/// The tabulated tile sizes. All remaining sizes of [`UnitTiles`] follow from these sizes and from the width of the output.
+pub(crate) struct Shape {
+    /// The widest output, in columns, that the shape serves.
+    pub width: usize,
+    units: usize,
+    rows: usize,
+    column_units: usize,
+    column_vectors: usize,
+    depth: usize,
+    pub direct: bool,
+}
+
+/// Returns a shape whose kernels copy the operands to shared memory.
+pub(crate) const fn shape(
+    width: usize,
+    units: usize,
+    rows: usize,
+    column_units: usize,
+    depth: usize,
+) -> Shape {
+    Shape {
+        width,
+        units,
+        rows,
+        column_units,
+        column_vectors: 1,
+        depth,
+        direct: false,
+    }
+}
+
+/// Returns a shape whose kernels read the operands from global memory.
+pub(crate) const fn direct(
+    width: usize,
+    units: usize,
+    rows: usize,
+    column_units: usize,
+    column_vectors: usize,
+) -> Shape {
+    Shape {
+        width,
+        units,
+        rows,
+        column_units,
+        column_vectors,
+        depth: 4,
+        direct: true,
+    }
+}
+
+// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on
+// Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles there, because the driver
+// needs more time to compile a kernel than to run it.
+//
+// Comments beside all other shapes give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. They were
+// measured on 2026-11-20, before each dot product was added up in chunks. Parentheses give the results of the rejected shapes
+// at that width. Shapes for 32 KB and less were chosen on Mesa's llvmpipe. There, 64 units with 4 × 4 elements of S each ran
+// at twice the speed of 256 units with 2 × 4 elements.
+
+/// Shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and bias. The
+/// function [`choose`] takes the first shape that is wide enough and fits the device.
+pub(crate) const SINGLE: &[Shape] = &[
+    direct(32, 64, 32, 8, 1),
+    direct(512, 64, 64, 8, 2), // D512 full 11.4 GFLOP/s (staged, 4 × 4 of S per unit: 3.2)
+    direct(1024, 64, 32, 8, 2),
+    // Shapes for GPUs.
+    shape(128, 256, 64, 16, 32), // D64 24.9 (20.1–25.5), D128 24.9 (17.2–24.6)
+    shape(256, 256, 64, 16, 16), // 23.0 (10.8–19.5; depth 32: 18.0)
+    shape(512, 512, 64, 32, 32), // 19.8 (9.1–18.1)
+    // Shapes for 48 KB of shared memory.
+    shape(512, 256, 32, 32, 32), // 16.8
+    shape(1024, 512, 32, 32, 32),
+    // Shapes for 32 KB of shared memory.
+    shape(256, 64, 32, 8, 32),
+    shape(512, 256, 32, 16, 32), // 10.5
+    shape(1024, 256, 16, 16, 32),
+    // Shapes for 16 KB of shared memory.
+    shape(512, 64, 32, 8, 32),
+    shape(1024, 128, 8, 16, 16),
+];
+
+/// Returns the first shape that serves `width` columns and at least `min_rows` rows, and fits the device.
+pub(crate) fn choose(
+    table: &[Shape],
+    width: usize,
+    min_rows: usize,
+    device: &DeviceProfile,
+    vector: usize,
+) -> Result<UnitTiles, Refusal> {
+    table
+        .iter()
+        .filter(|shape| !shape.direct || device.processors.is_some())
+        .filter(|shape| width <= shape.width && min_rows <= shape.rows)
+        .map(|shape| tiles(shape, width, vector))
+        .find(|tiles| {
+            tiles.shared_memory() <= device.shared_memory && tiles.units <= device.units_per_cube
+        })
+        .ok_or(Refusal::Tiles {
+            width,
+            shared_memory: device.shared_memory,
+            units: device.units_per_cube,
+        })
+}
+
+/// Completes a shape. The function divides the columns of the output among units so that loads and multiplications are fewest.
+/// The number of streamed rows is the largest that fits the shared memory of the first product.
+pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
+    let Shape {
+        units,
+        rows,
+        column_units,
+        column_vectors,
+        depth,
+        direct,
+        ..
+    } = *shape;
+    let vectors = width.div_ceil(4);
+    let (output_units, output_vectors) = (0..)
+        .map(|scale_log2| 1 << scale_log2)
+        .skip_while(|output_units| output_units * rows < units)
+        .take_while(|output_units| *output_units <= units)
+        .map(|output_units| (output_units, vectors.div_ceil(output_units)))
+        .min_by_key(|(output_units, output_vectors)| {
+            let output_rows = rows * output_units / units;
+            4 * output_rows * output_vectors + output_rows + 4 * output_vectors
+        })
+        .expect("a shape has at least 1 row and a power of two of units");
+    let mut tiles = UnitTiles {
+        units,
+        rows,
+        column_units,
+        column_vectors,
+        depth,
+        products: match direct {
+            true => Products::Direct,
+            false => Products::Staged,
+        },
+        output_units,
+        output_vectors,
+        staged_vectors: output_vectors,
+        streamed_rows: 4,
+        vector,
+    };
+    if direct {
+        return tiles;
+    }
+    let room = tiles.transposed_vectors();
+    while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
+        // Take the next smaller number of vectors that divides the output evenly.
+        tiles.staged_vectors = (1..tiles.staged_vectors)
+            .rev()
+            .find(|staged| output_vectors.is_multiple_of(*staged))
+            .unwrap_or(1);
+    }
+    while tiles.streamed_rows * 2 <= tiles.columns()
+        && tiles.streamed_rows * 2 * tiles.staged_width() <= room
+    {
+        tiles.streamed_rows *= 2;
+    }
+    tiles
+}

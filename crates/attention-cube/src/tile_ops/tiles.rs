@@ -1,0 +1,240 @@
+//! The tile sizes of a kernel. The first product is `S = A Bᵀ`, the second is `O += P B`.
+
+use super::fragment_tiles::FragmentTiles;
+use burn::tensor::DType;
+
+/// The way in which a cube multiplies tiles: by units or planes, with operands in global or shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Products {
+    /// Units multiply operands that they read from global memory. `depth` and the stage sizes are unused.
+    Direct,
+    /// Units multiply operands that were copied to shared memory.
+    Staged,
+    /// Planes multiply fragments that they load from shared memory. The sizes `output_units`, `output_vectors` and
+    /// `staged_vectors` are unused.
+    Fragments(FragmentTiles),
+}
+
+/// Tile sizes of a cube, and the division of a tile among its units. The header of `product.rs` gives the costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct UnitTiles {
+    /// The number of units per cube.
+    pub units: usize,
+    /// The number of rows that a tile keeps: queries in the forward, keys in the gradients of keys and values.
+    pub rows: usize,
+    /// The number of units along a row of S in the first product.
+    pub column_units: usize,
+    /// The number of vectors of 4 columns of S per unit in the first product. A unit's vectors lie `column_units` vectors
+    /// apart.
+    pub column_vectors: usize,
+    /// The number of columns per chunk of the first product. The operands are copied to shared memory in such chunks.
+    pub depth: usize,
+    /// The way in which tiles are multiplied.
+    pub products: Products,
+    /// The number of units along a row of O in the second product.
+    pub output_units: usize,
+    /// The number of vectors of 4 output columns per unit in the second product.
+    pub output_vectors: usize,
+    /// The number of a unit's output vectors whose operand is in shared memory at the same time.
+    pub staged_vectors: usize,
+    /// The number of streamed rows that are in shared memory at the same time in the second product.
+    pub streamed_rows: usize,
+    /// The number of elements per global load: 4, or 1 if strides or sizes do not allow 4.
+    pub vector: usize,
+}
+
+impl UnitTiles {
+    /// True if units read operands from global memory.
+    pub const fn is_direct(&self) -> bool {
+        matches!(self.products, Products::Direct)
+    }
+
+    /// True if planes multiply fragments.
+    pub const fn has_fragments(&self) -> bool {
+        matches!(self.products, Products::Fragments(_))
+    }
+
+    /// The dtype of P and of the operands in shared memory.
+    pub const fn product_dtype(&self) -> DType {
+        match self.products {
+            Products::Fragments(tiles) => tiles.fragments.dtype,
+            Products::Direct | Products::Staged => DType::F32,
+        }
+    }
+
+    /// Returns the size in bytes of a vector of 4 operand elements.
+    const fn vector_bytes(&self) -> usize {
+        match self.product_dtype() {
+            DType::F32 => 16,
+            _ => 8,
+        }
+    }
+
+    /// Returns the padding between rows in shared memory, in vectors: 16 bytes. Padding places neighbouring rows in different
+    /// banks.
+    const fn padding(&self) -> usize {
+        16 / self.vector_bytes()
+    }
+
+    /// Returns the number of streamed rows per block, which is the number of columns of S.
+    pub const fn columns(&self) -> usize {
+        self.column_units * self.columns_per_unit()
+    }
+
+    /// Returns the number of columns of S per unit.
+    pub const fn columns_per_unit(&self) -> usize {
+        4 * self.column_vectors
+    }
+
+    /// Returns the number of elements of S per unit.
+    pub const fn scores_per_unit(&self) -> usize {
+        self.rows_per_unit() * self.columns_per_unit()
+    }
+
+    /// Returns the number of units along a column of S in the first product.
+    pub const fn row_units(&self) -> usize {
+        self.units / self.column_units
+    }
+
+    /// Returns the number of rows of S per unit. A unit has the rows `unit_row + k · row_units`.
+    pub const fn rows_per_unit(&self) -> usize {
+        self.rows / self.row_units()
+    }
+
+    /// Returns the number of loop iterations that the units need for all rows of the tile, if each unit takes one row per
+    /// iteration.
+    pub const fn row_steps(&self) -> usize {
+        self.rows.div_ceil(self.units)
+    }
+
+    /// Returns the number of units along a column of O in the second product.
+    pub const fn output_row_units(&self) -> usize {
+        self.units / self.output_units
+    }
+
+    /// Returns the number of rows of O per unit.
+    pub const fn output_rows(&self) -> usize {
+        self.rows / self.output_row_units()
+    }
+
+    /// Returns the pitch of a first-product operand row in shared memory, in vectors.
+    pub const fn depth_pitch(&self) -> usize {
+        self.depth / 4 + self.padding()
+    }
+
+    /// Returns the pitch of a row of P, in vectors.
+    pub const fn tile_pitch(&self) -> usize {
+        self.column_units * self.column_vectors + self.padding()
+    }
+
+    /// Returns the pitch of a row's partial statistics, in floats. An odd pitch places rows in different banks.
+    pub const fn partial_pitch(&self) -> usize {
+        self.column_units + 1
+    }
+
+    /// Returns the number of vectors of a streamed row that are in shared memory at the same time.
+    pub const fn staged_width(&self) -> usize {
+        match self.products {
+            Products::Fragments(tiles) => {
+                tiles.staged_fragments * self.plane_columns() * tiles.fragments.n / 4
+            }
+            Products::Direct | Products::Staged => self.output_units * self.staged_vectors,
+        }
+    }
+
+    /// Returns the pitch of a streamed row in shared memory, in vectors.
+    pub const fn staged_pitch(&self) -> usize {
+        match self.products {
+            Products::Fragments(_) => self.staged_width() + self.padding(),
+            Products::Direct | Products::Staged => self.staged_width(),
+        }
+    }
+
+    /// Returns the number of vectors that the operands of the first product take in shared memory. If both streamed operands
+    /// are resident, the number includes both.
+    pub(crate) const fn transposed_vectors(&self) -> usize {
+        let streamed = if self.is_resident() { 2 } else { 1 };
+        self.streamed_at() + streamed * self.columns() * self.depth_pitch()
+    }
+
+    /// Returns the number of vectors in the stage, the shared memory that holds the operands of one product after the other.
+    pub const fn stage_vectors(&self) -> usize {
+        if self.is_direct() {
+            // A direct product needs no stage. The size is 1, because CubeCL does not allow shared memory of size 0.
+            return 1;
+        }
+        if self.is_resident() {
+            return self.transposed_vectors();
+        }
+        let streamed = self.accumulated_at() + self.streamed_rows * self.staged_pitch();
+        if self.transposed_vectors() > streamed {
+            self.transposed_vectors()
+        } else {
+            streamed
+        }
+    }
+
+    /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory, or 1 if units do not share
+    /// them.
+    pub const fn term_vectors(&self) -> usize {
+        match self.has_fragments() {
+            true => 3 * self.columns() / 4,
+            false => 1,
+        }
+    }
+
+    /// Returns the number of vectors that P takes in shared memory.
+    pub const fn tile_vectors(&self) -> usize {
+        self.rows * self.tile_pitch()
+    }
+
+    /// Returns the number of floats that the partial row statistics take in shared memory.
+    pub const fn partial_floats(&self) -> usize {
+        self.rows * self.partial_pitch()
+    }
+
+    /// Returns the number of floats of shared memory in which the bias gradient's kernel adds up the units' column sums.
+    pub const fn sum_floats(&self) -> usize {
+        self.units * self.columns_per_unit()
+    }
+
+    /// Returns an upper bound of the loop iterations of a unit for one block. Per block, the first products sum over `columns`
+    /// columns in total, and `accumulated` second products sum over the block's rows.
+    ///
+    /// If operands are copied to shared memory, the bound is twice as large. If the tile may have hidden scores (`has_masked`),
+    /// each second product first marks the used columns of P, one row of P per iteration.
+    pub(crate) fn block_iterations(
+        &self,
+        columns: usize,
+        accumulated: usize,
+        has_masked: bool,
+    ) -> usize {
+        let products = columns.div_ceil(4) + self.columns() + 8;
+        let products = match self.products {
+            Products::Direct => products,
+            Products::Staged => 2 * products,
+            Products::Fragments(_) => self.fragment_iterations(columns) + 2 * products,
+        };
+        let marks = match has_masked {
+            true => accumulated * self.rows * self.columns().div_ceil(self.units),
+            false => 0,
+        };
+        products + marks
+    }
+
+    /// Returns the shared memory, in bytes, that a kernel needs with these tiles. If several kernels use the tiles, the result
+    /// is the largest of their needs.
+    pub const fn shared_memory(&self) -> usize {
+        let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
+        let tiles = self.left_tiles() * self.tile_vectors();
+        let operands = self.vector_bytes() * (self.stage_vectors() + tiles);
+        let with_tile = operands + 16 * (self.score_vectors() + self.term_vectors()) + rows;
+        let with_sums = 16 * self.stage_vectors() + 4 * self.sum_floats();
+        // Fragment tiles reserve no shared memory for the bias gradient's sums, because only units compute the bias gradient.
+        if with_tile > with_sums || self.has_fragments() {
+            with_tile
+        } else {
+            with_sums
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! Vectors of four elements.
+
+use cubecl::prelude::*;
+
+/// Four elements, the width of every shared-memory access.
+pub(crate) type Four<C> = Vector<C, Const<4>>;
+
+/// Four f32.
+pub(crate) type Vec4 = Four<f32>;
+
+/// Returns four zeros.
+#[cube]
+pub(super) fn zeros<C: Float>() -> Four<C> {
+    Four::<C>::cast_from(0.0f32)
+}

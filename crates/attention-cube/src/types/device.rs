@@ -1,0 +1,80 @@
+//! The profile of a device: its limits and the features that engines require.
+
+use super::engine::Engine;
+use super::refusal::{Feature, Refusal};
+use burn::tensor::DType;
+
+/// The number of multiprocessors assumed for runtimes that do not report it.
+pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
+
+/// The limit on loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe ends loops silently
+/// after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
+pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
+
+/// The properties of a device on which kernel selection depends.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceProfile {
+    /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
+    pub name: String,
+    /// Float dtypes that kernels can read and write.
+    pub dtypes: Vec<DType>,
+    /// The shared memory that a cube may allocate, in bytes.
+    pub shared_memory: usize,
+    /// The largest number of units (threads) per cube (thread block).
+    pub units_per_cube: usize,
+    /// The largest number of buffers that a kernel may bind.
+    pub bindings: usize,
+    /// The size of the largest buffer in bytes.
+    pub largest_buffer: usize,
+    /// The largest number of cubes along one dimension of a launch.
+    pub cube_count: u32,
+    /// The number of hardware threads of the processor for a software driver such as Mesa's llvmpipe, or `None` for a GPU.
+    pub processors: Option<usize>,
+    /// The number of streaming multiprocessors, or `None` if the runtime does not report it.
+    pub multiprocessors: Option<usize>,
+    /// Features of the device, in no particular order.
+    pub features: Vec<Feature>,
+    /// The matrix multiplications of planes (cmma) that the device supports.
+    pub fragments: FragmentSupport,
+    /// Engines that selection skips. Tests disable engines in order to reach the remaining ones.
+    pub disabled_engines: Vec<Engine>,
+    /// Engines without kernels in this build, each with the Cargo feature that builds them.
+    pub not_built: Vec<(Engine, &'static str)>,
+}
+
+/// The matrix multiplications of a device's planes (warps) on fragments of an opaque layout (`cubecl::cmma`), accumulated in
+/// f32.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FragmentSupport {
+    /// The supported shapes and dtypes, in no particular order.
+    pub kinds: Vec<Fragments>,
+    /// The smallest and the largest number of units per plane.
+    pub plane_sizes: (usize, usize),
+    /// The reason why the driver's matrix multiplications are wrong, or `None` if no fault is known.
+    pub fault: Option<&'static str>,
+}
+
+/// One matrix multiplication of a plane on fragments: `m × k` by `k × n`, accumulated in f32.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Fragments {
+    /// Rows of the accumulator.
+    pub m: usize,
+    /// Columns of the accumulator.
+    pub n: usize,
+    /// Columns of the left operand (the depth of the multiplication).
+    pub k: usize,
+    /// The dtype of both operands.
+    pub dtype: DType,
+    /// True for fragments that tests emulate with shared memory and loops.
+    pub emulated: bool,
+}
+
+impl DeviceProfile {
+    /// Returns [`Refusal::MissingFeature`] if the device lacks the feature.
+    pub(crate) fn require(&self, feature: Feature) -> Result<(), Refusal> {
+        match self.features.contains(&feature) {
+            true => Ok(()),
+            false => Err(Refusal::MissingFeature(feature)),
+        }
+    }
+}

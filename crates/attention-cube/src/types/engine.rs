@@ -1,0 +1,58 @@
+//! The names of the engines.
+
+use std::fmt;
+
+/// Calls a macro with every engine: the engine's module, its type, and the Cargo feature that builds its kernels. Selection
+/// tries the engines in this order.
+macro_rules! with_engines {
+    ($callback:ident) => {
+        $callback! {
+            wgmma::Wgmma if "cuda",
+            mma::Mma if "cuda",
+            cmma::Cmma if "cube",
+            unit::Unit if "cube",
+        }
+    };
+}
+pub(crate) use with_engines;
+
+macro_rules! names {
+    ($($module:ident::$engine:ident if $feature:tt,)+) => {
+        /// The implementations of attention, the fastest first.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[non_exhaustive]
+        pub enum Engine {
+            $(
+                #[doc = concat!("The engine of the module `", stringify!($module), "`.")]
+                $engine,
+            )+
+            /// Burn's own tensor operations, with all scores in memory.
+            Reference,
+        }
+
+        impl Engine {
+            /// The engines with kernels, in the order in which selection tries them.
+            pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
+
+            /// Returns the Cargo feature that builds the engine's kernels, or `None` if this build has that feature.
+            #[cfg(feature = "cube")]
+            pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
+                match self {
+                    $(Self::$engine => (!cfg!(feature = $feature)).then_some($feature),)+
+                    Self::Reference => None,
+                }
+            }
+        }
+
+        impl fmt::Display for Engine {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$engine => stringify!($module),)+
+                    Self::Reference => "reference",
+                })
+            }
+        }
+    };
+}
+
+with_engines!(names);

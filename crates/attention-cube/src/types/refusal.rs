@@ -1,0 +1,176 @@
+//! Reasons why an engine refuses a problem, and warnings about the kernels that serve it.
+
+use burn::tensor::DType;
+use std::fmt;
+
+/// A hardware or compiler feature that an engine may require.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
+#[non_exhaustive]
+pub enum Feature {
+    /// Matrix multiplication of 16×16 by 16×8 elements of this dtype (`mma.sync`), accumulated in f32 in a documented
+    /// register layout.
+    #[error("matrix products of {0:?}, 16×8×16, of one plane (mma)")]
+    Mma(DType),
+    /// Loads of `mma.sync` operands from shared memory (`ldmatrix`).
+    #[error("matrix loads of {0:?} from shared memory (ldmatrix)")]
+    LoadMatrix(DType),
+    /// Matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The operands have this dtype, or
+    /// are widened to f32.
+    #[error(
+        "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
+    )]
+    Fragments(DType),
+    /// Asynchronous copies from global to shared memory (`cp.async`).
+    #[error("asynchronous copies from global to shared memory (copy_async)")]
+    CopyAsync,
+    /// Hopper's tensor memory accelerator (TMA), which copies tiles of tensors.
+    #[error("the tensor memory accelerator (TMA)")]
+    Tma,
+    /// Warpgroup matrix multiplication (`wgmma`) and register reallocation (`setmaxnreg`) of NVIDIA's sm_90a. CubeCL does not
+    /// report these features, so they are inferred from the architecture and the CUDA C++ compiler.
+    #[error(
+        "warpgroup matrix products (wgmma) of a Hopper GPU (sm_90), through CubeCL's CUDA C++ compiler"
+    )]
+    Wgmma,
+}
+
+/// The reason why an engine does not serve a problem on a device.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// The device cannot run CubeCL kernels.
+    #[error("the device does not run CubeCL kernels")]
+    NoCubeCL,
+    /// The crate was compiled without the Cargo feature that builds the engine's kernels.
+    #[error(
+        "attention-cube is built without its feature `{0}`; add the feature to use this engine"
+    )]
+    NotBuilt(&'static str),
+    /// A test disabled the engine with `ATTENTION_ENGINES`.
+    #[error("it is left out by ATTENTION_ENGINES")]
+    LeftOut,
+    /// The device lacks a feature that the kernels require.
+    #[error("the device does not have {0}")]
+    MissingFeature(Feature),
+    /// The engine supports only f16 and bf16 inputs.
+    #[error("it multiplies F16 and BF16, not {0:?}")]
+    NotHalf(DType),
+    /// The heads are wider than the widest tile of the engine.
+    #[error(
+        "it has tiles for head_dim up to {widest_head} and value_dim up to {widest_value}, not for {head_dim} and {value_dim}"
+    )]
+    Width {
+        /// The largest `head_dim` for which the engine has a tile.
+        widest_head: usize,
+        /// The largest `value_dim` for which the engine has a tile.
+        widest_value: usize,
+        /// The problem's `head_dim`.
+        head_dim: usize,
+        /// The problem's `value_dim`.
+        value_dim: usize,
+    },
+    /// The heads are narrower than the engine serves. For narrower heads, the rounding of P to half precision dominates the
+    /// error.
+    #[error(
+        "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
+    )]
+    Narrow {
+        /// The smallest `head_dim` and `value_dim` that the engine serves.
+        narrowest: usize,
+        /// The problem's `head_dim`.
+        head_dim: usize,
+        /// The problem's `value_dim`.
+        value_dim: usize,
+    },
+    /// The device has planes (warps) of several sizes. A kernel divides fragments among the planes of a cube, so the number
+    /// of planes must be known.
+    #[error(
+        "planes of this device have {least} to {most} units, and the engine needs one size, 32 or 64"
+    )]
+    PlaneSizes {
+        /// The number of units of the smallest plane.
+        least: usize,
+        /// The number of units of the largest plane.
+        most: usize,
+    },
+    /// The engine's kernels do not read intervals of keys ([`visible_between`](crate::AttentionOptions::visible_between)).
+    #[error("its kernels do not read intervals of keys (visible_between)")]
+    Intervals,
+    /// The driver is known to give wrong results.
+    #[error("{0}")]
+    Fault(&'static str),
+    /// Kernels on the device cannot read or write the dtype.
+    #[error("kernels on this device have no {0:?}")]
+    Dtype(DType),
+    /// Every tile of the engine needs more shared memory or more units than the device has.
+    #[error(
+        "no tile for {width} columns fits {shared_memory} bytes of shared memory and {units} units a cube"
+    )]
+    Tiles {
+        /// Columns of the output, `value_dim`.
+        width: usize,
+        /// Bytes of shared memory per cube on the device.
+        shared_memory: usize,
+        /// The largest number of units per cube on the device.
+        units: usize,
+    },
+    /// A kernel would bind more buffers than the device allows.
+    #[error(
+        "these options need {needed} buffers, and a kernel on this device may bind {available}"
+    )]
+    Bindings {
+        /// The largest number of buffers that any of the engine's kernels binds.
+        needed: usize,
+        /// The number of buffers that a kernel on the device may bind.
+        available: usize,
+    },
+    /// The software driver would end the kernel's loops too early.
+    #[error(
+        "a unit would run up to {needed} loop iterations, and this software driver ends loops after {limit}"
+    )]
+    Iterations {
+        /// The largest number of iterations that one unit may run, over all loops.
+        needed: usize,
+        /// The limit that the engine allows, somewhat below the driver's own limit.
+        limit: usize,
+    },
+    /// The packed mask has more words than the engine can index.
+    #[error("it packs this mask into {words} words, and it counts up to {limit}")]
+    MaskWords {
+        /// 32-bit words of the packed mask.
+        words: usize,
+        /// The largest number of words that the engine can index.
+        limit: usize,
+    },
+    /// The engine's kernels do not read int8 keys and values in place.
+    #[error("keys and values are int8: {0}")]
+    Quantized(&'static str),
+    /// The sequences are longer than the engine's position counters allow.
+    #[error("sequences of {length} tokens are longer than the limit of {limit}")]
+    Length {
+        /// The longer of the two lengths.
+        length: usize,
+        /// The longest sequence that the engine serves.
+        limit: usize,
+    },
+}
+
+/// A case in which the chosen kernel falls short of the contract.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// The kernel rounds the gradients of the scores to f16, so large gradients overflow. A fixed scale would avoid the
+    /// overflow but cause underflow.
+    ScoreGradientsInF16,
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ScoreGradientsInF16 => f.write_str(
+                "the gradients of the scores, P ∘ (dP − Δ), pass through F16: if one exceeds 65504, as under a large \
+                 loss scale, the gradients of query and keys are infinite; use BF16 to avoid this",
+            ),
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! A request for one pass (forward or backward): its direction, the wanted gradients, and the memory layout of the inputs.
+
+use crate::problem::AttentionProblem;
+
+/// The longest sequence that i32 positions allow.
+pub(crate) const MAX_LENGTH: usize = 1 << 29;
+
+/// The direction of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pass {
+    /// The forward pass, which computes the output and the logsumexp (LSE).
+    Forward,
+    /// The backward pass, which computes the gradients.
+    Backward,
+}
+
+/// The gradients that a backward pass must compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BackwardRequest {
+    /// True if the gradient of the query is wanted.
+    pub query: bool,
+    /// True if the gradient of the keys is wanted.
+    pub key: bool,
+    /// True if the gradient of the values is wanted.
+    pub value: bool,
+    /// True if the gradient of the bias is wanted. A bias with one element per score costs an extra pass over all scores.
+    pub bias: bool,
+    /// True if the gradient of the sinks is wanted.
+    pub sinks: bool,
+    /// True if the keys are one shard, while output and logsumexp cover the keys of all shards. The logsumexp is then never
+    /// recomputed from the shard's scores.
+    pub lse_of_all_shards: bool,
+}
+
+/// The memory layout of the inputs' rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layouts {
+    /// True if every row can be read in vectors of four elements.
+    pub vectors: bool,
+    /// The operands that Hopper's TMA can read in place, because their rows are contiguous and start at multiples of 16
+    /// bytes.
+    pub tma: Operands,
+    /// True if TMA can read the bias in place. Any of its dimensions may be broadcast.
+    pub tma_bias: bool,
+}
+
+/// A subset of the operands of attention.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Operands {
+    /// True if the query belongs to the subset.
+    pub query: bool,
+    /// True if the keys belong to the subset.
+    pub key: bool,
+    /// True if the values belong to the subset.
+    pub value: bool,
+    /// True if the gradient of the output, an operand of the backward, belongs to the subset.
+    pub output_gradient: bool,
+}
+
+impl Operands {
+    /// All operands.
+    pub const ALL: Self = Self {
+        query: true,
+        key: true,
+        value: true,
+        output_gradient: true,
+    };
+
+    /// Returns the operands of `pass` that are not in the subset.
+    pub fn others(self, pass: Pass) -> Self {
+        Self {
+            query: !self.query,
+            key: !self.key,
+            value: !self.value,
+            output_gradient: !self.output_gradient && pass == Pass::Backward,
+        }
+    }
+}
+
+impl Layouts {
+    /// Returns the vector width of loads that fits every row: 4 elements, or 1 if strides or sizes do not allow 4.
+    pub(crate) fn vector(&self, problem: &AttentionProblem) -> usize {
+        let fours = problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4);
+        if self.vectors && fours { 4 } else { 1 }
+    }
+
+    /// Returns the layout of contiguous inputs.
+    pub fn contiguous(problem: &AttentionProblem) -> Self {
+        let dots = problem.head_dim.is_multiple_of(8);
+        let values = problem.value_dim.is_multiple_of(8);
+        // The number of key or value elements in 16 bytes: 16 int8 codes, or 8 elements in half precision.
+        let piece = if problem.quantized { 16 } else { 8 };
+        Self {
+            vectors: problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4),
+            tma: Operands {
+                query: dots,
+                key: problem.head_dim.is_multiple_of(piece),
+                value: problem.value_dim.is_multiple_of(piece),
+                output_gradient: values,
+            },
+            tma_bias: problem.kv_len.is_multiple_of(8),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Refuses the configurations of unsupported checkpoints: drafters, and models whose weights were quantized by other methods.
+
+use crate::error::Gemma4Error;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The model types of drafters, the small models that propose draft tokens in speculative decoding.
+pub(super) const DRAFTERS: [&str; 2] = ["gemma4_assistant", "gemma4_unified_assistant"];
+
+/// Returns an error if the model type is that of a drafter.
+pub(super) fn refuse_drafter(model_type: &str) -> Result<(), Gemma4Error> {
+    match DRAFTERS.contains(&model_type) {
+        true => Err(Gemma4Error::Config(format!(
+            "model_type is {model_type:?}, a drafter; it reads the KV cache of its target model and cannot run alone"
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// The fields that describe quantized weights. They may stand at the top level of a configuration or in `text_config`.
+#[derive(Deserialize)]
+struct Quantized {
+    quantization_config: Option<Value>,
+    /// MLX's own description of the quantization. MLX also writes a `quantization_config`, which names no method.
+    quantization: Option<Value>,
+}
+
+/// True if the value of an optional field is not empty.
+pub(super) fn says_something(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Object(fields) => !fields.is_empty(),
+        _ => true,
+    }
+}
+
+/// Returns an error that names the quantization method if the weights are quantized.
+pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
+    // Ignore a configuration that is not an object. Other code reports that error.
+    let Ok(quantized) = Quantized::deserialize(config) else {
+        return Ok(());
+    };
+    let field = |value: Option<Value>| value.filter(says_something);
+    let (name, method) = match (
+        field(quantized.quantization),
+        field(quantized.quantization_config),
+    ) {
+        (Some(_), _) => ("quantization", "MLX".to_owned()),
+        (None, Some(config)) => match config.get("quant_method") {
+            // Accept a `quantization_config` without a method. The weights of such a checkpoint were trained for a later
+            // quantization, but are still floats. If a tensor has another dtype, the loader refuses it with an error that names
+            // the tensor.
+            None | Some(Value::Null) => return Ok(()),
+            Some(Value::String(method)) => ("quantization_config", format!("{method:?}")),
+            Some(other) => ("quantization_config", other.to_string()),
+        },
+        (None, None) => return Ok(()),
+    };
+    Err(Gemma4Error::Config(format!(
+        "{name}: the weights are quantized by {method}; use the original checkpoint in f32, f16 or bf16"
+    )))
+}

@@ -1,0 +1,112 @@
+//! The options of a generation.
+
+use crate::cancellation::Cancellation;
+use crate::config::Gemma4Config;
+use crate::config::sampling::Sampling;
+use crate::model::cache::Cache;
+use crate::model::cache::kind::CacheKind;
+use crate::model::cache::precision::KvPrecision;
+use crate::speculative::drafts::{Drafts, MAX_DRAFT_TOKENS};
+use crate::text::chat::ChatOptions;
+
+/// Options of a generation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateOptions {
+    /// The maximum number of tokens to generate. Generation also ends at the model's last position.
+    pub max_tokens: usize,
+    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, the longest prompt determines how many
+    /// tokens each sequence may generate.
+    pub max_length: Option<usize>,
+    /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
+    pub min_new_tokens: Option<usize>,
+    /// The minimum length of a prompt plus its generated text before a stop token may be chosen, in tokens. In a batch, the
+    /// longest prompt determines the minimum for each sequence. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
+    pub min_length: Option<usize>,
+    /// Tokens that are forbidden as the first generated token.
+    pub begin_suppress_tokens: Vec<u32>,
+    /// The settings by which the next token is chosen from the logits.
+    pub sampling: Sampling,
+    /// Tokens that end the text.
+    pub stop_tokens: Vec<u32>,
+    /// True if generation continues after a stop token.
+    pub ignore_stop_tokens: bool,
+    /// Strings that end the text. Only the generated text is searched, not the prompt. A stop string may begin and end in the
+    /// middle of a token. A special token in the text matches its name in a stop string. As in transformers, the text keeps the
+    /// stop string and the rest of the token in which the stop string ends.
+    pub stop_strings: Vec<String>,
+    /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
+    pub logprobs: Option<usize>,
+    /// The number of tokens of each prompt in a prefill chunk. Smaller chunks need less memory for activations. The default is
+    /// 8,192 tokens, or 512 on a CPU, divided by the number of prompts in the batch.
+    pub prefill_chunk: Option<usize>,
+    /// A flag by which another thread stops the generation, also during prefill.
+    pub cancellation: Option<Cancellation>,
+    /// True if a CUDA graph captures the launches of a decode step once and then replays them, on devices that support graphs.
+    /// Set this option to false if other threads of the program use the same CUDA device: see
+    /// [`Decoder`](crate::generate::decode::Decoder).
+    pub graph_capture: bool,
+    /// True if the cache stores keys in compact form in the layers that support it: see [`CacheKind::compact_keys`].
+    pub compact_keys: bool,
+    /// The storage format of keys and values in the KV cache.
+    pub kv_precision: KvPrecision,
+    /// The source of draft tokens for speculative decoding. The generated text does not depend on the source.
+    pub drafts: Drafts,
+    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number is 1 to 7 and
+    /// adapts to the acceptance rate so far.
+    ///
+    /// The decode kernels take at most 8 tokens of all sequences together. For each sequence these tokens are the draft tokens
+    /// and the token before them, so with 8 draft tokens a pass runs without the decode kernels. By default two sequences have
+    /// up to 3 draft tokens each, four sequences have 1, and more sequences have none.
+    pub draft_tokens: Option<usize>,
+    /// Options of the chat template.
+    pub chat: ChatOptions,
+}
+
+impl GenerateOptions {
+    /// Creates an empty KV cache with one sequence per element of `padding`. Each element is the number of padding tokens
+    /// before that sequence's prompt.
+    pub(crate) fn cache(&self, config: &Gemma4Config, padding: Vec<usize>) -> Cache {
+        Cache::new(config, padding, self.cache_kind()).forgetting(self.forgettable())
+    }
+
+    /// The storage format of the KV cache.
+    pub(crate) fn cache_kind(&self) -> CacheKind {
+        CacheKind {
+            compact_keys: self.compact_keys,
+            precision: self.kv_precision,
+        }
+    }
+
+    /// True if a session's cache can serve a generation with these options. The cache must have the same format and the same
+    /// number of spare columns as the caches that [`cache`](Self::cache) creates.
+    pub(crate) fn fits(&self, cache: &Cache) -> bool {
+        cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
+    }
+
+    /// Returns the number of columns that the cache must be able to remove from its end. Columns are removed if draft tokens
+    /// are rejected.
+    fn forgettable(&self) -> usize {
+        match self.drafts {
+            Drafts::None => 0,
+            _ => MAX_DRAFT_TOKENS,
+        }
+    }
+
+    /// The minimum number of generated tokens before a text may end. `longest` is the length of the longest prompt in tokens.
+    pub(super) fn fewest_tokens(&self, longest: usize) -> usize {
+        let by_length = self.min_length.unwrap_or(0).saturating_sub(longest);
+        self.min_new_tokens.unwrap_or(by_length)
+    }
+
+    /// True if tokens are sampled, rather than chosen by argmax, and no log-probabilities are requested. Then the device can draw
+    /// all tokens.
+    pub(super) fn draws_all(&self) -> bool {
+        !self.sampling.is_argmax() && self.logprobs.is_none()
+    }
+
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.cancellation
+            .as_ref()
+            .is_some_and(Cancellation::is_cancelled)
+    }
+}

@@ -1,0 +1,105 @@
+//! Prefill of the prompts in chunks.
+
+use super::options::GenerateOptions;
+use super::sequence::Sequence;
+use crate::error::Gemma4Error;
+use crate::model::cache::Cache;
+use crate::model::tokens::Tokens;
+use crate::model::{Gemma4Model, Logits};
+#[cfg(feature = "cube")]
+use crate::op;
+use burn::tensor::Tensor;
+
+/// The default size of a prefill chunk on a CPU, in tokens of all prompts of a batch together.
+const PROCESSORS_CHUNK: usize = 512;
+/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together. It is larger than on a
+/// CPU, because a GPU needs more tokens to be fully used.
+const ACCELERATORS_CHUNK: usize = 8192;
+
+/// True if the model's device queues its work and computes it later, as a CubeCL device does. A CPU backend computes each
+/// operation before it returns.
+fn is_accelerated(model: &Gemma4Model) -> bool {
+    #[cfg(feature = "cube")]
+    return op::runs(&model.device(), model.dtype());
+    #[cfg(not(feature = "cube"))]
+    {
+        let _ = model;
+        false
+    }
+}
+
+/// Prefills the columns of the prompts that the cache does not hold yet. Returns the hidden state `[batch, 1, hidden]` of each
+/// prompt's last token, from which the first logits are computed, or `None` if the generation was cancelled.
+pub(super) fn prefill(
+    model: &Gemma4Model,
+    sequences: &[Sequence<'_>],
+    cache: &mut Cache,
+    options: &GenerateOptions,
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
+    let prompts: Vec<&[u32]> = sequences.iter().map(|one| &one.prompt[..]).collect();
+    let longest = prompts.iter().map(|prompt| prompt.len()).max().unwrap_or(0);
+    read(model, &prompts, longest, Logits::Last(1), cache, options)
+}
+
+/// Prefills only the first tokens of a prompt, in chunks of the same size as in a generation.
+pub(crate) fn read_beginning(
+    model: &Gemma4Model,
+    beginning: &[u32],
+    cache: &mut Cache,
+    options: &GenerateOptions,
+) -> Result<(), Gemma4Error> {
+    let end = beginning.len();
+    read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
+}
+
+/// Prefills prompts in chunks, from the first column that the cache lacks up to the column `longest`. `longest` is the length
+/// of the longest prompt. `asked` selects the positions in the last chunk for which logits are requested.
+///
+/// Returns the hidden states of these positions, `[batch, asked, hidden]`. Returns `None` if no logits are requested or the
+/// generation was cancelled.
+fn read(
+    model: &Gemma4Model,
+    prompts: &[&[u32]],
+    longest: usize,
+    asked: Logits,
+    cache: &mut Cache,
+    options: &GenerateOptions,
+) -> Result<Option<Tensor<3>>, Gemma4Error> {
+    let device = model.device();
+    let pad = model.config().pad_token;
+    let chunk = options.prefill_chunk.unwrap_or_else(|| {
+        let together = match is_accelerated(model) {
+            true => ACCELERATORS_CHUNK,
+            false => PROCESSORS_CHUNK,
+        };
+        (together / prompts.len()).max(1)
+    });
+    loop {
+        if options.is_cancelled() {
+            return Ok(None);
+        }
+        let start = cache.len();
+        let end = start.saturating_add(chunk).min(longest);
+        let column = |prompt: &[u32], column: usize| {
+            (column + prompt.len())
+                .checked_sub(longest)
+                .map_or(pad, |index| prompt[index])
+        };
+        let tokens: Vec<u32> = prompts
+            .iter()
+            .flat_map(|prompt| (start..end).map(|index| column(prompt, index)))
+            .collect();
+        let tokens = Tokens::upload(tokens, [prompts.len(), end - start], &device);
+        if end == longest {
+            return model.step_hidden(&tokens, cache, asked);
+        }
+        model.step_hidden(&tokens, cache, Logits::None)?;
+        if options.cancellation.is_some() || model.host_table.is_some() {
+            // Wait for the chunk before the next chunk is queued. Queued work can no longer be cancelled. If the embedding
+            // table is on the host, queued work also keeps copies of the table's rows in memory.
+            device
+                .sync()
+                .map_err(|error| Gemma4Error::Device(error.to_string()))?;
+        }
+    }
+}

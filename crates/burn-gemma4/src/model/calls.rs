@@ -1,0 +1,156 @@
+//! The calls of the model: hidden states and logits of whole texts, and of tokens after those in a KV cache.
+
+use super::cache::{Cache, kind::CacheKind};
+#[cfg(feature = "cube")]
+use super::decode_ops::DecodeOps;
+use super::forward::After;
+use super::logits::Logits;
+use super::observe::Observer;
+use super::text_model::Gemma4Model;
+use super::tokens::Tokens;
+use crate::error::Gemma4Error;
+#[cfg(feature = "cube")]
+use crate::op::gemv;
+use crate::op::{flat_rows, linear};
+use burn::tensor::{Int, Tensor};
+
+impl Gemma4Model {
+    /// Computes the logits of every position. Position `i` sees the tokens at positions `0` to `i`.
+    ///
+    /// # Shapes
+    /// `tokens` is `[batch, positions]`; the result is `[batch, positions, vocabulary]`.
+    ///
+    /// # Errors
+    /// If a token is outside the vocabulary. The check copies the tokens to the host, so it waits until the device has computed
+    /// them.
+    pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, Gemma4Error> {
+        self.forward_observed(tokens, &mut ())
+    }
+
+    /// Runs [`forward`](Self::forward) with an observer of intermediate tensors.
+    ///
+    /// # Errors
+    /// The errors of [`forward`](Self::forward).
+    pub fn forward_observed(
+        &self,
+        tokens: Tensor<2, Int>,
+        observer: &mut impl Observer,
+    ) -> Result<Tensor<3>, Gemma4Error> {
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.hidden_states(self.whole_text(&tokens), None, Logits::All, observer);
+        Ok(self.logits(hidden))
+    }
+
+    /// Computes the normalised hidden states, which are the input of the head: [`forward`](Self::forward) without the head.
+    /// [`loss`](Self::loss) accepts this result.
+    ///
+    /// # Shapes
+    /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
+    ///
+    /// `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    ///
+    /// # Errors
+    /// The errors of [`forward`](Self::forward).
+    pub fn hidden(&self, tokens: Tensor<2, Int>, asked: Logits) -> Result<Tensor<3>, Gemma4Error> {
+        let [_, positions] = tokens.dims();
+        let asked_positions = asked.of(positions);
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.hidden_states(self.whole_text(&tokens), None, asked, &mut ());
+        Ok(hidden.narrow(1, 0, asked_positions))
+    }
+
+    /// Creates an empty KV cache for a batch of sequences. Sequence `i` begins with `padding[i]` padding tokens, so that all
+    /// prompts have the length of the longest.
+    pub fn cache(&self, padding: Vec<usize>) -> Cache {
+        Cache::new(&self.config, padding, CacheKind::default())
+    }
+
+    /// Creates a [`cache`](Self::cache) with [compact keys](CacheKind::compact_keys). Compact keys affect only layers whose
+    /// values come from the key projection ([`Gemma4Config::values_are_keys`](crate::Gemma4Config::values_are_keys)).
+    pub fn compact_cache(&self, padding: Vec<usize>) -> Cache {
+        let kind = CacheKind {
+            compact_keys: true,
+            ..CacheKind::default()
+        };
+        Cache::new(&self.config, padding, kind)
+    }
+
+    /// Creates a [`cache`](Self::cache) with the storage format `kind`.
+    ///
+    /// # Errors
+    /// [`Gemma4Error::Argument`] if int8 is requested and a head's channels do not fill whole 32-bit words of four int8 codes.
+    pub fn cache_of(&self, kind: CacheKind, padding: Vec<usize>) -> Result<Cache, Gemma4Error> {
+        kind.check(&self.config)?;
+        Ok(Cache::new(&self.config, padding, kind))
+    }
+
+    /// Processes tokens that follow the tokens in the KV cache. Returns the requested logits.
+    ///
+    /// # Shapes
+    /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
+    ///
+    /// `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    ///
+    /// # Errors
+    /// If the batch size differs from the cache's. Also the errors of [`forward`](Self::forward).
+    pub fn step(
+        &self,
+        tokens: Tensor<2, Int>,
+        cache: &mut Cache,
+        logits: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let tokens = self.read_tokens(tokens)?;
+        let hidden = self.step_hidden(&tokens, cache, logits)?;
+        Ok(hidden.map(|hidden| self.logits(hidden)))
+    }
+
+    /// Runs [`step`](Self::step) without the head. Returns the normalised hidden states, `[batch, asked, hidden]`, of the
+    /// `asked` requested positions.
+    pub(crate) fn step_hidden(
+        &self,
+        tokens: &Tokens,
+        cache: &mut Cache,
+        logits: Logits,
+    ) -> Result<Option<Tensor<3>>, Gemma4Error> {
+        let [batch, positions] = tokens.ids.dims();
+        if batch != cache.batch() {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has {batch} sequences, but the cache has {}", cache.batch()),
+            });
+        }
+        if positions == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: "has no positions".into(),
+            });
+        }
+        #[cfg(feature = "cube")]
+        cache.turn_back();
+        let after = After {
+            positions: cache.positions(positions),
+            cache,
+        };
+        let text = self.text(tokens, &after.positions);
+        let hidden = self.hidden_states(text, Some(after), logits, &mut ());
+        Ok((logits.of(positions) > 0).then_some(hidden))
+    }
+
+    /// Computes logits, `[batch, positions, vocabulary]`, from normalised hidden states, `[batch, positions, hidden]`.
+    pub(crate) fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
+        let [batch, positions, _] = hidden.dims();
+        let rows = flat_rows(hidden);
+        let cap = self.config.final_logit_softcapping;
+        let head = self.head();
+        let shape = [batch, positions, self.config.vocab_size];
+        #[cfg(feature = "cube")]
+        if positions == 1 && DecodeOps::serve(self, batch) {
+            return gemv::project(rows, head, cap, gemv::Origin::Computed).reshape(shape);
+        }
+        let logits = linear::rows(rows, head).reshape(shape);
+        match cap {
+            Some(cap) => (logits / cap).tanh() * cap,
+            None => logits,
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The operations of a layer as a trait, so that one definition of a layer serves prefill, training and decoding.
+
+use super::{Attention, Linear, Mlp, RmsNorm, experts::Mixture};
+use crate::op::column_slice::ColumnSlice;
+use crate::{
+    model::{
+        cache::key_values::KeyValues,
+        observe::{LayerSite, Part},
+    },
+    op::residual::{Next, ResidualAdd, residual, residual_before},
+};
+use burn::tensor::Tensor;
+
+/// The operations of a layer. Rows are `[batch · positions, columns]`, sequence by sequence, with each sequence's positions in
+/// order.
+pub(crate) trait LayerOps {
+    /// Multiplies rows, `[rows, columns in]`, by the transpose of a weight. Returns `[rows, columns out]`.
+    fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2>;
+
+    /// Multiplies rows by the transposes of several weights. Returns one output per weight.
+    fn project_together(&mut self, input: Tensor<2>, projections: &[&Linear]) -> Vec<ColumnSlice> {
+        let project = |linear: &&Linear| ColumnSlice::all(self.project(input.clone(), linear));
+        projections.iter().map(project).collect()
+    }
+
+    /// Normalises and rotates a layer's projected keys and values, and appends them to the KV cache, if there is a cache.
+    /// Returns the keys and values that the queries attend to.
+    fn key_values(
+        &mut self,
+        attention: &Attention,
+        key: ColumnSlice,
+        value: ColumnSlice,
+    ) -> KeyValues;
+
+    /// Normalises and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]`, in the channel
+    /// order that `key_values` needs.
+    fn queries(
+        &mut self,
+        attention: &Attention,
+        projected: ColumnSlice,
+        key_values: &KeyValues,
+    ) -> Tensor<4>;
+
+    /// Returns a layer's queries, and the keys and values if the layer computes its own. `own` holds the projected keys and
+    /// values. If `own` is `None`, the queries attend to `shared`, the keys and values of an earlier layer.
+    ///
+    /// # Panics
+    /// If both `own` and `shared` are `None`.
+    fn heads(
+        &mut self,
+        attention: &Attention,
+        query: ColumnSlice,
+        own: Option<OwnColumns>,
+        shared: Option<&KeyValues>,
+    ) -> (Tensor<4>, Option<KeyValues>) {
+        let together = own
+            .as_ref()
+            .and_then(|own| self.heads_together(attention, &query, own));
+        if let Some((query, own)) = together {
+            return (query, Some(own));
+        }
+        let own = own.map(|own| self.key_values(attention, own.key, own.value));
+        let read = own.as_ref().or(shared);
+        let query = self.queries(attention, query, read.expect(KEYS_ARE_THERE));
+        (query, own)
+    }
+
+    /// Computes [`queries`](Self::queries) and [`key_values`](Self::key_values) in one launch, or returns `None` if no kernel
+    /// can do so.
+    fn heads_together(
+        &mut self,
+        _attention: &Attention,
+        _query: &ColumnSlice,
+        _own: &OwnColumns,
+    ) -> Option<(Tensor<4>, KeyValues)> {
+        None
+    }
+
+    /// Runs the dense MLP.
+    fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2>;
+
+    /// Runs a layer's mixture of experts on rows of the residual stream.
+    fn experts(&mut self, stream: Tensor<2>, mixture: Mixture, layer: usize) -> Tensor<2>;
+
+    /// Computes `gelu(gate(input))` times the layer's per-layer embedding.
+    fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: ColumnSlice) -> Tensor<2>;
+
+    /// Normalises the residual stream with `norm`, then applies [`project_together`](Self::project_together).
+    fn project_normed(
+        &mut self,
+        mut stream: ResidualStream,
+        norm: &RmsNorm,
+        projections: &[&Linear],
+    ) -> (ResidualStream, Vec<ColumnSlice>) {
+        let normed = stream.norm(norm);
+        let projected = self.project_together(normed, projections);
+        (stream, projected)
+    }
+
+    /// Computes [`add`](Self::add), then [`gate`](Self::gate) of the resulting residual stream.
+    fn add_and_gate(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        gate: &Linear,
+        embedding: ColumnSlice,
+    ) -> (ResidualStream, Tensor<2>) {
+        let rows = self.add(stream, output, norm).into_rows();
+        self.after(Part::Norms);
+        let gated = self.gate(rows.clone(), gate, embedding);
+        (ResidualStream::new(rows), gated)
+    }
+
+    /// Computes [`add_before`](Self::add_before) at the end of a layer.
+    fn add_last(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Tensor<1>,
+        next: &RmsNorm,
+    ) -> ResidualStream {
+        self.add_before(stream, output, norm, Some(scalar), next)
+    }
+
+    /// Normalises a block's output with `norm`, and adds the result to the residual stream.
+    fn add(&mut self, stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -> ResidualStream {
+        ResidualStream::new(residual(added(stream, output, norm)))
+    }
+
+    /// Computes [`add`](Self::add), multiplies the residual stream by `scalar`, if given, and then applies the norm `next`.
+    fn add_before(
+        &mut self,
+        stream: ResidualStream,
+        output: Tensor<2>,
+        norm: &RmsNorm,
+        scalar: Option<Tensor<1>>,
+        next: &RmsNorm,
+    ) -> ResidualStream {
+        let next = Next {
+            scalar,
+            weight: next.weight.val(),
+        };
+        ResidualStream::of(residual_before(added(stream, output, norm), next))
+    }
+
+    /// Passes a tensor to the observer.
+    fn observe<const D: usize>(
+        &mut self,
+        _layer: usize,
+        _site: LayerSite,
+        _tensor: impl FnOnce() -> Tensor<D>,
+    ) {
+    }
+
+    /// Runs the callback after the launches of part `_part` were queued on the device.
+    fn after(&mut self, _part: Part) {}
+}
+
+/// Describes the addition of a block's normalised output to the residual stream.
+pub(crate) fn added(stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -> ResidualAdd {
+    ResidualAdd {
+        stream: stream.into_rows(),
+        added: output,
+        weight: norm.weight.val(),
+        epsilon: norm.epsilon(),
+    }
+}
+
+/// The text of `expect` for the keys and values that queries attend to.
+pub(crate) const KEYS_ARE_THERE: &str = "a validated configuration has an earlier layer of the same type with keys for each shared KV layer";
+
+/// The projected keys and values of a layer that computes its own.
+pub(crate) struct OwnColumns {
+    pub key: ColumnSlice,
+    pub value: ColumnSlice,
+}
+
+/// The residual stream between the blocks of a layer.
+#[derive(Clone)]
+pub(crate) enum ResidualStream {
+    /// The residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm, if the same launch has
+    /// computed it.
+    Ready(Box<(Tensor<2>, Option<Tensor<2>>)>),
+    /// An addition to the residual stream that is not computed yet, because the kernel of the next GEMV may compute it too.
+    #[cfg(feature = "cube")]
+    Deferred(Box<(ResidualAdd, Next)>),
+}
+
+impl ResidualStream {
+    /// Creates a residual stream that is not normalised yet.
+    pub fn new(rows: Tensor<2>) -> Self {
+        Self::of((rows, None))
+    }
+
+    /// Creates a residual stream. The second tensor is the stream after the next norm, if that is already computed.
+    pub fn of(parts: (Tensor<2>, Option<Tensor<2>>)) -> Self {
+        Self::Ready(Box::new(parts))
+    }
+
+    /// Returns the residual stream, `[rows, hidden]`, and the stream after the next norm, if the same launch has computed both.
+    fn parts(self) -> (Tensor<2>, Option<Tensor<2>>) {
+        match self {
+            Self::Ready(parts) => *parts,
+            #[cfg(feature = "cube")]
+            Self::Deferred(due) => {
+                let (added, next) = *due;
+                residual_before(added, next)
+            }
+        }
+    }
+
+    /// Returns the residual stream, `[rows, hidden]`.
+    pub fn into_rows(self) -> Tensor<2> {
+        self.parts().0
+    }
+
+    /// Returns the residual stream after `norm`, which must be the next norm that the model applies to the stream.
+    pub fn norm(&mut self, norm: &RmsNorm) -> Tensor<2> {
+        let (rows, normed) = self.clone().parts();
+        let normed = normed.unwrap_or_else(|| norm.forward(rows.clone()));
+        *self = Self::new(rows);
+        normed
+    }
+}

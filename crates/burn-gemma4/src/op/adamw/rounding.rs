@@ -1,0 +1,122 @@
+//! Rounding of f32 master weights to the model's bf16 weights.
+//!
+//! A bf16 weight is one of the two bf16 neighbours of its master weight. If many master weights lie at the fraction `x` of the
+//! distance to the next bf16 value, about the fraction `x` of the bf16 weights take the next value. The model's weights
+//! therefore follow the master weights on average.
+//!
+//! With rounding to nearest, the model's weights would lag behind. The weights of published checkpoints are exact bf16 values.
+//! Such a weight would change only after its master weight has moved half of the distance to the next bf16 value. At the
+//! learning rate of fine-tuning, this takes most of the steps. Until then the model would compute with weights that the
+//! optimizer has already changed.
+//!
+//! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) also follows the master weights on average. It draws a random
+//! number in every step, which adds noise from step to step. Here each weight has one fixed pseudorandom threshold between two
+//! neighbours. The threshold is a hash of the weight's index and of the neighbour nearer to zero. The bf16 weight changes when
+//! the master weight passes the threshold. Equal f32 weights at equal indices give equal bf16 weights, also after a restart. A
+//! master weight that is exactly a bf16 value keeps that value.
+//!
+//! f16 has eight times as many values in the same range, so f16 weights round to nearest.
+
+#[cfg(feature = "cube")]
+use cubecl::prelude::*;
+
+/// The number of low bits of an f32 that a bf16 lacks.
+const LOST: u32 = 16;
+/// The mask of the f32 bits that a bf16 lacks.
+const LOST_BITS: u32 = (1 << LOST) - 1;
+/// The exponent bits of infinities and NaN.
+const NOT_FINITE: u32 = 0x7F80_0000;
+/// Constants of MurmurHash3 (Appleby 2011): the two multipliers of its finalizer, and one multiplier of its body. The third
+/// constant multiplies the bits of a weight before the XOR with the weight's index. Without the product, many pairs of weight
+/// and index would give the same hash.
+const FACTORS: [u32; 3] = [0x85EB_CA6B, 0xC2B2_AE35, 0xCC9E_2D51];
+
+/// Returns the threshold of a weight, as a fraction of the distance between its bf16 neighbours, in units of 2⁻¹⁶. A weight
+/// beyond the threshold rounds to the neighbour farther from zero. The argument `kept` holds the bits of the neighbour nearer
+/// to zero, and `place` is the index of the weight.
+fn threshold(kept: u32, place: u32) -> u32 {
+    let mut hash = place ^ kept.wrapping_mul(FACTORS[2]);
+    hash = (hash ^ hash >> 16).wrapping_mul(FACTORS[0]);
+    hash = (hash ^ hash >> 13).wrapping_mul(FACTORS[1]);
+    (hash ^ hash >> 16) >> LOST
+}
+
+/// Returns `weight` rounded to bf16, where `place` is the weight's index modulo 2³².
+pub(super) fn neighbour(weight: f32, place: u32) -> f32 {
+    let bits = weight.to_bits();
+    if bits & NOT_FINITE == NOT_FINITE {
+        return weight;
+    }
+    let (kept, share) = (bits >> LOST, bits & LOST_BITS);
+    let next = u32::from(share > threshold(kept, place));
+    f32::from_bits((kept + next) << LOST)
+}
+
+/// Computes the same hash as [`threshold`] on the device.
+#[cfg(feature = "cube")]
+#[cube]
+fn threshold_there(kept: u32, place: u32) -> u32 {
+    let mut hash = place ^ (kept * comptime!(FACTORS[2]));
+    hash = (hash ^ (hash >> 16u32)) * comptime!(FACTORS[0]);
+    hash = (hash ^ (hash >> 13u32)) * comptime!(FACTORS[1]);
+    (hash ^ (hash >> 16u32)) >> comptime!(LOST)
+}
+
+/// Rounds as [`neighbour`] does, on the device.
+#[cfg(feature = "cube")]
+#[cube]
+pub(super) fn neighbour_there(weight: f32, place: u32) -> f32 {
+    let bits = u32::reinterpret(weight);
+    let kept = bits >> comptime!(LOST);
+    let share = bits & comptime!(LOST_BITS);
+    let next = select(share > threshold_there(kept, place), 1u32, 0u32);
+    let shown = f32::reinterpret((kept + next) << comptime!(LOST));
+    let not_finite = (bits & comptime!(NOT_FINITE)) == comptime!(NOT_FINITE);
+    select(not_finite, weight, shown)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbour_of_bf16_numbers_is_unchanged() {
+        for bits in 0..=u32::from(u16::MAX) {
+            let weight = f32::from_bits(bits << 16);
+            for place in [0, 1, 77, u32::MAX] {
+                let shown = neighbour(weight, place);
+                assert_eq!(shown.to_bits(), weight.to_bits(), "{weight}");
+            }
+        }
+        assert!(neighbour(f32::from_bits(0x7F80_0001), 3).is_nan());
+    }
+
+    /// Moves master weights from one bf16 value to the next in sixteen steps. At each step, the fraction of weights that round
+    /// to the next value is about the fraction of the distance moved. A weight that has rounded to the next value stays there.
+    #[test]
+    fn neighbour_rounds_up_in_proportion_to_distance() {
+        const WEIGHTS: u32 = 1 << 14;
+        for from in [1.0f32, -0.0123, 3e-5, -7.5e4, 1e-40] {
+            let from = f32::from_bits(from.to_bits() & !LOST_BITS);
+            let to = f32::from_bits(from.to_bits() + (1 << LOST));
+            let mut there = vec![false; WEIGHTS as usize];
+            for sixteenth in 1..=16u32 {
+                let weight = f32::from_bits(from.to_bits() + sixteenth * (1 << (LOST - 4)));
+                for (place, there) in (0..).zip(&mut there) {
+                    let shown = neighbour(weight, place);
+                    assert!(shown == from || shown == to);
+                    assert!(
+                        shown == to || !*there,
+                        "place {place}: the weight went back"
+                    );
+                    *there = shown == to;
+                }
+                let share = there.iter().filter(|there| **there).count() as f64;
+                let share = share / f64::from(WEIGHTS);
+                let expected = f64::from(sixteenth) / 16.0;
+                // The bound is four standard deviations for this number of draws.
+                assert!((share - expected).abs() < 0.016, "{from}: {share}");
+            }
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! The clustered LM head of a drafter. The first kernel chooses the `top_k` groups of tokens with the largest scores. The second
+//! kernel finds the most likely token among the tokens of these groups.
+//!
+//! Algorithm: a group's rank is the number of groups that come before it in descending order of scores. Any number of cubes can
+//! count the ranks in parallel, which is faster than a sort in one cube.
+//!
+//! Budget: at most 12 KB of shared memory. Registers hold a score and its rank in the first kernel, and [`AT_ONCE`] sums and
+//! tokens in the second.
+//!
+//! Schedule: in the first kernel every cube reads all scores of a row, a few KB. The second kernel reads a few MB of rows of the
+//! table (the LM head's weights). A unit has vectors of [`AT_ONCE`] table rows in flight.
+//!
+//! Bound: latency. After the wait for the previous launch, the first kernel has no dependent reads. The second kernel has three
+//! dependent reads: the group, its token, and the token's table row.
+
+use crate::op::argmax::kernel::bring_best_first;
+use crate::op::sums::{Team, part_of_sum};
+use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
+use cubecl::prelude::*;
+
+/// The number of scores that a cube ranks. For each score, `SHARES` units each compare with a part of the other scores. Neither
+/// number has been tuned by measurement yet.
+pub(super) const OWN: usize = 16;
+const SHARES: usize = 16;
+
+/// The number of units in a cube of `choose_groups_pdl`.
+pub(super) const CHOOSING_UNITS: usize = OWN * SHARES;
+
+/// The number of scores that shared memory holds at a time.
+const STRETCH: usize = 2048;
+
+/// The number of table rows that a team reads at once. A team is a group of units that computes dot products together. The
+/// number has not been tuned by measurement yet.
+pub(super) const AT_ONCE: usize = 4;
+
+/// Chooses the `top_k` groups with the largest scores of each row, in descending order. Among groups with equal scores the lower
+/// index comes first. NaN counts as the smallest score.
+#[cube(launch_unchecked)]
+pub(super) fn choose_groups_pdl<E: Float, I: Int>(
+    scores: &Tensor<E>,
+    chosen: &mut Tensor<I>,
+    start: u32,
+    stride: u32,
+    groups: u32,
+    top_k: u32,
+    cubes_of_row: u32,
+    #[comptime] pdl: bool,
+    #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
+) {
+    launch_dependents_and_wait(pdl);
+    mark_volatile(scores, pdl);
+    let row = CUBE_POS as u32 / cubes_of_row;
+    let share = UNIT_POS % comptime!(SHARES as u32);
+    let place = UNIT_POS / comptime!(SHARES as u32);
+    let own = CUBE_POS as u32 % cubes_of_row * comptime!(OWN as u32) + place;
+    let first = row * stride + start;
+    let own_score = score_of(scores, first, min(own, groups - 1u32));
+    let mut others = Shared::<[f32]>::new_slice(STRETCH);
+    let mut before = 0u32;
+    let mut behind = 0u32;
+    while behind < groups {
+        // Wait, because some units may still compare their scores with the previous section in shared memory.
+        sync_cube();
+        let count = min(groups - behind, comptime!(STRETCH as u32));
+        let mut at = UNIT_POS;
+        while at < count {
+            others[at as usize] = score_of(scores, first, behind + at);
+            at += comptime!(CHOOSING_UNITS as u32);
+        }
+        sync_cube();
+        let mut at = share;
+        while at < count {
+            let other = others[at as usize];
+            let is_first = other == own_score && behind + at < own;
+            before += select(other > own_score || is_first, 1u32, 0u32);
+            at += comptime!(SHARES as u32);
+        }
+        behind += comptime!(STRETCH as u32);
+    }
+    let mut counted = Shared::<[u32]>::new_slice(CHOOSING_UNITS);
+    counted[UNIT_POS as usize] = before;
+    sync_cube();
+    if share == 0u32 && own < groups {
+        let mut rank = 0u32;
+        #[unroll]
+        for other in 0..SHARES {
+            rank += counted[UNIT_POS as usize + other];
+        }
+        if rank < top_k {
+            chosen[(row * top_k + rank) as usize] = I::cast_from(own);
+        }
+    }
+}
+
+/// Returns a group's score, with NaN replaced by the smallest f32.
+#[cube]
+fn score_of<E: Float>(scores: &Tensor<E>, first: u32, group: u32) -> f32 {
+    let score = f32::cast_from(scores[(first + group) as usize]);
+    let least = f32::new(f32::MIN);
+    select(score > least, score, least)
+}
+
+/// The sizes of the groups of tokens, and the layout of the table's rows.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Candidates {
+    /// The number of tokens in a group.
+    pub of_group: u32,
+    /// The number of chosen groups per row.
+    pub groups: u32,
+    /// The number of vectors in a table row, and the stride of table rows in vectors.
+    pub vectors: u32,
+    pub table_stride: u32,
+    pub cubes_of_row: u32,
+}
+
+/// Finds the largest logit among a row's candidate tokens, and the token that has it. A logit is the dot product of the hidden
+/// row and the token's table row. The candidates are the tokens of the row's chosen groups. Each cube searches a part of the
+/// candidates, and each team of units in the cube searches [`AT_ONCE`] of them. Among equal logits the smallest token id wins.
+/// The token is −1 if no logit is above −∞.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn look_at_groups_pdl<E: Float, I: Int, N: Size>(
+    hidden: &Tensor<Vector<E, N>>,
+    table: &Tensor<Vector<E, N>>,
+    ordering: &Tensor<I>,
+    chosen: &Tensor<I>,
+    largest: &mut Tensor<f32>,
+    tokens_of_largest: &mut Tensor<I>,
+    candidates: Candidates,
+    #[comptime] team: Team,
+    #[comptime] teams: usize,
+    #[comptime] pdl: bool,
+    #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    launch_dependents_and_wait(pdl);
+    mark_volatile(hidden, pdl);
+    mark_volatile(table, pdl);
+    mark_volatile(ordering, pdl);
+    mark_volatile(chosen, pdl);
+    let row = CUBE_POS as u32 / candidates.cubes_of_row;
+    let part = CUBE_POS as u32 % candidates.cubes_of_row;
+    let lane = UNIT_POS % comptime!(team.units as u32);
+    let of_cube = UNIT_POS / comptime!(team.units as u32);
+    let last = candidates.of_group * candidates.groups - 1u32;
+    let mut tokens = Array::<u32>::new(AT_ONCE);
+    #[unroll]
+    for index in 0..AT_ONCE {
+        let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
+            * comptime!(teams as u32)
+            + of_cube;
+        // Read the last candidate token again in a team of units that has no candidates left.
+        let candidate = min(candidate, last);
+        let rank = candidate / candidates.of_group;
+        let group = u32::cast_from(chosen[(row * candidates.groups + rank) as usize]);
+        let at = group * candidates.of_group + candidate % candidates.of_group;
+        tokens[index] = u32::cast_from(ordering[at as usize]);
+    }
+    let mut sums = Array::<f32>::new(AT_ONCE);
+    #[unroll]
+    for index in 0..AT_ONCE {
+        sums[index] = 0.0f32;
+    }
+    let mut vector = lane;
+    while vector < candidates.vectors {
+        let own = Vector::<f32, N>::cast_from(hidden[(row * candidates.vectors + vector) as usize]);
+        let mut weights = Array::<Vector<E, N>>::new(AT_ONCE);
+        #[unroll]
+        for index in 0..AT_ONCE {
+            let first = tokens[index] as usize * candidates.table_stride as usize;
+            weights[index] = table[first + vector as usize];
+        }
+        #[unroll]
+        for index in 0..AT_ONCE {
+            let products = own * Vector::<f32, N>::cast_from(weights[index]);
+            let mut sum = 0.0f32;
+            #[unroll]
+            for component in 0..products.vector_size().comptime() {
+                sum += products.extract(component);
+            }
+            sums[index] += sum;
+        }
+        vector += comptime!(team.units as u32);
+    }
+    let mut best = f32::new(f32::MIN);
+    let mut best_token = u32::MAX.runtime();
+    #[unroll]
+    for index in 0..AT_ONCE {
+        let sum = part_of_sum(sums[index], team);
+        let token = tokens[index];
+        if sum > best || (sum == best && token < best_token) {
+            best = sum;
+            best_token = token;
+        }
+    }
+    let mut found = Shared::<[f32]>::new_slice(teams);
+    let mut found_tokens = Shared::<[u32]>::new_slice(teams);
+    if lane == 0u32 {
+        found[of_cube as usize] = best;
+        found_tokens[of_cube as usize] = best_token;
+    }
+    bring_best_first(&mut found, &mut found_tokens, teams);
+    if UNIT_POS == 0 {
+        let token = found_tokens[0];
+        let is_missing = token == u32::MAX;
+        largest[CUBE_POS] = found[0];
+        let number = I::cast_from(select(is_missing, 0u32, token));
+        tokens_of_largest[CUBE_POS] = select(is_missing, I::new(-1), number);
+    }
+}

@@ -1,0 +1,119 @@
+//! Concatenated matrices: one launch multiplies by the query, key and value projections. A side is one of the concatenated
+//! matrices. Each side has its own cubes.
+
+use super::sums::ProjectPlan;
+use burn_cubecl::{cubecl, tensor::CubeTensor};
+use cubecl::prelude::*;
+
+/// The largest number of concatenated matrices.
+pub(super) const MOST_SIDES: usize = 3;
+
+/// The number of rows of each matrix, and the number of cubes of the first two matrices.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct ConcatRows {
+    pub outputs: u32,
+    pub second_outputs: u32,
+    pub third_outputs: u32,
+    pub cubes: u32,
+    pub second_cubes: u32,
+}
+
+/// The weight matrices of a GEMV. `W` is a tensor, or several bindings of the same tensor.
+#[derive(CubeLaunch, CubeType)]
+pub(super) struct WeightMatrices<W: CubeType> {
+    /// `[outputs, columns in]`. If the GEMV is gated, this matrix is the gate.
+    pub first: W,
+    /// `[second_outputs, columns in]`. If the GEMV is gated, the gate multiplies the outputs of this matrix.
+    pub second: ComptimeOption<W>,
+    /// `[third_outputs, columns in]`.
+    pub third: ComptimeOption<W>,
+    pub rows: ConcatRows,
+}
+
+/// Returns the kernel argument [`WeightMatrices`]. The closure `argument` converts each matrix.
+pub(super) fn weight_matrices<W: LaunchArg>(
+    first: CubeTensor,
+    others: [Option<CubeTensor>; MOST_SIDES - 1],
+    rows: ConcatRowsLaunch,
+    argument: impl Fn(CubeTensor) -> W::RuntimeArg,
+) -> WeightMatricesLaunch<W> {
+    let [second, third] = others.map(|matrix| matrix.map(&argument));
+    WeightMatricesLaunch::new(argument(first), second.into(), third.into(), rows)
+}
+
+/// The matrix that a cube multiplies by, and the cube's position in it.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Side {
+    pub number: u32,
+    /// The index of the cube among the cubes of its matrix.
+    pub cube: u32,
+    /// The number of rows of the matrix, which is the number of its outputs.
+    pub outputs: u32,
+    /// The first output column of the matrix.
+    pub column: u32,
+    /// The number of output columns of all matrices.
+    pub all_outputs: u32,
+}
+
+#[cube]
+pub(super) fn side_of_cube(cube: u32, sides: ConcatRows, #[comptime] plan: ProjectPlan) -> Side {
+    let mut side = Side {
+        number: 0u32,
+        cube,
+        outputs: sides.outputs,
+        column: 0u32,
+        all_outputs: sides.outputs,
+    };
+    if comptime!(plan.sides > 1) {
+        side.all_outputs = sides.outputs + sides.second_outputs + sides.third_outputs;
+        let before_third = sides.cubes + sides.second_cubes;
+        if cube >= before_third {
+            side.number = 2u32;
+            side.cube = cube - before_third;
+            side.outputs = sides.third_outputs;
+            side.column = sides.outputs + sides.second_outputs;
+        } else if cube >= sides.cubes {
+            side.number = 1u32;
+            side.cube = cube - sides.cubes;
+            side.outputs = sides.second_outputs;
+            side.column = sides.outputs;
+        }
+    }
+    side
+}
+
+/// The number of rows of each matrix; unused matrices have 0 rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SideOutputs([usize; MOST_SIDES]);
+
+impl SideOutputs {
+    /// Creates the row counts of one to three matrices.
+    pub fn new(outputs: impl IntoIterator<Item = usize>) -> Self {
+        let mut all = [0; MOST_SIDES];
+        for (index, outputs) in outputs.into_iter().enumerate() {
+            all[index] = outputs;
+        }
+        Self(all)
+    }
+
+    pub fn all(self) -> usize {
+        self.0.iter().sum()
+    }
+
+    fn cubes_of_each(self, plan: ProjectPlan) -> [usize; MOST_SIDES] {
+        self.0
+            .map(|outputs| outputs.div_ceil(plan.outputs * plan.teams))
+    }
+
+    pub fn cubes(self, plan: ProjectPlan) -> usize {
+        self.cubes_of_each(plan).iter().sum()
+    }
+
+    pub fn launch(self, plan: ProjectPlan) -> ConcatRowsLaunch {
+        let [first, second, third] = self.0.map(|outputs| outputs as u32);
+        let [cubes, second_cubes, _] = self.cubes_of_each(plan).map(|cubes| cubes as u32);
+        ConcatRowsLaunch::new(first, second, third, cubes, second_cubes)
+    }
+}

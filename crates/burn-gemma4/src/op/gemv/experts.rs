@@ -1,0 +1,214 @@
+//! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
+//!
+//! The work is divided into items. In the gate and up projections an item is one (row, chosen expert) pair, and the experts'
+//! outputs stay separate. In the down projection an item is one row, and the kernel adds up the row's experts. For that the
+//! item's inner dimension is the concatenation of its experts' inner dimensions. The index of an expert among the experts of an
+//! item is its rank.
+
+use super::concat::SideOutputs;
+use super::sums::ProjectPlan;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::prelude::*;
+
+/// The division of a GEMV into items, as a kernel argument. An item is one (row, chosen expert) pair, or one row for which the
+/// kernel adds up the outputs of all chosen experts.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct ItemPlace {
+    /// The number of cubes that compute one item.
+    pub cubes: u32,
+    /// The number of items that read the same input row: one for each chosen expert if the experts' outputs stay separate.
+    pub items_of_row: u32,
+    /// The number of vectors in an expert's inner dimension.
+    pub vectors: u32,
+    /// The number of rows in an expert's matrix.
+    pub rows: u32,
+    /// The number of rows from a row of `gate` to the corresponding row of `through`.
+    pub through: u32,
+}
+
+/// The chosen experts of a GEMV, and the division of the GEMV into items.
+#[derive(CubeLaunch, CubeType)]
+pub(super) struct ExpertInputs {
+    /// The indices of the chosen experts, `[rows, top_k]`; absent without experts.
+    pub chosen: ComptimeOption<OwnedTensor<i32>>,
+    /// The router's weights, `[rows, top_k]`; absent unless an item adds up its experts.
+    pub shares: ComptimeOption<OwnedTensor<f32>>,
+    pub place: ItemPlace,
+}
+
+/// The position of the weights by which one input vector is multiplied.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct VectorPlace {
+    /// The first row of the expert's matrix.
+    pub row: u32,
+    /// The index of the vector within a row of the matrix.
+    pub vector: u32,
+}
+
+/// Returns the index of the item that this cube computes: a (row, chosen expert) pair, or a row.
+#[cube]
+pub(super) fn item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
+    if comptime!(ranks > 0) {
+        CUBE_POS as u32 / place.cubes
+    } else {
+        0u32.runtime()
+    }
+}
+
+/// Returns the index of this cube among the cubes that compute the same item.
+#[cube]
+pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
+    if comptime!(ranks > 0) {
+        CUBE_POS as u32 % place.cubes
+    } else {
+        CUBE_POS as u32
+    }
+}
+
+/// Returns the rank of an expert among the experts whose inner dimensions are concatenated: the expert to which a vector of the
+/// concatenation belongs.
+#[cube]
+fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
+    if comptime!(ranks > 1) {
+        vector / place.vectors
+    } else {
+        0u32.runtime()
+    }
+}
+
+#[cube]
+pub(super) fn place_of_vector(
+    experts: &ExpertInputs,
+    item: u32,
+    vector: u32,
+    #[comptime] ranks: usize,
+) -> VectorPlace {
+    let place = experts.place;
+    let rank = rank_of_vector(vector, place, ranks);
+    let mut row = 0u32;
+    #[comptime]
+    match &experts.chosen {
+        ComptimeOption::Some(chosen) => {
+            let choice = item * comptime!(ranks as u32) + rank;
+            row = u32::cast_from(chosen[choice as usize]) * place.rows;
+        }
+        ComptimeOption::None => {}
+    }
+    VectorPlace {
+        row,
+        vector: vector - rank * place.vectors,
+    }
+}
+
+/// Returns the router's weight of the expert that a vector belongs to.
+#[cube]
+pub(super) fn share_of_vector(
+    shares: &Tensor<f32>,
+    item: u32,
+    vector: u32,
+    place: ItemPlace,
+    #[comptime] ranks: usize,
+) -> f32 {
+    let rank = rank_of_vector(vector, place, ranks);
+    shares[(item * comptime!(ranks as u32) + rank) as usize]
+}
+
+/// The chosen experts of each row.
+pub(super) struct OfExperts {
+    /// The indices of the chosen experts, `[rows, top_k]`. Each index must be below the number of experts.
+    pub chosen: CubeTensor,
+    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. If this is
+    /// `None`, the outputs stay separate.
+    pub shares: Option<CubeTensor>,
+    /// The number of rows in an expert's matrix.
+    pub rows: usize,
+}
+
+/// The items of a GEMV: units of work that separate cubes compute. Without experts there is one item. With experts an item is a
+/// (row, chosen expert) pair, or a row.
+#[derive(Clone, Copy)]
+pub(super) struct Items {
+    pub count: usize,
+    /// The number of input rows per item.
+    pub rows: usize,
+    /// The number of outputs of an item for each concatenated matrix.
+    pub sides: SideOutputs,
+    /// The number of output rows.
+    pub rows_out: usize,
+    /// The number of experts whose inner dimensions are concatenated in an item; 0 without experts.
+    pub ranks: usize,
+    of_row: usize,
+    rows_of_expert: usize,
+    through: usize,
+}
+
+impl Items {
+    /// Creates the division of a GEMV without experts: a single item with all `rows` input rows. The argument `outputs` gives
+    /// the number of rows of each concatenated matrix.
+    pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
+        Self {
+            count: 1,
+            rows,
+            sides: SideOutputs::new(outputs),
+            rows_out: rows,
+            ranks: 0,
+            of_row: 1,
+            rows_of_expert: 0,
+            through: 0,
+        }
+    }
+
+    /// Creates the division of a GEMV with experts. An item is a row if the kernel adds up the experts' outputs, and a (row,
+    /// chosen expert) pair otherwise. If `is_gated`, the first half of the rows of an expert's matrix is the gate projection,
+    /// and the second half is the up projection.
+    pub fn of_experts(experts: &OfExperts, is_gated: bool) -> Self {
+        let shape = experts.chosen.meta.shape();
+        let [rows, top_k] = [shape[0], shape[1]];
+        let (count, ranks, of_row) = match experts.shares {
+            Some(_) => (rows, top_k, 1),
+            None => (rows * top_k, 1, top_k),
+        };
+        let outputs = match is_gated {
+            true => experts.rows / 2,
+            false => experts.rows,
+        };
+        Self {
+            count,
+            rows: 1,
+            sides: SideOutputs::new([outputs]),
+            rows_out: count,
+            ranks,
+            of_row,
+            rows_of_expert: experts.rows,
+            through: experts.rows - outputs,
+        }
+    }
+
+    /// The number of experts whose inner dimensions are concatenated in an item; 1 without experts.
+    pub fn inner(&self) -> usize {
+        self.ranks.max(1)
+    }
+
+    /// The number of cubes that compute one item.
+    pub fn cubes(&self, plan: ProjectPlan) -> usize {
+        self.sides.cubes(plan)
+    }
+
+    /// The number of outputs per input row of an item.
+    pub fn outputs(&self) -> usize {
+        self.sides.all()
+    }
+
+    /// Returns the kernel's argument. The parameter `vectors` is the number of vectors in one expert's inner dimension.
+    pub fn place(&self, plan: ProjectPlan, vectors: usize) -> ItemPlaceLaunch {
+        ItemPlaceLaunch::new(
+            self.cubes(plan) as u32,
+            self.of_row as u32,
+            vectors as u32,
+            self.rows_of_expert as u32,
+            self.through as u32,
+        )
+    }
+}

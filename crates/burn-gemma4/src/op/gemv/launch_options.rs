@@ -1,0 +1,231 @@
+//! Options of a GEMV launch, and the division of the launch's work among units.
+
+use super::{
+    GEMV_MAX_ROWS, MaybeMatrix, Origin, ProductOptions, ProductTensors,
+    experts::{ExpertInputsLaunch, ItemPlaceLaunch, Items, OfExperts},
+    sums::{Epilogue, EpilogueInputsLaunch, FactorPlaceLaunch, ProjectPlan},
+};
+use crate::op::{
+    launch::{plane_width, rows_of},
+    sums::Team,
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use cube_kit::pdl::supports_pdl;
+use cubecl::{client::Client, prelude::Float};
+
+/// The optional tensors of a GEMV, and its epilogue.
+pub(super) struct LaunchOptions {
+    pub gelu: bool,
+    /// True for GeGLU: the GELU of the first matrix's output multiplies the output of `second`. Otherwise the outputs of the
+    /// matrices are concatenated.
+    pub gated: bool,
+    pub second: Option<CubeTensor>,
+    pub third: Option<CubeTensor>,
+    /// A tensor that multiplies the output, and the first of its columns that is used.
+    pub factor: Option<(CubeTensor, usize)>,
+    pub cap: Option<f64>,
+    pub origin: Origin,
+    /// The chosen experts, if the weights hold the matrices of several experts.
+    pub experts: Option<OfExperts>,
+}
+
+impl Default for LaunchOptions {
+    fn default() -> Self {
+        Self {
+            gelu: false,
+            gated: false,
+            second: None,
+            third: None,
+            factor: None,
+            cap: None,
+            origin: Origin::Computed,
+            experts: None,
+        }
+    }
+}
+
+impl LaunchOptions {
+    pub fn of(tensors: &ProductTensors<CubeBackend>, options: ProductOptions) -> Self {
+        let factor = tensor_of(&tensors.through);
+        Self {
+            gelu: options.gated || factor.is_some(),
+            gated: options.gated,
+            second: tensor_of(&tensors.second),
+            third: tensor_of(&tensors.third),
+            factor: factor.map(|factor| (factor, options.start)),
+            cap: options.cap,
+            origin: options.origin,
+            experts: None,
+        }
+    }
+
+    /// True if no launch writes the matrices of this GEMV, `first` included. If a launch must first make a matrix contiguous,
+    /// that launch counts as a writer.
+    pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
+        let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
+        let stays = |matrix: &CubeTensor| {
+            !matrix.meta.is_tiled() && matrix.meta.strides().last() == Some(&1)
+        };
+        self.origin == Origin::Parameters && matrices.into_iter().flatten().all(stays)
+    }
+
+    pub(super) fn gated_by_experts(weight: CubeTensor, chosen: CubeTensor, rows: usize) -> Self {
+        Self {
+            gelu: true,
+            gated: true,
+            second: Some(weight),
+            experts: Some(OfExperts {
+                chosen: into_contiguous(chosen),
+                shares: None,
+                rows,
+            }),
+            ..Self::default()
+        }
+    }
+
+    pub(super) fn mixed(chosen: CubeTensor, shares: CubeTensor, rows: usize) -> Self {
+        Self {
+            experts: Some(OfExperts {
+                chosen: into_contiguous(chosen),
+                shares: Some(into_contiguous(shares)),
+                rows,
+            }),
+            ..Self::default()
+        }
+    }
+
+    /// Returns the division of a GEMV of `rows` input rows into items, as the module `experts` defines items. The argument
+    /// `of_matrix` is the number of rows of the first matrix.
+    pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
+        if let Some(experts) = &self.experts {
+            return Items::of_experts(experts, self.gated);
+        }
+        let rows_of = |matrix: &CubeTensor| matrix.meta.shape()[0];
+        let beside = match self.gated {
+            true => [None, None],
+            false => [self.second.as_ref(), self.third.as_ref()],
+        };
+        let beside = beside.into_iter().flatten().map(rows_of);
+        Items::of_matrices(rows, std::iter::once(of_matrix).chain(beside))
+    }
+
+    /// The number of concatenated matrices.
+    pub fn sides(&self) -> usize {
+        match self.gated {
+            true => 1,
+            false => 1 + self.second.iter().chain(&self.third).count(),
+        }
+    }
+
+    /// Takes the chosen experts and the router's weights out of the options, as a kernel argument.
+    pub fn expert_inputs(&mut self, place: ItemPlaceLaunch) -> ExpertInputsLaunch {
+        let [chosen, shares] = match self.experts.take() {
+            Some(experts) => [Some(experts.chosen), experts.shares],
+            None => [None, None],
+        }
+        .map(|tensor| tensor.map(CubeTensor::into_tensor_arg));
+        ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
+    }
+
+    /// Takes the factor of the output out of the options, with the factor's position.
+    pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
+        match self.factor.take() {
+            Some((factor, start)) => {
+                let factor = rows_of(factor);
+                let stride = factor.meta.strides()[0];
+                let place = FactorPlaceLaunch::new(start as u32, stride as u32);
+                (Some(factor), place)
+            }
+            None => (None, FactorPlaceLaunch::new(0, 0)),
+        }
+    }
+
+    /// Returns the epilogue's inputs as a kernel argument. The method [`Self::factor`] returns the factor and its position.
+    pub fn epilogue_inputs<E: Float>(
+        &self,
+        factor: Option<CubeTensor>,
+        place: FactorPlaceLaunch,
+    ) -> EpilogueInputsLaunch<E> {
+        let factor = factor.map(CubeTensor::into_tensor_arg);
+        EpilogueInputsLaunch::new(factor.into(), place, self.cap.unwrap_or(1.0) as f32)
+    }
+
+    pub fn epilogue(&self) -> Epilogue {
+        Epilogue {
+            gelu: self.gelu,
+            capped: self.cap.is_some(),
+        }
+    }
+}
+
+/// Plans the division of a GEMV among teams. A team is a group of units that computes a few outputs together. The plan has
+/// enough units to saturate the memory bandwidth, and enough outputs per team to reuse its reads of the input. The argument
+/// `vectors` is the number of vectors in one row of a matrix.
+pub(super) fn plan(
+    client: &Client,
+    items: Items,
+    vectors: usize,
+    options: &LaunchOptions,
+    in_flight: usize,
+) -> ProjectPlan {
+    let (rows, outputs) = (items.rows, items.outputs() * items.count);
+    let vectors = vectors * items.inner();
+    let gated = options.gated;
+    assert!(
+        rows <= GEMV_MAX_ROWS,
+        "rows: the kernel takes at most {GEMV_MAX_ROWS}, but got {rows}"
+    );
+    let width = plane_width(client);
+    let processors = client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(16) as usize;
+    let of_team = match (rows, gated) {
+        (1, true) => 1,
+        (1, false) | (_, true) => 2,
+        (2..=4, false) => 2,
+        (_, false) => 4,
+    };
+    let of_team = of_team.min(outputs.next_power_of_two());
+    // Use few units per team (a group of units that computes outputs together). Without plane operations every unit of the team
+    // writes its own partial sum to shared memory.
+    let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
+    let teams_in_all = outputs.div_ceil(of_team);
+    while units < most_units
+        && vectors.is_multiple_of(2 * units)
+        && teams_in_all * units < processors * 1024
+    {
+        units *= 2;
+    }
+    let cube = if width == 1 { 64 } else { 256.max(width) };
+    let steps = vectors / units;
+    let in_flight = in_flight / (of_team * if gated { 2 } else { 1 });
+    let unroll = match vectors.is_multiple_of(units) {
+        true => (1..=in_flight.max(1))
+            .rev()
+            .find(|unroll| steps.is_multiple_of(*unroll)),
+        false => None,
+    };
+    let teams = (cube / units).max(1);
+    let pdl = supports_pdl(client);
+    ProjectPlan {
+        rows,
+        outputs: of_team,
+        gated,
+        team: Team { units, width },
+        teams,
+        ranks: items.ranks,
+        sides: options.sides(),
+        unroll: unroll.unwrap_or(1),
+        pdl,
+        reads_ahead: false,
+    }
+}
+
+pub(super) fn tensor_of(matrix: &MaybeMatrix<CubeBackend>) -> Option<CubeTensor> {
+    match matrix {
+        MaybeMatrix::Absent => None,
+        MaybeMatrix::Whole(matrix) | MaybeMatrix::Words(matrix) => Some(matrix.clone()),
+    }
+}

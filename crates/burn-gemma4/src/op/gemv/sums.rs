@@ -1,0 +1,188 @@
+//! Common code of the GEMV kernels: the division of the work, and the epilogue that turns the units' partial sums into outputs.
+//!
+//! A team is a group of units that computes a few outputs together. A part is a partial sum that one plane (or one unit, without
+//! plane operations) of a team writes to shared memory.
+
+use crate::op::sums::{Team, part_of_sum};
+use cubecl::prelude::*;
+
+/// The division of a GEMV among teams. A team is a group of units that computes a few outputs together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ProjectPlan {
+    /// The number of input rows.
+    pub rows: usize,
+    /// The number of outputs that a team of units computes for each input row.
+    pub outputs: usize,
+    /// True for GeGLU: the GELU of the first matrix's output multiplies the second matrix's output.
+    pub gated: bool,
+    pub team: Team,
+    /// The number of teams of units in a cube.
+    pub teams: usize,
+    /// The number of experts whose inner dimensions the kernel concatenates to add up the experts' outputs; 0 without experts.
+    /// See [`experts`](super::experts).
+    pub ranks: usize,
+    /// The number of concatenated matrices.
+    pub sides: usize,
+    /// The number of vectors of each weight row that a unit keeps in flight. If it is more than 1, `unroll · team.units` must
+    /// divide the number of vectors in a row.
+    pub unroll: usize,
+    /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
+    pub pdl: bool,
+    /// True if the kernel reads weights before it waits for the previous launch. No launch may write these weights.
+    pub reads_ahead: bool,
+}
+
+impl ProjectPlan {
+    /// The number of weight rows by which a team of units multiplies.
+    pub fn weights(self) -> usize {
+        self.outputs * if self.gated { 2 } else { 1 }
+    }
+
+    /// The number of sums that a team of units computes.
+    pub fn sums(self) -> usize {
+        self.rows * self.weights()
+    }
+
+    /// The number of f32 elements in shared memory.
+    pub fn partials(self) -> usize {
+        self.teams * self.sums() * self.team.parts()
+    }
+}
+
+/// The operations on the final sums, in the order in which they are applied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Epilogue {
+    /// Applies GELU.
+    pub gelu: bool,
+    /// Applies the soft cap `cap · tanh(x / cap)`.
+    pub capped: bool,
+}
+
+/// The position of a factor that multiplies the output: `factor[r · stride + start + o]` for output `o` of row `r`.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+pub(super) struct FactorPlace {
+    pub start: u32,
+    pub stride: u32,
+}
+
+/// The inputs of the epilogue.
+#[derive(CubeLaunch, CubeType)]
+pub(super) struct EpilogueInputs<E: Float> {
+    /// The factor of the outputs, `[rows, columns]`.
+    pub factor: ComptimeOption<OwnedTensor<E>>,
+    pub factor_place: FactorPlace,
+    /// The soft cap. Only a capped [`Epilogue`] applies the cap.
+    pub cap: f32,
+}
+
+/// The position of the outputs that a team of units computes.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Outputs {
+    /// The first output row that the team writes.
+    pub row: u32,
+    /// The index of the team's first output among the outputs of its matrix.
+    pub first: u32,
+    /// The number of outputs of the matrix by which the team multiplies.
+    pub outputs: u32,
+    /// The first column of that matrix's outputs in an output row.
+    pub column: u32,
+    /// The number of columns of an output row.
+    pub all_outputs: u32,
+}
+
+/// Reduces the partial sums of a team's units, applies the epilogue, and writes the outputs. Synchronizes the cube.
+#[cube]
+pub(super) fn finish<E: Float>(
+    sums: Array<f32>,
+    inputs: &EpilogueInputs<E>,
+    output: &mut Tensor<E>,
+    of_outputs: Outputs,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    let lane = UNIT_POS_X;
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.partials()));
+    let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
+    #[unroll]
+    for index in 0..comptime!(plan.sums()) {
+        let part = part_of_sum(sums[index], plan.team);
+        if lane.is_multiple_of(comptime!(plan.team.width as u32)) {
+            let at = (lane / comptime!(plan.team.width as u32)) as usize;
+            partial[of_team + comptime!(index * plan.team.parts()) + at] = part;
+        }
+    }
+    finish_parts(&partial, inputs, output, of_outputs, plan, epilogue);
+}
+
+/// Adds up the partial sums of a team (a group of units) from shared memory, applies the epilogue, and writes the outputs.
+/// Shared memory holds the teams one after the other. Within a team, the partial sums of one output are contiguous.
+/// Synchronizes the cube first.
+#[cube]
+pub(super) fn finish_parts<E: Float>(
+    partial: &Shared<[f32]>,
+    inputs: &EpilogueInputs<E>,
+    output: &mut Tensor<E>,
+    of_outputs: Outputs,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+) {
+    sync_cube();
+    let lane = UNIT_POS_X;
+    let team = UNIT_POS_Y;
+    let first = of_outputs.first;
+    let outputs = of_outputs.outputs;
+    let cap = inputs.cap;
+    let parts = comptime!(plan.team.parts());
+    let of_team = team as usize * comptime!(plan.sums() * plan.team.parts());
+    let mut item = lane;
+    while item < comptime!((plan.rows * plan.outputs) as u32) {
+        let row = item as usize / plan.outputs;
+        let o = item as usize % plan.outputs;
+        let column = first as usize + o;
+        if column < outputs as usize {
+            let from = of_team + (row * comptime!(plan.weights()) + o) * parts;
+            let mut value = 0.0f32;
+            #[unroll]
+            for part in 0..parts {
+                value += partial[from + part];
+            }
+            if comptime!(epilogue.gelu) {
+                value = gelu(value);
+            }
+            if comptime!(plan.gated) {
+                let mut through = 0.0f32;
+                #[unroll]
+                for part in 0..parts {
+                    through += partial[from + comptime!(plan.outputs * plan.team.parts()) + part];
+                }
+                value *= through;
+            }
+            #[comptime]
+            match &inputs.factor {
+                ComptimeOption::Some(factor) => {
+                    let at = row * inputs.factor_place.stride as usize
+                        + inputs.factor_place.start as usize
+                        + column;
+                    value *= f32::cast_from(factor[at]);
+                }
+                ComptimeOption::None => {}
+            }
+            if comptime!(epilogue.capped) {
+                value = cap * (value / cap).tanh();
+            }
+            let row = of_outputs.row as usize + row;
+            let to = row * of_outputs.all_outputs as usize + of_outputs.column as usize + column;
+            output[to] = E::cast_from(value);
+        }
+        item += comptime!(plan.team.units as u32);
+    }
+}
+
+/// Computes GELU by its tanh approximation.
+#[cube]
+fn gelu(x: f32) -> f32 {
+    let inner = (x + 0.044_715f32 * x * x * x) * 0.797_884_6f32;
+    // Drivers may compute tanh through exponentials that overflow. Clamp the argument: beyond this range tanh is 1 in f32 anyway.
+    let inner = max(min(inner, 20.0f32), -20.0f32);
+    0.5f32 * x * (1.0f32 + inner.tanh())
+}

@@ -1,0 +1,377 @@
+//! GEMVs on NVIDIA's tensor cores, mainly of several rows. On CUDA cores GEMVs of several rows would be compute-bound. The
+//! portable kernels compute the GEMVs that do not fit: other dtypes, inner dimensions that are not whole steps, and MoE experts.
+
+mod codes;
+mod fused_residual;
+mod kernel;
+mod parts;
+mod plan;
+mod quantized;
+
+use super::{
+    concat::{WeightMatricesLaunch, weight_matrices},
+    experts::Items,
+    kernel::WeightStridesLaunch,
+    launch_options::LaunchOptions,
+    residual_row::{AfterResidual, Row},
+    sums::ProjectPlan,
+};
+use crate::op::launch::plane_width;
+use crate::op::sums::Team;
+use crate::quant::layout::{Layout, Rounding, Scales};
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
+use codes::Codes;
+use cube_kit::ampere::cp_async::PIECE;
+use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
+use cube_kit::launch::{address_type, empty, exact_cube_count};
+use cube_kit::nvidia::Half;
+use cube_kit::pdl::supports_pdl;
+use cubecl::{
+    client::Client,
+    ir::{FloatKind, features::MmaConfig},
+    prelude::{CubeDim, CubePrimitive, OwnedTensor},
+};
+use fused_residual::{ResidualInputsLaunch, RowPlan, project_after_residual_pdl};
+use kernel::project_by_matrix_units_pdl;
+use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WORDS};
+use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
+
+/// The row strides of quantized matrices, in words, must be a multiple of this number. Then vectors of codes are aligned.
+const WORDS_OF_VECTOR: usize = 4;
+
+/// Returns the plan of a GEMV with float weights for [`multiply`], or `None` if [`multiply`] does not support this GEMV.
+pub(super) fn plan_of_whole(
+    input: &CubeTensor,
+    weight: &CubeTensor,
+    options: &LaunchOptions,
+) -> Option<ProjectPlan> {
+    let is_half = weight.dtype == input.dtype && Half::of(input.dtype).is_some();
+    let is_read = is_half && rows_are_of(PIECE, weight, options);
+    is_read.then(|| planned(input, weight, options, WHOLE))?
+}
+
+/// Returns the plan of a GEMV for [`multiply_after_residual`], or `None` if that function does not support this GEMV or would be
+/// slower.
+pub(super) fn plan_after_residual(
+    row: &Row,
+    weight: &CubeTensor,
+    options: &LaunchOptions,
+) -> Option<ProjectPlan> {
+    let plan = plan_of_whole(&row.stream, weight, options)?;
+    let cubes = options.items(plan.rows, weight.meta.shape()[0]).cubes(plan);
+    let parameters = [
+        Some(&row.weight),
+        row.scalar.as_ref(),
+        row.next_weight.as_ref(),
+    ];
+    // Require parameters that are contiguous and have the stream's dtype. Otherwise a launch would first have to convert the
+    // parameters.
+    let stay = |parameter: &CubeTensor| {
+        parameter.dtype == row.stream.dtype
+            && !parameter.meta.is_tiled()
+            && parameter.meta.strides().last() == Some(&1)
+    };
+    let is_served = plan.rows == 1
+        && cubes <= AFTER_RESIDUAL * multiprocessors(&row.stream.client)
+        && parameters.into_iter().flatten().all(stay);
+    is_served.then_some(plan)
+}
+
+/// Returns the plan of a GEMV with quantized weights for [`multiply_words`], or `None` if [`multiply_words`] does not support
+/// this GEMV.
+pub(super) fn plan_of_words(
+    input: &CubeTensor,
+    words: &CubeTensor,
+    layout: Layout,
+    options: &LaunchOptions,
+) -> Option<ProjectPlan> {
+    let format = layout.format;
+    let is_served = matches!(format.bits, 4 | 8)
+        && format.group == Some(codes::GROUP)
+        && format.rounding == Rounding::None
+        && format.scales
+            == Scales::Half {
+                zero: 1 << (format.bits - 1),
+            };
+    let is_read = is_served && rows_are_of(WORDS_OF_VECTOR, words, options);
+    is_read.then(|| planned(input, words, options, WORDS))?
+}
+
+fn planned(
+    input: &CubeTensor,
+    first: &CubeTensor,
+    options: &LaunchOptions,
+    tuning: Tuning,
+) -> Option<ProjectPlan> {
+    let client = &input.client;
+    if options.experts.is_some() || !has_product(client, Half::of(input.dtype)?) {
+        return None;
+    }
+    let [rows, columns] = [input.meta.shape()[0], input.meta.shape()[1]];
+    let shape = Shape {
+        rows,
+        outputs: options.items(rows, first.meta.shape()[0]).outputs(),
+        columns,
+        gated: options.gated,
+        sides: options.sides(),
+    };
+    let plan = plan::plan(shape, tuning, multiprocessors(client), supports_pdl(client))?;
+    Some(ProjectPlan {
+        reads_ahead: plan.pdl && tuning.reads_ahead && options.reads_parameters(first),
+        ..plan
+    })
+}
+
+fn multiprocessors(client: &Client) -> usize {
+    let count = client.properties().hardware.num_streaming_multiprocessors;
+    count.map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize)
+}
+
+/// True if the device supports the tensor-core instruction m16n8k16 for this dtype.
+fn has_product(client: &Client, half: Half) -> bool {
+    let element = match half {
+        Half::F16 => FloatKind::F16,
+        Half::Bf16 => FloatKind::BF16,
+    };
+    let product = MmaConfig {
+        a_type: element.into(),
+        b_type: element.into(),
+        cd_type: FloatKind::F32.into(),
+        m: 16,
+        n: 8,
+        k: 16,
+    };
+    plane_width(client) == WARP && client.properties().features.matmul.mma.contains(&product)
+}
+
+/// True if the elements of each row are contiguous in all matrices, and the row strides are multiples of `elements`.
+fn rows_are_of(elements: usize, first: &CubeTensor, options: &LaunchOptions) -> bool {
+    let matrices = [Some(first), options.second.as_ref(), options.third.as_ref()];
+    let is_of = |matrix: &CubeTensor| {
+        let strides = matrix.meta.strides();
+        !matrix.meta.is_tiled() && strides[1] == 1 && strides[0].is_multiple_of(elements)
+    };
+    matrices.into_iter().flatten().all(is_of)
+}
+
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of `weight`, `[columns out, columns in]`.
+pub(super) fn multiply(
+    input: CubeTensor,
+    weight: CubeTensor,
+    mut options: LaunchOptions,
+    plan: ProjectPlan,
+) -> CubeTensor {
+    let product = Product::new(input, &weight, &options);
+    let client = product.input.client.clone();
+    let columns = product.input.meta.shape()[1];
+    let strides = strides(&weight, &options, columns);
+    let (factor, factor_place) = options.factor();
+    let element = dtype_to_storage_type(product.input.dtype);
+    let half = Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16");
+    let addresses = address_type(product.tensors(&weight, &options, &factor));
+    let matrices = product.matrices(weight, &mut options, plan);
+    // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte pieces lie
+    // within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread writes only
+    // elements of `output` that belong to its own matrix.
+    unsafe {
+        project_by_matrix_units_pdl::launch_unchecked(
+            &client,
+            exact_cube_count(&client, product.items.cubes(plan)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            addresses,
+            product.input.into_tensor_arg(),
+            matrices,
+            strides,
+            options.epilogue_inputs(factor, factor_place),
+            product.output.clone().into_tensor_arg(),
+            columns as u32,
+            plan,
+            options.epilogue(),
+            half,
+            element,
+        );
+    }
+    product.output
+}
+
+/// Adds the block's output to the residual stream, and multiplies the sum (normed if there is a next norm) by the transpose of
+/// `weight`, `[columns out, columns in]`.
+pub(super) fn multiply_after_residual(
+    row: Row,
+    weight: CubeTensor,
+    mut options: LaunchOptions,
+    plan: ProjectPlan,
+) -> AfterResidual<CubeBackend> {
+    let product = Product::new(row.stream, &weight, &options);
+    let client = product.input.client.clone();
+    let columns = product.input.meta.shape()[1];
+    let stream = empty(&product.input, [1, columns], product.input.dtype);
+    let strides = strides(&weight, &options, columns);
+    let (factor, factor_place) = options.factor();
+    let element = dtype_to_storage_type(product.input.dtype);
+    let half = Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16");
+    let addresses = address_type(product.tensors(&weight, &options, &factor));
+    let matrices = product.matrices(weight, &mut options, plan);
+    let argument = |tensor: Option<CubeTensor>| tensor.map(CubeTensor::into_tensor_arg);
+    let row_plan = RowPlan {
+        team: Team {
+            units: plan.team.units * plan.teams,
+            width: WARP,
+        },
+        vectors: columns / PIECE,
+    };
+    // SAFETY: a thread accesses only vectors below `vectors` of the stream, the block's output and the norm weights, which all
+    // have `vectors` vectors. The reads of weights and the writes of `output` are those of `multiply`.
+    unsafe {
+        project_after_residual_pdl::launch_unchecked(
+            &client,
+            exact_cube_count(&client, product.items.cubes(plan)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            addresses,
+            ResidualInputsLaunch::new(
+                product.input.into_tensor_arg(),
+                into_contiguous(row.added).into_tensor_arg(),
+                row.weight.into_tensor_arg(),
+                argument(row.scalar).into(),
+                argument(row.next_weight).into(),
+                columns as f32,
+                row.epsilon as f32,
+            ),
+            stream.clone().into_tensor_arg(),
+            matrices,
+            strides,
+            options.epilogue_inputs(factor, factor_place),
+            product.output.clone().into_tensor_arg(),
+            row_plan,
+            plan,
+            options.epilogue(),
+            half,
+            element,
+            PIECE,
+        );
+    }
+    AfterResidual {
+        stream,
+        product: product.output,
+    }
+}
+
+/// Returns the strides of the matrices' rows, in pieces of 16 bytes.
+fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> WeightStridesLaunch {
+    let stride = |matrix: &CubeTensor| {
+        assert_eq!(
+            matrix.meta.shape()[1],
+            columns,
+            "matrix: expected as many columns as the input has"
+        );
+        (matrix.meta.strides()[0] / PIECE) as u32
+    };
+    WeightStridesLaunch::new(
+        stride(weight),
+        options.second.as_ref().map_or(0, stride),
+        options.third.as_ref().map_or(0, stride),
+    )
+}
+
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. The other matrices in `options`
+/// must be words of the same layout.
+pub(super) fn multiply_words(
+    input: CubeTensor,
+    words: CubeTensor,
+    layout: Layout,
+    mut options: LaunchOptions,
+    plan: ProjectPlan,
+) -> CubeTensor {
+    let product = Product::new(input, &words, &options);
+    let client = product.input.client.clone();
+    let columns = product.input.meta.shape()[1];
+    assert_eq!(
+        layout.columns, columns,
+        "matrix: expected as many columns as the input has"
+    );
+    let stride = words.meta.strides()[0];
+    for matrix in options.second.iter().chain(&options.third) {
+        assert_eq!(
+            matrix.meta.strides()[0],
+            stride,
+            "matrices: expected rows of the same stride"
+        );
+    }
+    let word_rows = WordRowsLaunch::new(stride as u32, layout.scales() as u32, columns as u32);
+    let (factor, factor_place) = options.factor();
+    let element = dtype_to_storage_type(product.input.dtype);
+    let codes = Codes {
+        bits: layout.format.bits,
+        half: Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16"),
+    };
+    let addresses = address_type(product.tensors(&words, &options, &factor));
+    let matrices = product.matrices(words, &mut options, plan);
+    // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that a
+    // thread reads lie within the rows of `words`, at the layout's offsets. The index of a row is limited to the last row. A
+    // thread writes only elements of `output` that belong to its own matrix.
+    unsafe {
+        project_words_by_matrix_units_pdl::launch_unchecked(
+            &client,
+            exact_cube_count(&client, product.items.cubes(plan)),
+            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+            addresses,
+            product.input.into_tensor_arg(),
+            matrices,
+            word_rows,
+            options.epilogue_inputs(factor, factor_place),
+            product.output.clone().into_tensor_arg(),
+            codes,
+            plan,
+            options.epilogue(),
+            element,
+            codes.words(),
+        );
+    }
+    product.output
+}
+
+/// The tensors and arguments that the launches of all three tensor-core kernels have in common.
+struct Product {
+    input: CubeTensor,
+    items: Items,
+    output: CubeTensor,
+}
+
+impl Product {
+    fn new(input: CubeTensor, first: &CubeTensor, options: &LaunchOptions) -> Self {
+        let input = into_contiguous(input);
+        let items = options.items(input.meta.shape()[0], first.meta.shape()[0]);
+        let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
+        Self {
+            input,
+            items,
+            output,
+        }
+    }
+
+    fn tensors<'a>(
+        &'a self,
+        first: &'a CubeTensor,
+        options: &'a LaunchOptions,
+        factor: &'a Option<CubeTensor>,
+    ) -> impl Iterator<Item = &'a CubeTensor> {
+        let others = options.second.iter().chain(&options.third).chain(factor);
+        [&self.input, first, &self.output].into_iter().chain(others)
+    }
+
+    /// Returns the matrices as a kernel argument. Takes the second and the third matrix out of the options.
+    fn matrices<T: CubePrimitive>(
+        &self,
+        first: CubeTensor,
+        options: &mut LaunchOptions,
+        plan: ProjectPlan,
+    ) -> WeightMatricesLaunch<OwnedTensor<T>> {
+        weight_matrices(
+            first,
+            [options.second.take(), options.third.take()],
+            self.items.sides.launch(plan),
+            CubeTensor::into_tensor_arg,
+        )
+    }
+}

@@ -1,0 +1,64 @@
+//! Positions of threads in a warp, and the partial sums that warps write to shared memory.
+
+use super::super::sums::ProjectPlan;
+use cube_kit::ampere::gemv::PRODUCT_ROWS;
+use cubecl::prelude::*;
+
+/// The position of a thread in its team of warps and in the fragments.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Lane {
+    /// The index of the thread's warp within its team of warps.
+    pub warp: u32,
+    /// The thread's row in the input, and in each fragment of weights.
+    pub row: u32,
+    /// The index, 0 to 3, of the thread among the four threads of its row. It selects the thread's 16-byte piece of the columns
+    /// that a warp multiplies at once, and the thread's pair of outputs in a fragment.
+    pub column: u32,
+}
+
+#[cube]
+pub(super) fn lane() -> Lane {
+    let lane = UNIT_POS_X % 32u32;
+    Lane {
+        warp: UNIT_POS_X / 32u32,
+        row: lane / 4u32,
+        column: lane % 4u32,
+    }
+}
+
+/// Returns the row of a matrix that the thread reads for a fragment. A row beyond the matrix is replaced by the last row of the
+/// matrix, and its output is not written.
+#[cube]
+pub(super) fn weight_row(
+    first: u32,
+    row: u32,
+    outputs: u32,
+    #[comptime] fragment: usize,
+    #[comptime] plan: ProjectPlan,
+) -> u32 {
+    let fragment = comptime!(fragment % plan.fragments_of_matrix() * PRODUCT_ROWS);
+    min(first + comptime!(fragment as u32) + row, outputs - 1u32)
+}
+
+/// Writes a warp's partial sums of a fragment to shared memory. [`finish_parts`](super::super::sums::finish_parts) adds them up.
+#[cube]
+pub(super) fn leave_parts(
+    partial: &mut Shared<[f32]>,
+    sum: f32,
+    next: f32,
+    lane: Lane,
+    #[comptime] fragment: usize,
+    #[comptime] plan: ProjectPlan,
+) {
+    let parts = comptime!(plan.team.parts());
+    if lane.row < comptime!(plan.rows as u32) {
+        let weight = lane.row * comptime!(plan.weights() as u32)
+            + comptime!((fragment * PRODUCT_ROWS) as u32)
+            + 2u32 * lane.column;
+        let of_team = UNIT_POS_Y as usize * comptime!(plan.sums() * plan.team.parts());
+        let at = of_team + weight as usize * parts + lane.warp as usize;
+        partial[at] = sum;
+        partial[at + parts] = next;
+    }
+}

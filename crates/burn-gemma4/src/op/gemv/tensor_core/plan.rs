@@ -1,0 +1,224 @@
+//! Selects the GEMVs that run on tensor cores, and divides them among warps.
+//!
+//! A fragment is 8 weight rows. A step is the number of columns that a warp multiplies at once. A block is the consecutive steps
+//! that a warp keeps in flight.
+
+use super::super::GEMV_MAX_ROWS;
+use super::super::sums::ProjectPlan;
+use super::codes::STEP;
+use super::quantized::BLOCK;
+use crate::op::sums::Team;
+use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
+
+/// The number of threads in a warp.
+pub(super) const WARP: usize = 32;
+/// The largest number of warps in a CTA.
+const MOST_WARPS: usize = 16;
+/// The target number of warps in a CTA. A team is the warps that compute outputs together. If a team has fewer warps than the
+/// target, the CTA holds as many teams as fit.
+const WARPS: usize = 8;
+
+/// The number of columns that a warp multiplies at once, and the parameters that were tuned by measurement.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tuning {
+    /// The smallest number of input rows for which the kernel is used. The largest is [`GEMV_MAX_ROWS`].
+    pub first_rows: usize,
+    /// The number of columns of the inner dimension that a warp multiplies at once.
+    pub step: usize,
+    pub at_once: AtOnce,
+    /// The target number of threads per multiprocessor. The inner dimension is divided among more warps until the GEMV reaches
+    /// this number.
+    pub threads: usize,
+    /// True if the kernel reads parameters before the previous launches have ended.
+    pub reads_ahead: bool,
+}
+
+/// The weights that a warp keeps in flight, counted in steps. A step is the columns that a warp multiplies at once.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum AtOnce {
+    /// The largest number of weight vectors that a thread keeps in flight. The number of steps in flight follows from it.
+    Vectors(usize),
+    Steps(usize),
+}
+
+/// Tuning for float weights, by decoding of E2B in bf16 on an H200. These runs predate the later PDL trigger of the GEMVs;
+/// `docs/decode.md` has the numbers after that change. In tokens/s:
+/// - One sequence, 128 columns: 504 with these values, 483 with 512 threads, 490 with 8 vectors and 1,024 threads, 429 with 8
+///   vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
+/// - 8 sequences at 8,192: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on CUDA cores.
+pub(super) const WHOLE: Tuning = Tuning {
+    first_rows: 1,
+    step: PIECE_COLUMNS,
+    at_once: AtOnce::Vectors(16),
+    threads: 1024,
+    reads_ahead: true,
+};
+
+/// Tuning for quantized weights. One row stays on CUDA cores, which are faster. Decoding of one sequence of E2B on an H200,
+/// tensor cores against CUDA cores: 512 against 616 tokens/s in Q4_0, 477 against 539 in Q8_0.
+pub(super) const WORDS: Tuning = Tuning {
+    first_rows: 2,
+    step: STEP,
+    at_once: AtOnce::Steps(BLOCK),
+    threads: 1024,
+    reads_ahead: true,
+};
+
+/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
+/// recomputes the row of the residual stream, so large GEMVs are not fused. Two GEMVs stay within the limit. One is the gate of
+/// per-layer embeddings. The other is the query projection of sliding layers that share an earlier layer's KV cache.
+/// Projections with more heads have up to 2 CTAs per multiprocessor. The gate and up projections have more than 2.
+///
+/// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 without fusion, 525.3 and
+/// 518.9 with limit 1, 523.3 and 516.6 with limit 2, 522.7 and 516.2 if all are fused. Before launches overlapped, fusion was
+/// slower for all GEMVs, 367 against 398.
+pub(super) const AFTER_RESIDUAL: usize = 1;
+
+/// The shape of a GEMV.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// The number of input rows.
+    pub rows: usize,
+    /// The number of outputs: the rows of the matrix, or of all concatenated matrices.
+    pub outputs: usize,
+    pub columns: usize,
+    pub gated: bool,
+    /// The number of concatenated matrices.
+    pub sides: usize,
+}
+
+impl ProjectPlan {
+    /// The number of fragments per warp; each has 8 weight rows.
+    pub(super) fn fragments(self) -> usize {
+        self.weights() / PRODUCT_ROWS
+    }
+
+    /// The number of a warp's fragments that belong to the same matrix. A gated GEMV has two matrices per warp.
+    pub(super) fn fragments_of_matrix(self) -> usize {
+        self.outputs / PRODUCT_ROWS
+    }
+}
+
+/// Returns the division of the GEMV among warps, or `None` if the CUDA-core kernel must compute it.
+pub(super) fn plan(
+    shape: Shape,
+    tuning: Tuning,
+    multiprocessors: usize,
+    pdl: bool,
+) -> Option<ProjectPlan> {
+    let rows = tuning.first_rows..=GEMV_MAX_ROWS;
+    if !rows.contains(&shape.rows)
+        || shape.outputs == 0
+        || shape.columns == 0
+        || !shape.columns.is_multiple_of(tuning.step)
+    {
+        return None;
+    }
+    // Give each warp two fragments, which share each read of the input. Use one fragment per warp if two would leave half of the
+    // multiprocessors idle, or if the GEMV is gated.
+    let two = 2 * PRODUCT_ROWS;
+    let outputs = match shape.gated || 2 * shape.outputs.div_ceil(two) < multiprocessors {
+        true => PRODUCT_ROWS,
+        false => two,
+    };
+    let fragments = outputs / PRODUCT_ROWS * if shape.gated { 2 } else { 1 };
+    let steps = shape.columns / tuning.step;
+    let unroll = match tuning.at_once {
+        AtOnce::Vectors(vectors) => largest_divisor(steps, vectors / fragments),
+        AtOnce::Steps(at_once) => steps.is_multiple_of(at_once).then_some(at_once)?,
+    };
+    let blocks = steps / unroll;
+    let threads_of_one = shape.outputs.div_ceil(outputs) * WARP;
+    let is_enough = |warps: &usize| warps * threads_of_one >= multiprocessors * tuning.threads;
+    let warps = (1..=MOST_WARPS)
+        .filter(|warps| blocks.is_multiple_of(*warps))
+        .find(is_enough)
+        .unwrap_or_else(|| largest_divisor(blocks, MOST_WARPS));
+    let teams = (WARPS / warps).max(1);
+    Some(ProjectPlan {
+        rows: shape.rows,
+        outputs,
+        gated: shape.gated,
+        team: Team {
+            units: warps * WARP,
+            width: WARP,
+        },
+        teams,
+        ranks: 0,
+        sides: shape.sides,
+        unroll,
+        pdl,
+        reads_ahead: false,
+    })
+}
+
+/// Returns the largest divisor of `number` that is at most `most`.
+fn largest_divisor(number: usize, most: usize) -> usize {
+    (1..=most)
+        .rev()
+        .find(|divisor| number.is_multiple_of(*divisor))
+        .unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(outputs: usize, columns: usize, gated: bool) -> Shape {
+        Shape {
+            rows: 8,
+            outputs,
+            columns,
+            gated,
+            sides: 1,
+        }
+    }
+
+    fn of(shape: Shape) -> Option<ProjectPlan> {
+        plan(shape, WHOLE, 132, true)
+    }
+
+    /// Checks that all warps get equal numbers of columns in whole blocks, and that a CTA has at most 512 threads. A block is
+    /// the columns that a warp keeps in flight.
+    #[test]
+    fn plan_divides_blocks_equally_among_warps() {
+        for columns in (32..=24_576).step_by(32) {
+            for (outputs, gated) in [(1, false), (256, false), (6144, true), (262_144, false)] {
+                let plan = of(shape(outputs, columns, gated)).expect("the columns are whole steps");
+                let of_warps = 32 * plan.unroll * plan.team.parts();
+                assert!(columns.is_multiple_of(of_warps), "{columns}: {plan:?}");
+                assert!(plan.teams * plan.team.units <= 512, "{plan:?}");
+                assert!(plan.fragments() * plan.unroll <= 16);
+                assert!(plan.partials() * size_of::<f32>() <= 8192, "{plan:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn plan_with_few_outputs_uses_many_warps() {
+        // The cases are the down projection, the gate of per-layer embeddings, the gate and up projections, and the LM head of a
+        // small model.
+        for (shape, outputs, warps) in [
+            (shape(1536, 12_288, false), 16, 16),
+            (shape(256, 1536, false), 8, 3),
+            (shape(6144, 1536, true), 8, 6),
+            (shape(262_144, 1536, false), 16, 1),
+        ] {
+            let plan = of(shape).expect("the columns are whole steps");
+            assert_eq!((plan.outputs, plan.team.parts()), (outputs, warps));
+        }
+    }
+
+    #[test]
+    fn plan_of_unsupported_shapes_gives_none() {
+        assert!(of(shape(64, 48, false)).is_none());
+        let words = |columns| plan(shape(64, columns, false), WORDS, 132, true);
+        assert!(words(320).is_none());
+        let of_one_row = Shape {
+            rows: 1,
+            ..shape(64, 1536, false)
+        };
+        assert!(plan(of_one_row, WORDS, 132, true).is_none());
+        assert_eq!(words(1536).map(|plan| plan.team.parts()), Some(6));
+    }
+}

@@ -1,0 +1,154 @@
+//! Tests GEMVs of several rows in half precision, which run on tensor cores if the device has them. Results agree with an f64
+//! reference up to rounding, do not depend on memory around the tensors, and have the same bits in every run.
+
+use super::*;
+
+/// The number of padding elements after each row. The row stride stays aligned, so a device can read the rows without a copy.
+const BEHIND: usize = 512;
+/// The number of padding rows below the last row.
+const BELOW: usize = 16;
+
+/// Places rows of `columns` elements in a larger matrix whose other elements are `none`.
+fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) {
+    let width = columns + BEHIND;
+    let count = rows.len() / columns + BELOW;
+    let mut all = vec![none; count * width];
+    for (all, row) in all.chunks_exact_mut(width).zip(rows.chunks_exact(columns)) {
+        all[..columns].copy_from_slice(row);
+    }
+    (all, [count, width])
+}
+
+/// Returns a tensor with the same elements as a view of a larger tensor. The larger tensor has NaN after each row and below the
+/// last row.
+pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
+    let [rows, columns] = tensor.dims();
+    let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();
+    let (all, shape) = around(&numbers, columns, f32::NAN);
+    let all = Tensor::<2>::from_data(TensorData::new(all, shape), &tensor.device());
+    all.cast(tensor.dtype()).slice([0..rows, 0..columns])
+}
+
+fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
+    let (all, shape) = around(&even_words(layout, rows), layout.words(), u32::MAX);
+    let all = Tensor::<2, Int>::from_data(TensorData::new(all, shape), (device, DType::U32));
+    let words = all.slice([0..rows, 0..layout.words()]);
+    QuantizedMatrix { words, layout }.into()
+}
+
+/// Checks that errors are at most twice the rounding of the exact output to the dtype, plus the error of f32 sums.
+fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
+    let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
+    let found = values(found);
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+    for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs();
+        assert!(
+            error <= rounding * expected.abs() + 1e-5 * scale,
+            "{what}, index {index}: got {found}, expected {expected}"
+        );
+    }
+}
+
+/// Checks all kinds of factors and the soft cap, for each of the given numbers of input rows. The numbers of outputs are not
+/// multiples of the tiles.
+fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(usize) -> Matrix) {
+    let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
+    let columns = first.whole(DType::F32).dims()[1];
+    for &rows in numbers {
+        // Use small inputs to keep the gates within f16's range.
+        let input = drawn.tensor([rows, columns]) * 0.0625;
+        let row = values(&input);
+        let input = surrounded(&input);
+        let through = drawn.tensor([rows, 50]);
+        let product = |matrices: &[&Matrix]| products(&row, columns, matrices);
+        let gated = product(&[&third]).into_iter().zip(product(&[&other]));
+        let factor = values(&through);
+        let factor = factor.chunks_exact(50).flat_map(|row| row[7..44].to_vec());
+        let gate_of = product(&[&first]).into_iter().zip(factor);
+        let sides = vec![first.clone(), second.clone(), third.clone()];
+        let cases = [
+            (Factors::Concat(sides), product(&[&first, &second, &third])),
+            (
+                Factors::Gated {
+                    gate: third.clone(),
+                    through: other.clone(),
+                },
+                gated.map(|(gate, x)| gelu(gate) * x).collect(),
+            ),
+            (
+                Factors::GateOf {
+                    gate: first.clone(),
+                    through: through.clone(),
+                    start: 7,
+                },
+                gate_of.map(|(x, factor)| gelu(x) * factor).collect(),
+            ),
+        ];
+        let what = format!("{what}, {columns} columns, {rows} rows");
+        for (index, (factors, expected)) in cases.into_iter().enumerate() {
+            let found = multiply(input.clone(), factors, origin_of(rows));
+            check_rounded(&found, &expected, &format!("{what}, factors {index}"));
+        }
+        let cap = 1.0;
+        let capped = product(&[&third]).into_iter();
+        let capped: Vec<_> = capped.map(|x| cap * (x / cap).tanh()).collect();
+        let project = || project(input.clone(), third.clone(), Some(cap), origin_of(rows));
+        let found = project();
+        check_rounded(&found, &capped, &format!("{what}, with soft cap"));
+        let again = project();
+        assert!(found.into_data() == again.into_data(), "{what}, second run");
+    }
+}
+
+fn halves(device: &Device) -> impl Iterator<Item = DType> {
+    let halves = [DType::F16, DType::BF16].into_iter();
+    halves.filter(|dtype| crate::op::serves(device, *dtype))
+}
+
+#[test]
+fn multiply_several_rows_by_float_matrices_matches_reference() {
+    let device = Device::default();
+    for dtype in halves(&device) {
+        let drawn = Drawn {
+            device: &device,
+            dtype,
+        };
+        // The tested numbers of columns make a warp keep different numbers of columns in flight. Some are not a multiple of the
+        // columns that a warp multiplies at once.
+        let cases: [(usize, &[usize]); 4] = [
+            (1536, &[2, 3, 4, 5, 6, 7, 8]),
+            (512, &[3]),
+            (160, &[8]),
+            (72, &[2]),
+        ];
+        for (columns, rows) in cases {
+            check_rows(&drawn, rows, &format!("{dtype:?}"), |rows| {
+                surrounded(&drawn.tensor([rows, columns])).into()
+            });
+        }
+    }
+}
+
+#[test]
+fn multiply_several_rows_by_quantized_matrices_matches_reference() {
+    let device = Device::default();
+    for dtype in halves(&device) {
+        let drawn = Drawn {
+            device: &device,
+            dtype,
+        };
+        for format in [BlockFormat::Q4_0, BlockFormat::Q8_0] {
+            let cases: [(usize, &[usize]); 3] =
+                [(1536, &[2, 3, 4, 5, 6, 7, 8]), (10_240, &[6]), (320, &[8])];
+            for (columns, rows) in cases {
+                let layout = format.words(columns).expect("the columns are whole blocks");
+                let what = format!("{dtype:?}, {format:?}");
+                check_rows(&drawn, rows, &what, |rows| {
+                    surrounded_words(layout, rows, &device)
+                });
+            }
+        }
+    }
+}

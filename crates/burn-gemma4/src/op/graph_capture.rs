@@ -1,0 +1,134 @@
+//! A computation whose launches are captured in a CUDA graph once. Later runs replay the graph.
+
+use burn::{
+    backend::{Backend, BackendGraph, Dispatch, DispatchDevice},
+    tensor::{Device, ExecutionError},
+};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate the
+/// buffers. They also let Burn's fusion and CubeCL tune. The first run after a different computation also fuses the operations
+/// of this computation again.
+const WARM_UPS: usize = 3;
+
+/// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its
+/// result.
+pub(crate) trait Computation: 'static {
+    /// The number of runs before the capture. A capture runs the computation a few more times, so it pays off only for
+    /// computations that repeat often.
+    const BEFORE_CAPTURE: usize;
+
+    /// The output tensors.
+    type Outputs: Clone;
+
+    /// Launches the computation on the device.
+    fn compute(&self) -> Self::Outputs;
+
+    /// Launches the computation while its launches are captured.
+    fn compute_captured(&self) -> Self::Outputs {
+        self.compute()
+    }
+
+    /// The device of the computation, without autodiff: a CUDA graph does not track gradients.
+    fn device(&self) -> Device;
+}
+
+/// A computation with the captured graph of its launches, once it exists.
+pub(crate) struct CapturedGraph<C: Computation> {
+    pub computation: C,
+    runs: usize,
+    graph: Option<Graph<C::Outputs>>,
+}
+
+/// The captured launches, and the tensors that they write.
+struct Graph<O> {
+    launches: BackendGraph<Dispatch>,
+    outputs: O,
+}
+
+impl<C: Computation> CapturedGraph<C> {
+    pub fn new(computation: C) -> Self {
+        Self {
+            computation,
+            runs: 0,
+            graph: None,
+        }
+    }
+
+    /// True if the launches have been captured, so that the next run replays the graph.
+    pub fn is_captured(&self) -> bool {
+        self.graph.is_some()
+    }
+
+    /// Runs the computation. If `may_capture` is true and the computation has run often enough, captures its launches first and
+    /// replays the graph. Sets `may_capture` to false if the device cannot capture.
+    pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
+        self.runs += 1;
+        if *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE {
+            match self.capture() {
+                Ok(graph) => self.graph = Some(graph),
+                Err(error) => {
+                    log::debug!("CUDA graph: capture failed, the launches run one by one: {error}");
+                    // Do not try again, because captures of other computations would fail too.
+                    *may_capture = false;
+                }
+            }
+        }
+        let Some(graph) = &self.graph else {
+            return self.computation.compute();
+        };
+        // SAFETY: the launches read and write the tensors of `computation` and `graph.outputs`, which live as long as the
+        // graph. The graph owns the memory of all intermediate tensors. All launches are issued on this thread, and therefore
+        // in order.
+        let replayed = unsafe {
+            Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
+        };
+        replayed.expect("the replay of a captured graph succeeds");
+        graph.outputs.clone()
+    }
+
+    /// Captures the launches without running them.
+    fn capture(&self) -> Result<Graph<C::Outputs>, ExecutionError> {
+        let device = self.computation.device();
+        let device = device.as_dispatch();
+        Dispatch::graph_prepare(device)?;
+        let mut window = Window {
+            device,
+            is_open: true,
+        };
+        for _ in 0..WARM_UPS {
+            // Keep the outputs alive until the synchronization: fusion does not launch operations whose results have been
+            // dropped.
+            let outputs = self.computation.compute_captured();
+            Dispatch::sync(device)?;
+            drop(outputs);
+        }
+        Dispatch::graph_start_capture(device)?;
+        let outputs = self.computation.compute_captured();
+        let launches = window.close()?;
+        Ok(Graph { launches, outputs })
+    }
+}
+
+/// The period from the preparation of a capture to its end. A device in capture mode runs no other launches. A dropped window
+/// therefore ends the capture, even after an error or a panic.
+struct Window<'a> {
+    device: &'a DispatchDevice,
+    is_open: bool,
+}
+
+impl Window<'_> {
+    fn close(&mut self) -> Result<BackendGraph<Dispatch>, ExecutionError> {
+        self.is_open = false;
+        Dispatch::graph_stop_capture(self.device)
+    }
+}
+
+impl Drop for Window<'_> {
+    fn drop(&mut self) {
+        if self.is_open {
+            // Ignore errors of closing: the caller that drops an open window already reports its own error or panic.
+            let _ = catch_unwind(AssertUnwindSafe(|| self.close()));
+        }
+    }
+}

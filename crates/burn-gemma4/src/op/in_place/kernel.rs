@@ -1,0 +1,173 @@
+//! Kernels that overwrite tensors in place. They copy tensors, advance the inputs of decoding to the next tokens, and write the
+//! inputs of speculative decoding.
+//!
+//! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for small targets.
+
+use cubecl::prelude::*;
+
+/// The number of elements or vectors in each target.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Counts {
+    pub first: u32,
+    pub second: u32,
+    pub third: u32,
+}
+
+/// Copies consecutive parts of the source to up to three targets.
+#[cube(launch_unchecked)]
+pub(super) fn copy<N: Numeric>(
+    source: &Tensor<N>,
+    first: &mut Tensor<N>,
+    second: &mut ComptimeOption<OwnedTensor<N>>,
+    third: &mut ComptimeOption<OwnedTensor<N>>,
+    counts: Counts,
+    #[define(N)] _number: ElemType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    let before_third = counts.first + counts.second;
+    if at < counts.first {
+        first[at as usize] = source[at as usize];
+    } else if at < before_third {
+        write(second, at - counts.first, source, at);
+    } else if at < before_third + counts.third {
+        write(third, at - before_third, source, at);
+    }
+}
+
+#[cube]
+fn write<N: Numeric>(
+    target: &mut ComptimeOption<OwnedTensor<N>>,
+    place: u32,
+    source: &Tensor<N>,
+    at: u32,
+) {
+    #[comptime]
+    match target {
+        ComptimeOption::Some(target) => {
+            target[place as usize] = source[at as usize];
+        }
+        ComptimeOption::None => {}
+    }
+}
+
+#[cube]
+fn copy_vectors<E: Float, N: Size>(
+    source: &Tensor<Vector<E, N>>,
+    target: &mut Tensor<Vector<E, N>>,
+    count: u32,
+) {
+    let mut place = ABSOLUTE_POS;
+    let stride = CUBE_COUNT * CUBE_DIM as usize;
+    while place < count as usize {
+        target[place] = source[place];
+        place += stride;
+    }
+}
+
+/// Copies three sources to three targets. With CubeCL's own tensor metadata the kernel binds 7 of the 8 buffers that every WebGPU
+/// device supports.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn copy_each<E: Float, N: Size>(
+    first: &Tensor<Vector<E, N>>,
+    second: &Tensor<Vector<E, N>>,
+    third: &Tensor<Vector<E, N>>,
+    first_target: &mut Tensor<Vector<E, N>>,
+    second_target: &mut Tensor<Vector<E, N>>,
+    third_target: &mut Tensor<Vector<E, N>>,
+    counts: Counts,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    copy_vectors(first, first_target, counts.first);
+    copy_vectors(second, second_target, counts.second);
+    copy_vectors(third, third_target, counts.third);
+}
+
+/// Overwrites the tokens with the chosen tokens, and advances positions and lengths by one. The token −1, which means that no
+/// token was chosen, becomes token 0, a valid input.
+#[cube(launch_unchecked)]
+pub(super) fn go_on<I: Int>(
+    chosen: &Tensor<I>,
+    tokens: &mut Tensor<I>,
+    positions: &mut Tensor<I>,
+    lengths: &mut Tensor<I>,
+    rows: u32,
+    #[define(I)] _integer: ElemType,
+) {
+    if ABSOLUTE_POS < rows as usize {
+        tokens[ABSOLUTE_POS] = max(chosen[ABSOLUTE_POS], I::new(0));
+        positions[ABSOLUTE_POS] += I::new(1);
+        lengths[ABSOLUTE_POS] += I::new(1);
+    }
+}
+
+/// The sizes and strides of the rows that `begin_round` copies.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Rows {
+    pub count: u32,
+    pub columns: u32,
+    /// The row strides of `streams` and of `hidden`, in elements.
+    pub stride: u32,
+    pub target_stride: u32,
+}
+
+/// Overwrites tokens, positions and lengths with the first three quarters of `numbers`. Copies to `hidden` the rows of `streams`
+/// whose indices are in the last quarter.
+#[cube(launch_unchecked)]
+pub(super) fn begin_round<E: Float, I: Int>(
+    numbers: &Tensor<I>,
+    streams: &Tensor<E>,
+    tokens: &mut Tensor<I>,
+    positions: &mut Tensor<I>,
+    lengths: &mut Tensor<I>,
+    hidden: &mut Tensor<E>,
+    rows: Rows,
+    #[define(E)] _element: ElemType,
+    #[define(I)] _integer: ElemType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < rows.count * rows.columns {
+        let row = at / rows.columns;
+        let column = at % rows.columns;
+        let from = u32::cast_from(numbers[(3u32 * rows.count + row) as usize]);
+        let place = from * rows.stride + column;
+        hidden[(row * rows.target_stride + column) as usize] = streams[place as usize];
+    }
+    if at < rows.count {
+        tokens[at as usize] = numbers[at as usize];
+        positions[at as usize] = numbers[(rows.count + at) as usize];
+        lengths[at as usize] = numbers[(2u32 * rows.count + at) as usize];
+    }
+}
+
+/// Writes the first token and the draft tokens of each sequence, with their positions, and the sequence's length after these
+/// tokens. The vector `guesses` holds the draft tokens in the order of the drafter's steps. Each step has one draft token per
+/// sequence.
+#[cube(launch_unchecked)]
+pub(super) fn take_guesses<I: Int>(
+    first_tokens: &Tensor<I>,
+    first_positions: &Tensor<I>,
+    guesses: &Tensor<I>,
+    tokens: &mut Tensor<I>,
+    positions: &mut Tensor<I>,
+    lengths: &mut Tensor<I>,
+    batch: u32,
+    count: u32,
+    #[define(I)] _integer: ElemType,
+) {
+    let at = ABSOLUTE_POS as u32;
+    if at < batch * count {
+        let sequence = at / count;
+        let step = at % count;
+        let first = first_positions[sequence as usize];
+        positions[at as usize] = first + I::cast_from(step);
+        if step == 0u32 {
+            tokens[at as usize] = first_tokens[sequence as usize];
+            lengths[sequence as usize] = first + I::cast_from(count);
+        } else {
+            tokens[at as usize] = guesses[((step - 1u32) * batch + sequence) as usize];
+        }
+    }
+}

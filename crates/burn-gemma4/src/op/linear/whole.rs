@@ -1,0 +1,58 @@
+//! GEMMs with float matrices: the GEMMs of `product.rs` where they serve, or else Burn's matmul.
+
+#[cfg(feature = "cuda")]
+use super::product::operator;
+#[cfg(feature = "cube")]
+use burn::backend::{ops::FloatTensorOps, tensor::FloatTensor};
+#[cfg(feature = "cuda")]
+use burn::tensor::DType;
+use burn::tensor::Tensor;
+#[cfg(feature = "cube")]
+use burn_cubecl::CubeBackend;
+
+/// Multiplies `[rows, columns in]` by the transpose of `weight`, `[columns out, columns in]`. The output is `[rows, columns
+/// out]`.
+pub(crate) fn whole_rows(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if input.dims()[0] == 1 && input.dtype() == DType::F32 && operator(&input).is_some() {
+        let outputs = weight.dims()[0];
+        return (weight * input).sum_dim(1).reshape([1, outputs]);
+    }
+    product(input, weight.transpose())
+}
+
+/// Multiplies `[rows, inner]` by `[inner, columns]`, and accumulates in f32.
+pub(crate) fn product(lhs: Tensor<2>, rhs: Tensor<2>) -> Tensor<2> {
+    #[cfg(feature = "cuda")]
+    if let Some(operator) = operator(&lhs) {
+        return operator(lhs, rhs);
+    }
+    lhs.matmul(rhs)
+}
+
+/// True if [`product`] runs on tensor cores for this matrix.
+#[cfg(feature = "cube")]
+pub(crate) fn has_matrix_units(matrix: &Tensor<2>) -> bool {
+    #[cfg(feature = "cuda")]
+    let is_on_cuda = operator(matrix).is_some();
+    #[cfg(not(feature = "cuda"))]
+    let is_on_cuda = false;
+    is_on_cuda && matrix.dtype() != burn::tensor::DType::F32
+}
+
+/// Computes [`product`] with the tensors of a CubeCL backend.
+#[cfg(feature = "cube")]
+pub(crate) fn product_of_cube(
+    lhs: FloatTensor<CubeBackend>,
+    rhs: FloatTensor<CubeBackend>,
+) -> FloatTensor<CubeBackend> {
+    #[cfg(feature = "cuda")]
+    if matches!(lhs.device, burn::backend::CubeDevice::Cuda(_)) {
+        use super::product::ProductBackend;
+        return match lhs.dtype {
+            DType::F32 => CubeBackend::product_in_f32(lhs, rhs),
+            _ => CubeBackend::product_of_halves(lhs, rhs),
+        };
+    }
+    CubeBackend::float_matmul(lhs, rhs)
+}

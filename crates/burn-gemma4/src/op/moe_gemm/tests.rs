@@ -1,0 +1,321 @@
+//! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes are not
+//! multiples of the tiles. Some experts are chosen by all rows, some by none, and some by more rows than a tile has.
+
+use super::*;
+use crate::op::dequantize::tests;
+use crate::op::gemv;
+use crate::quant::layout::Scales;
+use burn::tensor::{Device, Distribution, TensorData};
+
+/// A routing: the chosen experts of each row.
+struct Case {
+    experts: usize,
+    top_k: usize,
+    chosen: Vec<i32>,
+}
+
+impl Case {
+    fn rows(&self) -> usize {
+        self.chosen.len() / self.top_k
+    }
+
+    fn chosen(&self, device: &Device) -> Tensor<2, Int> {
+        let data = TensorData::new(self.chosen.clone(), [self.rows(), self.top_k]);
+        Tensor::from_data(data, (device, DType::I32))
+    }
+}
+
+fn cases() -> [Case; 3] {
+    [
+        // A single row.
+        Case {
+            experts: 3,
+            top_k: 2,
+            chosen: vec![2, 0],
+        },
+        // One expert gets all rows, and the other experts get none.
+        Case {
+            experts: 4,
+            top_k: 1,
+            chosen: vec![2; 131],
+        },
+        Case {
+            experts: 5,
+            top_k: 3,
+            chosen: (0..70)
+                .flat_map(|row| [row % 5, (row + 1 + row % 2) % 5, (row + 4) % 5])
+                .collect(),
+        },
+    ]
+}
+
+fn values<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
+    tensor.into_data().iter::<f64>().collect()
+}
+
+fn check(found: &[f64], expected: &[f64], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(0f64, |most, x| most.max(x.abs()));
+    for (found, expected) in found.iter().zip(expected) {
+        let error = (found - expected).abs();
+        assert!(
+            error <= 2e-5 * scale,
+            "{what}: got {found}, expected {expected}"
+        );
+    }
+}
+
+/// Computes the reference output, `[places, columns_out]`. `input` is `[places / of_row, columns_in]`, and `weight` is
+/// `[experts, columns_out, columns_in]`.
+fn product(
+    case: &Case,
+    input: &[f64],
+    weight: &[f64],
+    columns_in: usize,
+    of_row: usize,
+) -> Vec<f64> {
+    let columns_out = weight.len() / case.experts / columns_in;
+    let mut output = Vec::new();
+    for (place, expert) in case.chosen.iter().enumerate() {
+        let row = &input[place / of_row * columns_in..][..columns_in];
+        let matrix = &weight[*expert as usize * columns_out * columns_in..];
+        for weight in matrix.chunks_exact(columns_in).take(columns_out) {
+            output.push(row.iter().zip(weight).map(|(x, w)| x * w).sum());
+        }
+    }
+    output
+}
+
+/// Computes the gradients of [`product`] with respect to its input and its weight.
+fn gradients(
+    case: &Case,
+    [gradient, input, weight]: [&[f64]; 3],
+    columns_in: usize,
+    of_row: usize,
+) -> [Vec<f64>; 2] {
+    let columns_out = gradient.len() / case.chosen.len();
+    let (mut of_input, mut of_weight) = (vec![0.0; input.len()], vec![0.0; weight.len()]);
+    for (place, expert) in case.chosen.iter().enumerate() {
+        let row = place / of_row * columns_in;
+        for output in 0..columns_out {
+            let matrix = (*expert as usize * columns_out + output) * columns_in;
+            let gradient = gradient[place * columns_out + output];
+            for column in 0..columns_in {
+                of_input[row + column] += gradient * weight[matrix + column];
+                of_weight[matrix + column] += gradient * input[row + column];
+            }
+        }
+    }
+    [of_input, of_weight]
+}
+
+#[test]
+fn rows_and_gradients_match_reference() {
+    let device = Device::default();
+    let tracked = device.clone().autodiff();
+    device.seed(3);
+    let random =
+        |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device) - 0.5;
+    for (case, (columns_out, columns_in)) in cases().iter().zip([(7, 17), (66, 40), (130, 65)]) {
+        let (places, experts) = (case.chosen.len(), case.experts);
+        for of_row in [1, case.top_k] {
+            let what = format!("{places} places, {of_row} of a row");
+            let input = random([places / of_row, columns_in]);
+            let weight = random([experts * columns_out, columns_in]);
+            let gradient = random([places, columns_out]);
+            let [of_input, of_weight, of_gradient] =
+                [&input, &weight, &gradient].map(|tensor| values(tensor.clone()));
+            let track = |tensor: Tensor<2>| Tensor::<2>::from_data(tensor.into_data(), &tracked);
+            let leaves = [input, weight].map(|tensor| track(tensor).require_grad());
+            let [input, weight] = leaves.clone();
+            let groups = groups(&case.chosen(&tracked), experts);
+            let weight = weight.reshape([experts, columns_out, columns_in]);
+            let output = rows(input, Matrices::Whole(weight), &groups, of_row);
+            let expected = product(case, &of_input, &of_weight, columns_in, of_row);
+            check(&values(output.clone()), &expected, &what);
+
+            let found = (output * track(gradient)).sum().backward();
+            let tensors = [&of_gradient[..], &of_input, &of_weight];
+            let expected = gradients(case, tensors, columns_in, of_row);
+            for ((leaf, expected), of) in leaves.iter().zip(expected).zip(["input", "weight"]) {
+                let found = leaf.grad(&found).expect("the leaf has a gradient");
+                check(
+                    &values(found),
+                    &expected,
+                    &format!("{what}: gradient of the {of}"),
+                );
+            }
+        }
+    }
+}
+
+/// Returns the quantized matrices of experts, and their dequantized values.
+fn matrices(layout: Layout, experts: usize, rows: usize, device: &Device) -> [Matrices; 2] {
+    let words = tests::even_words(layout, experts * rows);
+    let words = TensorData::new(words, [experts * rows, layout.words()]);
+    let all = QuantizedMatrix {
+        words: Tensor::<2, Int>::from_data(words, (device, DType::U32)),
+        layout,
+    };
+    let whole = all.dequantized(DType::F32);
+    [
+        Matrices::Quantized { all, rows },
+        Matrices::Whole(whole.reshape([experts, rows, layout.columns])),
+    ]
+}
+
+/// Returns three layouts: blocks of 4 bits, blocks of 6 bits with quantized scales, and groups with zero points.
+fn some_layouts() -> Vec<Layout> {
+    let all = tests::layouts();
+    let has_zeros = |layout: &&Layout| {
+        layout.format.group == Some(96) && layout.format.scales == Scales::SingleAndZero
+    };
+    let with_zeros = all
+        .iter()
+        .find(has_zeros)
+        .expect("one of the layouts has zero points");
+    vec![all[0], all[7], *with_zeros]
+}
+
+#[test]
+fn rows_with_quantized_weight_match_dequantized_weight() {
+    let device = Device::default();
+    device.seed(5);
+    let tracked = device.clone().autodiff();
+    let [_, _, case] = cases();
+    let columns_out = 70;
+    for layout in some_layouts() {
+        let what = format!("{layout:?}");
+        let columns_in = layout.columns;
+        let input = Tensor::<2>::random([70, columns_in], Distribution::Default, &device);
+        let [found, expected] =
+            matrices(layout, case.experts, columns_out, &tracked).map(|weight| {
+                let input =
+                    Tensor::<2>::from_data(input.clone().into_data(), &tracked).require_grad();
+                let groups = groups(&case.chosen(&tracked), case.experts);
+                let output = rows(input.clone(), weight, &groups, case.top_k);
+                let gradients = (output.clone() * output.clone().detach()).sum().backward();
+                let gradient = input.grad(&gradients).expect("the leaf has a gradient");
+                [values(output), values(gradient)]
+            });
+        for ((found, expected), of) in found.iter().zip(&expected).zip(["output", "gradient"]) {
+            check(found, expected, &format!("{what}: {of}"));
+        }
+    }
+}
+
+/// Computes `gelu(gate) · through`. The first half of `outputs` is `gate`, the second half is `through`.
+fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
+    let gelu = |x: f64| {
+        let inner = (x + 0.044715 * x.powi(3)) * (2.0 / std::f64::consts::PI).sqrt();
+        0.5 * x * (1.0 + inner.tanh())
+    };
+    let of_place = |outputs: &[f64]| -> Vec<f64> {
+        let (gates, through) = outputs.split_at(columns);
+        gates
+            .iter()
+            .zip(through)
+            .map(|(x, y)| gelu(*x) * y)
+            .collect()
+    };
+    outputs
+        .chunks_exact(2 * columns)
+        .flat_map(of_place)
+        .collect()
+}
+
+/// Computes, for each row, the sum of the outputs of its chosen experts, weighted by `shares`.
+fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
+    let columns = outputs.len() / case.chosen.len();
+    let mut sums = vec![0.0; case.rows() * columns];
+    for (place, outputs) in outputs.chunks_exact(columns).enumerate() {
+        let sums = &mut sums[place / case.top_k * columns..];
+        for (sum, output) in sums.iter_mut().zip(outputs) {
+            *sum += shares[place] * output;
+        }
+    }
+    sums
+}
+
+/// Checks the GEMVs that decoding uses.
+#[test]
+fn expert_gemv_matches_reference() {
+    let device = Device::default();
+    device.seed(4);
+    let case = Case {
+        experts: 5,
+        top_k: 3,
+        chosen: vec![4, 0, 2, 2, 4, 3],
+    };
+    let random =
+        |shape: [usize; 2]| Tensor::<2>::random(shape, Distribution::Default, &device) - 0.5;
+    let whole = |columns_out, columns_in| {
+        let weight = random([case.experts * columns_out, columns_in]);
+        let weight = weight.reshape([case.experts, columns_out, columns_in]);
+        [Matrices::Whole(weight.clone()), Matrices::Whole(weight)]
+    };
+    // Pad the rows of the matrix with NaN, to detect a read of the padding.
+    let padded = |columns_out, columns_in| {
+        let [Matrices::Whole(weight), _] = whole(columns_out, columns_in) else {
+            panic!("the matrices are floats")
+        };
+        let behind = Tensor::<3>::full([case.experts, columns_out, 8], f32::NAN, &device);
+        let wide = Tensor::cat(vec![weight.clone(), behind], 2);
+        let weight_in_place = wide.narrow(2, 0, columns_in);
+        [Matrices::Whole(weight_in_place), Matrices::Whole(weight)]
+    };
+    let mut weights = vec![whole(14, 9), whole(6, 160), padded(6, 160), padded(14, 9)];
+    for layout in some_layouts() {
+        weights.push(matrices(layout, case.experts, 22, &device));
+    }
+    for [weight, numbers] in weights {
+        let what = match &weight {
+            Matrices::Whole(weight) => format!("{:?}", weight.dims()),
+            Matrices::Quantized { all, .. } => format!("{:?}", all.layout),
+        };
+        let Matrices::Whole(numbers) = numbers else {
+            panic!("the second matrices are floats");
+        };
+        let [_, columns_out, columns_in] = numbers.dims();
+        let numbers = values(numbers);
+        let shares = random([case.rows(), case.top_k]);
+        let input = random([case.rows(), columns_in]) * 0.1;
+        let inner = random([case.chosen.len(), columns_in]);
+
+        let outputs = product(
+            &case,
+            &values(input.clone()),
+            &numbers,
+            columns_in,
+            case.top_k,
+        );
+        let found = gemv::gate_experts(input, weight.clone(), case.chosen(&device));
+        let expected = gated(&outputs, columns_out / 2);
+        check(&values(found), &expected, &format!("{what}: gated"));
+
+        let outputs = product(&case, &values(inner.clone()), &numbers, columns_in, 1);
+        let expected = mixed(&case, &outputs, &values(shares.clone()));
+        let found = gemv::mix_experts(inner, weight, case.chosen(&device), shares);
+        check(&values(found), &expected, &format!("{what}: mixed"));
+    }
+}
+
+/// Checks that the router's indices may have another integer dtype than the kernels' i32.
+#[test]
+fn groups_of_any_integer_dtype_are_equal() {
+    let device = Device::default();
+    for case in cases() {
+        let chosen = case.chosen(&device);
+        let of = |chosen: &Tensor<2, Int>| {
+            let groups = groups(chosen, case.experts);
+            [groups.order, groups.starts]
+                .map(|numbers| numbers.into_data().iter::<i64>().collect::<Vec<_>>())
+        };
+        let expected = of(&chosen);
+        for dtype in [DType::I64, DType::U32] {
+            if device.supports_dtype(dtype) {
+                assert_eq!(of(&chosen.clone().cast(dtype)), expected, "{dtype:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! MoE router kernels. The kernel `route` computes a row's norm, its logits, the softmax, the top-k experts and the experts'
+//! weights. The kernel `choose` only computes the top-k of given probabilities.
+//!
+//! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit reads
+//! all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it.
+//!
+//! Budget: less than 22 KB of shared memory. It holds one float per expert and partial sum of a team, eight bytes per expert,
+//! and eight bytes per chosen expert. Registers hold a vector of the row, and `at_once` vectors of the router's matrix.
+//!
+//! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read it from
+//! the L2 cache.
+
+use crate::op::sums::{Team, cube_sum, part_of_sum, sum_of_squares};
+use cubecl::prelude::*;
+
+/// The division of the logits among teams of units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct RoutePlan {
+    pub experts: usize,
+    pub top_k: usize,
+    /// The units that together compute a logit.
+    pub team: Team,
+    pub teams: usize,
+    /// The number of experts whose logits a team of units computes at the same time.
+    pub at_once: usize,
+}
+
+impl RoutePlan {
+    /// Returns a team that consists of all units in the cube.
+    pub fn cube(self) -> Team {
+        Team {
+            units: self.team.units * self.teams,
+            width: self.team.width,
+        }
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn route<E: Float, N: Size>(
+    input: &Tensor<Vector<E, N>>,
+    proj: &Tensor<Vector<E, N>>,
+    scale: &Tensor<Vector<E, N>>,
+    per_expert_scale: &Tensor<E>,
+    chosen: &mut Tensor<i32>,
+    shares: &mut Tensor<f32>,
+    vectors: u32,
+    columns: f32,
+    epsilon: f32,
+    #[comptime] plan: RoutePlan,
+    #[define(E)] _element: ElemType,
+    #[define(N)] _vector: usize,
+) {
+    let row = CUBE_POS * vectors as usize;
+    let units = comptime!(plan.cube().units as u32);
+    let experts = comptime!(plan.experts as u32);
+    let parts = comptime!(plan.team.parts());
+
+    let mut of_cube = Shared::<[f32]>::new_slice(comptime!(plan.cube().parts()));
+    let mut squares = 0.0f32;
+    let mut vector = UNIT_POS;
+    while vector < vectors {
+        squares += sum_of_squares(input[row + vector as usize]);
+        vector += units;
+    }
+    let mean = cube_sum(squares, &mut of_cube, comptime!(plan.cube())) / columns;
+    let factor = 1.0f32 / (mean + epsilon).sqrt() / columns.sqrt();
+
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.experts * plan.team.parts()));
+    let lane = UNIT_POS_X;
+    let mut first = UNIT_POS_Y * comptime!(plan.at_once as u32);
+    let mut sums = Array::<f32>::new(comptime!(plan.at_once));
+    while first < experts {
+        #[unroll]
+        for o in 0..plan.at_once {
+            sums[o] = 0.0f32;
+        }
+        let mut vector = lane;
+        while vector < vectors {
+            let x = Vector::<f32, N>::cast_from(input[row + vector as usize])
+                * Vector::<f32, N>::cast_from(scale[vector as usize]);
+            #[unroll]
+            for o in 0..plan.at_once {
+                // Load the matrix row of the last expert again if the team has fewer experts left. The repeated logit is not
+                // written.
+                let expert = min(first + comptime!(o as u32), experts - 1u32);
+                let at = expert as usize * vectors as usize + vector as usize;
+                let products = x * Vector::<f32, N>::cast_from(proj[at]);
+                let mut sum = sums[o];
+                #[unroll]
+                for component in 0..x.vector_size().comptime() {
+                    sum += products.extract(component);
+                }
+                sums[o] = sum;
+            }
+            vector += comptime!(plan.team.units as u32);
+        }
+        #[unroll]
+        for o in 0..plan.at_once {
+            let part = part_of_sum(sums[o], comptime!(plan.team));
+            let expert = first + comptime!(o as u32);
+            if expert < experts && lane.is_multiple_of(comptime!(plan.team.width as u32)) {
+                let at = (lane / comptime!(plan.team.width as u32)) as usize;
+                partial[expert as usize * parts + at] = part;
+            }
+        }
+        first += comptime!((plan.teams * plan.at_once) as u32);
+    }
+    sync_cube();
+
+    let mut numbers = Shared::<[f32]>::new_slice(comptime!(plan.experts));
+    let mut keys = Shared::<[u32]>::new_slice(comptime!(plan.experts));
+    let mut expert = UNIT_POS;
+    while expert < experts {
+        let mut logit = 0.0f32;
+        #[unroll]
+        for part in 0..parts {
+            logit += partial[expert as usize * parts + part];
+        }
+        numbers[expert as usize] = logit * factor;
+        expert += units;
+    }
+    sync_cube();
+    let mut largest = numbers[0];
+    for index in 1..comptime!(plan.experts) {
+        largest = max(largest, numbers[index]);
+    }
+    sync_cube();
+    let mut expert = UNIT_POS;
+    while expert < experts {
+        numbers[expert as usize] = (numbers[expert as usize] - largest).exp();
+        expert += units;
+    }
+    sync_cube();
+    let mut sum = 0.0f32;
+    for index in 0..comptime!(plan.experts) {
+        sum += numbers[index];
+    }
+    sync_cube();
+    let mut expert = UNIT_POS;
+    while expert < experts {
+        let probability = numbers[expert as usize] / sum;
+        numbers[expert as usize] = probability;
+        keys[expert as usize] = key(probability);
+        expert += units;
+    }
+    sync_cube();
+
+    let mut of_rank = Shared::<[u32]>::new_slice(comptime!(plan.top_k));
+    let mut expert = UNIT_POS;
+    while expert < experts {
+        let rank = rank(&keys, expert, comptime!(plan.experts));
+        if rank < comptime!(plan.top_k as u32) {
+            of_rank[rank as usize] = expert;
+        }
+        expert += units;
+    }
+    sync_cube();
+    let mut rank = UNIT_POS;
+    while rank < comptime!(plan.top_k as u32) {
+        let mut of_all = 0.0f32;
+        for index in 0..comptime!(plan.top_k) {
+            of_all += numbers[of_rank[index] as usize];
+        }
+        let expert = of_rank[rank as usize];
+        let at = CUBE_POS * comptime!(plan.top_k) + rank as usize;
+        chosen[at] = i32::cast_from(expert);
+        shares[at] =
+            numbers[expert as usize] / of_all * f32::cast_from(per_expert_scale[expert as usize]);
+        rank += units;
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn choose(
+    probabilities: &Tensor<f32>,
+    chosen: &mut Tensor<i32>,
+    rows: u32,
+    #[comptime] experts: usize,
+    #[comptime] top_k: usize,
+    #[comptime] units: usize,
+) {
+    if CUBE_POS >= rows as usize {
+        terminate!();
+    }
+    let mut keys = Shared::<[u32]>::new_slice(experts);
+    let mut expert = UNIT_POS;
+    while expert < comptime!(experts as u32) {
+        keys[expert as usize] = key(probabilities[CUBE_POS * experts + expert as usize]);
+        expert += comptime!(units as u32);
+    }
+    sync_cube();
+    let mut expert = UNIT_POS;
+    while expert < comptime!(experts as u32) {
+        let rank = rank(&keys, expert, experts);
+        if rank < comptime!(top_k as u32) {
+            chosen[CUBE_POS * top_k + rank as usize] = i32::cast_from(expert);
+        }
+        expert += comptime!(units as u32);
+    }
+}
+
+/// Maps a float to an integer with the order of `f32::total_cmp`. This order includes NaN, so every rank belongs to exactly one
+/// expert.
+#[cube]
+fn key(value: f32) -> u32 {
+    let bits = u32::reinterpret(value);
+    let sign = comptime!(1u32 << 31);
+    select(bits < sign, bits | sign, !bits)
+}
+
+/// Returns the rank of an expert. A key is an integer that orders probabilities. The rank is the number of experts with a
+/// larger key, or with an equal key and a smaller index.
+#[cube]
+fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
+    let own = keys[expert as usize];
+    let mut rank = 0u32;
+    for index in 0..comptime!(experts as u32) {
+        let other = keys[index as usize];
+        let before = other > own || (other == own && index < expert);
+        rank += select(before, 1u32, 0u32);
+    }
+    rank
+}

@@ -1,0 +1,116 @@
+//! Launches the MoE router. A team is a group of units that computes logits together.
+
+use super::{
+    NUMBERS, RouteBackend, Routed,
+    kernel::{RoutePlan, choose, route},
+};
+use crate::op::{
+    launch::{plane_width, vector_size},
+    sums::Team,
+};
+use burn::{
+    backend::{
+        cubecl::dtype_to_storage_type,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::DType,
+};
+use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous};
+use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
+use cubecl::{client::Client, prelude::CubeDim};
+
+/// The number of units in a cube that chooses experts from given probabilities.
+const UNITS: usize = 64;
+/// The number of experts whose logits a team of units computes at the same time.
+const AT_ONCE: usize = 4;
+/// The number of units per team, which computes logits together, on devices without plane operations.
+const TEAM: usize = 8;
+
+impl RouteBackend for CubeBackend {
+    fn choose(probabilities: FloatTensor<Self>, top_k: usize) -> IntTensor<Self> {
+        let client = probabilities.client.clone();
+        let probabilities = into_contiguous(probabilities);
+        let [rows, experts] = probabilities.meta.shape().dims();
+        let chosen = empty(&probabilities, [rows, top_k], NUMBERS);
+        // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `probabilities`, which has `experts`
+        // elements. It writes element `rank` of row `r` in `chosen` only if `rank` is below `top_k`.
+        unsafe {
+            choose::launch_unchecked(
+                &client,
+                cube_count(&client, rows),
+                CubeDim::new_1d(UNITS as u32),
+                address_type([&probabilities]),
+                probabilities.into_tensor_arg(),
+                chosen.clone().into_tensor_arg(),
+                rows as u32,
+                experts,
+                top_k,
+                UNITS,
+            );
+        }
+        chosen
+    }
+
+    fn route(
+        input: FloatTensor<Self>,
+        proj: FloatTensor<Self>,
+        scale: FloatTensor<Self>,
+        per_expert_scale: FloatTensor<Self>,
+        top_k: usize,
+        epsilon: f64,
+    ) -> Routed<Self> {
+        let client = input.client.clone();
+        let (input, proj) = (into_contiguous(input), into_contiguous(proj));
+        let [rows, columns] = input.meta.shape().dims();
+        let [experts, _] = proj.meta.shape().dims();
+        let chosen = empty(&input, [rows, top_k], NUMBERS);
+        let shares = empty(&input, [rows, top_k], DType::F32);
+        let vector = vector_size(&client, input.dtype.size(), &[columns]);
+        let plan = plan(&client, experts, top_k);
+        let element = dtype_to_storage_type(input.dtype);
+        // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `input` and all `experts` rows of `proj`. Both have
+        // `columns` elements per row. The cube writes only the `top_k` elements of row `r` in `chosen` and `shares`.
+        unsafe {
+            route::launch_unchecked(
+                &client,
+                exact_cube_count(&client, rows),
+                CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+                address_type([&input, &proj]),
+                input.into_tensor_arg(),
+                proj.into_tensor_arg(),
+                into_contiguous(scale).into_tensor_arg(),
+                into_contiguous(per_expert_scale).into_tensor_arg(),
+                chosen.clone().into_tensor_arg(),
+                shares.clone().into_tensor_arg(),
+                (columns / vector) as u32,
+                columns as f32,
+                epsilon as f32,
+                plan,
+                element,
+                vector,
+            );
+        }
+        Routed {
+            experts: chosen,
+            shares,
+        }
+    }
+}
+
+/// Plans enough teams of units to read the router's matrix fast, but no more than the experts need.
+fn plan(client: &Client, experts: usize, top_k: usize) -> RoutePlan {
+    let width = plane_width(client);
+    let limit = client.properties().hardware.max_units_per_cube as usize;
+    let (units, most) = match width {
+        1 => (TEAM, 64),
+        width => (width, limit.min(1024)),
+    };
+    let teams = experts.div_ceil(AT_ONCE).min(most / units).max(1);
+    RoutePlan {
+        experts,
+        top_k,
+        team: Team { units, width },
+        teams,
+        at_once: AT_ONCE,
+    }
+}

@@ -1,0 +1,118 @@
+//! The MoE router. It chooses the top-k experts of each row, and computes the weights of their outputs.
+
+mod kernel;
+mod launch;
+
+use burn::{
+    backend::{
+        Backend, Dispatch, ExtensionType, backend_extension,
+        fusion::custom::TensorSpec,
+        tensor::{FloatTensor, IntTensor},
+    },
+    tensor::{DType, Int, Shape, Tensor},
+};
+
+/// The chosen experts of each row.
+pub(crate) struct Choice {
+    /// The indices of the experts, `[rows, top_k]`, the most probable first.
+    pub experts: Tensor<2, Int>,
+    /// The weights of the experts' outputs, `[rows, top_k]` in f32.
+    pub shares: Tensor<2>,
+}
+
+/// The largest number of experts that the kernels support.
+const MOST_EXPERTS: usize = 512;
+
+/// True if the kernels support this number of experts.
+pub(crate) fn chooses(experts: usize) -> bool {
+    (1..=MOST_EXPERTS).contains(&experts)
+}
+
+/// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`, in descending order. `probabilities`
+/// are `[rows, experts]` in f32, and their gradients are not tracked. Probabilities compare as in `f32::total_cmp`. Among equal
+/// probabilities the smaller expert index comes first. Returns `None` if no kernel supports the tensor.
+pub(crate) fn choose(probabilities: &Tensor<2>, top_k: usize) -> Option<Tensor<2, Int>> {
+    let [rows, experts] = probabilities.dims();
+    let device = probabilities.device();
+    if !super::runs(&device, probabilities.dtype()) || !chooses(experts) || rows == 0 {
+        return None;
+    }
+    let strategy = probabilities.gradient_checkpointing_strategy();
+    let inner = probabilities.clone().inner().into_dispatch();
+    let chosen: Tensor<2, Int> = Tensor::from_dispatch(Dispatch::choose(inner, top_k));
+    Some(match strategy {
+        Some(strategy) => chosen
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy),
+        None => chosen,
+    })
+}
+
+/// The router's parameters.
+pub(crate) struct RouterWeights {
+    /// The projection to logits, `[experts, hidden]`.
+    pub proj: Tensor<2>,
+    /// The scale of each channel of the normalized rows, `[hidden]`.
+    pub scale: Tensor<1>,
+    /// The scale by which each expert's weight is multiplied, `[experts]`.
+    pub per_expert_scale: Tensor<1>,
+}
+
+/// Routes a few rows, `[rows, hidden]`, in one launch. All tensors must have the same dtype. The kernel computes in f32.
+pub(crate) fn route(
+    input: Tensor<2>,
+    weights: RouterWeights,
+    top_k: usize,
+    epsilon: f64,
+) -> Choice {
+    let result: Routed<Dispatch> = Dispatch::route(
+        input.into_dispatch(),
+        weights.proj.into_dispatch(),
+        weights.scale.into_dispatch(),
+        weights.per_expert_scale.into_dispatch(),
+        top_k,
+        epsilon,
+    );
+    Choice {
+        experts: Tensor::from_dispatch(result.experts),
+        shares: Tensor::from_dispatch(result.shares),
+    }
+}
+
+/// The experts and their weights: see [`Choice`].
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct Routed<B: Backend> {
+    pub experts: IntTensor<B>,
+    pub shares: FloatTensor<B>,
+}
+
+/// The dtype of expert indices.
+const NUMBERS: DType = DType::I32;
+
+fn metadata(input: &TensorSpec, top_k: usize) -> RoutedMetadata {
+    let shape = || Shape::new([input.shape[0], top_k]);
+    RoutedMetadata {
+        experts: TensorSpec::new(shape(), NUMBERS),
+        shares: TensorSpec::new(shape(), DType::F32),
+    }
+}
+
+/// The kernels as operators of a backend. The functions above document the operators.
+#[backend_extension(Cube, Fusion)]
+pub trait RouteBackend: Backend {
+    #[fusion(meta = |probabilities, top_k| {
+        TensorSpec::new(Shape::new([probabilities.shape[0], *top_k]), NUMBERS)
+    })]
+    fn choose(probabilities: FloatTensor<Self>, top_k: usize) -> IntTensor<Self>;
+
+    #[fusion(meta = |input, _proj, _scale, _per_expert_scale, top_k, _epsilon| metadata(input, *top_k))]
+    fn route(
+        input: FloatTensor<Self>,
+        proj: FloatTensor<Self>,
+        scale: FloatTensor<Self>,
+        per_expert_scale: FloatTensor<Self>,
+        top_k: usize,
+        epsilon: f64,
+    ) -> Routed<Self>;
+}

@@ -1,0 +1,242 @@
+//! The device layout of quantized rows. All file formats and all devices share this layout of 32-bit words, which the kernels
+//! read.
+//!
+//! A row begins with all codes. The upper bits of 5-bit and 6-bit codes follow, and then the scales of each group of columns. A
+//! *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. Each row is self-contained, so a
+//! kernel can read single rows of an embedding table or a range of a matrix's rows.
+//!
+//! Burn's own quantized tensors (0.22) do not fit. They are symmetric and have no minimums or zero points, which half of the
+//! formats need. Their GEMM and their row selection dequantize the whole matrix.
+
+use burn::tensor::{bf16, f16};
+
+/// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32, where `zero` is the zero
+/// point and `least` is the minimum of the group. A format without zero points or minimums omits that term.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Format {
+    /// The number of bits per code: 4, 5, 6 or 8.
+    pub bits: usize,
+    /// The number of columns per group, or `None` if the whole row is one group.
+    pub group: Option<usize>,
+    pub scales: Scales,
+    /// The rounding of each dequantized element.
+    pub rounding: Rounding,
+}
+
+/// The parameters that all columns of a group share, and their storage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// An f16 scale per group. Two scales share a word.
+    Half { zero: u32 },
+    /// One word per group: an f16 scale in the low half, and an f16 minimum in the high half.
+    HalfAndLeast,
+    /// One word per group: an f32 scale.
+    Single { zero: u32 },
+    /// Two words per group: an f32 scale, and the zero point that is subtracted from each code.
+    SingleAndZero,
+    /// Five words per [`SUPER`] columns: an f16 scale, and 16 signed bytes, one for each of 16 groups. The f16 scale times a
+    /// byte is the scale of the byte's group.
+    Bytes { zero: u32 },
+    /// Five words per [`SUPER`] columns. The low half of the first word is an f16 multiplier of all group scales, and the high
+    /// half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of group minimums follow. A
+    /// minimum is subtracted from each element of its group.
+    BytesAndLeast,
+}
+
+/// The dtype to which an element is rounded (half to even) before it is converted to the requested dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rounding {
+    None,
+    F16,
+    BF16,
+}
+
+/// The number of columns in a super-block of ggml. All group scales in a super-block are multiplied by the same f16 number.
+pub(crate) const SUPER: usize = 256;
+/// The number of words that hold the multipliers, the group scales and any group minimums of [`SUPER`] columns.
+pub(crate) const SUPER_WORDS: usize = 5;
+/// The number of 4-bit codes in a word. Every group size is a multiple of this number.
+const CODES: usize = 8;
+/// The number of words in one vector load. The length of a row is padded to a multiple of this number.
+const VECTOR: usize = 4;
+
+impl Rounding {
+    pub fn of(self, number: f32) -> f32 {
+        match self {
+            Self::None => number,
+            Self::F16 => f16::from_f32(number).to_f32(),
+            Self::BF16 => bf16::from_f32(number).to_f32(),
+        }
+    }
+}
+
+impl Format {
+    /// Returns the number of lower bits per code: 8 of an 8-bit code, and 4 of a shorter code. The lower bits of all codes are
+    /// the first part of the row.
+    pub const fn low_bits(self) -> usize {
+        match self.bits {
+            8 => 8,
+            _ => 4,
+        }
+    }
+
+    /// Returns the number of upper bits per code, which follow the lower bits of all codes in the row.
+    pub const fn top_bits(self) -> usize {
+        self.bits - self.low_bits()
+    }
+
+    /// Returns the number of codes whose lower bits fit into one word.
+    pub const fn codes_of_word(self) -> usize {
+        32 / self.low_bits()
+    }
+}
+
+/// The layout of rows that have a certain format and number of columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub format: Format,
+    pub columns: usize,
+}
+
+impl Layout {
+    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks, or if the codes of a group or
+    /// the upper bits of the row do not fill whole words.
+    pub fn new(format: Format, columns: usize) -> Option<Self> {
+        let layout = Self { format, columns };
+        let is_whole = match format.scales {
+            Scales::Bytes { .. } | Scales::BytesAndLeast => columns.is_multiple_of(SUPER),
+            _ => {
+                let of_top_bits = columns * format.top_bits();
+                layout.group().is_multiple_of(CODES)
+                    && columns.is_multiple_of(layout.group())
+                    && of_top_bits.is_multiple_of(32)
+            }
+        };
+        (is_whole && columns > 0).then_some(layout)
+    }
+
+    /// Returns the number of columns per group.
+    pub fn group(self) -> usize {
+        self.format.group.unwrap_or(self.columns)
+    }
+
+    /// Returns the offset of the upper bits in a row, in words.
+    pub fn top(self) -> usize {
+        self.columns / self.format.codes_of_word()
+    }
+
+    /// Returns the offset of the scales in a row, in words.
+    pub fn scales(self) -> usize {
+        self.top() + self.columns * self.format.top_bits() / 32
+    }
+
+    /// Returns the number of words in a row.
+    pub fn words(self) -> usize {
+        let groups = self.columns / self.group();
+        let scales = match self.format.scales {
+            Scales::Half { .. } => groups.div_ceil(2),
+            Scales::HalfAndLeast | Scales::Single { .. } => groups,
+            Scales::SingleAndZero => 2 * groups,
+            Scales::Bytes { .. } | Scales::BytesAndLeast => self.columns / SUPER * SUPER_WORDS,
+        };
+        (self.scales() + scales).next_multiple_of(VECTOR)
+    }
+
+    /// Returns the average number of bits per element, including scales and padding.
+    pub fn bits_of_number(self) -> f64 {
+        (self.words() * 32) as f64 / self.columns as f64
+    }
+
+    /// Dequantizes a row.
+    pub fn dequantize(self, words: &[u32], numbers: &mut [f32]) {
+        let write = match self.format.bits {
+            4 => Self::write::<4, 0>,
+            5 => Self::write::<4, 1>,
+            6 => Self::write::<4, 2>,
+            _ => Self::write::<8, 0>,
+        };
+        write(self, words, numbers);
+    }
+
+    /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. Both are compile-time constants, so that the compiler can
+    /// unroll the loops.
+    fn write<const LOW: usize, const TOP: usize>(self, words: &[u32], numbers: &mut [f32]) {
+        let codes = 32 / LOW;
+        let (of_top, of_groups) = (&words[self.top()..], &words[self.scales()..]);
+        let mut low = words.iter();
+        for (group, numbers) in numbers.chunks_exact_mut(self.group()).enumerate() {
+            let of_group = Group::read(self.format.scales, of_groups, group);
+            let first = group * self.group() / codes;
+            let low = low.by_ref().take(numbers.len() / codes);
+            for ((at, low), numbers) in (first..).zip(low).zip(numbers.chunks_exact_mut(codes)) {
+                let top = match TOP {
+                    0 => 0,
+                    _ => of_top[at * codes * TOP / 32] >> (at * codes * TOP % 32),
+                };
+                for (index, number) in numbers.iter_mut().enumerate() {
+                    let code = low >> (index * LOW) & ((1 << LOW) - 1);
+                    let above = top >> (index * TOP) & ((1 << TOP) - 1);
+                    *number = of_group.number(code | above << LOW);
+                }
+            }
+            match self.format.rounding {
+                Rounding::None => {}
+                rounding => {
+                    for number in numbers {
+                        *number = rounding.of(*number);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The decoding parameters of one group.
+#[derive(Clone, Copy)]
+struct Group {
+    zero: f32,
+    scale: f32,
+    /// The minimum, which is added to each element.
+    least: f32,
+}
+
+impl Group {
+    fn number(self, code: u32) -> f32 {
+        (code as f32 - self.zero) * self.scale + self.least
+    }
+
+    fn read(scales: Scales, words: &[u32], group: usize) -> Self {
+        let half = |bits: u32| f16::from_bits(bits as u16).to_f32();
+        let byte = |words: &[u32], index: usize| (words[index / 4] >> (index % 4 * 8)) as u8;
+        let of = |zero: u32, scale: f32| Self {
+            zero: zero as f32,
+            scale,
+            // Add -0 if the format has no minimum. This leaves every element unchanged, including the sign of a zero.
+            least: -0.0,
+        };
+        match scales {
+            Scales::Half { zero } => of(zero, half(words[group / 2] >> (group % 2 * 16))),
+            Scales::HalfAndLeast => Self {
+                zero: 0.0,
+                scale: half(words[group]),
+                least: half(words[group] >> 16),
+            },
+            Scales::Single { zero } => of(zero, f32::from_bits(words[group])),
+            Scales::SingleAndZero => of(words[2 * group + 1], f32::from_bits(words[2 * group])),
+            Scales::Bytes { zero } => {
+                let words = &words[group / 16 * SUPER_WORDS..];
+                let factor = byte(&words[1..], group % 16) as i8;
+                of(zero, half(words[0]) * f32::from(factor))
+            }
+            Scales::BytesAndLeast => {
+                let words = &words[group / 8 * SUPER_WORDS..];
+                let factor = |from: usize| f32::from(byte(&words[from..], group % 8));
+                Self {
+                    zero: 0.0,
+                    scale: half(words[0]) * factor(1),
+                    least: -(half(words[0] >> 16) * factor(3)),
+                }
+            }
+        }
+    }
+}

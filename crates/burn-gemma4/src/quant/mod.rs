@@ -1,0 +1,10 @@
+//! Weights with codes of a few bits: the file formats, and their dequantization. The results are bit-identical to those of the
+//! formats' own programs.
+
+pub(crate) mod blocks;
+pub(crate) mod layout;
+pub(crate) mod pack;
+pub(crate) mod packed;
+pub(crate) mod quantize;
+pub(crate) mod rows;
+mod super_blocks;

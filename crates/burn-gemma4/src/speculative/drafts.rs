@@ -1,0 +1,52 @@
+//! The source of draft tokens, and the counts of proposed and accepted draft tokens.
+
+use serde::Serialize;
+
+/// The maximum number of draft tokens per sequence in a pass.
+pub(crate) const MAX_DRAFT_TOKENS: usize = 8;
+
+/// The source of draft tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Drafts {
+    /// No speculative decoding.
+    #[default]
+    None,
+    /// Prompt lookup. The draft tokens are those that followed an earlier occurrence of the last tokens of the text. Prompt
+    /// lookup helps if answers repeat parts of their prompts.
+    Lookup,
+    /// A small model that was trained to predict the target model's tokens: see
+    /// [`Gemma4::with_drafter`](crate::gemma::Gemma4::with_drafter).
+    Drafter,
+}
+
+/// The numbers of passes, of draft tokens and of accepted draft tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct DraftCounts {
+    /// The number of forward passes of the model after the prefill.
+    pub passes: usize,
+    /// The number of draft tokens in these passes.
+    pub drafted: usize,
+    /// The number of draft tokens that the model accepted and that are in the text. The last token of each pass counts as the
+    /// model's own token. A draft token that ends the text therefore does not count.
+    pub accepted: usize,
+}
+
+impl DraftCounts {
+    /// Returns the share of draft tokens that were accepted, or 0 without draft tokens.
+    pub fn acceptance(&self) -> f64 {
+        share(self.accepted, self.drafted)
+    }
+
+    /// Returns the mean number of generated tokens per pass. It is one more than the mean number of accepted draft tokens per
+    /// pass. Returns 0 without passes.
+    pub fn tokens_per_pass(&self) -> f64 {
+        share(self.passes + self.accepted, self.passes)
+    }
+}
+
+fn share(part: usize, whole: usize) -> f64 {
+    match whole {
+        0 => 0.0,
+        _ => part as f64 / whole as f64,
+    }
+}

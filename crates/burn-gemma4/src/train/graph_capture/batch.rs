@@ -1,0 +1,102 @@
+//! A training batch and its gradients.
+
+use crate::error::Gemma4Error;
+use crate::model::forward::Text;
+use crate::model::{Gemma4Model, Logits};
+use crate::train::packing::Packing;
+use burn::{
+    optim::GradientsParams,
+    tensor::{Int, Tensor},
+};
+
+/// A batch of texts and their target tokens.
+#[derive(Clone, Debug)]
+pub struct TrainBatch<'a> {
+    /// The token ids, `[batch, positions]`.
+    pub tokens: Tensor<2, Int>,
+    /// The documents in each row. Without a packing, each row is one document.
+    pub packing: Option<&'a Packing>,
+    /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal `positions`.
+    /// Negative targets do not count in the loss.
+    pub targets: Tensor<2, Int>,
+}
+
+/// A batch on the device that has been checked. Its tensors have no autodiff.
+pub(super) struct Read {
+    pub text: Text,
+    /// The targets, `[batch, last]`.
+    pub targets: Tensor<2, Int>,
+}
+
+impl Read {
+    pub fn new(model: &Gemma4Model, lesson: TrainBatch<'_>) -> Result<Self, Gemma4Error> {
+        let TrainBatch {
+            tokens,
+            packing,
+            targets,
+        } = lesson;
+        model.refuse_training_quantized()?;
+        let [batch, positions] = tokens.dims();
+        let [of, last] = targets.dims();
+        if batch == 0 {
+            return Err(Gemma4Error::Argument {
+                argument: "tokens",
+                reason: format!("has the shape {:?}, which has no text", [batch, positions]),
+            });
+        }
+        let fewest = if packing.is_some() { positions } else { 1 };
+        if of != batch || last > positions || last < fewest.max(1) {
+            let which = match packing {
+                Some(_) => "all",
+                None => "the last",
+            };
+            return Err(Gemma4Error::Argument {
+                argument: "targets",
+                reason: format!(
+                    "has the shape {:?}, which does not match {which} positions of tokens {:?}",
+                    [of, last],
+                    [batch, positions]
+                ),
+            });
+        }
+        if let Some(packing) = packing {
+            packing.check(&tokens)?;
+        }
+        let tokens = model.read_tokens(tokens.inner())?;
+        let text = match packing {
+            Some(packing) => model.packed_text(&tokens, packing),
+            None => model.whole_text(&tokens),
+        };
+        Ok(Self {
+            text,
+            targets: targets.inner(),
+        })
+    }
+
+    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. The computation needs no data on the host,
+    /// only shapes.
+    pub fn gradients(
+        self,
+        model: &Gemma4Model,
+        by_layer: bool,
+        scaled: impl FnOnce(Tensor<1>) -> Tensor<1>,
+    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        let Self { text, targets } = self;
+        let asked = Logits::Last(targets.dims()[1]);
+        if !by_layer {
+            let hidden = model.hidden_states(text, None, asked, &mut ());
+            let loss = model.loss(hidden, targets)?;
+            let plain = loss.clone().inner();
+            let gradients = scaled(loss).backward();
+            return Ok((plain, GradientsParams::from_grads(gradients, model)));
+        }
+        let mut plain = None;
+        let of_states = |hidden| {
+            let loss = model.loss(hidden, targets)?;
+            plain = Some(loss.clone().inner());
+            Ok(scaled(loss))
+        };
+        let (scaled, gradients) = model.gradients_by_layer(text, asked, of_states)?;
+        Ok((plain.unwrap_or(scaled), gradients))
+    }
+}

@@ -1,0 +1,310 @@
+//! A captured training step: the graph of its launches and the buffers from which the graph reads. Among the buffers are copies
+//! of the trained parameters. Because of the copies, an optimizer may move the parameters to other memory.
+
+use super::batch::Read;
+use super::buffers::{Buffers, Reader, Sources};
+use crate::model::Gemma4Model;
+use crate::model::forward::Text;
+use crate::model::prefill_ops::Rotations;
+use crate::op;
+use crate::op::graph_capture::{CapturedGraph, Computation};
+use crate::op::{moe_gemm, moe_router};
+use burn::{
+    module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId},
+    optim::GradientsParams,
+    tensor::{DType, Device, Int, Tensor},
+};
+use std::rc::Rc;
+
+/// The maximum number of rows in a captured step. For large steps a graph saves no time. On an H200, E2B with an adapter
+/// reaches this point at 8,192 rows: the host launches the step as fast as the GPU runs it.
+const CAPTURE_MAX_ROWS: usize = 4096;
+
+/// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are the parameters
+/// of models with a few hundred million parameters that are trained completely.
+const MOST_COPIED: usize = 1 << 30;
+
+/// A captured step, which serves all batches of one shape.
+pub(super) struct Captured {
+    step: CapturedGraph<Step>,
+    shape: Shape,
+    /// All parameters of the model, trained and frozen.
+    parameters: Vec<Parameter>,
+}
+
+/// The properties of a batch that must not change after the capture, because the launches depend on them.
+#[derive(Clone, Copy, PartialEq)]
+struct Shape {
+    tokens: [usize; 2],
+    targets: [usize; 2],
+    /// The dtypes of the tokens and of the targets.
+    integers: [DType; 2],
+    has_segments: bool,
+}
+
+impl Shape {
+    fn of(read: &Read) -> Self {
+        Self {
+            tokens: read.text.ids.dims(),
+            targets: read.targets.dims(),
+            integers: [read.text.ids.dtype(), read.targets.dtype()],
+            has_segments: read.text.segments.is_some(),
+        }
+    }
+}
+
+impl Captured {
+    /// Prepares the capture of a step. Returns `None` if the step should not be captured.
+    pub fn of(model: &Gemma4Model, read: &Read, by_layer: bool) -> Option<Self> {
+        let shape = Shape::of(read);
+        let device = model.device().without_autodiff();
+        let mut parameters = Parameters::default();
+        model.visit(&mut parameters);
+        if shape.tokens.iter().product::<usize>() > CAPTURE_MAX_ROWS
+            || parameters.trained_bytes > MOST_COPIED
+            || !op::runs(&device, model.dtype())
+            || needs_host(model, &device, by_layer)
+        {
+            return None;
+        }
+        let sources = sources(model, read, 1.0);
+        let step = Step {
+            by_layer,
+            has_host_rows: read.text.from_host.is_some(),
+            has_segments: shape.has_segments,
+            buffers: Buffers::like(&sources, &device),
+            model: model.clone().map(&mut EmptyModule),
+            device,
+        };
+        Some(Self {
+            step: CapturedGraph::new(step),
+            shape,
+            parameters: parameters.all,
+        })
+    }
+
+    /// True if the captured step can run for this model and this batch.
+    pub fn serves(&self, model: &Gemma4Model, read: &Read) -> bool {
+        let mut parameters = Parameters::default();
+        model.visit(&mut parameters);
+        self.shape == Shape::of(read) && self.parameters == parameters.all
+    }
+
+    /// True if the last run was the replay of a graph.
+    pub fn is_captured(&self) -> bool {
+        self.step.is_captured()
+    }
+
+    /// Computes the loss, and the gradients of the loss times `factor`.
+    pub fn run(
+        &mut self,
+        model: &Gemma4Model,
+        read: &Read,
+        factor: f64,
+    ) -> (Tensor<1>, GradientsParams) {
+        let buffers = &self.step.computation.buffers;
+        buffers.overwrite(sources(model, read, factor));
+        let Outputs { loss, gradients } = self.step.run(&mut true);
+        let mut handed_out = HandedOut {
+            gradients: &gradients,
+            to: GradientsParams::new(),
+        };
+        model.visit(&mut handed_out);
+        // Return a copy of the loss, because the next step overwrites the graph's own loss.
+        (loss.mul_scalar(1.0), handed_out.to)
+    }
+}
+
+/// True if a step needs data on the host. A graph cannot capture such a step.
+///
+/// If the model has more experts than the router's kernels support, the host selects the experts. In layer-by-layer mode, the
+/// forward without autodiff may run one tensor-core GEMM per expert where that is faster. The host must then read which experts
+/// were selected.
+fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
+    let config = model.config();
+    config.experts.as_ref().is_some_and(|experts| {
+        let rows = Tensor::empty([1, config.hidden_size], (device, model.dtype()));
+        !moe_router::chooses(experts.num_experts) || by_layer && !moe_gemm::serves(&rows)
+    })
+}
+
+/// Returns the tensors that a step reads. They are in the order in which the step takes them from the buffers.
+fn sources(model: &Gemma4Model, read: &Read, factor: f64) -> Sources {
+    let Read { text, targets } = read;
+    let device = text.ids.device();
+    let mut sources = Sources::default();
+    sources.integers(text.ids.clone());
+    sources.integers(targets.clone());
+    if let Some(segments) = &text.segments {
+        sources.integers(segments.clone());
+    }
+    for table in text.rotations.tables() {
+        sources.floats(table);
+    }
+    if let Some(rows) = &text.from_host {
+        sources.floats(rows.clone());
+    }
+    sources.floats(Tensor::<1>::from_data([factor], (&device, DType::F32)));
+    let mut trained = TrainedSources(sources);
+    model.visit(&mut trained);
+    trained.0
+}
+
+struct TrainedSources(Sources);
+
+impl ModuleVisitor for TrainedSources {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.base();
+        if tensor.is_require_grad() {
+            self.0.floats(tensor.clone().inner());
+        }
+    }
+}
+
+/// The properties of a model parameter that must not change after a capture.
+#[derive(PartialEq)]
+struct Parameter {
+    id: ParamId,
+    /// The shape and dtype of a trained parameter, or `None` if the parameter is frozen. Trained parameters are copied before
+    /// each step.
+    trained: Option<(Vec<usize>, DType)>,
+}
+
+/// A visitor that collects all parameters, and counts the bytes of the trained ones.
+#[derive(Default)]
+struct Parameters {
+    all: Vec<Parameter>,
+    trained_bytes: usize,
+}
+
+impl ModuleVisitor for Parameters {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let tensor = param.base();
+        let trained = tensor.is_require_grad().then(|| {
+            let count = tensor.dims().iter().product::<usize>();
+            self.trained_bytes += count * tensor.dtype().size();
+            (tensor.dims().to_vec(), tensor.dtype())
+        });
+        self.all.push(Parameter {
+            id: param.id,
+            trained,
+        });
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<D, Int>>) {
+        self.all.push(Parameter {
+            id: param.id,
+            trained: None,
+        });
+    }
+}
+
+/// The captured computation, with all tensors that its launches read and write.
+struct Step {
+    by_layer: bool,
+    has_host_rows: bool,
+    has_segments: bool,
+    buffers: Buffers,
+    /// The model without its trained parameters, each of which is replaced by a tensor of one element. A step takes the trained
+    /// parameters from the buffers.
+    model: Gemma4Model,
+    /// The model's device, without autodiff.
+    device: Device,
+}
+
+#[derive(Clone)]
+struct Outputs {
+    loss: Tensor<1>,
+    gradients: Rc<GradientsParams>,
+}
+
+impl Computation for Step {
+    /// Capture the first step immediately. Later the trainer has other threads that read losses and write checkpoints. They use
+    /// the device, and no other thread may use the device during a capture.
+    const BEFORE_CAPTURE: usize = 0;
+    type Outputs = Outputs;
+
+    fn compute(&self) -> Outputs {
+        let mut buffers = self.buffers.read();
+        let ids = buffers.integers();
+        let targets = buffers.integers();
+        let segments = self.has_segments.then(|| buffers.integers());
+        let tables = [(); 4].map(|()| buffers.floats());
+        let from_host = self.has_host_rows.then(|| buffers.floats());
+        let factor: Tensor<1> = buffers.floats();
+        let model = self.model.clone().map(&mut Filled(buffers));
+        let text = Text {
+            ids,
+            from_host,
+            rotations: Rotations::of_tables(tables),
+            segments,
+        };
+        let read = Read { text, targets };
+        let scaled = |loss: Tensor<1>| loss * factor.autodiff();
+        let outcome = read.gradients(&model, self.by_layer, scaled);
+        let (loss, gradients) = outcome.expect("the batch was checked when it was read");
+        Outputs {
+            loss,
+            gradients: Rc::new(gradients),
+        }
+    }
+
+    fn device(&self) -> Device {
+        self.device.clone()
+    }
+}
+
+/// A mapper that replaces each trained parameter by a tensor of one element, to free the parameter's memory.
+struct EmptyModule;
+
+impl ModuleMapper for EmptyModule {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        replaced(param, |tensor| {
+            Tensor::zeros([1; D], (&tensor.device(), tensor.dtype()))
+        })
+    }
+}
+
+/// A mapper that replaces each trained parameter by its copy in the buffers.
+struct Filled<'a>(Reader<'a>);
+
+impl ModuleMapper for Filled<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        replaced(param, |_| self.0.floats())
+    }
+}
+
+/// Replaces the tensor of a trained parameter. `by` receives the tensor without autodiff and returns the new one, also without
+/// autodiff. A frozen parameter keeps its tensor.
+fn replaced<const D: usize>(
+    param: Param<Tensor<D>>,
+    by: impl FnOnce(&Tensor<D>) -> Tensor<D>,
+) -> Param<Tensor<D>> {
+    let (id, tensor, mapper) = param.consume();
+    let strategy = match tensor.is_require_grad() {
+        true => tensor.gradient_checkpointing_strategy(),
+        false => None,
+    };
+    let tensor = match strategy {
+        Some(strategy) => by(&tensor.inner())
+            .autodiff()
+            .with_gradient_checkpointing_strategy(strategy)
+            .require_grad(),
+        None => tensor,
+    };
+    Param::from_mapped_value(id, tensor, mapper)
+}
+
+/// A visitor that collects a handle to each gradient that the graph computes.
+struct HandedOut<'a> {
+    gradients: &'a GradientsParams,
+    to: GradientsParams,
+}
+
+impl ModuleVisitor for HandedOut<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if let Some(gradient) = self.gradients.get::<D>(param.id) {
+            self.to.register(param.id, gradient);
+        }
+    }
+}

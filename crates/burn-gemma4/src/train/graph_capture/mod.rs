@@ -1,0 +1,160 @@
+//! Gradients from a captured graph. The launches of a training step are captured once and replayed for later steps.
+//!
+//! A step of a few thousand tokens has thousands of launches. The host takes longer to launch them than the device takes to run
+//! them. With a graph the host needs only one launch.
+
+mod batch;
+#[cfg(feature = "cube")]
+mod buffers;
+#[cfg(feature = "cube")]
+mod captured;
+
+use crate::error::Gemma4Error;
+use crate::model::Gemma4Model;
+use batch::Read;
+pub use batch::TrainBatch;
+use burn::{optim::GradientsParams, tensor::Tensor};
+#[cfg(feature = "cube")]
+use captured::Captured;
+use std::{fmt, marker::PhantomData};
+
+/// A recorder, which computes the gradients of training steps. It captures the launches of a step in a graph if the device
+/// supports graphs.
+///
+/// The first batch is captured if it has at most 4,096 rows and the trained parameters take at most 1 GB. The graph is replayed
+/// for every batch of the first batch's shape. It keeps all memory that a step needs. A batch of another shape, or a change of
+/// the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
+///
+/// A step that needs data on the host is not captured. This applies to models with more than 512 experts, and to experts [by
+/// layer](Self::by_layer) in half precision on CUDA. The gradients do not depend on whether a graph is used.
+///
+/// A capture runs the step four times. On CUDA a capture affects the whole process. During a capture, any other thread's call
+/// that waits for the device or allocates memory on it fails. Programs whose threads share a CUDA device should use
+/// [`without_graph_capture`](Self::without_graph_capture).
+///
+/// ```
+/// # use burn::tensor::{Device, Tensor};
+/// # use burn_gemma4::{Gemma4Model, GradientRecorder, LoadOptions, TrainBatch};
+/// # fn main() -> Result<(), burn_gemma4::Gemma4Error> {
+/// # let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/embedded");
+/// let device = Device::flex().autodiff();
+/// let model = Gemma4Model::load(folder, &device, LoadOptions::new())?;
+/// let mut recorder = GradientRecorder::new();
+/// let batch = TrainBatch {
+///     tokens: Tensor::from_data([[2, 17, 5, 44]], &device),
+///     packing: None,
+///     targets: Tensor::from_data([[17, 5, 44, 1]], &device),
+/// };
+/// let (loss, gradients) = recorder.gradients(&model, batch, 1.0)?;
+/// assert!(loss.into_scalar::<f32>() > 0.0);
+/// assert!(gradients.get::<1>(model.norm.weight.id).is_some());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Default)]
+pub struct GradientRecorder {
+    by_layer: bool,
+    graph: Graph,
+    /// Makes the type `!Send`. A replay of a graph must come from the thread that captured it: the device orders the replay
+    /// only after work that this thread has queued.
+    _of_one_thread: PhantomData<*const ()>,
+}
+
+/// The state of the recorder's graph.
+#[derive(Default)]
+enum Graph {
+    /// The next step may capture the graph.
+    #[default]
+    Possible,
+    /// The graph has been captured for batches of the first batch's shape.
+    #[cfg(feature = "cube")]
+    Captured(Box<Captured>),
+    /// There is no graph, and none will be captured.
+    None,
+}
+
+impl fmt::Debug for GradientRecorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GradientRecorder")
+            .field("by_layer", &self.by_layer)
+            .field("has_graph", &self.has_graph())
+            .finish_non_exhaustive()
+    }
+}
+
+impl GradientRecorder {
+    /// Creates a recorder without a graph.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets whether the backward recomputes each layer, as in [`Gemma4Model::gradients`]. The default is false.
+    pub fn by_layer(self, by_layer: bool) -> Self {
+        Self { by_layer, ..self }
+    }
+
+    /// Turns graph capture off. Every kernel is then launched separately.
+    pub fn without_graph_capture(self) -> Self {
+        Self {
+            graph: Graph::None,
+            ..self
+        }
+    }
+
+    /// True if the recorder has a graph. The graph then computed the last step.
+    pub fn has_graph(&self) -> bool {
+        match &self.graph {
+            #[cfg(feature = "cube")]
+            Graph::Captured(_) => true,
+            Graph::Possible | Graph::None => false,
+        }
+    }
+
+    /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`. The next
+    /// call may overwrite the returned gradients.
+    ///
+    /// Between two calls the caller may change the values of trained parameters and the set of trained parameters, but nothing
+    /// else in the model.
+    ///
+    /// # Errors
+    /// Returns an error if the targets and the tokens differ in their number of rows. Returns an error if the targets do not
+    /// cover the last positions, or with a packing all positions. Passes on the errors of [`Gemma4Model::hidden`],
+    /// [`Gemma4Model::hidden_packed`] and [`Gemma4Model::loss`].
+    ///
+    /// # Panics
+    /// Panics if the model's device has no autodiff, or if no parameter is trained.
+    pub fn gradients(
+        &mut self,
+        model: &Gemma4Model,
+        lesson: TrainBatch<'_>,
+        factor: f64,
+    ) -> Result<(Tensor<1>, GradientsParams), Gemma4Error> {
+        let read = Read::new(model, lesson)?;
+        #[cfg(feature = "cube")]
+        if let Some(outcome) = self.of_graph(model, &read, factor) {
+            return Ok(outcome);
+        }
+        read.gradients(model, self.by_layer, |loss| loss * factor)
+    }
+
+    /// Computes the gradients of a batch with a graph. The first batch captures the graph. Returns `None` if no graph can be
+    /// used for the batch.
+    #[cfg(feature = "cube")]
+    fn of_graph(
+        &mut self,
+        model: &Gemma4Model,
+        read: &Read,
+        factor: f64,
+    ) -> Option<(Tensor<1>, GradientsParams)> {
+        let mut captured = match std::mem::replace(&mut self.graph, Graph::None) {
+            Graph::Possible => Box::new(Captured::of(model, read, self.by_layer)?),
+            Graph::Captured(captured) if captured.serves(model, read) => captured,
+            Graph::Captured(_) | Graph::None => return None,
+        };
+        let outcome = captured.run(model, read, factor);
+        if captured.is_captured() {
+            self.graph = Graph::Captured(captured);
+        }
+        Some(outcome)
+    }
+}

@@ -1,0 +1,56 @@
+//! `cp.async`: asynchronous copies from global to shared memory that bypass the registers. A thread starts the copies and
+//! waits for their completion later.
+
+use crate::nvidia::ROW_BYTES;
+use crate::nvidia::ptx::value_of;
+use cubecl::prelude::*;
+
+/// The bytes of a *piece*, which is the most that one `cp.async` copies.
+pub const PIECE_BYTES: usize = 16;
+
+/// Columns per piece, in half precision (f16 or bf16).
+pub const PIECE: usize = PIECE_BYTES / 2;
+
+/// Returns the global address of the element at `index` of a tensor in half precision.
+#[cube]
+pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
+    // SAFETY: this expression only takes the address of `tensor` and reads no memory. The caller's `index` is inside the tensor
+    // if the caller reads from the result.
+    crate::nvidia::ptx::element_address::<E>(
+        unsafe { tensor.as_slice().as_ptr_unchecked() },
+        index,
+        2usize,
+    )
+}
+
+/// Copies `bytes` bytes from `source` to the 16-byte piece at `target` in the shared window, and fills the rest of the piece
+/// with zeros. The address `source` must be a multiple of 16.
+#[cube]
+pub fn copy_piece(target: u32, source: u64, bytes: u32) {
+    gpu_asm!(
+        "cp.async.cg.shared.global [{target}], [{source}], 16, {bytes};",
+        target = in(_) value_of::<u32>(target),
+        source = in(_) value_of::<u64>(source),
+        bytes = in(_) value_of::<u32>(bytes)
+    );
+}
+
+/// Closes a group that consists of all copies that this thread has started since its previous group.
+#[cube]
+pub fn commit_copies() {
+    gpu_asm!("cp.async.commit_group;");
+}
+
+/// Waits until at most `pending` of this thread's latest groups are incomplete. Other threads see the copied data only after
+/// a sync.
+#[cube]
+pub fn await_copies(#[comptime] pending: usize) {
+    gpu_asm!("cp.async.wait_group {pending};");
+}
+
+/// Returns the address of the `piece`-th 16-byte piece of row `row`, in subtiles of `rows` rows that start at `start`.
+#[cube]
+pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {
+    let subtile = start + (piece / 8u32) * comptime!((rows * ROW_BYTES) as u32);
+    subtile + row * comptime!(ROW_BYTES as u32) + (((piece ^ row) % 8u32) << 4u32)
+}

@@ -1,0 +1,149 @@
+//! GEMV with tensor cores: matrix products with at most 8 rows, whose operands are loaded from global memory straight into
+//! registers. They use `mma.sync` of 16 × 8 × 16, without shared memory and without `ldmatrix`.
+//!
+//! The left operand of `mma.sync` has 16 rows: the upper 8 are the rows to be multiplied, and the lower 8 are zeros. The right
+//! operand of `mma.sync` has 8 rows. Lane `l` holds parts of row `l / 4` of both operands. In row `l / 4` of the result, it
+//! holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
+//!
+//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. Any of them can be assigned to a
+//! lane, if they are the same for both operands. A lane gets adjacent columns, so that one load reads them.
+
+use crate::nvidia::Half;
+use crate::nvidia::ptx::value_of;
+use cubecl::prelude::*;
+
+/// The number of rows of the left operand that are multiplied. The right operand of `mma.sync` has the same number of rows.
+pub const PRODUCT_ROWS: usize = 8;
+
+/// The number of inner columns per step. Each lane loads one [`PIECE`](super::cp_async::PIECE) of 16 bytes, which feeds two
+/// `mma.sync`.
+pub const PIECE_COLUMNS: usize = 32;
+
+/// Starts a load of `words` words at `offset` bytes after a global address. The loaded address must be aligned to the size of
+/// the load.
+///
+/// The L1 cache does not keep the data, because they are read only once. Calls of this function stay in program order.
+#[cube]
+pub fn stream<N: Size>(
+    address: u64,
+    #[comptime] offset: usize,
+    #[comptime] words: usize,
+) -> Vector<u32, N> {
+    let text = comptime!(stream_text(offset, words));
+    let read: Vector<u32, N>;
+    gpu_asm!(
+        "{text} // {read} {address}\n",
+        read = out(_) read,
+        address = in(_) value_of::<u64>(address)
+    );
+    read
+}
+
+/// PTX of [`stream()`]. Outputs: the words. Input: the address.
+fn stream_text(offset: usize, words: usize) -> String {
+    let names = crate::hopper::wgmma::registers(0, words);
+    format!("ld.global.L1::no_allocate.v{words}.u32 {{{names}}}, [%{words}+{offset}];")
+}
+
+/// Loads the word at `offset` bytes after a global address. Calls of this function stay in program order.
+#[cube]
+pub fn read_word(address: u64, #[comptime] offset: usize) -> u32 {
+    let word: u32;
+    gpu_asm!(
+        "ld.global.u32 {word}, [{address}+{offset}];",
+        word = out(_) word,
+        address = in(_) value_of::<u64>(address)
+    );
+    word
+}
+
+/// Loads 16 bytes at `offset` bytes after a global address. If `is_there` is 0, no memory is read and the result is zero.
+#[cube]
+pub fn read_piece_if(
+    address: u64,
+    is_there: u32,
+    #[comptime] offset: usize,
+) -> Vector<u32, Const<4>> {
+    let text = comptime!(piece_text(offset));
+    let piece: Vector<u32, Const<4>>;
+    gpu_asm!(
+        "{text} // {piece} {address} {is_there}\n",
+        piece = out(_) piece,
+        address = in(_) value_of::<u64>(address),
+        is_there = in(_) value_of::<u32>(is_there)
+    );
+    piece
+}
+
+/// PTX of [`read_piece_if()`]. Outputs: the words. Inputs: the address, and the condition, which is read before any word is
+/// written.
+fn piece_text(offset: usize) -> String {
+    let zeros: String = (0..4).map(|i| format!("mov.b32 %{i}, 0;\n")).collect();
+    format!(
+        "{{\n.reg .pred there;\nsetp.ne.u32 there, %5, 0;\n{zeros}\
+         @there ld.global.v4.u32 {{%0, %1, %2, %3}}, [%4+{offset}];\n}}\n"
+    )
+}
+
+/// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand. Only the
+/// first two elements of the result are meaningful.
+#[cube]
+pub fn add_pairs(
+    sums: Vector<f32, Const<4>>,
+    left: u32,
+    next_left: u32,
+    right: u32,
+    next_right: u32,
+    #[comptime] half: Half,
+) -> Vector<f32, Const<4>> {
+    let text = comptime!(product_text(half));
+    let sum: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "{text} // {sum} {before} {left} {next_left} {right} {next_right}\n",
+        sum = out(_) sum,
+        before = in(_) value_of::<Vector<f32, Const<4>>>(sums),
+        left = in(_) value_of::<u32>(left),
+        next_left = in(_) value_of::<u32>(next_left),
+        right = in(_) value_of::<u32>(right),
+        next_right = in(_) value_of::<u32>(next_right),
+        options(pure, nomem)
+    );
+    sum
+}
+
+/// PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand, and two pairs
+/// of the right operand.
+fn product_text(half: Half) -> String {
+    let half = half.ptx();
+    format!(
+        "{{\n.reg .b32 zeros;\nmov.b32 zeros, 0;\n\
+         mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 \
+         {{%0, %1, %2, %3}}, {{%8, zeros, %9, zeros}}, {{%10, %11}}, {{%4, %5, %6, %7}};\n}}\n"
+    )
+}
+
+/// Adds two packed pairs of halves (f16 or bf16) element by element.
+#[cube]
+pub fn add_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
+    let text = comptime!(sums_text(half));
+    let sum: u32;
+    gpu_asm!(
+        "{text} // {sum} {a} {b}\n",
+        sum = out(_) sum,
+        a = in(_) value_of::<u32>(a),
+        b = in(_) value_of::<u32>(b),
+        options(pure, nomem)
+    );
+    sum
+}
+
+/// PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. The PTX multiplies by one and adds in one
+/// instruction, because sm_80 (Ampere) has no plain addition of bf16.
+fn sums_text(half: Half) -> String {
+    let name = half.ptx();
+    let one = match half {
+        Half::F16 => "0x3C003C00",
+        Half::Bf16 => "0x3F803F80",
+    };
+    format!("{{\n.reg .b32 one;\nmov.b32 one, {one};\nfma.rn.{name}x2 %0, %1, one, %2;\n}}\n")
+}

@@ -1,0 +1,219 @@
+//! Matrix products of a warp on tensor cores, with an int8 right operand in shared memory. The left operand is bf16, and the
+//! int8 codes are converted to bf16 in registers.
+//!
+//! Budget: one byte of shared memory per code, read once. Seven instructions convert the four codes of a register, and none of
+//! them uses the tensor cores.
+//!
+//! A subtile of codes has 128 columns, twice as many as a subtile of halves. `ldmatrix` moves 16-bit elements, and each such
+//! element contains two neighbouring codes of a row. The first code becomes an element of the right operand of one `mma.sync`,
+//! and the second code an element of the right operand of another. No data has to move between lanes:
+//!
+//! - For scores (summed over columns), a lane has four neighbouring columns of a row. The left operand must hold its columns in
+//!   the same order: see [`order_columns()`].
+//! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one group
+//!   of 8 columns, and the odd columns in another. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and column
+//!   `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`. A lane thus has four neighbouring columns of a row.
+
+use super::FRAGMENT_ROWS;
+use super::cp_async::PIECE_BYTES;
+use super::mma::{Scores, Sums, addresses, fragment_registers, load, multiply, named};
+use crate::hopper::wgmma::{STEP, SUBTILE_STEPS, moves, registers};
+use crate::nvidia::ptx::value_of;
+use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
+use cubecl::prelude::*;
+
+/// Columns per row of a subtile of codes.
+pub const WORDS_SUBTILE: usize = ROW_BYTES;
+
+/// The number of 16-column steps whose codes one `ldmatrix` loads.
+const LOADED_STEPS: usize = 2;
+
+/// Three constants, each as a pair of bf16 values. `base` is 128; a code's 7 low bits are put into the mantissa of this value.
+/// `shift` is −128; a code's sign bit, if set, turns this value into −256. `one` is 1.
+const CONSTANTS: &str =
+    "mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n";
+
+/// PTX that declares the registers which the PTX of [`numbers`] uses.
+const NAMES: &str = ".reg .b32 base, shift, one, low, high, next;\n";
+
+/// PTX that converts the codes of a register to bf16. The first code of each 16-bit half goes to `even`, the second to `odd`.
+///
+/// The PTX adds two numbers: 128 plus the code's 7 low bits, and −128, or −256 if the code's sign bit is set. Both numbers are
+/// exact in bf16, and their sum is the code.
+fn numbers(register: &str, even: &str, odd: &str) -> String {
+    let half = |from: &str, to: &str| {
+        format!(
+            "lop3.b32 low, {from}, 0x007F007F, base, 0xEA;\nlop3.b32 high, {from}, 0x00800080, shift, 0xEA;\n\
+             fma.rn.bf16x2 {to}, low, one, high;\n"
+        )
+    };
+    half(register, even) + &format!("shr.u32 next, {register}, 8;\n") + &half("next", odd)
+}
+
+/// PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right operand.
+fn scores_text(product: &Scores) -> String {
+    let count = product.registers();
+    let mut text = String::from(
+        "{\n.reg .b32 la<4>, ra<4>, n<2>;\n.reg .f32 zero;\nmov.f32 zero, 0f00000000;\n",
+    );
+    text += NAMES;
+    text += CONSTANTS;
+    for fragment in 0..product.fragments {
+        text += &format!(".reg .b32 a{fragment}_<4>;\n");
+    }
+    for pair in 0..product.columns / 16 {
+        text += &format!(".reg .b32 b{pair}_<4>;\n");
+    }
+    text += &addresses("la", &format!("%{count}"));
+    text += &addresses("ra", &format!("%{}", count + 1));
+    for step in 0..product.depth.div_ceil(STEP) {
+        if step % LOADED_STEPS == 0 {
+            let loaded = step / LOADED_STEPS;
+            let (subtile, within) = (loaded / SUBTILE_STEPS, loaded % SUBTILE_STEPS);
+            for pair in 0..product.columns / 16 {
+                let rows = subtile * product.right_rows + 16 * pair;
+                let name = format!("b{pair}_");
+                text += &load(&name, "ra", within, rows * ROW_BYTES, false);
+            }
+        }
+        let (subtile, within) = (step / SUBTILE_STEPS, step % SUBTILE_STEPS);
+        for fragment in 0..product.fragments {
+            let rows = subtile * product.left_rows + FRAGMENT_ROWS * fragment;
+            let name = format!("a{fragment}_");
+            text += &load(&name, "la", within, rows * ROW_BYTES, false);
+        }
+        for pair in 0..product.columns / 16 {
+            for half in 0..2 {
+                let register = format!("b{pair}_{}", 2 * half + step % LOADED_STEPS);
+                text += &numbers(&register, "n0", "n1");
+                for fragment in 0..product.fragments {
+                    let first =
+                        fragment * fragment_registers(product.columns) + 8 * pair + 4 * half;
+                    let sum = registers(first, 4);
+                    let before = match step {
+                        0 => String::from("zero, zero, zero, zero"),
+                        _ => sum.clone(),
+                    };
+                    let left = named(&format!("a{fragment}_"), 0, 4);
+                    text += &multiply(product.half, &sum, &left, "n0, n1", &before);
+                }
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, and the lane's
+/// address of the right operand.
+fn sums_text(product: &Sums) -> String {
+    let count = product.registers();
+    let left = 2 * count;
+    let address = left + product.left_registers();
+    let mut text = String::from("{\n.reg .b32 ra<4>, b<4>, n<4>;\n");
+    text += NAMES;
+    text += CONSTANTS;
+    text += &moves(count, count);
+    text += &addresses("ra", &format!("%{address}"));
+    let steps = product.columns / STEP;
+    for step in 0..product.depth / STEP {
+        for loaded in 0..steps.div_ceil(LOADED_STEPS) {
+            let (subtile, within) = (loaded / SUBTILE_STEPS, loaded % SUBTILE_STEPS);
+            let rows = subtile * product.right_rows + STEP * step;
+            text += &load("b", "ra", within, rows * ROW_BYTES, true);
+            for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
+                // For the even columns of the result, the right operand is (n0, n2). For the odd columns, it is (n1, n3).
+                text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
+                text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
+                for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
+                    for fragment in 0..product.fragments {
+                        let first = fragment * fragment_registers(product.columns)
+                            + 8 * (LOADED_STEPS * loaded + of_load)
+                            + 4 * tile;
+                        let sum = registers(first, 4);
+                        let own = left + fragment * vector_of(product.depth / 4) + 4 * step;
+                        text += &multiply(product.half, &sum, &registers(own, 4), right, &sum);
+                    }
+                }
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// PTX of [`order_columns()`]. Inputs: the addresses of two pieces.
+fn order_text() -> String {
+    let loads =
+        "ld.shared.v4.b32 {w0, w1, w2, w3}, [%0];\nld.shared.v4.b32 {w4, w5, w6, w7}, [%1];\n";
+    let mut text = format!("{{\n.reg .b32 w<8>, o<8>;\n{loads}");
+    for lane in 0..4 {
+        let of_lane = format!("w{}, w{}", 2 * lane, 2 * lane + 1);
+        text += &format!("prmt.b32 o{lane}, {of_lane}, 0x5410;\n");
+        text += &format!("prmt.b32 o{}, {of_lane}, 0x7632;\n", lane + 4);
+    }
+    let stores =
+        "st.shared.v4.b32 [%0], {o0, o1, o2, o3};\nst.shared.v4.b32 [%1], {o4, o5, o6, o7};\n";
+    text + stores + "}\n"
+}
+
+/// Reorders 16 columns of a row into the order of the codes. The row belongs to the left operand of [`word_scores()`]. The
+/// columns are in two 16-byte pieces, and the first piece is at address `first`.
+///
+/// A lane has four neighbouring columns. After the reordering, the first and third columns of all lanes come first, and the
+/// second and fourth columns of all lanes follow.
+#[cube]
+pub fn order_columns(first: u32) {
+    let text = comptime!(order_text());
+    // Flips one address bit to reach the second piece. In every row, the swizzle keeps the two pieces of a step side by side.
+    let second = first ^ comptime!(PIECE_BYTES as u32);
+    gpu_asm!(
+        "{text} // {first} {second}\n",
+        first = in(_) value_of::<u32>(first),
+        second = in(_) value_of::<u32>(second)
+    );
+}
+
+/// Returns the scores of the warp's rows with int8 keys. The operands must be in shared memory, with the left operand's
+/// columns in the order of [`order_columns()`].
+#[cube]
+pub fn word_scores<NS: Size>(
+    left: u32,
+    right: u32,
+    #[comptime] product: Scores,
+) -> Vector<f32, NS> {
+    let text = comptime!(checked(product.half, scores_text(&product)));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {left} {right}\n",
+        s = out(_) s,
+        left = in(_) value_of::<u32>(left),
+        right = in(_) value_of::<u32>(right)
+    );
+    s
+}
+
+/// Multiplies `left` by a block of int8 codes in shared memory, and adds the product to `sums`. No rows are masked, because
+/// codes cannot be NaN.
+#[cube]
+pub fn add_word_product<NO: Size, NP: Size>(
+    sums: Vector<f32, NO>,
+    left: Vector<u32, NP>,
+    right: u32,
+    #[comptime] product: Sums,
+) -> Vector<f32, NO> {
+    let text = comptime!(checked(product.half, sums_text(&product)));
+    let sum: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {sum} {before} {left} {right}\n",
+        sum = out(_) sum,
+        before = in(_) value_of::<Vector<f32, NO>>(sums),
+        left = in(_) value_of::<Vector<u32, NP>>(left),
+        right = in(_) value_of::<u32>(right)
+    );
+    sum
+}
+
+/// Returns `text` after checking that the multiplication uses bf16, the only precision to which codes are converted.
+fn checked(half: Half, text: String) -> String {
+    assert_eq!(half, Half::Bf16, "int8 codes are converted to bf16 only");
+    text
+}

@@ -1,0 +1,470 @@
+//! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. The right operand is loaded from shared memory by
+//! `ldmatrix`. The left operand is loaded in the same way for [`Scores`] (QK) and [`SharedSums`]; for [`Sums`] (PV) it is in
+//! registers.
+//!
+//! One PTX text multiplies a whole block and updates the accumulators in place, so that ptxas may reorder the loads and
+//! `mma.sync`. A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment is row
+//! `l / 4 + 8 (i / 2 % 2)` and column `8 (i / 4) + 2 (l % 4) + i % 2`. A warpgroup's [accumulator](crate::nvidia::accumulator)
+//! has the same layout. Fragments are consecutive in a vector of registers.
+
+use super::FRAGMENT_ROWS;
+use crate::hopper::wgmma::{STEP, STEP_BYTES, SUBTILE_STEPS, moves, registers};
+use crate::nvidia::ptx::value_of;
+use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
+use cubecl::prelude::*;
+
+/// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, which sums over the columns of both operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Scores {
+    /// The number of 16-row fragments per warp.
+    pub fragments: usize,
+    /// The number of rows of the right operand, which is the number of columns of the result.
+    pub columns: usize,
+    /// The number of columns of both operands, over which the multiplication sums.
+    pub depth: usize,
+    /// The number of rows per subtile of the left operand in shared memory.
+    pub left_rows: usize,
+    /// The number of rows per subtile of the right operand in shared memory.
+    pub right_rows: usize,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// The multiplication `sum += left · right`, such as O += P V, which sums over the right operand's rows. The left operand is
+/// in registers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Sums {
+    /// The number of 16-row fragments per warp.
+    pub fragments: usize,
+    /// The number of columns of the right operand and of the result.
+    pub columns: usize,
+    /// The number of rows of the right operand, over which the multiplication sums.
+    pub depth: usize,
+    /// The number of rows per subtile of the right operand in shared memory.
+    pub right_rows: usize,
+    /// True if rows of the right operand whose bit in `used` is 0 are multiplied as zeros, even if they contain NaN.
+    pub masked: bool,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// The multiplication `sum += left · right` with both operands in shared memory. If several warps share the rows of the result,
+/// each warp in turn takes a group of 16 of the result's columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SharedSums {
+    /// The number of 16-row fragments per warp.
+    pub fragments: usize,
+    /// The number of 16-column steps of the result per warp.
+    pub steps: usize,
+    /// The first of these steps to which the multiplication adds.
+    pub first_step: usize,
+    /// The number of steps to which the multiplication adds. These are the steps that the right operand contains.
+    pub added_steps: usize,
+    /// The number of warps that divide the columns: 1, 2, 4 or 8.
+    pub groups: usize,
+    /// The column of the left operand that is multiplied with the right operand's first row.
+    pub first_depth: usize,
+    /// The number of rows of the right operand, over which the multiplication sums.
+    pub depth: usize,
+    /// The number of rows per subtile of the left operand in shared memory.
+    pub left_rows: usize,
+    /// The number of rows per subtile of the right operand in shared memory.
+    pub right_rows: usize,
+    /// True if rows of the right operand whose bit in `used` is 0 are multiplied as zeros, even if they contain NaN.
+    pub masked: bool,
+    /// The precision of the operands.
+    pub half: Half,
+}
+
+/// Returns the size of the register vector for a fragment of `columns` columns.
+pub const fn fragment_registers(columns: usize) -> usize {
+    vector_of(columns / 2)
+}
+
+impl Scores {
+    /// Returns the size of the result's register vector, for all fragments.
+    pub const fn registers(&self) -> usize {
+        self.fragments * fragment_registers(self.columns)
+    }
+}
+
+impl Sums {
+    /// Returns the size of the result's register vector, for all fragments.
+    pub const fn registers(&self) -> usize {
+        self.fragments * fragment_registers(self.columns)
+    }
+
+    /// Returns the size of the left operand's register vector, for all fragments.
+    pub const fn left_registers(&self) -> usize {
+        self.fragments * vector_of(self.depth / 4)
+    }
+}
+
+impl SharedSums {
+    /// Returns the number of used registers of the result, for all fragments.
+    pub const fn used_registers(&self) -> usize {
+        self.fragments * self.steps * STEP / 2
+    }
+
+    /// Returns the size of the result's register vector.
+    pub const fn registers(&self) -> usize {
+        vector_of(self.used_registers())
+    }
+}
+
+/// PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the left and right
+/// operand, and of the previous sum.
+pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
+    let half = half.ptx();
+    format!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 {{{sum}}}, {{{left}}}, {{{right}}}, {{{before}}};\n"
+    )
+}
+
+/// Lists `count` registers as a PTX operand: `name` followed by the numbers from `first` on.
+pub(super) fn named(name: &str, first: usize, count: usize) -> String {
+    let names: Vec<_> = (first..first + count)
+        .map(|i| format!("{name}{i}"))
+        .collect();
+    names.join(", ")
+}
+
+/// PTX that loads the four 8 × 8 matrices of step `within` of a subtile into four registers. Their names are `name` followed by
+/// the numbers 0 to 3.
+///
+/// Four registers hold the lane's swizzled addresses for the steps of a subtile. Their names are `address` followed by the
+/// number of the step. `offset` (in bytes) is added to the address.
+pub(super) fn load(
+    name: &str,
+    address: &str,
+    within: usize,
+    offset: usize,
+    transposed: bool,
+) -> String {
+    let transposed = if transposed { ".trans" } else { "" };
+    format!(
+        "ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{{}}}, [{address}{within}+{offset}];\n",
+        named(name, 0, 4)
+    )
+}
+
+/// PTX that computes the lane's swizzled address for each step of a subtile.
+pub(super) fn addresses(name: &str, address: &str) -> String {
+    (0..SUBTILE_STEPS)
+        .map(|step| format!("xor.b32 {name}{step}, {address}, {};\n", step * STEP_BYTES))
+        .collect()
+}
+
+/// PTX that computes the masks m0 and m1 for the right operand's registers of a step. In the register `used`, bits `4 step` and
+/// `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two rows that lie 8 rows
+/// below these.
+fn masks(used: usize, step: usize) -> String {
+    (0..2)
+        .map(|pair| {
+            let bit = 4 * step + 2 * pair;
+            format!(
+                "bfe.u32 bits, %{used}, {bit}, 1;\nmul.lo.u32 m{pair}, bits, 65535;\n\
+                 bfe.u32 bits, %{used}, {}, 1;\nmad.lo.u32 m{pair}, bits, 4294901760, m{pair};\n",
+                bit + 1
+            )
+        })
+        .collect()
+}
+
+/// PTX that applies the masks to the right operand's registers of a step.
+fn masked() -> String {
+    (0..4)
+        .map(|i| format!("and.b32 b{i}, b{i}, m{};\n", i % 2))
+        .collect()
+}
+
+/// PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then the lane's
+/// addresses of the left and right operand.
+fn scores_text(product: &Scores, adds: bool) -> String {
+    let count = product.registers();
+    let left = if adds { 2 * count } else { count };
+    let mut text = String::from(
+        "{\n.reg .b32 la<4>, ra<4>, b<4>;\n.reg .f32 zero;\nmov.f32 zero, 0f00000000;\n",
+    );
+    for fragment in 0..product.fragments {
+        text += &format!(".reg .b32 a{fragment}_<4>;\n");
+    }
+    if adds {
+        text += &moves(count, count);
+    }
+    text += &addresses("la", &format!("%{left}"));
+    text += &addresses("ra", &format!("%{}", left + 1));
+    for step in 0..product.depth.div_ceil(STEP) {
+        let (subtile, within) = (step / SUBTILE_STEPS, step % SUBTILE_STEPS);
+        for fragment in 0..product.fragments {
+            let rows = subtile * product.left_rows + FRAGMENT_ROWS * fragment;
+            let name = format!("a{fragment}_");
+            text += &load(&name, "la", within, rows * ROW_BYTES, false);
+        }
+        for pair in 0..product.columns / 16 {
+            let rows = subtile * product.right_rows + 16 * pair;
+            text += &load("b", "ra", within, rows * ROW_BYTES, false);
+            for half in 0..2 {
+                for fragment in 0..product.fragments {
+                    let first =
+                        fragment * fragment_registers(product.columns) + 8 * pair + 4 * half;
+                    let sum = registers(first, 4);
+                    let before = match step {
+                        0 if !adds => String::from("zero, zero, zero, zero"),
+                        _ => sum.clone(),
+                    };
+                    let left = named(&format!("a{fragment}_"), 0, 4);
+                    let right = named("b", 2 * half, 2);
+                    text += &multiply(product.half, &sum, &left, &right, &before);
+                }
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the lane's address
+/// of the right operand, and the used bits if the product is masked.
+fn sums_text(product: &Sums) -> String {
+    let count = product.registers();
+    let left = 2 * count;
+    let address = left + product.left_registers();
+    let used = address + 1;
+    let mut text = String::from("{\n.reg .b32 ra<4>, b<4>, m<2>, bits;\n");
+    text += &moves(count, count);
+    text += &addresses("ra", &format!("%{address}"));
+    for step in 0..product.depth / STEP {
+        if product.masked {
+            text += &masks(used, step);
+        }
+        for pair in 0..product.columns.div_ceil(16) {
+            let (subtile, within) = (pair / SUBTILE_STEPS, pair % SUBTILE_STEPS);
+            let rows = subtile * product.right_rows + STEP * step;
+            text += &load("b", "ra", within, rows * ROW_BYTES, true);
+            if product.masked {
+                text += &masked();
+            }
+            for half in 0..2 {
+                for fragment in 0..product.fragments {
+                    let first =
+                        fragment * fragment_registers(product.columns) + 8 * pair + 4 * half;
+                    let sum = registers(first, 4);
+                    let own = left + fragment * vector_of(product.depth / 4) + 4 * step;
+                    let right = named("b", 2 * half, 2);
+                    text += &multiply(product.half, &sum, &registers(own, 4), &right, &sum);
+                }
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of both operands, and
+/// the used bits if the product is masked.
+fn shared_sums_text(product: &SharedSums) -> String {
+    let count = product.registers();
+    let [left, right, used] = [0, 1, 2].map(|i| 2 * count + i);
+    let mut text = String::from("{\n.reg .b32 la<4>, ra<4>, b<4>, m<2>, bits;\n");
+    for fragment in 0..product.fragments {
+        text += &format!(".reg .b32 a{fragment}_<4>;\n");
+    }
+    text += &moves(product.used_registers(), count);
+    text += &addresses("la", &format!("%{left}"));
+    text += &addresses("ra", &format!("%{right}"));
+    for step in 0..product.depth / STEP {
+        let depth = product.first_depth / STEP + step;
+        let (subtile, within) = (depth / SUBTILE_STEPS, depth % SUBTILE_STEPS);
+        for fragment in 0..product.fragments {
+            let rows = subtile * product.left_rows + FRAGMENT_ROWS * fragment;
+            let name = format!("a{fragment}_");
+            text += &load(&name, "la", within, rows * ROW_BYTES, false);
+        }
+        if product.masked {
+            text += &masks(used, depth);
+        }
+        for own in 0..product.added_steps {
+            let turn = own * product.groups;
+            let (subtile, within) = (turn / SUBTILE_STEPS, turn % SUBTILE_STEPS);
+            let rows = subtile * product.right_rows + STEP * step;
+            text += &load("b", "ra", within, rows * ROW_BYTES, true);
+            if product.masked {
+                text += &masked();
+            }
+            for half in 0..2 {
+                for fragment in 0..product.fragments {
+                    let columns = fragment * product.steps + product.first_step + own;
+                    let sum = registers(8 * columns + 4 * half, 4);
+                    let left = named(&format!("a{fragment}_"), 0, 4);
+                    let right = named("b", 2 * half, 2);
+                    text += &multiply(product.half, &sum, &left, &right, &sum);
+                }
+            }
+        }
+    }
+    text + "}\n"
+}
+
+/// PTX of [`store_fragments()`]. Inputs: the lane's address, and the lane's packed pairs, in `stride` registers per fragment.
+/// One step covers 16 columns.
+fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
+    let mut text = String::from("{\n.reg .b32 to<4>;\n");
+    for tile in 0..2 * steps {
+        text += &format!("xor.b32 to{tile}, %0, {};\n", tile * STEP_BYTES / 2);
+    }
+    for fragment in 0..fragments {
+        for i in 0..4 * steps {
+            let (tile, below) = (i / 2, i % 2);
+            let offset = (FRAGMENT_ROWS * fragment + FRAGMENT_ROWS / 2 * below) * ROW_BYTES;
+            let pair = 1 + stride * fragment + i;
+            text += &format!("st.shared.b32 [to{tile}+{offset}], %{pair};\n");
+        }
+    }
+    text + "}\n"
+}
+
+/// Returns the address from which this lane's `ldmatrix` loads the warp's left operand. The operand's first row is row `row` of
+/// the subtiles that start at `start`.
+///
+/// The right operand of [`Sums`] is loaded in the same way, with `row` = 0.
+#[cube]
+pub fn left_address(start: u32, row: u32) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let own = row + lane % 16u32;
+    start + own * comptime!(ROW_BYTES as u32) + (((lane / 16u32) ^ (lane % 8u32)) << 4u32)
+}
+
+/// Returns the address from which this lane's `ldmatrix` loads the right operand of [`Scores`].
+#[cube]
+pub fn right_address(start: u32) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let row = lane % 8u32 + lane / 16u32 * 8u32;
+    start + row * comptime!(ROW_BYTES as u32) + (((lane / 8u32 % 2u32) ^ (lane % 8u32)) << 4u32)
+}
+
+/// Returns the address from which this lane's `ldmatrix` loads the right operand of [`SharedSums`]. The warp is the `group`-th
+/// of the warps that divide the result's columns. A subtile has `rows` rows.
+#[cube]
+pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let subtile = group / comptime!(SUBTILE_STEPS as u32) * comptime!((rows * ROW_BYTES) as u32);
+    let piece = group % comptime!(SUBTILE_STEPS as u32) * 2u32 + lane / 16u32;
+    start + subtile + lane % 16u32 * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32)
+}
+
+/// Returns the address at which this lane stores its first pair of a fragment: see [`store_fragments()`].
+///
+/// Subtiles of `rows` rows start at `start`. The fragment's first row is row `row` of these subtiles, and its columns are the
+/// `group`-th group of 32.
+#[cube]
+pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -> u32 {
+    let lane = UNIT_POS % 32u32;
+    let own = row + lane / 4u32;
+    start
+        + group / 2u32 * comptime!((rows * ROW_BYTES) as u32)
+        + own * comptime!(ROW_BYTES as u32)
+        + (((group % 2u32 * 4u32) ^ (own % 8u32)) << 4u32)
+        + lane % 4u32 * 4u32
+}
+
+/// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
+///
+/// Each fragment has `stride` registers. The first 8 of them hold packed pairs of f16 or bf16, whatever `P` is, in the
+/// register order of a left operand.
+#[cube]
+pub fn store_fragments<P: Numeric, N: Size>(
+    address: u32,
+    pairs: Vector<P, N>,
+    #[comptime] fragments: usize,
+    #[comptime] stride: usize,
+) {
+    let text = comptime!(store_text(fragments, 2, stride));
+    gpu_asm!(
+        "{text} // {address} {pairs}\n",
+        address = in(_) value_of::<u32>(address),
+        pairs = in(_) value_of::<Vector<P, N>>(pairs)
+    );
+}
+
+/// Returns the scores of the warp's rows. The operands must be in shared memory.
+#[cube]
+pub fn scores<NS: Size>(left: u32, right: u32, #[comptime] product: Scores) -> Vector<f32, NS> {
+    let text = comptime!(scores_text(&product, false));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {left} {right}\n",
+        s = out(_) s,
+        left = in(_) value_of::<u32>(left),
+        right = in(_) value_of::<u32>(right)
+    );
+    s
+}
+
+/// Adds the dot products over further columns of Q and K to the scores. The operands must be in shared memory.
+#[cube]
+pub fn add_scores<NS: Size>(
+    scores: Vector<f32, NS>,
+    left: u32,
+    right: u32,
+    #[comptime] product: Scores,
+) -> Vector<f32, NS> {
+    let text = comptime!(scores_text(&product, true));
+    let s: Vector<f32, NS>;
+    gpu_asm!(
+        "{text} // {s} {before} {left} {right}\n",
+        s = out(_) s,
+        before = in(_) value_of::<Vector<f32, NS>>(scores),
+        left = in(_) value_of::<u32>(left),
+        right = in(_) value_of::<u32>(right)
+    );
+    s
+}
+
+/// Multiplies two operands in shared memory and adds the product to `sums`.
+///
+/// Lane `l` holds flags of four columns of the left operand in bits `4 s` to `4 s + 3` of `used`. The first two flags are for
+/// column `16 s + 2 (l % 4)` and the next column. The last two are for the columns 8 further on.
+#[cube]
+pub fn add_shared_product<NO: Size>(
+    sums: Vector<f32, NO>,
+    left: u32,
+    right: u32,
+    used: u32,
+    #[comptime] product: SharedSums,
+) -> Vector<f32, NO> {
+    let text = comptime!(shared_sums_text(&product));
+    let sum: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {sum} {before} {left} {right} {used}\n",
+        sum = out(_) sum,
+        before = in(_) value_of::<Vector<f32, NO>>(sums),
+        left = in(_) value_of::<u32>(left),
+        right = in(_) value_of::<u32>(right),
+        used = in(_) value_of::<u32>(used)
+    );
+    sum
+}
+
+/// Multiplies `left` by an operand in shared memory and adds the product to `sums`.
+///
+/// Lane `l` holds flags of four rows of the right operand in bits `4 s` to `4 s + 3` of `used`. The first two flags are for row
+/// `16 s + 2 (l % 4)` and the next row. The last two are for the rows 8 further down.
+#[cube]
+pub fn add_product<NO: Size, NP: Size>(
+    sums: Vector<f32, NO>,
+    left: Vector<u32, NP>,
+    right: u32,
+    used: u32,
+    #[comptime] product: Sums,
+) -> Vector<f32, NO> {
+    let text = comptime!(sums_text(&product));
+    let sum: Vector<f32, NO>;
+    gpu_asm!(
+        "{text} // {sum} {before} {left} {right} {used}\n",
+        sum = out(_) sum,
+        before = in(_) value_of::<Vector<f32, NO>>(sums),
+        left = in(_) value_of::<Vector<u32, NP>>(left),
+        right = in(_) value_of::<u32>(right),
+        used = in(_) value_of::<u32>(used)
+    );
+    sum
+}

@@ -1,0 +1,354 @@
+//! Launches GEMM on Hopper.
+
+use crate::hopper::gemm::kernel::{MatrixGridLaunch, StartsLaunch, product, product_of_sides};
+use crate::hopper::gemm::plan::{Major, MatrixTiles, TOGETHER};
+use crate::hopper::tma::boxes;
+use crate::hopper::{ASSUMED_MULTIPROCESSORS, PRODUCT_ROWS, is_hopper};
+use crate::launch::empty;
+use crate::nvidia::{Half, SUBTILE};
+use burn::backend::TensorMetadata;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::DType;
+use burn_cubecl::tensor::CubeTensor;
+use cubecl::client::Client;
+use cubecl::prelude::CubeCount;
+use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
+
+/// The reason why a GEMM was refused: the argument, its value, and the expected value.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MatrixError {
+    /// An operand's shape does not fit.
+    #[error(
+        "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
+    )]
+    Shape {
+        /// The argument's name.
+        argument: &'static str,
+        /// The argument's shape.
+        has: Vec<usize>,
+        /// The dimension that does not fit.
+        dimension: &'static str,
+        /// The size of that dimension.
+        found: usize,
+        /// The expected size, and the reason for it.
+        expected: String,
+    },
+    /// The operands differ in dtype.
+    #[error("{argument} has dtype {has:?}, and it should have {expected}")]
+    Dtype {
+        /// The argument's name.
+        argument: &'static str,
+        /// The argument's dtype.
+        has: DType,
+        /// The expected dtype.
+        expected: String,
+    },
+    /// The operands are on different devices.
+    #[error("{argument} is on {has}, and it should be on the {whose}'s device, {expected}")]
+    Device {
+        /// The argument's name.
+        argument: &'static str,
+        /// The argument's device.
+        has: String,
+        /// The name of the left operand, whose device the other operand must share.
+        whose: &'static str,
+        /// The device of the left operand.
+        expected: String,
+    },
+}
+
+/// Multiplies f16 or bf16 matrices on Hopper's tensor cores. The function accumulates in f32 and rounds the result once.
+///
+/// Returns `None` on other devices, for other dtypes, or if TMA cannot read an operand or write the result. An operand must
+/// be contiguous along one dimension, and its stride along the other dimension must be a multiple of 16 bytes. The number of
+/// result columns must be a multiple of 8. The function serves the projections around attention and their gradients.
+///
+/// # Shapes
+/// `lhs [rows, inner]`, `rhs [inner, columns]` → `[rows, columns]`, all of one dtype.
+///
+/// # Errors
+/// Returns [`MatrixError`] if an operand is not a matrix, or if the operands differ in inner size, dtype or device.
+pub fn matrix_product(
+    lhs: &CubeTensor,
+    rhs: &CubeTensor,
+) -> Result<Option<CubeTensor>, MatrixError> {
+    check_operands(lhs, rhs)?;
+    Ok(served(lhs, &[rhs]))
+}
+
+/// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix: see
+/// [`matrix_product`].
+///
+/// Also returns `None` if [`multiplies_side_by_side`] is false, or if the right operands are contiguous along different
+/// dimensions.
+///
+/// # Shapes
+/// `lhs [rows, inner]`, `sides` of `[inner, columns_i]` → `[rows, Σ columns_i]`, all of one dtype.
+///
+/// # Errors
+/// Returns the errors of [`matrix_product`].
+pub fn matrix_products(
+    lhs: &CubeTensor,
+    sides: &[CubeTensor],
+) -> Result<Option<CubeTensor>, MatrixError> {
+    for side in sides {
+        check_operands(lhs, side)?;
+    }
+    let counts: Vec<_> = sides.iter().map(|side| shape(side)[1]).collect();
+    let serves = multiplies_side_by_side(&lhs.client, lhs.dtype, &counts);
+    let sides: Vec<_> = sides.iter().collect();
+    Ok(serves.then(|| served(lhs, &sides)).flatten())
+}
+
+/// True if [`matrix_products`] can multiply by right operands with these column counts. There must be one to three right
+/// operands, and each of them except the last must fill whole tiles, so that no tile contains columns of two.
+///
+/// The function does not check the memory layouts.
+pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize]) -> bool {
+    let [others @ .., _] = columns else {
+        return false;
+    };
+    let whole = |columns: &usize| columns.is_multiple_of(MatrixTiles::NARROWEST);
+    is_hopper(client) && Half::of(dtype).is_some() && others.len() < 3 && others.iter().all(whole)
+}
+
+fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError> {
+    for (argument, matrix) in [("lhs", lhs), ("rhs", rhs)] {
+        let shape = matrix.shape();
+        if shape.num_dims() != 2 {
+            return Err(MatrixError::Shape {
+                argument,
+                has: shape.to_vec(),
+                dimension: "rank",
+                found: shape.num_dims(),
+                expected: "2".into(),
+            });
+        }
+    }
+    let ([_, inner], [found, columns]) = (lhs.shape().dims(), rhs.shape().dims());
+    if found != inner {
+        return Err(MatrixError::Shape {
+            argument: "rhs",
+            has: vec![found, columns],
+            dimension: "inner size",
+            found,
+            expected: format!("{inner}, the lhs's"),
+        });
+    }
+    if rhs.dtype != lhs.dtype {
+        return Err(MatrixError::Dtype {
+            argument: "rhs",
+            has: rhs.dtype,
+            expected: format!("{:?} (the lhs's)", lhs.dtype),
+        });
+    }
+    if rhs.device != lhs.device {
+        return Err(MatrixError::Device {
+            argument: "rhs",
+            has: format!("{:?}", rhs.device),
+            whose: "lhs",
+            expected: format!("{:?}", lhs.device),
+        });
+    }
+    Ok(())
+}
+
+/// Returns the result for operands that fit each other, or `None` if this kernel cannot compute it.
+///
+/// If several right operands are given, each one after the first must begin at a multiple of the narrowest tile's width.
+fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
+    let [rhs, others @ ..] = sides else {
+        return None;
+    };
+    let client = lhs.client.clone();
+    let half = Half::of(lhs.dtype)?;
+    if !is_hopper(&client) || lhs.meta.is_tiled() || sides.iter().any(|side| side.meta.is_tiled()) {
+        return None;
+    }
+    let [rows, inner] = shape(lhs);
+    let mut starts = Vec::new();
+    let mut columns = shape(rhs)[1];
+    for other in others {
+        starts.push(columns);
+        columns += shape(other)[1];
+    }
+    let fits = rows > 0 && inner > 0 && columns > 0 && columns.is_multiple_of(BOX_ALIGNMENT / 2);
+    if !fits
+        || [rows, inner, columns]
+            .into_iter()
+            .any(|length| length > LONGEST)
+    {
+        return None;
+    }
+    let [lhs_major, rhs_major] = [major(lhs, [0, 1])?, major(rhs, [1, 0])?];
+    if others
+        .iter()
+        .any(|other| major(other, [1, 0]) != Some(rhs_major))
+    {
+        return None;
+    }
+    let multiprocessors = client
+        .properties()
+        .hardware
+        .num_streaming_multiprocessors
+        .map_or(ASSUMED_MULTIPROCESSORS, |count| count as usize);
+    let tiles = MatrixTiles::choose(
+        [rows, inner, columns],
+        &starts,
+        multiprocessors,
+        [lhs_major, rhs_major],
+        half,
+    );
+    let output = empty(lhs, [rows, columns], lhs.dtype);
+    let grid = [
+        rows.div_ceil(MatrixTiles::ROWS),
+        columns.div_ceil(tiles.columns),
+    ];
+    let cubes = multiprocessors.min(grid[0] * grid[1]);
+    let extent = |major, outer| match major {
+        Major::Inner => outer,
+        Major::Outer => MatrixTiles::DEPTH,
+    };
+    let of_lhs = map(lhs, [0, 1], lhs_major, extent(lhs_major, MatrixTiles::ROWS));
+    let of_side = |side| map(side, [1, 0], rhs_major, extent(rhs_major, tiles.columns));
+    let of_output = map(&output, [0, 1], Major::Inner, PRODUCT_ROWS);
+    let grid = MatrixGridLaunch::new(
+        grid[0] as u32,
+        grid[1] as u32,
+        TOGETHER as u32,
+        inner.div_ceil(MatrixTiles::DEPTH) as u32,
+    );
+    let count = CubeCount::Static(cubes as u32, 1, 1);
+    let units = CubeDim::new_1d(MatrixTiles::UNITS as u32);
+    let element = dtype_to_storage_type(lhs.dtype);
+    // If only two right operands exist, the third starts after the last column and is empty.
+    let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
+    let starts = StartsLaunch::new(start(0), start(1));
+    // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside the shapes of its tensor maps.
+    // These are the shapes of `lhs`, the right operands and `output`.
+    unsafe {
+        match others {
+            [] => product::launch_unchecked(
+                &client,
+                count,
+                units,
+                of_lhs,
+                of_side(rhs),
+                of_output,
+                grid,
+                starts,
+                tiles,
+                element,
+                tiles.columns / 2,
+            ),
+            [second, rest @ ..] => product_of_sides::launch_unchecked(
+                &client,
+                count,
+                units,
+                of_lhs,
+                of_side(rhs),
+                of_side(second),
+                of_side(rest.first().unwrap_or(second)),
+                of_output,
+                grid,
+                starts,
+                tiles,
+                element,
+                tiles.columns / 2,
+            ),
+        }
+    }
+    Some(output)
+}
+
+/// The alignment in bytes that TMA requires of strides.
+const BOX_ALIGNMENT: usize = 16;
+
+/// The largest size of a dimension. It is limited because TMA coordinates are 32 bits wide.
+const LONGEST: usize = i32::MAX as usize / 2;
+
+fn shape(matrix: &CubeTensor) -> [usize; 2] {
+    [matrix.meta.shape()[0], matrix.meta.shape()[1]]
+}
+
+/// Returns the dimension along which an operand is contiguous (outer or inner), or `None` if TMA cannot read the operand.
+fn major(matrix: &CubeTensor, [outer, inner]: [usize; 2]) -> Option<Major> {
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let reads = |together: usize, apart: usize| {
+        let stride = strides[apart] * matrix.dtype.size();
+        let is_legal = stride > 0 && stride.is_multiple_of(BOX_ALIGNMENT);
+        (strides[together] == 1 || shape[together] == 1) && (is_legal || shape[apart] == 1)
+    };
+    if reads(inner, outer) {
+        return Some(Major::Inner);
+    }
+    reads(outer, inner).then_some(Major::Outer)
+}
+
+/// Builds an operand's tensor map, with boxes of `extent` rows of 64 contiguous elements.
+fn map(
+    matrix: &CubeTensor,
+    [outer, inner]: [usize; 2],
+    major: Major,
+    extent: usize,
+) -> TensorMapArg<Tiled> {
+    let [apart, together] = match major {
+        Major::Inner => [outer, inner],
+        Major::Outer => [inner, outer],
+    };
+    let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
+    let row = match shape[apart] {
+        // Sets a legal stride for a dimension of size 1, because TMA checks the stride although it does not use it.
+        1 => shape[together].next_multiple_of(SUBTILE),
+        _ => strides[apart],
+    };
+    let shape = vec![1, 1, shape[apart], shape[together]];
+    let whole = row * shape[2];
+    boxes(
+        matrix,
+        shape,
+        vec![whole, whole, row, 1],
+        vec![1, 1, extent, SUBTILE],
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Shape;
+    use burn_cubecl::CubeDevice;
+    use burn_cubecl::cubecl::device::CudaDevice;
+    use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
+
+    /// Operands that do not fit each other must give an error that names the misfit, on every device. Operands that fit must
+    /// give a result or `None`.
+    #[test]
+    fn matrix_product_of_unfit_operands_is_an_error() {
+        let device = CubeDevice::default();
+        let matrix = |shape: Vec<usize>, dtype| {
+            let shape = Shape::from(shape);
+            empty_device_contiguous_dtype(device.client(), device.clone(), shape, dtype)
+        };
+        let f16 = |shape: &[usize]| matrix(shape.to_vec(), DType::F16);
+        let elsewhere = CubeTensor {
+            device: CubeDevice::Cuda(CudaDevice::new(97)),
+            ..f16(&[64, 8])
+        };
+        for (lhs, rhs, text) in [
+            (f16(&[16, 64]), f16(&[32, 8]), "inner"),
+            (f16(&[1, 16, 64]), f16(&[64, 8]), "rank"),
+            (f16(&[16, 64]), f16(&[1, 64, 8]), "rank"),
+            (f16(&[16, 64]), matrix(vec![64, 8], DType::F32), "F32"),
+            (f16(&[16, 64]), elsewhere, "97"),
+        ] {
+            let outcome = format!("{:?}", matrix_product(&lhs, &rhs));
+            assert!(
+                outcome.starts_with("Err") && outcome.contains(text),
+                "{text}: {outcome}"
+            );
+        }
+        let outcome = format!("{:?}", matrix_product(&f16(&[16, 64]), &f16(&[64, 8])));
+        assert!(!outcome.starts_with("Err"), "{outcome}");
+    }
+}

@@ -1,0 +1,12 @@
+//! GEMM in f16 and bf16 on Hopper.
+
+#[cfg(feature = "cuda")]
+mod kernel;
+#[cfg(feature = "cuda")]
+mod launch;
+pub mod plan;
+#[cfg(feature = "cuda")]
+mod text;
+
+#[cfg(feature = "cuda")]
+pub use launch::{MatrixError, matrix_product, matrix_products, multiplies_side_by_side};

@@ -1,0 +1,29 @@
+//! Layout of an accumulator fragment in registers. A thread has two rows, 8 apart, and two neighbouring columns of every 8.
+
+use cubecl::prelude::*;
+
+/// Returns the column of register `index`, relative to the thread's first column.
+pub const fn column(index: usize) -> usize {
+    index / 4 * 8 + index % 2
+}
+
+/// True if register `index` belongs to the thread's second row.
+pub const fn is_second(index: usize) -> bool {
+    index / 2 % 2 == 1
+}
+
+/// Two f32 values of a thread, such as one for each of its two rows.
+#[derive(CubeType, CubeTypeMut, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub struct Pair {
+    /// The value of the thread's first row. If the pair holds two neighbouring columns, the value of the first column.
+    pub first: f32,
+    /// The value of the thread's second row. If the pair holds two neighbouring columns, the value of the second column.
+    pub second: f32,
+}
+
+/// Builds a pair from its two values.
+#[cube]
+pub fn pair(first: f32, second: f32) -> Pair {
+    Pair { first, second }
+}

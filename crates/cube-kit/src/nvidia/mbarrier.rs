@@ -1,0 +1,63 @@
+//! Barriers in shared memory (mbarriers) with the instructions of sm_80 (Ampere). A warp arrives at a barrier, continues, and
+//! waits later if needed. The module [`ptx`](crate::hopper::ptx) has the barrier functions with Hopper's instructions.
+
+use crate::nvidia::ptx::{value_of, with_one};
+use cubecl::prelude::*;
+
+/// Initializes the barrier at `address`. A phase is complete after `arrivals` arrivals.
+#[cube]
+pub fn barrier_init(address: u32, #[comptime] arrivals: usize) {
+    with_one(
+        address,
+        comptime!(format!("mbarrier.init.shared::cta.b64 [%0], {arrivals};\n")),
+    );
+}
+
+/// Arrives at the barrier at `address` as soon as all copies that this thread has started are complete. After their wait at the
+/// barrier, other threads see the copied data.
+#[cube]
+pub fn arrive_with_copies(address: u32) {
+    gpu_asm!(
+        "cp.async.mbarrier.arrive.noinc.shared.b64 [{address}];",
+        address = in(_) value_of::<u32>(address)
+    );
+}
+
+/// Arrives once for the warp at the barrier at `address`, after the warp has finished its reads.
+#[cube]
+pub fn arrive_as_warp(address: u32) {
+    let text = comptime!(arrive_text());
+    gpu_asm!(
+        "{text} // {address} {lane}\n",
+        address = in(_) value_of::<u32>(address),
+        lane = in(_) value_of::<u32>(UNIT_POS % 32u32)
+    );
+}
+
+/// Waits until the barrier has completed its phase of parity `parity`. The phase before a barrier's first phase has parity 1
+/// and counts as complete.
+#[cube]
+pub fn await_phase(address: u32, parity: u32) {
+    let text = comptime!(wait_text());
+    gpu_asm!(
+        "{text} // {address} {parity}\n",
+        address = in(_) value_of::<u32>(address),
+        parity = in(_) value_of::<u32>(parity)
+    );
+}
+
+/// PTX of [`arrive_as_warp()`]. Inputs: the address, and the lane.
+fn arrive_text() -> String {
+    String::from(
+        "{\n.reg .pred first;\n.reg .b64 state;\nsetp.eq.u32 first, %1, 0;\n\
+         @first mbarrier.arrive.shared.b64 state, [%0];\n}\n",
+    )
+}
+
+/// PTX of [`await_phase()`]. Inputs: the address, and the parity.
+fn wait_text() -> String {
+    String::from(
+        "{\n.reg .pred complete;\nW:\nmbarrier.test_wait.parity.shared.b64 complete, [%0], %1;\n\
+         @complete bra D;\nbra W;\nD:\n}\n",
+    )
+}

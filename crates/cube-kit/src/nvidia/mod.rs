@@ -1,0 +1,60 @@
+//! Parts common to the tensor cores of all NVIDIA architectures: half precisions, the swizzled layout in shared memory,
+//! accumulator registers, mbarriers, and PTX helpers.
+
+#![allow(
+    missing_docs,
+    reason = "CubeCL's macros generate public items without docs"
+)]
+
+#[cfg(feature = "cuda")]
+pub mod accumulator;
+#[cfg(feature = "cuda")]
+pub mod mbarrier;
+#[cfg(feature = "cuda")]
+pub mod ptx;
+
+use burn::tensor::DType;
+
+/// The half precisions that tensor cores support.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Half {
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Half {
+    /// The precision's name in PTX.
+    pub const fn ptx(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    /// Returns the half precision of a dtype, or `None` if the dtype is neither f16 nor bf16.
+    pub const fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F16 => Some(Self::F16),
+            DType::BF16 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+}
+
+/// Bytes of a row of a subtile: 64 halves. The 128-byte swizzle permutes the 16-byte pieces of such a row.
+pub const ROW_BYTES: usize = 128;
+
+/// Columns per subtile.
+pub const SUBTILE: usize = 64;
+
+/// True if rows of `columns` columns consist of whole subtiles, so that TMA can copy them in one box.
+pub const fn is_whole(columns: usize) -> bool {
+    columns.is_multiple_of(SUBTILE)
+}
+
+/// Returns the size of the register vector for `used` registers, which is the next power of two.
+pub const fn registers(used: usize) -> usize {
+    used.next_power_of_two()
+}

@@ -1,0 +1,178 @@
+//! The file that `--cache` names. It contains the KV cache of a session and the messages of a conversation.
+
+use crate::{
+    Error,
+    terminal::{WrongArgument, note},
+};
+use burn_gemma4::{Gemma4, Message, SavedSession, Session};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+/// The largest number of symbolic links to follow. A longer chain is treated as a cycle.
+const MOST_LINKS: usize = 40;
+
+/// The file of `--cache`. A program reads the file once, and writes it each time the session has changed.
+pub struct CacheFile {
+    /// The path of the file itself. If `--cache` names a symbolic link, this is the path of the link's target.
+    path: PathBuf,
+    /// The version of the file that this program has last read or written, or `None` if the file did not exist.
+    seen: Option<Identity>,
+    /// The path that `--cache` names, if another program has written the file since this program read it. The session is then
+    /// in a new file.
+    taken: Option<PathBuf>,
+}
+
+/// The identity of one version of a file. Each write replaces the file, so each version has a different identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Identity {
+    /// The device and the inode number.
+    #[cfg(unix)]
+    file: [u64; 2],
+    bytes: u64,
+    modified: Option<SystemTime>,
+}
+
+impl Identity {
+    fn of(path: &Path) -> io::Result<Option<Self>> {
+        let metadata = match fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            metadata => metadata?,
+        };
+        Ok(Some(Self {
+            #[cfg(unix)]
+            file: {
+                use std::os::unix::fs::MetadataExt;
+                [metadata.dev(), metadata.ino()]
+            },
+            bytes: metadata.len(),
+            modified: metadata.modified().ok(),
+        }))
+    }
+}
+
+impl CacheFile {
+    /// Opens the file at a path. The file may not exist yet. If the path is a symbolic link, reads and writes use the link's
+    /// target, and the link stays.
+    ///
+    /// # Errors
+    /// Returns [`WrongArgument`] if the path is a folder, or if the file's folder is not writable.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let refuse = |path: &Path, reason: String| -> Error {
+            WrongArgument(format!("--cache: {}: {reason}", path.display())).into()
+        };
+        let path = followed(path).map_err(|error| refuse(path, error.to_string()))?;
+        if path.is_dir() {
+            return Err(refuse(&path, "is a folder; expected a file".into()));
+        }
+        // Each write of the session will create a new file in the folder. So the check creates a temporary file there.
+        tempfile::Builder::new()
+            .prefix("partial-")
+            .tempfile_in(folder_of(&path))
+            .map_err(|error| refuse(&path, format!("cannot be written: {error}")))?;
+        let seen = Identity::of(&path).map_err(|error| refuse(&path, error.to_string()))?;
+        Ok(Self {
+            path,
+            seen,
+            taken: None,
+        })
+    }
+
+    /// Reads the session and the conversation from the file, or returns new ones if there is no file.
+    ///
+    /// # Errors
+    /// Returns the errors of [`SavedSession::read`].
+    pub fn read<'a>(&mut self, gemma: &'a Gemma4) -> Result<(Session<'a>, Vec<Message>), Error> {
+        // The identity of the file is read again, because the file may have been created or deleted while the model was loaded.
+        self.seen = Identity::of(&self.path)?;
+        if self.seen.is_none() {
+            return Ok((gemma.session(), Vec::new()));
+        }
+        let mut saved = SavedSession::read(gemma.model(), &self.path)?;
+        note(format_args!(
+            "resuming {}: {} tokens, {} messages",
+            self.path.display(),
+            saved.tokens().len(),
+            saved.messages.len(),
+        ));
+        let messages = std::mem::take(&mut saved.messages);
+        Ok((gemma.resume(saved), messages))
+    }
+
+    /// Replaces the file. If another program has written the file since this program read it, the file is left unchanged. The
+    /// session is then written to a new file in the same folder, and a note names that file.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Session::save`].
+    pub fn write(&mut self, session: &Session<'_>, messages: &[Message]) -> Result<(), Error> {
+        if Identity::of(&self.path)? != self.seen {
+            let beside = self.beside()?;
+            note(format_args!(
+                "error: --cache: {}: another program has written the file since it was read; this session goes to {}",
+                self.path.display(),
+                beside.display()
+            ));
+            self.taken = Some(std::mem::replace(&mut self.path, beside));
+        }
+        session.save(&self.path, messages)?;
+        self.seen = Identity::of(&self.path)?;
+        Ok(())
+    }
+
+    /// Reports at the end of a program if the session is not in the file that `--cache` names.
+    ///
+    /// # Errors
+    /// Returns an error if the session is in another file.
+    pub fn finish(&self) -> Result<(), Error> {
+        match &self.taken {
+            Some(taken) => Err(format!(
+                "--cache: {}: another program has written the file; this session is in {}",
+                taken.display(),
+                self.path.display()
+            )
+            .into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns an unused file name in the file's folder.
+    fn beside(&self) -> Result<PathBuf, Error> {
+        let name = self.path.file_name().unwrap_or_default().to_os_string();
+        for number in 2..1000 {
+            let mut other = name.clone();
+            other.push(format!("-{number}"));
+            let other = self.path.with_file_name(other);
+            if fs::symlink_metadata(&other).is_err() {
+                return Ok(other);
+            }
+        }
+        Err(format!(
+            "--cache: {}: 1000 files of other sessions are in the same folder",
+            self.path.display()
+        )
+        .into())
+    }
+}
+
+/// Follows symbolic links to the final path. The final path may not exist.
+fn followed(path: &Path) -> io::Result<PathBuf> {
+    let mut path = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        match fs::read_link(&path) {
+            Ok(target) => path = folder_of(&path).join(target),
+            // The path does not exist, or it is not a symbolic link.
+            Err(_) => return Ok(path),
+        }
+    }
+    Err(io::Error::other("the symbolic links form a cycle"))
+}
+
+/// Returns the folder that contains a path.
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
+}

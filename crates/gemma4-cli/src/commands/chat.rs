@@ -1,0 +1,217 @@
+//! The command `gemma4 chat`: a conversation in the terminal.
+
+use crate::{
+    Error,
+    cache_file::CacheFile,
+    model::{GenerationArguments, ModelArguments, tell_length},
+    signals::{Signal, Stopped},
+    terminal::{Interrupt, Output, WrongArgument, exit_code, note, prompt, read_line},
+};
+use burn_gemma4::{FinishReason, Gemma4, GenerateOptions, Message, Role, Session};
+use clap::Parser;
+use std::io::{IsTerminal, stdin};
+use std::process::ExitCode;
+
+const COMMANDS: &str =
+    "Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D ends the chat.";
+
+/// Talk to a Gemma 4 model in the terminal.
+///
+/// Ctrl-C stops an answer. /reset starts a new conversation. /exit or Ctrl-D ends the chat.
+#[derive(Parser)]
+#[command(version)]
+pub struct Chat {
+    #[command(flatten)]
+    model: ModelArguments,
+    /// System instructions for the whole conversation.
+    #[arg(
+        long,
+        value_name = "TEXT",
+        allow_hyphen_values = true,
+        help_heading = "Prompt"
+    )]
+    system: Option<String>,
+    #[command(flatten)]
+    generation: GenerationArguments,
+}
+
+impl Chat {
+    /// Executes the command and returns its exit code.
+    pub fn execute(&self) -> ExitCode {
+        exit_code(|| run(self))
+    }
+}
+
+fn run(cli: &Chat) -> Result<(), Error> {
+    let interrupt = Interrupt::new()?;
+    let mut cache = cli.generation.cache_file()?;
+    let mut loaded = cli.model.load()?;
+    loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
+    let (session, messages) = match &mut cache {
+        Some(cache) => cache.read(&loaded.gemma)?,
+        None => (loaded.gemma.session(), Vec::new()),
+    };
+    let mut conversation = Conversation {
+        gemma: &loaded.gemma,
+        cache,
+        beginning: beginning(cli, &messages)?,
+        messages,
+        session,
+        options: GenerateOptions {
+            cancellation: Some(interrupt.cancellation()),
+            ..cli.generation.options(&loaded.gemma)
+        },
+    };
+    if conversation.messages.is_empty() {
+        // The file may contain a session without messages. In this case, the conversation begins with the system message, if
+        // any, even if the session's KV cache contains this message already.
+        conversation.messages.clone_from(&conversation.beginning);
+    }
+    let mut output = Output::default();
+    let talked = talk(&mut conversation, &mut output, &interrupt);
+    let kept = conversation
+        .cache
+        .as_ref()
+        .map_or(Ok(()), CacheFile::finish);
+    talked.and(kept)?;
+    output.finish()
+}
+
+/// Answers the user's messages until the input ends or the user exits.
+fn talk(
+    conversation: &mut Conversation<'_>,
+    output: &mut Output,
+    interrupt: &Interrupt,
+) -> Result<(), Error> {
+    let is_interactive = stdin().is_terminal();
+    if is_interactive {
+        note(COMMANDS);
+    }
+    while !output.is_closed() {
+        if is_interactive {
+            prompt("> ");
+        }
+        let line = match read_line() {
+            Err(error) if is_interactive && error.is::<WrongArgument>() => {
+                note(format_args!("error: {error}; the line was ignored"));
+                continue;
+            }
+            line => line?,
+        };
+        let Some(line) = line else {
+            break;
+        };
+        match line.trim() {
+            "" => (),
+            "/exit" => break,
+            "/reset" => {
+                interrupt.catch(|| conversation.reset());
+                conversation.keep(interrupt)?;
+            }
+            word if word.starts_with('/') && !word.contains(char::is_whitespace) => {
+                note(format_args!("{word} is no command. {COMMANDS}"));
+            }
+            message => {
+                let answered = conversation.answer(message, output, interrupt);
+                let was_answered = answered.is_ok();
+                match answered {
+                    // At a terminal, an error is only printed, because the user can enter another message. In a script, the
+                    // error ends the program.
+                    Err(error) if is_interactive => note(format_args!("error: {error}")),
+                    outcome => outcome?,
+                }
+                match was_answered {
+                    true => conversation.keep(interrupt)?,
+                    false => end_of(interrupt)?,
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Ends the program if it received `SIGTERM` or `SIGHUP` during the answer. Ctrl-C ends only the answer.
+fn end_of(interrupt: &Interrupt) -> Result<(), Error> {
+    match interrupt.rest() {
+        None | Some(Signal::Interrupt) => Ok(()),
+        Some(signal) => Err(Stopped(signal).into()),
+    }
+}
+
+/// Returns the first messages of the conversation: the system message of `--system`, or else the system message in the file of
+/// `--cache`.
+fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
+    let asked: Vec<Message> = cli.system.iter().map(Message::system).collect();
+    let first = messages.iter().take(1);
+    let kept: Vec<Message> = first
+        .filter(|message| message.role == Role::System)
+        .cloned()
+        .collect();
+    match messages.is_empty() || asked.is_empty() || asked == kept {
+        true if messages.is_empty() => Ok(asked),
+        true => Ok(kept),
+        false => {
+            let reason = "--system: differs from the system message in --cache; expected the same";
+            Err(WrongArgument(reason.into()).into())
+        }
+    }
+}
+
+struct Conversation<'a> {
+    gemma: &'a Gemma4,
+    /// The file that `--cache` names.
+    cache: Option<CacheFile>,
+    /// The system message with which every conversation begins, if there is one.
+    beginning: Vec<Message>,
+    messages: Vec<Message>,
+    /// The session, which holds the KV cache of the conversation so far.
+    session: Session<'a>,
+    options: GenerateOptions,
+}
+
+impl Conversation<'_> {
+    fn reset(&mut self) {
+        self.messages.clone_from(&self.beginning);
+        self.session.reset();
+    }
+
+    /// Writes the conversation to the file of `--cache`. Afterwards the program ends if it received a signal during the write.
+    fn keep(&mut self, interrupt: &Interrupt) -> Result<(), Error> {
+        if let Some(cache) = &mut self.cache {
+            cache.write(&self.session, &self.messages)?;
+        }
+        end_of(interrupt)
+    }
+
+    /// Prints the model's answer to `message`. If the model gives no answer, `message` is removed from the conversation.
+    fn answer(
+        &mut self,
+        message: &str,
+        output: &mut Output,
+        interrupt: &Interrupt,
+    ) -> Result<(), Error> {
+        self.messages.push(Message::user(message));
+        let prompt = self.messages.clone();
+        let answer = output.stream(interrupt, |on_token| {
+            self.session.generate(prompt, &self.options, on_token)
+        });
+        match answer {
+            Ok(answer) => {
+                if answer.finish_reason == FinishReason::Length {
+                    tell_length(self.gemma, &answer);
+                }
+                // Only the answer's text becomes part of the conversation. Thoughts are dropped, as in the chat templates of the
+                // checkpoints.
+                match answer.text.is_empty() {
+                    true => drop(self.messages.pop()),
+                    false => self.messages.push(Message::assistant(answer.text)),
+                }
+                Ok(())
+            }
+            Err(error) => {
+                self.messages.pop();
+                Err(error.into())
+            }
+        }
+    }
+}

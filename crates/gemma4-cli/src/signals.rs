@@ -1,0 +1,138 @@
+//! Handles signals that request the end of a program, and defines the exit code for each.
+//!
+//! Unix has three such signals: `SIGINT` (Ctrl-C), `SIGTERM` (sent by Slurm, `docker stop` and `torchrun`) and `SIGHUP` (sent by
+//! a terminal that closes). Windows has only Ctrl-C.
+
+use crate::Error;
+use std::{
+    fmt,
+    sync::atomic::{AtomicU8, Ordering},
+};
+
+/// A signal that requests the end of a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// `SIGINT`, which Ctrl-C sends.
+    Interrupt,
+    /// `SIGTERM`.
+    Terminate,
+    /// `SIGHUP`.
+    HangUp,
+}
+
+impl Signal {
+    const ALL: [Self; 3] = [Self::Interrupt, Self::Terminate, Self::HangUp];
+
+    /// Returns the number of the signal in POSIX.
+    pub fn number(self) -> u8 {
+        match self {
+            Self::HangUp => 1,
+            Self::Interrupt => 2,
+            Self::Terminate => 15,
+        }
+    }
+
+    /// Returns the exit code that shells expect from a program that the signal has ended: 128 plus the signal's number.
+    pub fn exit_code(self) -> u8 {
+        128 + self.number()
+    }
+
+    fn from_number(number: i32) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find(|signal| i32::from(signal.number()) == number)
+    }
+}
+
+/// The number of the first signal that was received, or 0 if none was received yet.
+static FIRST: AtomicU8 = AtomicU8::new(0);
+
+/// Returns the first signal that was received since [`handle`] was called, or `None` if none was.
+pub fn first() -> Option<Signal> {
+    Signal::from_number(FIRST.load(Ordering::SeqCst).into())
+}
+
+/// The error of a program that has saved its state after a signal stopped it. The program exits with the signal's exit code and
+/// prints no error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stopped(pub Signal);
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "stopped by signal {}", self.0.number())
+    }
+}
+
+impl std::error::Error for Stopped {}
+
+/// Returns [`Stopped`] if this process has received a signal, and `Ok` otherwise. A program calls this function after its last
+/// work, which a signal may have ended early.
+///
+/// # Errors
+/// Returns [`Stopped`].
+pub fn end_of_stopped() -> Result<(), Error> {
+    match first() {
+        Some(signal) => Err(Stopped(signal).into()),
+        None => Ok(()),
+    }
+}
+
+/// Calls `handler` for each signal that is received. The handler runs on its own thread, so it may call any function. If the
+/// process has ignored `SIGHUP` since its start, as under `nohup`, then `SIGHUP` stays ignored.
+///
+/// # Errors
+/// Returns an error if the system cannot install the handler.
+pub fn handle(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error> {
+    listen(move |signal| {
+        let _ = FIRST.compare_exchange(0, signal.number(), Ordering::SeqCst, Ordering::SeqCst);
+        handler(signal);
+    })
+}
+
+#[cfg(unix)]
+fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error> {
+    let heard = Signal::ALL
+        .into_iter()
+        .filter(|signal| *signal != Signal::HangUp || !is_ignored(libc::SIGHUP));
+    let mut signals =
+        signal_hook::iterator::Signals::new(heard.map(|signal| i32::from(signal.number())))?;
+    std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            let known = signals.forever().filter_map(Signal::from_number);
+            known.for_each(&mut handler);
+        })?;
+    Ok(())
+}
+
+/// True if the process ignores the signal with this number.
+#[cfg(unix)]
+fn is_ignored(number: libc::c_int) -> bool {
+    let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. If it returns 0, it has written
+    // the current action to `action`, which has room for one `sigaction` and is read only in this case.
+    unsafe {
+        libc::sigaction(number, std::ptr::null(), action.as_mut_ptr()) == 0
+            && action.assume_init().sa_sigaction == libc::SIG_IGN
+    }
+}
+
+#[cfg(not(unix))]
+fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error> {
+    ctrlc::set_handler(move || handler(Signal::Interrupt))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_code_of_each_signal_is_that_of_shells() {
+        let codes = Signal::ALL.map(Signal::exit_code);
+        assert_eq!(codes, [130, 143, 129]);
+        for signal in Signal::ALL {
+            assert_eq!(Signal::from_number(signal.number().into()), Some(signal));
+        }
+        assert_eq!(Signal::from_number(9), None);
+    }
+}

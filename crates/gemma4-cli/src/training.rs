@@ -1,0 +1,79 @@
+//! Chooses the devices for `train` and `finetune`, and runs these commands in several processes.
+
+use crate::{
+    Error,
+    device::{Chosen, DeviceName, choose, count, several},
+    signals::{self, Signal, Stopped},
+    terminal::{self, code_of, speak_as},
+};
+use burn::tensor::Device;
+use gemma4_train::{
+    args::TrainingArguments,
+    checkpoint::stop::Stop,
+    distributed::{Ending, ProcessGroup, Rank},
+};
+use std::{process::ExitCode, sync::Arc};
+
+/// Runs a program that may be one of several processes, and returns its exit code like [`terminal::exit_code`]. If one process
+/// fails, all other processes end with its error.
+pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) -> ExitCode {
+    terminal::exit_code(|| {
+        let rank = Rank::of_process()?;
+        speak_as(rank.global);
+        let group = ProcessGroup::join(rank)?;
+        group.run(program, |error| match error.is::<Stopped>() {
+            true => Ending::Stopped,
+            false => Ending::Failed(code_of(error).into()),
+        })
+    })
+}
+
+/// Ends a stopped run after every process has saved its state. The wait is needed because a launcher may kill all processes as
+/// soon as one of them exits with a signal's exit code.
+///
+/// # Errors
+/// Returns [`Stopped`] if this process received the signal. Returns an error if another process is gone.
+pub fn end_of_stopped(group: &ProcessGroup) -> Result<(), Error> {
+    group.wait_for_all()?;
+    signals::end_of_stopped()
+}
+
+/// Installs the signal handlers of training. The first signal stops the run after the current step, with a checkpoint. A Ctrl-C
+/// after the first signal ends the program at once. A further `SIGHUP` or `SIGTERM` has no effect, because the shell and the
+/// kernel may both send `SIGHUP` when a terminal closes.
+///
+/// # Errors
+/// Returns an error if the system cannot install the handlers.
+pub fn stop_on_signal(stop: Stop) -> Result<(), Error> {
+    signals::handle(move |signal| {
+        if !stop.ask() && signal == Signal::Interrupt {
+            std::process::exit(signal.exit_code().into());
+        }
+    })
+}
+
+/// Returns the devices of the process with this rank. The model is created on the first of these devices. If a run has several
+/// processes, each process has one device.
+///
+/// # Errors
+/// Returns an error if one of these devices does not exist.
+pub fn choose_devices(
+    name: DeviceName,
+    arguments: &TrainingArguments,
+    rank: Rank,
+) -> Result<(Chosen, Vec<Device>), Error> {
+    let mut chosen = choose(name)?;
+    let devices = match arguments.device_number(rank, || count(&chosen))? {
+        Some(number) => {
+            let devices = several(&chosen, &[number])?;
+            chosen.device = devices[0].clone();
+            devices
+        }
+        None if arguments.devices.is_empty() => vec![chosen.device.clone()],
+        None => several(&chosen, &arguments.devices)?,
+    };
+    let checkpointing = arguments.step.checkpointing;
+    let devices = devices.into_iter();
+    let devices = devices.map(|device| checkpointing.tracked(device));
+    Ok((chosen, devices.collect()))
+}

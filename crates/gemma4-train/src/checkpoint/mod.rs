@@ -1,0 +1,5 @@
+//! Checkpoints of a run, resuming from a checkpoint, and stopping with a checkpoint.
+
+pub mod checkpoints;
+pub mod resume;
+pub mod stop;

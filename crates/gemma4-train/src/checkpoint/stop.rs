@@ -1,0 +1,124 @@
+//! Stops a run before its last step. The run ends after a whole step, and writes a checkpoint of that step.
+
+use crate::data::schedule::Schedule;
+use burn::train::{EarlyStoppingStrategy, metric::store::EventStoreClient};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+
+/// A request to stop a run, with the step before which all devices stop. Clones share one request.
+#[derive(Clone, Debug)]
+pub struct Stop {
+    is_asked: Arc<AtomicBool>,
+    /// The number of the first step that is not run.
+    end: Arc<AtomicUsize>,
+    /// True if the run has several processes. They agree on the last step while they sum gradients.
+    is_told: bool,
+}
+
+impl Default for Stop {
+    fn default() -> Self {
+        Self {
+            is_asked: Arc::default(),
+            end: Arc::new(AtomicUsize::new(usize::MAX)),
+            is_told: false,
+        }
+    }
+}
+
+impl Stop {
+    /// Returns the stop request for one of several processes. Such a process does not stop at once, but before the step that is
+    /// passed to [`end_before`](Self::end_before).
+    pub fn among_processes() -> Self {
+        Self {
+            is_told: true,
+            ..Self::default()
+        }
+    }
+
+    /// Requests the stop. Returns `false` if a stop had been requested before.
+    pub fn ask(&self) -> bool {
+        !self.is_asked.swap(true, Ordering::SeqCst)
+    }
+
+    /// True if a stop has been requested.
+    pub fn is_asked(&self) -> bool {
+        self.is_asked.load(Ordering::SeqCst)
+    }
+
+    /// True if the run ends before `step`, which a device is about to begin. If a stop has been requested, a run on a single
+    /// device (`is_alone`) ends before `step`. With several devices, another device may have begun `step` already, so the run
+    /// ends after `step`. No device can have begun a later step, because devices exchange gradients at the end of each step.
+    pub fn is_before(&self, step: usize, is_alone: bool) -> bool {
+        if self.is_asked() && !self.is_told {
+            self.end_before(step + usize::from(!is_alone));
+        }
+        step >= self.end()
+    }
+
+    /// Makes the run end before `step`, unless another device has already set an end.
+    pub fn end_before(&self, step: usize) {
+        let _ = self
+            .end
+            .compare_exchange(usize::MAX, step, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    /// Returns the number of the first step that is not run, or `usize::MAX` if no end is set.
+    pub fn end(&self) -> usize {
+        self.end.load(Ordering::SeqCst)
+    }
+}
+
+/// An early stopping strategy that ends Burn's learner after a stop request. The learner first writes the checkpoint of the
+/// interrupted interval.
+#[derive(Clone)]
+pub struct AfterCheckpoint {
+    /// The request to stop.
+    pub stop: Stop,
+    /// The schedule, which gives the steps of each interval.
+    pub schedule: Schedule,
+}
+
+impl EarlyStoppingStrategy for AfterCheckpoint {
+    fn should_stop(&mut self, epoch: usize, _store: &EventStoreClient) -> bool {
+        self.stop.end() <= self.schedule.steps_of(epoch - 1).end
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stop_on_several_devices_ends_at_the_same_step() {
+        let stop = Stop::default();
+        assert!(!stop.is_before(7, false));
+        assert!(stop.ask());
+        assert!(!stop.ask());
+        // The run does not end before step 7, because another device may have begun this step already.
+        assert!(!stop.is_before(7, false));
+        assert!(!stop.is_before(7, false));
+        assert!(stop.is_before(8, false));
+        assert_eq!(stop.end(), 8);
+    }
+
+    #[test]
+    fn stop_among_processes_ends_at_the_first_agreed_step() {
+        let stop = Stop::among_processes();
+        stop.ask();
+        assert!(!stop.is_before(7, true));
+        stop.end_before(9);
+        stop.end_before(10);
+        assert!(!stop.is_before(8, true));
+        assert!(stop.is_before(9, true));
+    }
+
+    #[test]
+    fn stop_on_one_device_ends_at_once() {
+        let stop = Stop::default();
+        stop.ask();
+        assert!(stop.is_before(7, true));
+        assert_eq!(stop.end(), 7);
+    }
+}

@@ -1,0 +1,126 @@
+//! Reads documents from files. A file contains either one JSON object per line, or a single text.
+
+use crate::{
+    Error, InvalidArgument,
+    data::{
+        conversations::{Ignored, Line, of_line, parse},
+        corpus::{KINDS, read_text},
+        packing::Example,
+    },
+    report::note,
+};
+use burn_gemma4::Gemma4;
+use std::path::Path;
+
+/// A document: a text, or a conversation. A text is one example. The chat template may split a conversation into several
+/// examples.
+#[derive(Clone, Debug)]
+pub struct Document {
+    /// The line number of the document in its file, counted from 1.
+    pub line: usize,
+    /// The tokens of each example. A flag marks the tokens to train on.
+    pub examples: Vec<Example>,
+}
+
+/// Reads a file with one JSON object per line. For `messages`, the tokens to train on are those of the assistant's messages. For
+/// `text`, they are all tokens. A conversation may have `tools` and `enable_thinking`, and its messages may have every field
+/// that the chat template renders, such as `tool_calls`. Empty lines are ignored. Other columns and columns that are `null` are
+/// ignored, and a note reports their counts.
+///
+/// # Errors
+/// Returns an error if a line is not such an object, or if the chat template fails or does not render one of the line's fields.
+/// The error names the file and the line.
+pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
+    let text = read_text(path)?;
+    refuse_other_forms(path, &text)?;
+    let mut ignored = Ignored::default();
+    let mut documents = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        if line.trim().is_empty() {
+            continue;
+        }
+        let number = index + 1;
+        let document =
+            parse(line, &mut ignored).and_then(|line| document(line, number, gemma, &mut ignored));
+        let named = |reason| format!("{}: line {number}: {reason}", path.display());
+        documents.push(document.map_err(named)?);
+    }
+    if let Some(summary) = ignored.summary() {
+        note(format_args!("{}: {summary}", path.display()));
+    }
+    match documents.is_empty() {
+        true => Err(format!("{}: has no examples", path.display()).into()),
+        false => Ok(documents),
+    }
+}
+
+/// Refuses two forms that editors and exports give to a JSON Lines file: a byte order mark at the beginning, or one JSON array
+/// around all objects.
+fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
+    let problem = if text.starts_with('\u{feff}') {
+        "begins with a byte order mark; expected UTF-8 without one"
+    } else if text.trim_start().starts_with('[') {
+        "is a JSON array; expected a JSON object per line"
+    } else {
+        return Ok(());
+    };
+    Err(format!("{}: {problem}", path.display()).into())
+}
+
+/// Reads the documents of a file. The extension selects the reader: a `.jsonl` file is read by [`read_documents`], and a `.txt`,
+/// `.md` or `.rs` file is a single document.
+///
+/// # Errors
+/// Returns [`InvalidArgument`] for other extensions. Also returns the errors of [`read_documents`].
+pub fn read_documents_or_text(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
+    match path.extension().and_then(|kind| kind.to_str()) {
+        Some("jsonl") => read_documents(path, gemma),
+        Some(kind) if KINDS.contains(&kind) => Ok(vec![text(path, gemma)?]),
+        _ => Err(InvalidArgument(format!(
+            "{}: has another extension; expected one of .jsonl, .{}",
+            path.display(),
+            KINDS.join(", .")
+        ))
+        .into()),
+    }
+}
+
+/// Reads a file as a single text. All of its tokens are trained on.
+///
+/// # Errors
+/// Returns an error that names the file if it is not UTF-8, is empty, or cannot be tokenized.
+fn text(path: &Path, gemma: &Gemma4) -> Result<Document, Error> {
+    let text = read_text(path)?;
+    if text.trim().is_empty() {
+        return Err(format!("{}: is empty", path.display()).into());
+    }
+    let document = document(Line::Text(text), 1, gemma, &mut Ignored::default());
+    document.map_err(|reason| format!("{}: {reason}", path.display()).into())
+}
+
+fn document(
+    line: Line,
+    number: usize,
+    gemma: &Gemma4,
+    ignored: &mut Ignored,
+) -> Result<Document, String> {
+    let vocabulary = gemma.config().vocab_size;
+    let examples = of_line(line, gemma, ignored)?.into_iter();
+    let within = examples.map(|example| within(example, vocabulary));
+    Ok(Document {
+        line: number,
+        examples: within.collect::<Result<_, _>>()?,
+    })
+}
+
+/// Refuses an example with a token id outside the model's vocabulary. A tokenizer may have more tokens than the model has
+/// embedding rows.
+fn within(example: Example, vocabulary: usize) -> Result<Example, String> {
+    let outside = |token: &&u32| **token as usize >= vocabulary;
+    match example.tokens.iter().find(outside) {
+        Some(token) => Err(format!(
+            "has the token {token}, but the model's vocabulary has {vocabulary} tokens"
+        )),
+        None => Ok(example),
+    }
+}

@@ -1,0 +1,9 @@
+//! Training data: text files and conversations, their tokens, packed rows, and batches.
+
+pub mod conversations;
+pub mod corpus;
+pub mod documents;
+pub mod loader;
+pub mod packing;
+pub mod schedule;
+pub mod train_tokenizer;

@@ -1,0 +1,48 @@
+//! Divides a run into steps, and steps into batches.
+//!
+//! An interval is the steps between two checkpoints. A step's batches are divided among devices and processes, and each process
+//! computes its part.
+
+use std::ops::Range;
+
+/// The number of steps of a run, and the division of each step into batches.
+#[derive(Clone, Copy, Debug)]
+pub struct Schedule {
+    /// The number of steps of the whole run.
+    pub steps: usize,
+    /// The number of steps that were finished before this process started.
+    pub done: usize,
+    /// The number of steps between two checkpoints.
+    pub interval: usize,
+    /// The number of batches that one device accumulates for a step.
+    pub accumulation: usize,
+    /// The number of devices, including those of other processes.
+    pub devices: usize,
+    /// The index of this process's part of a step, and the number of parts.
+    pub part: (usize, usize),
+    /// The seed of the row order.
+    pub seed: u64,
+}
+
+impl Schedule {
+    /// Returns the number of intervals of the whole run.
+    pub fn intervals(&self) -> usize {
+        self.steps.div_ceil(self.interval)
+    }
+
+    /// Returns the index of the interval that contains the first unfinished step.
+    pub fn first_interval(&self) -> usize {
+        self.done / self.interval
+    }
+
+    /// Returns the steps of an interval that are not finished yet.
+    pub fn steps_of(&self, interval: usize) -> Range<usize> {
+        let start = interval * self.interval;
+        start.max(self.done)..self.steps.min(start + self.interval)
+    }
+
+    /// Returns the number of batches per step on all devices together.
+    pub fn batches(&self) -> usize {
+        self.accumulation * self.devices
+    }
+}

@@ -1,0 +1,54 @@
+//! The common factor by which all gradients of a step are multiplied.
+//!
+//! Clipping and the loss scale multiply every gradient by the same scalar, which is in device memory. A separate multiplication
+//! would cost one kernel launch per parameter. An adapter has hundreds of parameters. So the optimizer applies the factor when
+//! it reads a gradient. Burn passes only one gradient at a time to an optimizer, and no argument that could be the factor. So
+//! the factor is a thread-local variable for the duration of the step.
+
+use burn::tensor::{DType, Device, Tensor};
+use std::cell::RefCell;
+
+thread_local! {
+    static FACTOR: RefCell<Option<Tensor<1>>> = const { RefCell::new(None) };
+}
+
+/// A guard that clears the factor when it is dropped, even if a step panics.
+struct Ended;
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        FACTOR.set(None);
+    }
+}
+
+/// Calls `step` with the factor `factor`, `[1]` in f32. During the call, [`of_this_step`] returns this factor.
+pub fn during<R>(factor: Tensor<1>, step: impl FnOnce() -> R) -> R {
+    FACTOR.set(Some(factor));
+    let _ended = Ended;
+    step()
+}
+
+/// Returns the factor of the current step, `[1]` in f32, or 1 outside of [`during`].
+pub fn of_this_step(device: &Device) -> Tensor<1> {
+    FACTOR
+        .with_borrow(Clone::clone)
+        .unwrap_or_else(|| Tensor::ones([1], (device, DType::F32)))
+}
+
+#[cfg(all(test, feature = "flex"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factor_outside_of_a_step_is_one() {
+        let device = Device::flex();
+        let found = || of_this_step(&device).into_scalar::<f32>();
+        assert_eq!(found(), 1.0);
+        let factor = Tensor::from_data([0.5], (&device, DType::F32));
+        assert_eq!(during(factor.clone(), found), 0.5);
+        assert_eq!(found(), 1.0);
+        let panics = || during(factor, || panic!("a step"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        assert_eq!(found(), 1.0);
+    }
+}

@@ -1,0 +1,62 @@
+//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies. An
+//! actor's clock stores, for each actor, the time up to which that actor's accesses happened before the owner's next
+//! access. A barrier joins the clocks of its warps. Two accesses that no barrier orders may happen in either order.
+
+#[derive(Clone, Debug)]
+pub struct Clock {
+    owner: usize,
+    times: Vec<u32>,
+}
+
+impl Clock {
+    /// Returns the initial clock of the actor `owner`, with one entry for each of `actors` actors.
+    pub fn new(owner: usize, actors: usize) -> Self {
+        let mut clock = Self {
+            owner,
+            times: vec![0; actors],
+        };
+        clock.reset();
+        clock
+    }
+
+    pub fn reset(&mut self) {
+        self.times.fill(0);
+        self.times[self.owner] = 1;
+    }
+
+    pub fn owner(&self) -> usize {
+        self.owner
+    }
+
+    /// Returns the owner's own current time.
+    pub fn now(&self) -> u32 {
+        self.times[self.owner]
+    }
+
+    pub fn times(&self) -> &[u32] {
+        &self.times
+    }
+
+    /// Returns true if the access of `actor` at `time` happened before the owner's next access.
+    pub fn knows(&self, actor: usize, time: u32) -> bool {
+        time <= self.times[actor]
+    }
+
+    /// Advances the owner's time, so that its later accesses have later times than the accesses that other actors
+    /// already know.
+    pub fn tick(&mut self) {
+        self.times[self.owner] += 1;
+    }
+
+    pub fn learn(&mut self, times: &[u32]) {
+        join(&mut self.times, times);
+    }
+}
+
+/// Joins the clock `other` into `times` by the elementwise maximum. An access that either clock knows is known
+/// afterwards.
+pub fn join(times: &mut [u32], other: &[u32]) {
+    for (time, other) in times.iter_mut().zip(other) {
+        *time = (*time).max(*other);
+    }
+}
