@@ -93,9 +93,6 @@ pub enum Refusal {
         /// The number of units of the largest plane.
         most: usize,
     },
-    /// The engine's kernels do not read intervals of keys ([`visible_between`](crate::AttentionOptions::visible_between)).
-    #[error("its kernels do not read intervals of keys (visible_between)")]
-    Intervals,
     /// The driver is known to give wrong results.
     #[error("{0}")]
     Fault(&'static str),

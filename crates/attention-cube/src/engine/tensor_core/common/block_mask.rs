@@ -2,13 +2,13 @@
 //! each row sees.
 
 use super::RowPair;
-use super::block_range::{TilePosition, mask_summary};
-use super::mask::{MaskWords, mask_words, words_of_segments};
+use super::block_range::{TilePosition, block_pair, mask_summary};
+use super::mask::{MaskWords, mask_words, words_of_intervals, words_of_segments};
 use super::scoring::Masking;
 use super::tile_scheduler::TileKind;
 use crate::auxiliary::mask_bits::kernel::{EVERY_KEY, EVERYTHING};
 use crate::math::score::is_hidden;
-use crate::math::visibility::{documents_of, is_inside};
+use crate::math::visibility::{documents_of, is_inside, is_within_intervals};
 use cubecl::prelude::*;
 
 /// The visibility of a block to a tile, and the mask bits of a thread's two rows.
@@ -78,6 +78,23 @@ pub(crate) fn block_mask(
             may_have_masked = !(shared || (inside && may_intersect));
         }
     }
+    let within = if comptime!(structure.intervals > 0) {
+        let blocks = block_pair(tile_position, block, side);
+        is_within_intervals(
+            &masking.seq_lens,
+            &masking.lengths_and_ids,
+            tile_position.batch,
+            blocks.query,
+            blocks.key,
+            structure,
+        )
+    } else {
+        inside
+    };
+    if comptime!(structure.intervals > 0) {
+        whole = whole && within;
+        may_have_masked = may_have_masked || !within;
+    }
     if comptime!(kind.sums_up_mask()) {
         let seq_info = mask_summary(tile_position, block, masking);
         whole = whole && seq_info == EVERYTHING;
@@ -110,6 +127,19 @@ pub(crate) fn block_mask(
             block * size + (first_word * 32u32) as i32,
             other,
             shared,
+            columns,
+            kind.fragment,
+        )
+    } else {
+        words
+    };
+    let words = if comptime!(structure.intervals > 0) {
+        words_of_intervals(
+            words,
+            masking,
+            rows,
+            block * size + (first_word * 32u32) as i32,
+            within,
             columns,
             kind.fragment,
         )

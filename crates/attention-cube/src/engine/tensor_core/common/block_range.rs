@@ -1,5 +1,5 @@
-//! The blocks that a tile visits: the blocks in its visible range, except those that segments or the mask hide from all of its
-//! rows.
+//! The blocks that a tile visits: the blocks in its visible range, except those that segments, intervals or the mask hide from
+//! all of its rows.
 
 use super::scoring::Masking;
 use super::tile_scheduler::{Tile, TileKind};
@@ -53,7 +53,7 @@ pub(crate) fn next_block_in_steps(
     #[comptime] kind: TileKind,
 ) -> i32 {
     let mut block = block;
-    if comptime!(kind.fragment.structure.segments || kind.sums_up_mask()) {
+    if comptime!(kind.fragment.structure.has_bounds() || kind.sums_up_mask()) {
         let tile_position = tile_position(tile);
         let mut searching = block < tile.end_block;
         while searching {
@@ -68,7 +68,7 @@ pub(crate) fn next_block_in_steps(
     block
 }
 
-/// True if segments and mask may leave a part of the block visible to the tile. The block must lie in the tile's visible range.
+/// True if segments, intervals and mask may leave a part of the block visible to the tile. The block must lie in the tile's visible range.
 #[cube]
 pub(crate) fn may_intersect(
     tile_position: &TilePosition,
@@ -95,15 +95,19 @@ pub(crate) fn may_intersect(
 /// The index of a block of queries, and the index of a block of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
-struct BlockPair {
-    query: u32,
-    key: u32,
+pub(super) struct BlockPair {
+    pub query: u32,
+    pub key: u32,
 }
 
-/// Returns the indices of a block of queries and of a block of keys: one is the tile, the other is `block`. The tile is the
-/// block of queries if `side` is queries. Otherwise the tile is the block of keys.
+/// Returns the query block and the key block of a tile and one of its blocks. On the side of queries, the tile is the query
+/// block. Otherwise the tile is the key block.
 #[cube]
-fn block_pair(tile_position: &TilePosition, block: i32, #[comptime] side: Side) -> BlockPair {
+pub(super) fn block_pair(
+    tile_position: &TilePosition,
+    block: i32,
+    #[comptime] side: Side,
+) -> BlockPair {
     if comptime!(side == Side::Queries) {
         BlockPair {
             query: tile_position.row_block,

@@ -1,10 +1,11 @@
-//! Bits that tell which columns of a fragment the mask and the segments leave visible. A *mask word* holds the bits of 32 columns
-//! of one row.
+//! Bits that tell which columns of a fragment the mask, the segments and the intervals leave visible. A *mask word* holds the
+//! bits of 32 columns of one row.
 
 use super::scoring::Masking;
 use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
 use crate::auxiliary::mask_bits::kernel::{bits_of_run, word_of};
-use crate::math::visibility::{Documents, id_of};
+use crate::math::side::Side;
+use crate::math::visibility::{Documents, Keys, id_of, interval_of};
 use cubecl::prelude::*;
 
 /// A word of visibility bits for each of the thread's two rows.
@@ -186,6 +187,145 @@ pub(crate) fn words_of_segments(
         }
     }
     words
+}
+
+/// Among `columns` columns from `first_column` on, clears the bits of those that the intervals hide from the row.
+///
+/// Rows and columns are queries and keys, or keys and queries. If the intervals of all queries contain the whole block
+/// (`within`), no bit is cleared.
+#[cube]
+pub(crate) fn words_of_intervals(
+    words: MaskWords,
+    masking: &Masking,
+    rows: &RowPair,
+    first_column: i32,
+    within: bool,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> MaskWords {
+    let mut words = words;
+    if comptime!(!kind.structure.mask && !kind.structure.segments) {
+        #[unroll]
+        for word in 0..comptime!(2 * columns.div_ceil(32)) {
+            words.insert(word, 0xffff_ffffu32);
+        }
+    }
+    if !within {
+        #[unroll]
+        for word in 0..columns.div_ceil(32) {
+            let first = first_column + comptime!(32 * word as i32);
+            let bits = if comptime!(kind.side == Side::Queries) {
+                bits_of_queries(masking, rows, first, kind)
+            } else {
+                bits_of_keys(masking, rows, first, kind)
+            };
+            words = restricted(words, bits.first, bits.second, word);
+        }
+    }
+    words
+}
+
+/// For a thread's two queries: a bit for each of the 32 keys from `first_key` on. A bit is set if an interval of the query
+/// contains the key.
+#[cube]
+fn bits_of_queries(
+    masking: &Masking,
+    rows: &RowPair,
+    first_key: i32,
+    #[comptime] kind: FragmentKind,
+) -> BitPair {
+    // A row past the end reads the intervals of the last query, which keeps the read inside the buffer.
+    let last = rows_end(&masking.seq_lens, kind.side) - 1i32;
+    let mut bits = BitPair {
+        first: 0u32.runtime(),
+        second: 0u32.runtime(),
+    };
+    #[unroll]
+    for interval in 0..kind.structure.intervals {
+        let of_first = own_interval(
+            masking,
+            rows.batch,
+            min(rows.position_0, last),
+            interval,
+            kind,
+        );
+        let of_second = own_interval(
+            masking,
+            rows.batch,
+            min(rows.position_1, last),
+            interval,
+            kind,
+        );
+        bits.first |= bits_of_run(of_first, first_key);
+        bits.second |= bits_of_run(of_second, first_key);
+    }
+    bits
+}
+
+/// For a thread's two keys: a bit for each of the 32 queries from `first_query` on. A bit is set if an interval of the query
+/// contains the key.
+///
+/// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each key, all
+/// lanes compare their query's intervals with the key.
+#[cube]
+fn bits_of_keys(
+    masking: &Masking,
+    rows: &RowPair,
+    first_query: i32,
+    #[comptime] kind: FragmentKind,
+) -> BitPair {
+    let lane = UNIT_POS % 32u32;
+    let last = columns_end(&masking.seq_lens, kind.side) - 1i32;
+    let query = min(first_query + lane as i32, last);
+    let keys = own_interval(masking, rows.batch, query, 0usize, kind);
+    let others = if comptime!(kind.structure.intervals > 1) {
+        own_interval(masking, rows.batch, query, 1usize, kind)
+    } else {
+        Keys {
+            first: 0i32.runtime(),
+            end: 0i32.runtime(),
+        }
+    };
+    let mut bits = BitPair {
+        first: 0u32.runtime(),
+        second: 0u32.runtime(),
+    };
+    #[unroll]
+    for row in 0..8u32 {
+        let key_0 = plane_shuffle(rows.position_0, comptime!(4 * row));
+        let key_1 = plane_shuffle(rows.position_1, comptime!(4 * row));
+        let seen_0 = ballot(contains(keys, key_0) || contains(others, key_0));
+        let seen_1 = ballot(contains(keys, key_1) || contains(others, key_1));
+        let is_own = lane / 4u32 == row;
+        bits.first = select(is_own, seen_0, bits.first);
+        bits.second = select(is_own, seen_1, bits.second);
+    }
+    bits
+}
+
+/// Returns the keys of a query's interval.
+#[cube]
+fn own_interval(
+    masking: &Masking,
+    batch: u32,
+    query: i32,
+    #[comptime] interval: usize,
+    #[comptime] kind: FragmentKind,
+) -> Keys {
+    interval_of(
+        &masking.seq_lens,
+        &masking.lengths_and_ids,
+        batch,
+        query,
+        interval,
+        kind.structure,
+    )
+}
+
+/// True if `key` lies in the range `keys`.
+#[cube]
+fn contains(keys: Keys, key: i32) -> bool {
+    key >= keys.first && key < keys.end
 }
 
 /// Restricts the `word`-th mask word of each of the thread's two rows. In the first row's word, only bits of `bits_0` stay set.

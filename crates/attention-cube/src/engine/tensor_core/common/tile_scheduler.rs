@@ -156,7 +156,7 @@ fn tile(
     let size = comptime!(block as i32);
     let mut first_block = keys.first / size;
     let mut end_block = block_count(keys.end, size);
-    if comptime!(kind.fragment.structure.segments) {
+    if comptime!(kind.fragment.structure.has_bounds()) {
         let blocks = within_bounds(
             first_block,
             end_block,

@@ -147,9 +147,6 @@ fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Ref
     device.require(Feature::Tma)?;
     let half = Half::of(problem.dtype).ok_or(Refusal::NotHalf(problem.dtype))?;
     check_sizes(problem)?;
-    if problem.intervals > 0 {
-        return Err(Refusal::Intervals);
-    }
     Ok(half)
 }
 
@@ -178,7 +175,11 @@ pub(super) fn forward(
     };
     let heads = heads_of_tile(problem, tiles(false)?.rows());
     let tiles = tiles(heads == 1 && layouts.tma_bias && has_box_of_biases(problem))?;
-    let mailbox = if problem.segments { MAILBOX_BYTES } else { 0 };
+    let mailbox = if problem.has_bounds() {
+        MAILBOX_BYTES
+    } else {
+        0
+    };
     let shared_memory = tiles.shared_memory() + mailbox;
     if shared_memory > device.shared_memory || tiles.units() > device.units_per_cube {
         return Err(Refusal::Tiles {
@@ -263,8 +264,8 @@ pub(crate) fn forward_tiles(
 
 /// Chooses the assignment of tiles to CTAs.
 ///
-/// CTAs are persistent if all tiles have the same work, or if all pairs of mirrored tiles do. With segments, CTAs are persistent
-/// too, and take tiles from a counter.
+/// CTAs are persistent if all tiles have the same work, or if all pairs of mirrored tiles do. With segments or intervals, CTAs
+/// are persistent too, and take tiles from a counter.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -272,7 +273,7 @@ fn scheduler(
     splits: usize,
 ) -> Scheduler {
     let multiprocessors = multiprocessors(device);
-    if problem.segments && splits == 1 {
+    if problem.has_bounds() && splits == 1 {
         return Scheduler::DynamicPersistent(tiles.min(multiprocessors));
     }
     if tiles * splits <= multiprocessors || problem.kv_lengths {

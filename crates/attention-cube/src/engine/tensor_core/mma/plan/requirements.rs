@@ -16,8 +16,5 @@ pub(super) fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Resul
     device.require(Feature::Mma(problem.dtype))?;
     device.require(Feature::LoadMatrix(problem.dtype))?;
     check_sizes(problem)?;
-    if problem.intervals > 0 {
-        return Err(Refusal::Intervals);
-    }
     Ok(half)
 }

@@ -1,6 +1,6 @@
 //! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration.
 //!
-//! Usually the work item is computed from the CTA's index. With segments, the tiles differ in work. The CTA then takes the next
+//! Usually the work item is computed from the CTA's index. With segments or intervals, the tiles differ in work. The CTA then takes the next
 //! work item from a counter in global memory.
 //!
 //! In split-M, the producer thread takes the next work item after it has started the first loads of the current tile. In
@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 
 /// True if the CTAs take work items from the counter in global memory. Otherwise they compute items from their index.
 const fn takes_items(kind: TileKind) -> bool {
-    kind.fragment.structure.segments && !kind.split
+    kind.fragment.structure.has_bounds() && !kind.split
 }
 
 /// Returns the address of the mailbox, which follows the first `bytes` bytes of the CTA's shared memory.
