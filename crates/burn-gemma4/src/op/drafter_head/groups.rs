@@ -115,12 +115,22 @@ pub(super) struct Candidates {
     pub cubes_of_row: u32,
 }
 
+/// The compile-time plan of the search among candidate tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct CandidatesPlan {
+    /// The units that compute a logit together.
+    pub team: Team,
+    /// The number of teams per cube.
+    pub teams: usize,
+    pub pdl: bool,
+}
+
 /// Finds the largest logit among a row's candidate tokens, and the token that has it. A logit is the dot product of the hidden
 /// row and the token's table row. The candidates are the tokens of the row's chosen groups. Each cube searches a part of the
 /// candidates, and each team of units in the cube searches [`AT_ONCE`] of them. Among equal logits the smallest token id wins.
 /// The token is −1 if no logit is above −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn look_at_groups_pdl<E: Float, I: Int, N: Size>(
+pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
     hidden: &Tensor<Vector<E, N>>,
     table: &Tensor<Vector<E, N>>,
     ordering: &Tensor<I>,
@@ -128,18 +138,16 @@ pub(super) fn look_at_groups_pdl<E: Float, I: Int, N: Size>(
     largest: &mut Tensor<f32>,
     tokens_of_largest: &mut Tensor<I>,
     candidates: Candidates,
-    #[comptime] team: Team,
-    #[comptime] teams: usize,
-    #[comptime] pdl: bool,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _integer: ElemType,
+    #[comptime] plan: CandidatesPlan,
+    #[define(E, I)] _elements: [ElemType; 2],
     #[define(N)] _vector: usize,
 ) {
-    launch_dependents_and_wait(pdl);
-    mark_volatile(hidden, pdl);
-    mark_volatile(table, pdl);
-    mark_volatile(ordering, pdl);
-    mark_volatile(chosen, pdl);
+    let (team, teams) = comptime!((plan.team, plan.teams));
+    launch_dependents_and_wait(plan.pdl);
+    mark_volatile(hidden, plan.pdl);
+    mark_volatile(table, plan.pdl);
+    mark_volatile(ordering, plan.pdl);
+    mark_volatile(chosen, plan.pdl);
     let row = CUBE_POS as u32 / candidates.cubes_of_row;
     let part = CUBE_POS as u32 % candidates.cubes_of_row;
     let lane = UNIT_POS % comptime!(team.units as u32);

@@ -3,7 +3,8 @@
 use super::{
     GroupOptions, GuessBackend, JoinOptions, NUMBERS,
     groups::{
-        AT_ONCE, CHOOSING_UNITS, CandidatesLaunch, OWN, choose_groups_pdl, look_at_groups_pdl,
+        AT_ONCE, CHOOSING_UNITS, CandidatesLaunch, CandidatesPlan, OWN, argmax_candidates_pdl,
+        choose_groups_pdl,
     },
     kernel::{JoinedLaunch, UNITS, join_pdl, place_guess_pdl},
 };
@@ -24,8 +25,8 @@ use cube_kit::launch::{address_type, cube_count, empty, exact_cube_count};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// The number of units in a cube that searches the tokens of groups. The cube is larger only if a plane is larger.
-const LOOKING_UNITS: usize = 256;
+/// The number of units in a cube that searches the candidate tokens. The cube is larger only if a plane is larger.
+const CANDIDATE_UNITS: usize = 256;
 
 impl GuessBackend for CubeBackend {
     fn join_streams(
@@ -49,7 +50,8 @@ impl GuessBackend for CubeBackend {
         guesses: IntTensor<Self>,
         first: usize,
     ) -> IntTensor<Self> {
-        place(look(hidden, table, ordering, chosen), guesses, first)
+        let candidates = argmax_candidates(hidden, table, ordering, chosen);
+        place(candidates, guesses, first)
     }
 
     fn guess_of_logits(
@@ -158,9 +160,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     chosen
 }
 
-/// Returns the largest logit of each part of a row's candidate tokens, and the token that has this logit. Both tensors are
-/// `[rows, parts]`.
-fn look(
+/// Returns the largest logit of every part of a row's candidates, and the token of this logit. Both tensors are `[rows, parts]`.
+fn argmax_candidates(
     hidden: CubeTensor,
     table: CubeTensor,
     ordering: CubeTensor,
@@ -191,8 +192,13 @@ fn look(
         units: width,
         width,
     };
-    let units = LOOKING_UNITS.max(width);
+    let units = CANDIDATE_UNITS.max(width);
     let teams = units / width;
+    let plan = CandidatesPlan {
+        team,
+        teams,
+        pdl: supports_pdl(&client),
+    };
     let parts = (of_group * groups).div_ceil(teams * AT_ONCE);
     let largest = empty(&hidden, [rows, parts], DType::F32);
     let tokens = empty(&hidden, [rows, parts], NUMBERS);
@@ -204,11 +210,10 @@ fn look(
         parts as u32,
     );
     let element = dtype_to_storage_type(hidden.dtype);
-    // SAFETY: the group indices in `chosen` are below the number of rows of `ordering`. The token ids in `ordering` are below
-    // the number of rows of `table`. Each team reads only those table rows, and one of the `rows` rows of `hidden`. Each cube
-    // writes only its own element of `largest` and `tokens`, which have one for each of the `rows · parts` cubes.
+    // SAFETY: each team reads the table rows of tokens in chosen groups, whose indices are below the number of groups. Each cube
+    // writes only its own result.
     unsafe {
-        look_at_groups_pdl::launch_unchecked(
+        argmax_candidates_pdl::launch_unchecked(
             &client,
             exact_cube_count(&client, rows * parts),
             CubeDim::new_1d(units as u32),
@@ -220,11 +225,8 @@ fn look(
             largest.clone().into_tensor_arg(),
             tokens.clone().into_tensor_arg(),
             candidates,
-            team,
-            teams,
-            supports_pdl(&client),
-            element,
-            dtype_to_storage_type(NUMBERS),
+            plan,
+            [element, dtype_to_storage_type(NUMBERS)],
             vector,
         );
     }

@@ -10,6 +10,7 @@
 //!
 //! Bound: latency.
 
+use crate::op::norm::kernel::NormScalars;
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::pdl::{
     launch_dependents, load_element_now, load_now, mark_volatile, mark_volatile_if_present,
@@ -49,16 +50,18 @@ pub(super) fn embed_pdl<E: Float, I: Int, N: Size>(
     embedded: &mut Tensor<Vector<E, N>>,
     normed: &mut Tensor<Vector<E, N>>,
     table_rows: TableRows,
-    rows: u32,
-    vectors: u32,
-    columns: f32,
+    scalars: NormScalars,
     scale: f32,
-    epsilon: f32,
     #[comptime] plan: EmbedPlan,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _integer: ElemType,
+    #[define(E, I)] _elements: [ElemType; 2],
     #[define(N)] _vector: usize,
 ) {
+    let NormScalars {
+        rows,
+        vectors,
+        columns,
+        epsilon,
+    } = scalars;
     launch_dependents(plan.pdl);
     let computed = comptime!(plan.pdl && !plan.reads_ahead);
     wait_prior_launch(computed);
@@ -137,16 +140,18 @@ pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     output: &mut Tensor<Vector<E, N>>,
     table_rows: TableRows,
     factors: Factors,
-    rows: u32,
+    scalars: NormScalars,
     layers: u32,
-    vectors: u32,
-    columns: f32,
-    epsilon: f32,
     #[comptime] plan: EmbedPlan,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _integer: ElemType,
+    #[define(E, I)] _elements: [ElemType; 2],
     #[define(N)] _vector: usize,
 ) {
+    let NormScalars {
+        rows,
+        vectors,
+        columns,
+        epsilon,
+    } = scalars;
     launch_dependents(plan.pdl);
     let computed = comptime!(plan.pdl && !plan.reads_ahead);
     wait_prior_launch(computed);

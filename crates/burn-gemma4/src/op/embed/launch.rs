@@ -6,6 +6,7 @@ use super::{
 };
 use crate::op::gemv::Origin;
 use crate::op::launch::{rows_of, team, vector_size};
+use crate::op::norm::kernel::NormScalarsLaunch;
 use burn::{
     backend::{
         cubecl::dtype_to_storage_type,
@@ -53,14 +54,15 @@ impl EmbedBackend for CubeBackend {
                 embedded.clone().into_tensor_arg(),
                 normed.clone().into_tensor_arg(),
                 TableRowsLaunch::new(table_rows as u32, (stride / vector) as u32),
-                rows as u32,
-                (columns / vector) as u32,
-                columns as f32,
+                NormScalarsLaunch::new(
+                    rows as u32,
+                    (columns / vector) as u32,
+                    columns as f32,
+                    options.epsilon as f32,
+                ),
                 rounded(options.scale, dtype),
-                options.epsilon as f32,
                 plan,
-                element,
-                integer,
+                [element, integer],
                 vector,
             );
         }
@@ -130,14 +132,15 @@ impl EmbedBackend for CubeBackend {
                     rounded(of_table.scale, dtype),
                     factors.sum as f32,
                 ),
-                rows as u32,
+                NormScalarsLaunch::new(
+                    rows as u32,
+                    (columns / vector) as u32,
+                    columns as f32,
+                    of_table.epsilon as f32,
+                ),
                 layers as u32,
-                (columns / vector) as u32,
-                columns as f32,
-                of_table.epsilon as f32,
                 plan,
-                dtype_to_storage_type(dtype),
-                dtype_to_storage_type(integer),
+                [dtype_to_storage_type(dtype), dtype_to_storage_type(integer)],
                 vector,
             );
         }

@@ -9,6 +9,7 @@
 //!
 //! Bound: memory bandwidth.
 
+use super::kernel::NormScalars;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
@@ -19,16 +20,18 @@ pub(super) fn norm_gradient<E: Float, W: Float, N: Size>(
     gradient: &Tensor<Vector<E, N>>,
     of_input: &mut Tensor<Vector<E, N>>,
     of_weight: &mut Tensor<Vector<f32, N>>,
-    rows: u32,
-    vectors: u32,
-    columns: f32,
-    epsilon: f32,
+    scalars: NormScalars,
     #[comptime] vectors_per_unit: usize,
     #[comptime] team: Team,
-    #[define(E)] _element: ElemType,
-    #[define(W)] _weight_element: ElemType,
+    #[define(E, W)] _elements: [ElemType; 2],
     #[define(N)] _vector: usize,
 ) {
+    let NormScalars {
+        rows,
+        vectors,
+        columns,
+        epsilon,
+    } = scalars;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
     let mut sums = Array::<Vector<f32, N>>::new(vectors_per_unit);
     #[unroll]

@@ -9,28 +9,50 @@ use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
+/// The scalars of an RMS norm over rows.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(in crate::op) struct NormScalars {
+    pub rows: u32,
+    /// The number of vectors per row that the norm averages.
+    pub vectors: u32,
+    /// The number of columns per row that the norm averages.
+    pub columns: f32,
+    pub epsilon: f32,
+}
+
+/// The compile-time plan of a norm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct NormPlan {
+    pub team: Team,
+    /// The largest number of vectors per unit.
+    pub held: usize,
+    pub pdl: bool,
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn norm_pdl<E: Float, W: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
     weight: ComptimeOption<&Tensor<Vector<W, N>>>,
     output: &mut Tensor<Vector<E, N>>,
-    rows: u32,
-    vectors: u32,
-    columns: f32,
-    epsilon: f32,
-    #[comptime] team: Team,
-    #[comptime] held: usize,
-    #[comptime] pdl: bool,
-    #[define(E)] _element: ElemType,
-    #[define(W)] _weight_element: ElemType,
+    scalars: NormScalars,
+    #[comptime] plan: NormPlan,
+    #[define(E, W)] _elements: [ElemType; 2],
     #[define(N)] _vector: usize,
 ) {
-    launch_dependents_and_wait(pdl);
-    mark_volatile(input, pdl);
-    mark_volatile_if_present(weight, pdl);
+    let NormScalars {
+        rows,
+        vectors,
+        columns,
+        epsilon,
+    } = scalars;
+    launch_dependents_and_wait(plan.pdl);
+    mark_volatile(input, plan.pdl);
+    mark_volatile_if_present(weight, plan.pdl);
     if CUBE_POS >= rows as usize {
         terminate!();
     }
+    let (team, held) = comptime!((plan.team, plan.held));
     let row = CUBE_POS * vectors as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
 

@@ -1,7 +1,9 @@
 //! Launches RMS norms and their gradients.
 
 use super::{
-    NormBackend, NormGradients, NormalizeBackend, PARTS, gradient::norm_gradient, kernel::norm_pdl,
+    NormBackend, NormGradients, NormalizeBackend, PARTS,
+    gradient::norm_gradient,
+    kernel::{NormPlan, NormScalarsLaunch, norm_pdl},
 };
 use crate::op::launch::{team, vector_size};
 use burn::{
@@ -23,6 +25,11 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
     let output = empty(&input, shape, input.dtype);
     let team = team(&client, vectors);
     let of_weight = weight.as_ref().map_or(input.dtype, |weight| weight.dtype);
+    let plan = NormPlan {
+        team,
+        held: vectors.div_ceil(team.units),
+        pdl: supports_pdl(&client),
+    };
     // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `input` and writes row `r` of `output`, which
     // have `vectors` vectors. `weight` has `vectors` vectors too.
     unsafe {
@@ -36,15 +43,12 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
                 .map(|weight| into_contiguous(weight).into_tensor_arg())
                 .into(),
             output.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            team,
-            vectors.div_ceil(team.units),
-            supports_pdl(&client),
-            dtype_to_storage_type(input.dtype),
-            dtype_to_storage_type(of_weight),
+            NormScalarsLaunch::new(rows as u32, vectors as u32, columns as f32, epsilon as f32),
+            plan,
+            [
+                dtype_to_storage_type(input.dtype),
+                dtype_to_storage_type(of_weight),
+            ],
             vector,
         );
     }
@@ -83,14 +87,10 @@ fn launch_norm_gradient(
             gradient.into_tensor_arg(),
             of_input.clone().into_tensor_arg(),
             of_weight.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
+            NormScalarsLaunch::new(rows as u32, vectors as u32, columns as f32, epsilon as f32),
             vectors.div_ceil(team.units),
             team,
-            element,
-            weight_element,
+            [element, weight_element],
             vector,
         );
     }

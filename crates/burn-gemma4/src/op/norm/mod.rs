@@ -8,7 +8,7 @@ mod autodiff;
 #[cfg(feature = "cube")]
 mod gradient;
 #[cfg(feature = "cube")]
-mod kernel;
+pub(super) mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
 

@@ -9,12 +9,27 @@
 //!
 //! Bound: latency. A row has a few KB, and one cube reads it once.
 
+use crate::op::norm::kernel::NormScalars;
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::pdl::{
     launch_dependents, load_element_now, load_now, mark_volatile, mark_volatile_if_present,
     wait_prior_launch,
 };
 use cubecl::prelude::*;
+
+/// The compile-time plan of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ResidualPlan {
+    pub team: Team,
+    /// The largest number of vectors per unit.
+    pub held: usize,
+    pub pdl: bool,
+    /// True if the device supports PDL and no launch writes the weights and the scalar. The kernel then reads them before the
+    /// previous launch has ended.
+    pub reads_ahead: bool,
+    /// True if the kernel reads ahead and a vector has exactly `LOAD_BYTES` bytes.
+    pub loads_now: bool,
+}
 
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn residual_pdl<E: Float, N: Size>(
@@ -25,20 +40,20 @@ pub(super) fn residual_pdl<E: Float, N: Size>(
     next_weight: ComptimeOption<&Tensor<Vector<E, N>>>,
     sum: &mut Tensor<Vector<E, N>>,
     normed: &mut Tensor<Vector<E, N>>,
-    rows: u32,
-    vectors: u32,
-    columns: f32,
-    epsilon: f32,
-    #[comptime] team: Team,
-    #[comptime] held: usize,
-    #[comptime] pdl: bool,
-    #[comptime] reads_ahead: bool,
-    #[comptime] loads_now: bool,
+    scalars: NormScalars,
+    #[comptime] plan: ResidualPlan,
     #[define(E)] _element: ElemType,
     #[define(N)] _vector: usize,
 ) {
-    launch_dependents(pdl);
-    let reads_behind = comptime!(pdl && !reads_ahead);
+    let NormScalars {
+        rows,
+        vectors,
+        columns,
+        epsilon,
+    } = scalars;
+    let (team, held) = comptime!((plan.team, plan.held));
+    launch_dependents(plan.pdl);
+    let reads_behind = comptime!(plan.pdl && !plan.reads_ahead);
     wait_prior_launch(reads_behind);
     mark_volatile(weight, reads_behind);
     mark_volatile_if_present(scalar, reads_behind);
@@ -55,11 +70,11 @@ pub(super) fn residual_pdl<E: Float, N: Size>(
     for index in 0..held {
         let vector = UNIT_POS + comptime!((index * team.units) as u32);
         if vector < vectors {
-            weights[index] = load_now(weight, vector as usize, loads_now);
+            weights[index] = load_now(weight, vector as usize, plan.loads_now);
             #[comptime]
             match next_weight {
                 ComptimeOption::Some(next_weight) => {
-                    next_weights[index] = load_now(next_weight, vector as usize, loads_now);
+                    next_weights[index] = load_now(next_weight, vector as usize, plan.loads_now);
                 }
                 ComptimeOption::None => {}
             }
@@ -69,13 +84,13 @@ pub(super) fn residual_pdl<E: Float, N: Size>(
     #[comptime]
     match scalar {
         ComptimeOption::Some(scalar) => {
-            scale = load_element_now(scalar.as_slice(), 0usize, loads_now);
+            scale = load_element_now(scalar.as_slice(), 0usize, plan.loads_now);
         }
         ComptimeOption::None => {}
     }
-    wait_prior_launch(reads_ahead);
-    mark_volatile(stream, pdl);
-    mark_volatile(added, pdl);
+    wait_prior_launch(plan.reads_ahead);
+    mark_volatile(stream, plan.pdl);
+    mark_volatile(added, plan.pdl);
     if CUBE_POS >= rows as usize {
         terminate!();
     }

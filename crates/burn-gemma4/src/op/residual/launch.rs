@@ -1,7 +1,11 @@
 //! Launches the residual addition and the next norm.
 
-use super::{AddNormedBackend, Residual, ResidualBackend, Scalar, kernel::residual_pdl};
+use super::{
+    AddNormedBackend, Residual, ResidualBackend, Scalar,
+    kernel::{ResidualPlan, residual_pdl},
+};
 use crate::op::launch::{team, vector_size};
+use crate::op::norm::kernel::NormScalarsLaunch;
 use burn::backend::{cubecl::dtype_to_storage_type, tensor::FloatTensor};
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
@@ -82,7 +86,14 @@ fn launch(
         .flatten()
         .all(|weight| !weight.meta.is_tiled() && weight.meta.strides().last() == Some(&1));
     let pdl = supports_pdl(&client);
-    let is_loaded_now = stay && vector * stream.dtype.size() == LOAD_BYTES;
+    let reads_ahead = pdl && stay;
+    let plan = ResidualPlan {
+        team,
+        held: vectors.div_ceil(team.units),
+        pdl,
+        reads_ahead,
+        loads_now: reads_ahead && vector * stream.dtype.size() == LOAD_BYTES,
+    };
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `stream` and `added` and writes row `r` of `sum`
     // and `normed`, which have `vectors` vectors. The norm weights have `vectors` vectors too.
@@ -101,15 +112,8 @@ fn launch(
                 .into(),
             sum.clone().into_tensor_arg(),
             normed.clone().into_tensor_arg(),
-            rows as u32,
-            vectors as u32,
-            columns as f32,
-            epsilon as f32,
-            team,
-            vectors.div_ceil(team.units),
-            pdl,
-            pdl && stay,
-            pdl && is_loaded_now,
+            NormScalarsLaunch::new(rows as u32, vectors as u32, columns as f32, epsilon as f32),
+            plan,
             element,
             vector,
         );

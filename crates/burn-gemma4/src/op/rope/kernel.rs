@@ -11,10 +11,11 @@
 //!
 //! Bound: latency.
 
-use super::sides::{KEYS, Place, Side, VALUES, all_heads, place_of_head};
+use super::layouts::{CubeHead, KEYS, QkvLayouts, VALUES, count_heads, find_head};
 use crate::op::sums::{Team, first_cube_sum};
 use cube_kit::pdl::{
-    launch_dependents, load_element_now, mark_volatile, mark_volatile_if_present, wait_prior_launch,
+    launch_dependents, load_element_now, mark_owned_volatile_if_present, mark_volatile,
+    wait_prior_launch,
 };
 use cubecl::prelude::*;
 
@@ -74,65 +75,98 @@ pub(super) struct HeadsPlan {
     pub reads_ahead: bool,
 }
 
+/// The weights of the heads' norms, `[head_dim]` each. A layer's values have no weight.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct HeadNormWeights<E: Float> {
+    /// The weight of the launch's only kind of heads, or of a layer's queries.
+    pub first: ComptimeOption<OwnedTensor<E>>,
+    /// The weight of a layer's keys.
+    pub keys: ComptimeOption<OwnedTensor<E>>,
+}
+
+/// The cosines and sines of RoPE, `[positions, head_dim / 2]` each, and the position of each row, `[rows]`.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct RopeInputs<E: Float, I: Int> {
+    pub cos: ComptimeOption<OwnedTensor<E>>,
+    pub sin: ComptimeOption<OwnedTensor<E>>,
+    /// Without positions, row `r` is at position `r % positions_in_order`.
+    pub positions: ComptimeOption<OwnedTensor<I>>,
+}
+
+/// The tensors to which the heads are written, `[sequences, heads, slots, columns]` each.
+#[derive(CubeType, CubeLaunch)]
+pub(super) struct HeadTargets<E: Float> {
+    /// The target of the launch's only kind of heads, or of a layer's queries.
+    pub first: OwnedTensor<E>,
+    /// The targets of a layer's keys and values.
+    pub keys: ComptimeOption<OwnedTensor<E>>,
+    pub values: ComptimeOption<OwnedTensor<E>>,
+}
+
+/// The sizes of the projection, of a head and of the rotation tables.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct HeadSizes {
+    /// The distance between the projection's rows, in elements.
+    pub projected_stride: u32,
+    pub rows: u32,
+    /// The number of positions in the rotation tables, for rows without positions.
+    pub positions_in_order: u32,
+    /// The number of channel pairs per head.
+    pub pairs: u32,
+    /// The number of rotated channel pairs of compact keys.
+    pub rotated: u32,
+}
+
+/// Normalizes each head, rotates it by RoPE, and writes it to the queries or to its slot of the KV cache.
 #[cube(launch_unchecked, address_type = "dynamic")]
-pub(super) fn place_heads_pdl<E: Float, I: Int>(
+pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     projected: &Tensor<E>,
-    weight: ComptimeOption<&Tensor<E>>,
-    key_weight: ComptimeOption<&Tensor<E>>,
-    cos: ComptimeOption<&Tensor<E>>,
-    sin: ComptimeOption<&Tensor<E>>,
-    positions: ComptimeOption<&Tensor<I>>,
-    target: &mut Tensor<E>,
-    keys: &mut ComptimeOption<OwnedTensor<E>>,
-    values: &mut ComptimeOption<OwnedTensor<E>>,
-    first_side: Side,
-    keys_side: Side,
-    values_side: Side,
-    projected_stride: u32,
-    rows: u32,
-    positions_in_order: u32,
-    pairs: u32,
-    rotated: u32,
+    weights: HeadNormWeights<E>,
+    rope: RopeInputs<E, I>,
+    targets: &mut HeadTargets<E>,
+    layouts: QkvLayouts,
+    sizes: HeadSizes,
     epsilon: f32,
     #[comptime] plan: HeadsPlan,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _integer: ElemType,
+    #[define(E, I)] _elements: [ElemType; 2],
 ) {
+    let HeadSizes {
+        projected_stride,
+        rows,
+        positions_in_order,
+        pairs,
+        rotated,
+    } = sizes;
     launch_dependents(plan.pdl);
     let computed = comptime!(plan.pdl && !plan.reads_ahead);
     wait_prior_launch(computed);
-    mark_volatile_if_present(weight, computed);
-    mark_volatile_if_present(key_weight, computed);
-    mark_volatile_if_present(cos, computed);
-    mark_volatile_if_present(sin, computed);
-    mark_volatile_if_present(positions, computed);
+    mark_owned_volatile_if_present(&weights.first, computed);
+    mark_owned_volatile_if_present(&weights.keys, computed);
+    mark_owned_volatile_if_present(&rope.cos, computed);
+    mark_owned_volatile_if_present(&rope.sin, computed);
+    mark_owned_volatile_if_present(&rope.positions, computed);
     let team = comptime!(plan.team);
     let held = comptime!(plan.held);
-    let heads = all_heads(first_side, keys_side, values_side, plan.of_layer);
-    let place = place_of_head(
-        CUBE_POS as u32 % heads,
-        first_side,
-        keys_side,
-        values_side,
-        plan.of_layer,
-    );
+    let heads = count_heads(layouts, plan.of_layer);
+    let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
     // Return without waiting for the previous launch. The other cubes of the grid wait for it.
     if row >= rows {
         terminate!();
     }
     let from = row as usize * projected_stride as usize
-        + place.start as usize
-        + place.head as usize * 2 * pairs as usize;
+        + head.start as usize
+        + head.index as usize * 2 * pairs as usize;
     let mut partial = Shared::<[f32]>::new_slice(comptime!(team.parts()));
     let mut position = row % positions_in_order;
-    let mut slot = row % place.rows_each;
+    let mut slot = row % head.rows_each;
     #[comptime]
-    match positions {
+    match &rope.positions {
         ComptimeOption::Some(positions) => {
             let at = load_element_now(positions.as_slice(), row as usize, plan.reads_ahead);
             position = u32::cast_from(at);
-            slot = position % place.slots;
+            slot = position % head.slots;
         }
         ComptimeOption::None => {}
     }
@@ -150,17 +184,17 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
         if pair < pairs {
             let (low, high) = (pair as usize, (pair + pairs) as usize);
             #[comptime]
-            match weight {
+            match &weights.first {
                 ComptimeOption::Some(weight) => {
-                    first_weights[index] = weight_of_side(weight, key_weight, place, low, plan);
-                    second_weights[index] = weight_of_side(weight, key_weight, place, high, plan);
+                    first_weights[index] = load_weight(weight, &weights.keys, head, low, plan);
+                    second_weights[index] = load_weight(weight, &weights.keys, head, high, plan);
                 }
                 ComptimeOption::None => {}
             }
         }
     }
     if comptime!(plan.reads_ahead) {
-        read_tables(cos, sin, position, pairs, &mut cosines, &mut sines, plan);
+        load_tables(&rope, position, pairs, &mut cosines, &mut sines, plan);
     }
     wait_prior_launch(comptime!(plan.pdl && plan.reads_ahead));
     mark_volatile(projected, plan.pdl);
@@ -173,7 +207,7 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
         }
     }
     if comptime!(!plan.reads_ahead) {
-        read_tables(cos, sin, position, pairs, &mut cosines, &mut sines, plan);
+        load_tables(&rope, position, pairs, &mut cosines, &mut sines, plan);
     }
 
     let mut squares = 0.0f32;
@@ -190,10 +224,10 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
     let mean = first_cube_sum(squares, &mut partial, team) / (2u32 * pairs) as f32;
     let factor = 1.0f32 / (mean + epsilon).sqrt();
 
-    let to = (row / place.rows_each) as usize * place.to_sequence as usize
-        + place.head as usize * place.to_head as usize
-        + slot as usize * place.to_slot as usize;
-    let placed = if comptime!(plan.columns == RopeColumns::CompactKeys) {
+    let to = (row / head.rows_each) as usize * head.to_sequence as usize
+        + head.index as usize * head.to_head as usize
+        + slot as usize * head.to_slot as usize;
+    let written_pairs = if comptime!(plan.columns == RopeColumns::CompactKeys) {
         rotated
     } else {
         pairs
@@ -201,11 +235,11 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
     #[unroll]
     for index in 0..held {
         let pair = UNIT_POS + comptime!((index * team.units) as u32);
-        if pair < placed {
+        if pair < written_pairs {
             let mut first = f32::cast_from(firsts[index]) * factor;
             let mut second = f32::cast_from(seconds[index]) * factor;
             #[comptime]
-            match &weight {
+            match &weights.first {
                 ComptimeOption::Some(_) => {
                     first *= f32::cast_from(first_weights[index]);
                     second *= f32::cast_from(second_weights[index]);
@@ -216,11 +250,11 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
             first = f32::cast_from(E::cast_from(first));
             second = f32::cast_from(E::cast_from(second));
             #[comptime]
-            match &cos {
+            match &rope.cos {
                 ComptimeOption::Some(_) => {
                     let c = f32::cast_from(cosines[index]);
                     let s = f32::cast_from(sines[index]);
-                    let turns = place.number != VALUES;
+                    let turns = head.kind != VALUES;
                     let turned = first * c - second * s;
                     second = select(turns, second * c + first * s, second);
                     first = select(turns, turned, first);
@@ -230,49 +264,48 @@ pub(super) fn place_heads_pdl<E: Float, I: Int>(
             let low = to + column(pair, pairs, rotated, false, plan.columns) as usize;
             let high = to + column(pair, pairs, rotated, true, plan.columns) as usize;
             let (first, second) = (E::cast_from(first), E::cast_from(second));
-            if place.number == KEYS {
-                write(keys, low, first);
-                write(keys, high, second);
-            } else if place.number == VALUES {
-                write(values, low, first);
-                write(values, high, second);
+            if head.kind == KEYS {
+                write(&mut targets.keys, low, first);
+                write(&mut targets.keys, high, second);
+            } else if head.kind == VALUES {
+                write(&mut targets.values, low, first);
+                write(&mut targets.values, high, second);
             } else {
-                target[low] = first;
-                target[high] = second;
+                targets.first[low] = first;
+                targets.first[high] = second;
             }
         }
     }
 }
 
-/// Returns the norm weight of a channel. It is 1 for a layer's values, whose norm has no weight.
+/// Loads the norm weight of a channel. The weight is 1 for a layer's values, whose norm has no weight.
 #[cube]
-fn weight_of_side<E: Float>(
+fn load_weight<E: Float>(
     weight: &Tensor<E>,
-    key_weight: ComptimeOption<&Tensor<E>>,
-    place: Place,
+    key_weight: &ComptimeOption<OwnedTensor<E>>,
+    head: CubeHead,
     channel: usize,
     #[comptime] plan: HeadsPlan,
 ) -> E {
     #[comptime]
     match key_weight {
         ComptimeOption::Some(key_weight) => {
-            let mut of_side = E::new(1.0);
-            if place.number == KEYS {
-                of_side = load_element_now(key_weight.as_slice(), channel, plan.reads_ahead);
-            } else if place.number != VALUES {
-                of_side = load_element_now(weight.as_slice(), channel, plan.reads_ahead);
+            let mut of_channel = E::new(1.0);
+            if head.kind == KEYS {
+                of_channel = load_element_now(key_weight.as_slice(), channel, plan.reads_ahead);
+            } else if head.kind != VALUES {
+                of_channel = load_element_now(weight.as_slice(), channel, plan.reads_ahead);
             }
-            of_side
+            of_channel
         }
         ComptimeOption::None => load_element_now(weight.as_slice(), channel, plan.reads_ahead),
     }
 }
 
-/// Reads the cosines and sines of a unit's channel pairs, if the heads are rotated.
+/// Loads the cosines and sines of a unit's channel pairs, if the heads are rotated.
 #[cube]
-fn read_tables<E: Float>(
-    cos: ComptimeOption<&Tensor<E>>,
-    sin: ComptimeOption<&Tensor<E>>,
+fn load_tables<E: Float, I: Int>(
+    rope: &RopeInputs<E, I>,
     position: u32,
     pairs: u32,
     cosines: &mut Array<E>,
@@ -285,14 +318,14 @@ fn read_tables<E: Float>(
         if pair < pairs {
             let at = position as usize * pairs as usize + pair as usize;
             #[comptime]
-            match cos {
+            match &rope.cos {
                 ComptimeOption::Some(cos) => {
                     cosines[index] = load_element_now(cos.as_slice(), at, plan.reads_ahead);
                 }
                 ComptimeOption::None => {}
             }
             #[comptime]
-            match sin {
+            match &rope.sin {
                 ComptimeOption::Some(sin) => {
                     sines[index] = load_element_now(sin.as_slice(), at, plan.reads_ahead);
                 }

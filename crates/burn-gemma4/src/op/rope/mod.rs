@@ -4,13 +4,15 @@
 #[cfg(feature = "cube")]
 pub(crate) mod heads;
 #[cfg(feature = "cube")]
+mod heads_launch;
+#[cfg(feature = "cube")]
 mod kernel;
 #[cfg(feature = "cube")]
 mod launch;
 #[cfg(feature = "cube")]
-mod rotate;
+mod layouts;
 #[cfg(feature = "cube")]
-mod sides;
+mod rotate;
 pub(crate) mod tables;
 #[cfg(all(test, feature = "cube"))]
 mod tests;

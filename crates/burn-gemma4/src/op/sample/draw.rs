@@ -8,10 +8,8 @@
 
 use super::{
     random::bits,
-    search::SearchTarget,
-    search::{
-        AHEAD, Cuts, Limits, MOST_STRETCHES, after_top_k, descend, largest_of, next_keys, stretch,
-    },
+    search::{Cuts, Limits, SearchTarget, after_top_k, descend},
+    section::{AHEAD, LogitsSizes, MOST_STRETCHES, largest_of, next_keys, stretch},
     weight::{key, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
@@ -87,13 +85,16 @@ pub(super) fn keep_pdl<E: Float>(
     before: ComptimeOption<&Tensor<u32>>,
     summaries: &mut Tensor<u32>,
     limits: Limits,
-    rows: u32,
-    columns: u32,
-    stretches: u32,
+    sizes: LogitsSizes,
     #[comptime] cuts: Cuts,
     #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
+    let LogitsSizes {
+        rows,
+        columns,
+        stretches,
+    } = sizes;
     launch_dependents_and_wait(pdl);
     mark_volatile(logits, pdl);
     mark_volatile(largest, pdl);
@@ -198,13 +199,16 @@ pub(super) fn draw_pdl<E: Float>(
     positions: &Tensor<i32>,
     tokens: &mut Tensor<i32>,
     limits: Limits,
-    rows: u32,
-    columns: u32,
-    stretches: u32,
+    sizes: LogitsSizes,
     #[comptime] cuts: Cuts,
     #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
+    let LogitsSizes {
+        rows,
+        columns,
+        stretches,
+    } = sizes;
     launch_dependents_and_wait(pdl);
     mark_volatile(logits, pdl);
     mark_volatile(largest, pdl);

@@ -4,7 +4,8 @@ use super::{
     change::{self, change_logits, mark},
     device::{Draw, SampleBackend},
     draw::{COLUMN_BITS, SUMMARY, draw_pdl, keep_pdl},
-    search::{Cuts, LimitsLaunch, MOST_STRETCHES, RECORD, Step, count_pdl, largest_keys_pdl},
+    search::{Cuts, LimitsLaunch, RECORD, Step, count_pdl, largest_keys_pdl},
+    section::{LogitsSizesLaunch, MOST_STRETCHES},
     wide::UNITS,
 };
 use burn::{
@@ -139,6 +140,10 @@ impl Rows {
         )
     }
 
+    fn sizes(&self) -> LogitsSizesLaunch {
+        LogitsSizesLaunch::new(self.rows as u32, self.columns as u32, self.stretches as u32)
+    }
+
     /// Allocates `each` words for every section of every row.
     fn words(&self, each: usize) -> CubeTensor {
         let shape = [self.rows * self.stretches, each];
@@ -158,9 +163,7 @@ impl Rows {
                 address_type([&self.logits]),
                 self.logits.clone().into_tensor_arg(),
                 largest.clone().into_tensor_arg(),
-                self.rows as u32,
-                self.columns as u32,
-                self.stretches as u32,
+                self.sizes(),
                 supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
             );
@@ -185,9 +188,7 @@ impl Rows {
                 before.map(CubeTensor::into_tensor_arg).into(),
                 records.clone().into_tensor_arg(),
                 self.limits(),
-                self.rows as u32,
-                self.columns as u32,
-                self.stretches as u32,
+                self.sizes(),
                 step,
                 supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
@@ -214,9 +215,7 @@ impl Rows {
                 before.map(CubeTensor::into_tensor_arg).into(),
                 summaries.clone().into_tensor_arg(),
                 self.limits(),
-                self.rows as u32,
-                self.columns as u32,
-                self.stretches as u32,
+                self.sizes(),
                 cuts,
                 supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),
@@ -252,9 +251,7 @@ impl Rows {
                 into_contiguous(positions).into_tensor_arg(),
                 tokens.clone().into_tensor_arg(),
                 self.limits(),
-                self.rows as u32,
-                self.columns as u32,
-                self.stretches as u32,
+                self.sizes(),
                 cuts,
                 supports_pdl(client),
                 dtype_to_storage_type(self.logits.dtype),

@@ -14,6 +14,8 @@ pub(crate) mod random;
 #[cfg(feature = "cube")]
 mod search;
 #[cfg(feature = "cube")]
+mod section;
+#[cfg(feature = "cube")]
 mod weight;
 #[cfg(feature = "cube")]
 mod wide;

@@ -10,7 +10,8 @@
 //! the histograms come from the L2 cache, with several loads in flight.
 
 use super::{
-    weight::{KEY_OF_NOTHING, KEY_OF_ZERO, key, ratio, weight},
+    section::{AHEAD, LogitsSizes, Stretch, largest_of, next_keys, stretch},
+    weight::{KEY_OF_NOTHING, KEY_OF_ZERO, ratio, weight},
     wide::{UNITS, Wide, cube_sums},
 };
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
@@ -24,61 +25,8 @@ pub(super) const RECORD: usize = 2 * BINS + 4;
 /// The number of copies of a cube's histogram. Most logits fall into few bins, and the copies reduce contention between
 /// atomics.
 const COPIES: usize = 4;
-/// The largest number of sections into which a row is divided. More sections would cost time, because every cube reads the
-/// histograms of all sections.
-pub(super) const MOST_STRETCHES: usize = 32;
-/// The number of loads that a unit issues before it uses the first loaded value.
-pub(super) const AHEAD: usize = 8;
 
-/// The section of a row that a cube handles: a range of columns.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(super) struct Stretch {
-    pub row: u32,
-    /// The first column of the section, and the column after its last column.
-    pub start: u32,
-    pub end: u32,
-}
-
-/// Returns the section that this cube handles.
-#[cube]
-pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
-    let row = CUBE_POS as u32 / stretches;
-    let number = CUBE_POS as u32 % stretches;
-    let length = columns.div_ceil(stretches);
-    let start = min(number * length, columns);
-    Stretch {
-        row,
-        start,
-        end: min(start + length, columns),
-    }
-}
-
-/// Returns the keys of [`AHEAD`] columns of the row that begins at element `from`. A key is an integer that orders logits.
-/// Successive columns are [`UNITS`] apart. A column at or after `end` gives the key 0, which is below all other keys.
-#[cube]
-pub(super) fn next_keys<E: Float>(
-    logits: &Tensor<E>,
-    from: usize,
-    column: u32,
-    end: u32,
-) -> Array<u32> {
-    let mut read = Array::<f32>::new(AHEAD);
-    #[unroll]
-    for ahead in 0..AHEAD {
-        let at = min(column + comptime!((ahead * UNITS) as u32), end - 1u32);
-        read[ahead] = f32::cast_from(logits[from + at as usize]);
-    }
-    let mut keys = Array::<u32>::new(AHEAD);
-    #[unroll]
-    for ahead in 0..AHEAD {
-        let at = column + comptime!((ahead * UNITS) as u32);
-        keys[ahead] = select(at < end, key(read[ahead]), 0u32);
-    }
-    keys
-}
-
-/// The state of the search for a threshold, the smallest key that is kept. A key is an integer that orders logits.
+/// The state of the search for a threshold, the smallest key that is kept.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Found {
@@ -133,12 +81,15 @@ pub(super) struct Limits {
 pub(super) fn largest_keys_pdl<E: Float>(
     logits: &Tensor<E>,
     largest: &mut Tensor<u32>,
-    rows: u32,
-    columns: u32,
-    stretches: u32,
+    sizes: LogitsSizes,
     #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
+    let LogitsSizes {
+        rows,
+        columns,
+        stretches,
+    } = sizes;
     launch_dependents_and_wait(pdl);
     mark_volatile(logits, pdl);
     let stretch = stretch(columns, stretches);
@@ -170,19 +121,6 @@ pub(super) fn largest_keys_pdl<E: Float>(
     if UNIT_POS == 0 {
         largest[CUBE_POS] = found[0];
     }
-}
-
-/// Returns the largest key of a row, an integer that orders logits.
-#[cube]
-pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
-    let mut best = 0u32;
-    // Issue all loads at once. Load the value of the last section again in place of missing sections.
-    #[unroll]
-    for number in 0..MOST_STRETCHES {
-        let number = min(comptime!(number as u32), stretches - 1u32);
-        best = max(best, largest[(row * stretches + number) as usize]);
-    }
-    best
 }
 
 /// Adds up the histograms that the previous launch built over all sections of a row. Extends the prefix, the upper bits of the
@@ -341,13 +279,16 @@ pub(super) fn count_pdl<E: Float>(
     before: ComptimeOption<&Tensor<u32>>,
     records: &mut Tensor<u32>,
     limits: Limits,
-    rows: u32,
-    columns: u32,
-    stretches: u32,
+    sizes: LogitsSizes,
     #[comptime] step: Step,
     #[comptime] pdl: bool,
     #[define(E)] _element: ElemType,
 ) {
+    let LogitsSizes {
+        rows,
+        columns,
+        stretches,
+    } = sizes;
     launch_dependents_and_wait(pdl);
     mark_volatile(logits, pdl);
     mark_volatile(largest, pdl);

@@ -43,8 +43,8 @@ pub(crate) struct GradientArguments<'a> {
     pub v_or_do: &'a CubeTensor,
     /// The LSE and delta of each query.
     pub lse_delta: &'a CubeTensor,
-    qk_gradient: Option<CubeTensor>,
-    value_gradient: Option<CubeTensor>,
+    /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
+    pub gradients: [Option<CubeTensor>; 2],
     /// The tensor to which the kernel writes the gradient of Q or K. If the kernel does not compute this gradient, the launch
     /// passes `stationary_qk` instead.
     pub qk_target: CubeTensor,
@@ -81,8 +81,10 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
         let GradientDivision { splits, together } = self.division;
         let gradient =
             |wanted: bool, of: &CubeTensor| wanted.then(|| self.division.target(lse_delta, of));
-        let qk_gradient = gradient(sums.has_q_or_k(), stationary_qk);
-        let value_gradient = gradient(sums.has_values(), stationary_v_do);
+        let gradients = [
+            gradient(sums.has_q_or_k(), stationary_qk),
+            gradient(sums.has_values(), stationary_v_do),
+        ];
         let target = |gradient: &Option<CubeTensor>, operand: &CubeTensor| {
             gradient.clone().unwrap_or_else(|| operand.clone())
         };
@@ -101,15 +103,14 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
         });
         let is_even = problem.head_dim.is_multiple_of(2) && problem.value_dim.is_multiple_of(2);
         GradientArguments {
-            qk_target: target(&qk_gradient, stationary_qk),
-            value_target: target(&value_gradient, stationary_v_do),
+            qk_target: target(&gradients[0], stationary_qk),
+            value_target: target(&gradients[1], stationary_v_do),
             stationary_qk,
             stationary_v_do,
             q_or_k,
             v_or_do,
             lse_delta,
-            qk_gradient,
-            value_gradient,
+            gradients,
             cubes,
             grid,
             kind: TileKind {
@@ -174,12 +175,5 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
             gradient.map(|gradient| self.division.sum(gradient, of))
         };
         [sum(qk_gradient, qk), sum(value_gradient, value)]
-    }
-}
-
-impl GradientArguments<'_> {
-    /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
-    pub(crate) fn gradients(&self) -> [Option<CubeTensor>; 2] {
-        [self.qk_gradient.clone(), self.value_gradient.clone()]
     }
 }

@@ -15,4 +15,5 @@
 
 pub(crate) mod fused;
 pub(crate) mod key_value;
+mod p_ds;
 pub(crate) mod query;

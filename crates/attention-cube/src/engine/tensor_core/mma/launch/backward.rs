@@ -46,14 +46,13 @@ fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<Cub
         true => BiasReads::OnceAHead,
         false => BiasReads::There,
     };
-    let arguments = launch.arguments(tiles.sums(), bias_reads);
-    let gradients = arguments.gradients();
     let GradientArguments {
         stationary_qk,
         stationary_v_do,
         q_or_k,
         v_or_do,
         lse_delta,
+        gradients,
         qk_target,
         value_target,
         bias,
@@ -62,8 +61,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<Cub
         kind,
         elements,
         vectors,
-        ..
-    } = arguments;
+    } = launch.arguments(tiles.sums(), bias_reads);
     let client = lse_delta.client.clone();
     let addresses = launch.addresses([
         stationary_qk,

@@ -33,7 +33,7 @@ mod producer;
 mod products;
 mod zero_fill;
 
-use self::p_ds::{block_has_far, compute_p_ds};
+use self::p_ds::{ConsumerThread, block_has_far, compute_p_ds};
 use self::producer::{SharedOffsets, fetch, offsets};
 use self::products::{
     Gradients, await_q_or_k, await_values, block_operands, multiply, operands, settle, start_dp,
@@ -224,6 +224,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     let masking = &scoring.masking;
     let lane = UNIT_POS % 32u32;
     let elected = u32::cast_from(lane == 0u32);
+    let thread = ConsumerThread { warpgroup, elected };
     let operands = operands(offsets, warpgroup, tiles);
     let row_lse_delta = lse_delta_of_tile(
         lse_delta,
@@ -272,8 +273,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             scoring,
             offsets,
             count,
-            warpgroup,
-            elected,
+            thread,
             has_far,
             tiles,
             kind,
@@ -347,8 +347,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 scoring,
                 offsets,
                 count,
-                warpgroup,
-                elected,
+                thread,
                 has_far,
                 tiles,
                 kind,

@@ -70,14 +70,13 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         (_, true) => BiasReads::OnceAHead,
         (_, false) => BiasReads::There,
     };
-    let arguments = launch.arguments(sums, bias_reads);
-    let gradients = arguments.gradients();
     let GradientArguments {
         stationary_qk,
         stationary_v_do,
         q_or_k,
         v_or_do,
         lse_delta,
+        gradients,
         qk_target,
         value_target,
         bias,
@@ -86,8 +85,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         kind,
         elements,
         vectors,
-        ..
-    } = arguments;
+    } = launch.arguments(sums, bias_reads);
     let client = lse_delta.client.clone();
     let step = |tensor: &CubeTensor, dim| u32::from(!is_single(tensor, dim));
     let bias_step = |dim| bias.as_ref().map_or(0, |bias| step(bias, dim));

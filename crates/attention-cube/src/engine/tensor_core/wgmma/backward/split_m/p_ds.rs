@@ -26,6 +26,15 @@ pub(super) struct Made<NP: Size> {
     pub ds: Vector<u32, NP>,
 }
 
+/// The position of a consumer thread among the consumer warps.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct ConsumerThread {
+    pub warpgroup: u32,
+    /// 1 in the thread that arrives at barriers for its warp, else 0.
+    pub elected: u32,
+}
+
 /// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied these values together
 /// with the block's rows of Q.
 #[cube]
@@ -90,8 +99,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     scoring: &Scoring<F, NB>,
     offsets: &SharedOffsets,
     count: u32,
-    warpgroup: u32,
-    elected: u32,
+    thread: ConsumerThread,
     has_far: bool,
     #[comptime] tiles: WgmmaGradientSplitMTiles,
     #[comptime] kind: TileKind,
@@ -108,7 +116,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     let s = if comptime!(tiles.bias_boxes) {
         add_words::<NS>(
             s,
-            block_biases(offsets, count, warpgroup, tiles),
+            block_biases(offsets, count, thread.warpgroup, tiles),
             &scoring.arguments,
             tiles.columns,
             comptime!(kind.fragment.half_of_bias()),
@@ -134,7 +142,12 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         let dp = take_fragment::<NS>(dp, used, fragment, 0usize);
         if comptime!(!tiles.sums.has_values()) {
             let stage = pipeline_state(count, tiles.value_stages).stage;
-            free_chunk(offsets.value_empty + 8u32 * stage, elected, 0usize, 1usize);
+            free_chunk(
+                offsets.value_empty + 8u32 * stage,
+                thread.elected,
+                0usize,
+                1usize,
+            );
         }
         dot_gradients::<NS, NP>(
             weights.w,
@@ -150,7 +163,12 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         // fence, some loads returned data of the next write, in cases where the loads followed GEMMs that read shared memory.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
-        free_chunk(offsets.dot_empty + 8u32 * stage, elected, 0usize, 1usize);
+        free_chunk(
+            offsets.dot_empty + 8u32 * stage,
+            thread.elected,
+            0usize,
+            1usize,
+        );
         Vector::<u32, NP>::zeroed()
     };
     Made::<NP> { p: weights.p, ds }

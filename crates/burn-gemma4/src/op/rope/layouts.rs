@@ -1,0 +1,107 @@
+//! The source columns and the target layouts of the heads that a launch computes. A launch computes one kind of heads, or a
+//! layer's queries, keys and values. Each head has its own cube.
+
+use cubecl::prelude::*;
+
+/// The source columns and the target of the queries, keys or values in a launch. The target is
+/// `[sequences, heads, slots, columns]` with contiguous columns.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct HeadLayout {
+    /// The first column of the heads in the projection's output.
+    pub start: u32,
+    pub heads: u32,
+    pub slots: u32,
+    /// The number of projection rows per sequence.
+    pub rows_each: u32,
+    pub to_sequence: u32,
+    pub to_head: u32,
+    pub to_slot: u32,
+}
+
+/// The layouts of a layer's queries, keys and values. A launch for one kind of heads reads only `first`.
+#[derive(CubeLaunch, CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct QkvLayouts {
+    /// The layout of the launch's only kind of heads, or of a layer's queries.
+    pub first: HeadLayout,
+    pub keys: HeadLayout,
+    pub values: HeadLayout,
+}
+
+/// The value of [`Place::number`] for a layer's queries, or for the only heads that a launch computes.
+pub(super) const FIRST: u32 = 0;
+/// A layer's keys.
+pub(super) const KEYS: u32 = 1;
+/// A layer's values.
+pub(super) const VALUES: u32 = 2;
+
+/// The head that a cube computes. The fields say whether it is a query, key or value head, its index among the heads of that
+/// kind, and their source and target.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct CubeHead {
+    /// [`FIRST`], [`KEYS`] or [`VALUES`].
+    pub kind: u32,
+    /// The index of the head among the heads of its kind.
+    pub index: u32,
+    pub start: u32,
+    pub slots: u32,
+    pub rows_each: u32,
+    pub to_sequence: u32,
+    pub to_head: u32,
+    pub to_slot: u32,
+}
+
+/// Finds the kind of a head, its index among the heads of that kind, and its layout. `head` is the index among all heads.
+#[cube]
+pub(super) fn find_head(head: u32, layouts: QkvLayouts, #[comptime] of_layer: bool) -> CubeHead {
+    let QkvLayouts {
+        first,
+        keys,
+        values,
+    } = layouts;
+    let mut found = CubeHead {
+        kind: FIRST.runtime(),
+        index: head,
+        start: first.start,
+        slots: first.slots,
+        rows_each: first.rows_each,
+        to_sequence: first.to_sequence,
+        to_head: first.to_head,
+        to_slot: first.to_slot,
+    };
+    if comptime!(of_layer) {
+        let before_values = first.heads + keys.heads;
+        if head >= before_values {
+            found.kind = VALUES.runtime();
+            found.index = head - before_values;
+            found.start = values.start;
+            found.slots = values.slots;
+            found.rows_each = values.rows_each;
+            found.to_sequence = values.to_sequence;
+            found.to_head = values.to_head;
+            found.to_slot = values.to_slot;
+        } else if head >= first.heads {
+            found.kind = KEYS.runtime();
+            found.index = head - first.heads;
+            found.start = keys.start;
+            found.slots = keys.slots;
+            found.rows_each = keys.rows_each;
+            found.to_sequence = keys.to_sequence;
+            found.to_head = keys.to_head;
+            found.to_slot = keys.to_slot;
+        }
+    }
+    found
+}
+
+/// Returns the number of heads of all kinds.
+#[cube]
+pub(super) fn count_heads(layouts: QkvLayouts, #[comptime] of_layer: bool) -> u32 {
+    if comptime!(of_layer) {
+        layouts.first.heads + layouts.keys.heads + layouts.values.heads
+    } else {
+        layouts.first.heads
+    }
+}

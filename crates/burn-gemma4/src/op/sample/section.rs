@@ -1,0 +1,80 @@
+//! The sections of a row of logits, and the loads of a section. A section is a part of a row's columns that one cube handles.
+
+use super::{weight::key, wide::UNITS};
+use cubecl::prelude::*;
+
+/// The largest number of sections per row. It is limited because every cube reads the records of all sections.
+pub(super) const MOST_STRETCHES: usize = 32;
+/// The number of loads that a unit issues before it uses the first loaded value.
+pub(super) const AHEAD: usize = 8;
+
+/// The sizes of the logits, and their number of sections.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct LogitsSizes {
+    pub rows: u32,
+    pub columns: u32,
+    /// The number of sections per row.
+    pub stretches: u32,
+}
+
+/// A cube's section of a row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(super) struct Stretch {
+    pub row: u32,
+    /// The first column of the section, and the column after its last column.
+    pub start: u32,
+    pub end: u32,
+}
+
+/// Returns the section that this cube handles.
+#[cube]
+pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
+    let row = CUBE_POS as u32 / stretches;
+    let number = CUBE_POS as u32 % stretches;
+    let length = columns.div_ceil(stretches);
+    let start = min(number * length, columns);
+    Stretch {
+        row,
+        start,
+        end: min(start + length, columns),
+    }
+}
+
+/// Returns the keys of [`AHEAD`] columns of the row that begins at element `from`. Successive columns are [`UNITS`] apart. A
+/// column at or after `end` gives the key 0, which is below all other keys.
+#[cube]
+pub(super) fn next_keys<E: Float>(
+    logits: &Tensor<E>,
+    from: usize,
+    column: u32,
+    end: u32,
+) -> Array<u32> {
+    let mut read = Array::<f32>::new(AHEAD);
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let at = min(column + comptime!((ahead * UNITS) as u32), end - 1u32);
+        read[ahead] = f32::cast_from(logits[from + at as usize]);
+    }
+    let mut keys = Array::<u32>::new(AHEAD);
+    #[unroll]
+    for ahead in 0..AHEAD {
+        let at = column + comptime!((ahead * UNITS) as u32);
+        keys[ahead] = select(at < end, key(read[ahead]), 0u32);
+    }
+    keys
+}
+
+/// Returns the largest key of a row.
+#[cube]
+pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
+    let mut best = 0u32;
+    // Issue all loads at once. Load the last section again in place of missing sections.
+    #[unroll]
+    for number in 0..MOST_STRETCHES {
+        let number = min(comptime!(number as u32), stretches - 1u32);
+        best = max(best, largest[(row * stretches + number) as usize]);
+    }
+    best
+}
