@@ -230,8 +230,8 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         true => Feature::value_variants(),
         false => &cli.options,
     };
-    // Fewer cases are checked on a software driver, because compiling a kernel there takes seconds, and every row needs other
-    // kernels.
+    // Fewer cases are checked on a software driver, because compiling a kernel there takes seconds, and every row of the table
+    // needs other kernels.
     let compiles_slowly = chosen.software && chosen.name != DeviceName::Flex;
     let asked = match cli.dtypes.is_empty() && compiles_slowly {
         true => &[Dtype::F32],

@@ -226,7 +226,7 @@ impl Sample {
             .slice([self.batch..self.batch + 1, self.kv_heads.clone()])
     }
 
-    /// Returns the visibility mask of the sampled queries. Window and causal mask use each query's position in the whole
+    /// Returns the mask of the keys that each sampled query sees. Window and causal mask use each query's position in the whole
     /// problem, not its index in the sample.
     fn visibility(
         &self,

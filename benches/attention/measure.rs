@@ -25,8 +25,8 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch when launches follow back to back. `None` if the noise exceeds the difference of times that gives
-    /// the result.
+    /// The time per launch when launches follow back to back. For the backward, this time is a difference of measured times. It
+    /// is `None` if noise makes the difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }

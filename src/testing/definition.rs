@@ -83,19 +83,17 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    /// Compares the results in `got` with as many of the reference's results, in the same order. Returns the errors that exceed
+    /// Compares the results in `got` with the first results of the reference, in the same order. Returns the errors that exceed
     /// the allowed errors.
-    ///
-    /// # Panics
-    /// Panics like [`faults`](Self::faults).
     pub fn far_among(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, got.len()).into_iter();
         far.map(|far| far.to_string()).collect()
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison allows only the rounding errors, without the baseline's error, and most results pass it. Only
-        // the others are compared with the baseline, because its computation takes as long as everything else together.
+        // The first comparison allows only the rounding errors, without the baseline's error, and most results pass it. The
+        // baseline is computed only for the results that fail, because its computation takes as long as everything else
+        // together.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)

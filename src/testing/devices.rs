@@ -47,7 +47,7 @@ pub fn serves(device: &Device, dtype: DType) -> bool {
 
 type Constructor = fn() -> Device;
 
-/// The constructors of this build's devices.
+/// The constructors of the devices that this build supports, each with the name of its Cargo feature.
 const COMPILED: &[(&str, Constructor)] = &[
     ("flex", Device::flex),
     #[cfg(feature = "cuda")]

@@ -34,7 +34,7 @@ pub struct Inputs {
 /// The optional tensors of an attention call, on a device.
 #[derive(Clone)]
 pub struct Extras {
-    /// See [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
+    /// The mask, as in [`AttentionOptions::mask`](attention_cube::AttentionOptions::mask).
     pub mask: Option<Tensor<4, Bool>>,
     /// The bias, which is a leaf of the autodiff graph.
     pub bias: Option<Tensor<4>>,

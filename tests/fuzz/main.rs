@@ -2,9 +2,9 @@
 //! error. It must not panic, abort, allocate more than 1 GB, or take more than half a minute.
 //!
 //! A format is a target with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first
-//! reads the corpus; `cargo test` does no more. It then reads mutated files for `--seconds`, drawn from a seed. `cargo
-//! xtask fuzz` sets the time. The process records each input before it reads the input, so the input of a crash is
-//! known. That input is kept in the target folder, to be added to the corpus with the fix.
+//! reads the corpus, and then mutated files, drawn from a seed, for `--seconds`. Under `cargo test` this time is 0,
+//! and `cargo xtask fuzz` sets a longer time. The process records each input before it reads the input, so the input
+//! of a crash is known. That input is kept in the target folder, to be added to the corpus with the fix.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");
@@ -108,7 +108,7 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        // The list joins every thread, also after a failure.
+        // Collecting the results into a list joins every thread, even if an earlier thread reports a failure.
         let held: Vec<bool> = threads
             .into_iter()
             .map(|thread| thread.join().expect("the supervisor does not panic"))

@@ -48,7 +48,7 @@ impl Note {
     fn count(path: &Path) -> u64 {
         let mut count = [0; 8];
         let read = File::open(path).and_then(|mut file| file.read_exact(&mut count));
-        // Before its first input a worker has not written the file.
+        // The file does not exist before the worker has recorded its first input.
         read.map_or(0, |()| u64::from_le_bytes(count))
     }
 

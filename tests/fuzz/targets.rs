@@ -19,7 +19,7 @@ pub struct Target {
     pub name: &'static str,
     /// Structure of the format's files.
     pub format: Format,
-    /// Prepares everything that is the same for all inputs.
+    /// Prepares the data that all inputs need, and returns the function that reads one input.
     pub prepare: fn() -> Read,
 }
 
@@ -121,7 +121,7 @@ fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
 /// Removes a file and writes it again. Some file systems flush overwritten files to disk at once, which takes a hundred
 /// times as long.
 fn write(path: &Path, contents: &[u8]) {
-    // The first time the file does not exist.
+    // The result is ignored, because the file does not exist before the first write.
     let _ = fs::remove_file(path);
     fs::write(path, contents).expect("the file is writable");
 }
@@ -265,7 +265,7 @@ fn is_small(config: &Gemma4Config) -> bool {
 fn drafter() -> Read {
     Box::new(|input| {
         let config = said(DrafterConfig::from_json(&text(input)))?;
-        // The target's cache allocates a window's keys and values at its first token.
+        // A long window is skipped, because the target model's cache allocates a whole window at its first token.
         let is_short = config.text.sliding_window <= 8192;
         if !is_small(&config.text) || config.backbone_hidden_size > 512 || !is_short {
             return Ok("a large drafter".into());
@@ -352,7 +352,7 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // Each length up to a limit counts as a different result.
+        // The description is as long as the rendered text, up to a limit, so each such length counts as a new result.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }
@@ -367,7 +367,7 @@ fn of_corpus() -> (TempDir, Gemma4Model) {
     (base, model.expect("the model is valid"))
 }
 
-/// Reads sessions of the corpus's model, and lets each read one more token.
+/// Reads session files of the model in the corpus, and continues each session by one token.
 fn session() -> Read {
     let (folder, model) = of_corpus();
     let path = folder.path().join("session.safetensors");

@@ -137,7 +137,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     let vocabulary = gemma.config().vocab_size;
     let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
     let mut start = 0;
-    // The first portion is only padding for some sequences. A short portion and single tokens follow.
+    // The first portion contains only padding for some sequences. After it come a short portion and single tokens.
     for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
         let end = start + portion;
         let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();

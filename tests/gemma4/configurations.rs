@@ -66,7 +66,7 @@ fn config_short_per_layer_table_is_refused() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // A model without per-layer embeddings has no such table.
+    // A model without per-layer embeddings has no table of them, so it needs no rows.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),

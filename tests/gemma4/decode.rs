@@ -154,7 +154,8 @@ fn decode_left_padded_batch_equals_single_sequences() {
             first.expect("the step succeeds");
             let mut found: Vec<Vec<f32>> = Vec::new();
             let mut modes = Vec::new();
-            // The layers' pass between the two decoders must find the cache columns that the first decoder wrote.
+            // Between the two decoders, the model's layers process one column without the decode kernels. The layers
+            // must find the cache columns that the first decoder wrote.
             for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
                 let mut decoder = model.decoder(&mut cache);
                 for column in start..end {

@@ -58,7 +58,7 @@ fn assert_same(
 fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     for device in devices() {
         let is_flex = device.device == Device::flex();
-        // Devices with kernels compile new ones for every number of rows.
+        // Fewer cases run on devices with kernels, because these devices compile new kernels for every number of rows.
         let (names, paces): (&[&'static str], &[_]) = match is_flex {
             true => (
                 &["dense-ple", "dense-keqv", "moe"],
@@ -139,7 +139,8 @@ fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     }
 }
 
-/// Each sequence ends at its own stop token, between accepted draft tokens. It stays in the batch until the others end.
+/// Each sequence ends at its own stop token, between accepted draft tokens. A sequence that has ended stays in the
+/// batch until all other sequences have ended.
 #[test]
 fn drafted_batch_sequences_end_separately() {
     for device in devices() {
@@ -168,8 +169,8 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// The drafter's draft tokens are accepted in a chain of tokens, in which each sequence is at another position. In
-/// other texts they are mostly rejected.
+/// In a text that follows the chain, the model accepts the drafter's draft tokens, and each sequence begins at another
+/// position of the chain. In other texts, the model rejects most draft tokens.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

@@ -59,7 +59,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
                         .expect("the step succeeds");
                     let mut decoder = model.decoder(&mut cache);
                     if spare > 0 {
-                        // The decoder does not see the forgotten columns.
+                        // The decoder processes four tokens and forgets them again. The next step must not depend on
+                        // the forgotten columns.
                         decoder
                             .read(&[*last, 50, 60, 70])
                             .expect("the pass succeeds");
@@ -153,7 +154,8 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
 }
 
 /// Draft tokens may stay on the device until the model's pass verifies them. The results equal those with draft tokens
-/// from the host. The text exceeds the window, starts from any row, and forgets the rejected draft tokens.
+/// from the host. The text exceeds the window. Each draft starts from any row of the previous pass's hidden states, and
+/// the rejected draft tokens are forgotten.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
@@ -242,7 +244,7 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
         .expect("the generation succeeds")
 }
 
-/// A decoder with a replaced drafter drafts with the new one.
+/// If the drafter of a decoder is replaced, the decoder's next draft tokens come from the new drafter.
 #[test]
 fn decoder_with_replaced_drafter_uses_the_new_one() {
     let folder = Folder::drafter("assistant-ple");
@@ -280,7 +282,7 @@ fn decoder_with_replaced_drafter_uses_the_new_one() {
     }
 }
 
-/// The text of a GGUF model with a drafter equals the text without.
+/// With a drafter, a GGUF model generates the same text as without a drafter.
 #[test]
 fn drafter_of_gguf_model_leaves_the_text_unchanged() {
     let device = Device::flex();

@@ -10,7 +10,7 @@ use burn_gemma4::{
 };
 use std::ops::ControlFlow;
 
-/// The numbers of draft tokens per pass: adaptive (`None`), and fixed.
+/// The numbers of draft tokens per pass. `None` lets the decoder adapt the number.
 const PACES: [Option<usize>; 4] = [None, Some(1), Some(3), Some(8)];
 
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
@@ -60,7 +60,8 @@ pub fn assert_same(found: &Generation, expected: &Generation, what: &str) {
 #[test]
 fn drafts_greedy_tokens_equal_those_without() {
     on_every_device(|fixture, gemma, device| {
-        // Devices with kernels compile and tune new ones for every number of rows, so they run fewer paces.
+        // Devices with kernels compile and tune new kernels for every number of rows, so fewer of the `PACES` run
+        // there.
         let paces = match device.device == Device::flex() {
             true => &PACES[..],
             false => &[None, Some(8)],
@@ -87,8 +88,8 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// Penalties, suppressed tokens, min-p and the other sampling options depend on the same text as without draft tokens.
-/// The random numbers are drawn in the same order.
+/// With draft tokens, penalties, suppressed tokens, min-p and all other sampling options still apply to the text before
+/// each token. The random numbers are drawn in the same order as without draft tokens.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -291,8 +292,8 @@ fn drafts_text_ends_between_accepted_tokens() {
     }
 }
 
-/// Asserts that a text with drafts has the tokens `expected`, with a callback that ends it after `most` tokens. The
-/// session must continue after these tokens.
+/// Generates a text with drafts, and asserts that its tokens are `expected`. The callback stops the generation after
+/// `most` tokens. The session must continue after these tokens.
 #[track_caller]
 fn ends(
     gemma: &Gemma4,

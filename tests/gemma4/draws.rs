@@ -81,7 +81,7 @@ fn cuts() -> Vec<Sampling> {
         of(1.0, None, None, Some(0.2)),
         of(2.0, Some(40), Some(0.6), Some(0.05)),
         of(1e-30, None, Some(0.5), None),
-        // Devices may flush this temperature to 0.
+        // Devices may flush this temperature to 0, because it is subnormal.
         of(1e-40, None, Some(0.9), Some(0.1)),
         of(1e30, Some(300), Some(1e-6), None),
     ]
@@ -311,7 +311,7 @@ fn sampling_row_without_finite_logits_is_an_error() {
     }
 }
 
-/// A device may flush this penalty to 0. A logit of 0 divided by the penalty would then be NaN.
+/// A device may flush a subnormal penalty to 0. A logit of 0 divided by this penalty would then be NaN.
 #[test]
 fn sampling_subnormal_penalty_is_applied() {
     for device in devices() {
@@ -412,7 +412,7 @@ fn sampling_kernel_texts_equal_those_of_the_host() {
     }
 }
 
-/// These options have not been validated before the draw.
+/// The samplers are created without a validation of their options, so the draw itself must refuse wrong options.
 #[test]
 fn sampling_invalid_options_are_refused() {
     for device in devices() {

@@ -59,7 +59,8 @@ fn assert_close(found: f64, expected: f64, what: &str) {
 #[test]
 fn evaluation_loss_equals_transformers() {
     for device in devices() {
-        // Other devices compute every loss with the same kernels, so one fixture is enough.
+        // A device with kernels computes the losses of all fixtures by the same kernels, so one fixture is enough
+        // there.
         let count = if device.name == "flex" { usize::MAX } else { 1 };
         for fixture in Fixture::all().take(count) {
             let Some(expected) = fixture.gradients() else {

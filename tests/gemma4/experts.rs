@@ -41,8 +41,8 @@ const TIED: Case = Case {
     tied: true,
 };
 
-/// In the first case, each token selects every expert. The second case has a batch of 8, and more experts than a cube
-/// has units to select from at once.
+/// Decode cases, each with its batch size. In the first case, each token selects every expert. In the second case, the
+/// batch has 8 sequences, and there are more experts than a cube has units.
 const DECODED: [(Case, usize); 2] = [
     (
         Case {

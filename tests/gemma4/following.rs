@@ -184,7 +184,8 @@ fn session_goes_back_after_discarded_passes() {
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
             let first = first.expect("the generation succeeds");
-            // Another text from the middle on, and the first one's continuation.
+            // Two next prompts follow. `other` leaves the session's text in the middle of the prompt, and `longer`
+            // continues the session's text.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();
             for next in [other, longer] {

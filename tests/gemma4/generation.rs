@@ -155,7 +155,7 @@ fn generate_stop_token_ends_the_text() {
     assert_eq!(generation.tokens, fixture.generated[..4]);
     assert_eq!(seen, fixture.generated[..3]);
 
-    // In a batch, the other sequences continue.
+    // In a batch, a sequence that reaches its stop token ends, and the other sequence continues.
     let batch: Vec<Prompt> = vec![
         fixture.prompt.clone().into(),
         fixture.prompt[9..].to_vec().into(),

@@ -54,7 +54,8 @@ fn length_options_suppress_tokens_as_transformers_does() {
     let prompt = &fixture.prompt[..];
     let reference = fixture.load(&Device::flex(), DType::F32);
     let free = expected(&reference, prompt, &[], |_, _| true);
-    // Both tokens are stop tokens. Without options, the text would end at once; the second token comes later.
+    // Both tokens are stop tokens. Without options, the first one would end the text at once. The second one occurs
+    // two tokens later.
     let stop = [free[0], free[2]];
     for device in devices() {
         let gemma = fixture.load(&device.device, DType::F32);
@@ -118,7 +119,8 @@ fn length_options_suppress_tokens_as_transformers_does() {
     }
 }
 
-/// The device samples the tokens after the host has sampled those at the beginning.
+/// The options suppress tokens only at the beginning of a text. The host samples these first tokens, and the device
+/// samples all later tokens.
 #[test]
 fn length_options_with_sampling_apply_only_at_the_beginning() {
     let fixture = Fixture::open("dense-ple");

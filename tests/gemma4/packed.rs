@@ -88,7 +88,7 @@ fn packed_tokens_equal_the_dequantized_model() {
     }
 }
 
-/// The dtype is that of the unpacked tensors; packed weights are exact in it.
+/// The written dtype is that of the unpacked tensors. In this dtype, every packed weight is represented exactly.
 #[test]
 fn packed_written_dtype_is_the_checkpoints() {
     let dtype = |name| {
@@ -345,7 +345,7 @@ fn packed_wrong_tensors_are_named() {
     }
     let folder = changed(&|tensors| {
         for (name, tensor) in tensors.iter_mut() {
-            // The result is a complete matrix of another shape than the model's.
+            // The changed tensors form a complete matrix, but it has only half of the rows of the model's matrix.
             if name.starts_with(module) {
                 let rows = tensor.shape[0] / 2;
                 match name.ends_with("weight_shape") {
@@ -359,7 +359,7 @@ fn packed_wrong_tensors_are_named() {
         }
     });
     check(&folder, &[&part("weight_packed"), "[64, 64]", "[128, 64]"]);
-    // The configuration does not have the group size of the packed tensors.
+    // The group size in the configuration differs from that of the packed tensors.
     let folder = copy("w4a16-grouped");
     let config = String::from_utf8(folder.read("config.json")).expect("the text is UTF-8");
     folder.write(

@@ -71,7 +71,7 @@ impl Packed {
     }
 }
 
-/// Returns the same sum, with a forward pass for each document.
+/// Returns the same sum as [`Packed::loss`], but with a separate forward pass for each document.
 fn loss_alone(model: &Gemma4Model, documents: &Packed, device: &Device) -> Tensor<1> {
     let of_one = |document: &Vec<u32>| {
         let count = document.len() - 1;

@@ -132,7 +132,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
         for case in CASES {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let is_plain = case == CASES[0];
-                // The kernels of the other formats have their own tests.
+                // On devices with kernels only the plain format runs, because other tests cover the kernels of the
+                // quantized formats.
                 let is_of_kernels = device.device == Device::flex() || is_plain;
                 if !device.device.supports_dtype(dtype)
                     || !is_of_kernels
@@ -162,7 +163,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
                 assert_eq!(bits(embeddings(split.model(), &prompt)), expected, "{what}");
                 assert_eq!(text(&split), expected_text, "{what}");
                 if case.1 == Quantization::Q8 {
-                    // The host stores the elements as they were before quantization, so they differ.
+                    // The table on the host stores the elements as they were before quantization, so its embeddings
+                    // differ from those on the device.
                     continue;
                 }
                 assert_eq!(
@@ -413,7 +415,7 @@ fn per_layer_table_goes_where_it_fits() {
             assert!(said.contains(word), "{said}");
         }
     }
-    // A model without per-layer embeddings has no table to place.
+    // This model has no per-layer embeddings, so it has no table to place.
     let other = load("dense-keqv", &device, LoadOptions::new());
     assert_eq!(other.model().per_layer_table(), None);
 }

@@ -164,7 +164,7 @@ fn qlora_gradients_equal_those_over_dequantized_weights() {
                 let bytes = quantized.parameter_bytes();
                 let quantized = adapted(quantized);
                 assert!(quantized.is_quantized());
-                // Only the factors add bytes.
+                // The adapter's factors are the only bytes that the adapted model adds.
                 let added = quantized.parameter_bytes() - bytes;
                 let (expected_loss, expected) = learned(&whole, &tracked, false);
                 let numbers: usize = expected.values().map(Vec::len).sum();

@@ -86,8 +86,8 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// Devices with kernels compile new ones for every number of rows, so they run only the fixture with the most complex
-/// cache.
+/// Devices with kernels compile new kernels for every number of rows, so only the fixture with the most complex cache
+/// runs there.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -339,7 +339,8 @@ fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
         step.expect("the step succeeds");
         cache.bytes()
     };
-    // Two sliding layers have 8 slots by 32 columns, one full layer a block of 256 by 64; each has keys and values.
+    // Each of two sliding layers has 8 slots of 32 columns, and one full layer has a block of 256 slots of 64 columns.
+    // Each slot has a key and a value.
     assert_eq!(
         bytes("dense-ple", false),
         2 * (2 * 8 * (32 + 4) + 256 * (64 + 4))

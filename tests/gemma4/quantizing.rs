@@ -134,7 +134,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
         for (tensor, found) in &found.tensors {
             let expected = &expected.tensors[tensor];
             assert_eq!(found.dimensions, expected.dimensions, "{tensor}");
-            // llama.cpp's quantizer chooses larger types for some tensors.
+            // Only tensors of equal types are compared, because llama.cpp's quantizer chooses larger types for some
+            // tensors.
             if found.kind == expected.kind {
                 let bytes = found.bytes.len().min(expected.bytes.len());
                 // The last tensor's bytes extend to the end of the file, so only the common part is compared.
@@ -196,7 +197,7 @@ fn quantize(from: &Path, to: &str, out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The model is the small trained one.
+/// The quantized model is the small trained one that `burn-gemma4` contains.
 #[test]
 fn quantize_program_reports_the_cost() {
     let embedded = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/burn-gemma4/embedded");
@@ -336,8 +337,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
     );
 }
 
-/// Files of others beside the output, such as those of a killed run, neither block the output nor are overwritten. A
-/// symbolic link is not followed.
+/// Other files in the folder of the output, such as temporary files of a killed run, do not prevent the output, and are
+/// not overwritten. A symbolic link is not followed.
 #[test]
 fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");
@@ -403,7 +404,8 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     }
 }
 
-/// The matrices have no whole blocks. The embedding table has, but a folder does not pack tables.
+/// The rows of the matrices are shorter than a block, so no matrix can be packed. The table of per-layer embeddings has
+/// whole blocks (2 layers with 16 columns each), but a folder does not pack tables.
 #[test]
 fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {
@@ -466,7 +468,8 @@ fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     let out = folder.path().join("out.gguf");
     base.set("generation_config.json", "eos_token_id", json!([1, 77]));
     base.set("generation_config.json", "max_new_tokens", 5);
-    // The penalty is set without sampling. GGUF readers and the converter use sampling options only together.
+    // The defaults have a repetition penalty, but disable sampling. The program must report this, because GGUF readers
+    // and the converter use sampling options only together.
     base.set("generation_config.json", "do_sample", false);
     base.set("generation_config.json", "repetition_penalty", 1.5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));

@@ -219,7 +219,7 @@ fn captured_training_steps_equal_separate_launches() {
                 };
                 model = model.map(&mut descent);
             }
-            // The losses stay readable after later steps.
+            // The losses can still be read after later steps have replayed the graph.
             let losses: Vec<[f32; 2]> = losses
                 .into_iter()
                 .map(|(found, expected)| [found, expected].map(Tensor::into_scalar))

@@ -51,8 +51,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
         for name in names {
             let gemma = Fixture::open(name).load(&device.device, DType::F32);
             let plain = GenerateOptions {
-                // Devices with kernels tune and compile new ones for every number of rows, so their chunks have one
-                // token.
+                // Devices with kernels compile and tune new kernels for every number of rows, so each prefill chunk
+                // has one token there.
                 prefill_chunk: (!is_flex).then_some(1),
                 ..greedy(&gemma, if is_flex { 12 } else { 5 })
             };
@@ -341,7 +341,7 @@ fn session_of_another_model_is_refused() {
     generate(&mut session, text(0, 20), &greedy(&gemma, 2));
     session.save(&path, &[]).expect("the save succeeds");
 
-    // A model with its table elsewhere is still the same model.
+    // A model whose table of per-layer embeddings is on the host still counts as the same model.
     let on_host = LoadOptions::new().per_layer_table(PerLayerTable::Host);
     SavedSession::read(load("dense-ple", on_host).model(), &path).expect("the model is the same");
 

@@ -49,7 +49,7 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
         .hidden(tokens, Logits::All)
         .expect("the tokens are in the vocabulary");
     let kept = in_use()?.checked_sub(before)?;
-    // Burn keeps a graph until its backward.
+    // Burn keeps the autodiff graph until its backward, so this backward frees the graph.
     drop(hidden.sum().backward());
     Some(kept as usize)
 }

@@ -53,9 +53,9 @@ fn decode_large_groups_match_reference() {
     }
 }
 
-/// Tiles of 16, 32 and 64 rows in half precision, full and partly filled. Depending on the shape, a warp computes whole
-/// heads' columns, half of the columns, or part of the inner dimension. The cases have all options that hide keys. Keys
-/// past a sequence's length are NaN.
+/// The tiles have 16, 32 and 64 rows in half precision, and are full or partly filled. Depending on the shape, a warp
+/// computes all columns of a head, half of the columns, or part of the inner dimension. The cases have all options that
+/// hide keys. Keys past a sequence's length are NaN.
 #[test]
 fn decode_half_precision_tiles_match_reference() {
     for (q_heads, kv_heads, q_len) in [(4, 1, 3), (2, 2, 16), (8, 1, 4), (8, 1, 7)] {

@@ -250,8 +250,9 @@ fn select_long_loops_on_software_driver_are_refused() {
     assert!(text.contains("software driver ends"), "{text:?}");
 }
 
-/// On a software driver one kernel computes all gradients if its two buffers fit the device. It uses fewer parts if
-/// only fewer fit. If none fit, separate kernels compute the gradients.
+/// On a software driver, one kernel computes all gradients if its two buffers fit the device. It then divides the
+/// query's gradient into partial gradients (`parts`), and uses fewer of them if the buffers are too small. If not even
+/// one fits, the query's gradient has its own kernel.
 #[test]
 fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {
@@ -273,8 +274,8 @@ fn plan_joint_gradients_fit_the_largest_buffer() {
             other => panic!("{other:?}"),
         }
     };
-    // The query, keys and values of a head have 4.5 MB. Each part of the query's gradient has 1 MB, and so do the
-    // gradients of keys and of values.
+    // The query, keys and values of a head have 4.5 MB together. Each partial gradient of the query has 1 MB. The
+    // gradient of the keys has 1 MB, and so has that of the values.
     assert_eq!(parts(1, 128), Some(4));
     assert_eq!(parts(1, 5), Some(3));
     assert_eq!(parts(1, 4), None);
@@ -526,7 +527,8 @@ fn select_hopper_refusal_names_the_reason() {
     says(forward(&half(64), &little), "49152 bytes of shared memory");
 }
 
-/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype, and the largest f16 number is 65504.
+/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype. In f16 they may overflow, because
+/// the largest f16 number is 65504.
 #[test]
 fn select_hopper_backward_in_f16_warns() {
     let hopper = DeviceProfile {

@@ -115,8 +115,8 @@ fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     );
 }
 
-/// All options that hide keys, a bias and sinks together. Some rows see no key, scores grow, and the hidden keys are
-/// NaN.
+/// The case has all options that hide keys, a bias and sinks. Some rows see no key, the scores grow along the keys,
+/// and the hidden keys are NaN.
 #[test]
 fn fragments_all_options_ignore_hidden_nan() {
     let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];

@@ -8,7 +8,7 @@ fn gradcheck(arguments: &[&str]) -> Ended {
         .args(arguments))
 }
 
-/// Splits each row of the table into its columns.
+/// Splits the rows of the table that `gradcheck` prints into columns.
 fn rows(ended: &Ended) -> Vec<Vec<&str>> {
     let table = ended.stdout.lines().filter(|line| line.contains(" / "));
     table

@@ -1,5 +1,5 @@
-//! Intervals of keys per query (`visible_between`): a query sees the keys in the union of its intervals, and of these only the
-//! keys that all other options show too. The reference gets the equivalent mask instead.
+//! Intervals of keys per query (`visible_between`). A query sees a key if at least one of its intervals contains the key, and if
+//! all other options also show the key. The reference gets the equivalent mask instead.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -49,7 +49,7 @@ fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, u
 /// The image blocks of the tests: the tokens of an image see each other, and all tokens see the tokens before them.
 const IMAGES: [(usize, usize); 3] = [(20, 84), (100, 101), (120, 200)];
 
-/// Returns the keys of a query in causal attention with images.
+/// Returns the first key and the end of the keys that query `i` sees in causal attention with images.
 fn causal_with_images(i: usize) -> (usize, usize) {
     let image = IMAGES
         .iter()
@@ -114,7 +114,7 @@ fn intervals_without_order_equal_a_mask() {
     }
 }
 
-/// Empty intervals, intervals past the keys, and values that only just fit in 32 bits.
+/// The case has empty intervals, intervals past the keys, and bounds that only just fit in 32 bits.
 #[test]
 fn intervals_out_of_range_are_clamped() {
     let values = [
@@ -160,7 +160,7 @@ fn intervals_with_all_other_options_equal_a_mask() {
     });
 }
 
-/// One query, a few queries whose heads share a tile, and more queries than a tile.
+/// The cases have one query, a few queries whose heads share a tile, and more queries than a tile.
 #[test]
 fn intervals_of_few_queries_equal_a_mask() {
     for (q_len, kv_len) in [(1, 700), (3, 300), (12, 300)] {
@@ -175,7 +175,8 @@ fn intervals_of_few_queries_equal_a_mask() {
     }
 }
 
-/// The head sizes of the kernels for matrix units. Software Vulkan, which takes seconds to compile a kernel, has no bf16.
+/// The head sizes are those for which matrix units have kernels. The dtype bf16 excludes software Vulkan, which takes seconds to
+/// compile a kernel.
 #[test]
 fn intervals_of_wide_heads_in_bf16_equal_a_mask() {
     let length = 300;

@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// The number of query heads. They share one key head.
+/// The number of query heads, which share one key head.
 const Q_HEADS: usize = 2;
 /// The value of every element in the output's gradient.
 const OUTPUT_GRADIENT: f64 = 1.0 / 64.0;

@@ -152,7 +152,8 @@ fn half_precision_with_scores_beyond_f16_matches_reference() {
     }
 }
 
-/// The shapes of Gemma 4's full (global) attention layers, which normalize queries and keys and have a scale of 1.
+/// The shapes are those of Gemma 4's full (global) attention layers, which normalize queries and keys and have a
+/// scale of 1.
 #[test]
 fn half_precision_at_scale_one_matches_reference() {
     for dtype in HALVES {

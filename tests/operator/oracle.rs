@@ -41,7 +41,7 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             .collect();
         let sink = inputs.sinks.as_ref().map(|sinks| sinks.at([0, h, 0, 0]));
         let all = seen.iter().map(|(_, score)| *score).chain(sink);
-        // Subtracting the largest score avoids overflow. It does not change the result, in which it cancels.
+        // The largest score is subtracted from all scores to avoid overflow. The subtraction cancels in the result.
         let reference = all.clone().fold(f64::NEG_INFINITY, f64::max);
         if reference == f64::NEG_INFINITY {
             logsumexp.push(reference);

@@ -1,7 +1,7 @@
 //! Random combinations of shapes, options, layouts, data and dtypes, forward and backward, against the reference. A
 //! repeated call gives the same bits.
 //!
-//! `PROPTEST_CASES` sets the number of problems (24) and `ATTENTION_TEST_SEED` the seed. With
+//! `PROPTEST_CASES` sets the number of problems, which is 24 by default, and `ATTENTION_TEST_SEED` the seed. With
 //! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than
 //! a card has multiprocessors. The number of processes is `ATTENTION_TEST_JOBS`, and they end after
 //! `ATTENTION_TEST_SECONDS`. On a machine with a card and sixteen processor cores:

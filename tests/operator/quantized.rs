@@ -391,7 +391,7 @@ fn int8_query_gradient_equals_that_over_dequantized_rows() {
     }
 }
 
-/// Cases without keys, without queries, or without sequences.
+/// The cases have no keys, no queries, or no sequences.
 #[test]
 fn int8_empty_tensors_give_zero_output() {
     for TestDevice { name, device } in devices() {

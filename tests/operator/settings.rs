@@ -86,7 +86,8 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// A mask has the bool store to which its device is configured. The reference's own conditions may have another store.
+/// A mask has the bool store, that is, the type in which a tensor stores bools, to which its device is configured. The
+/// reference's own conditions may have another store.
 #[test]
 fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);

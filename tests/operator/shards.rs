@@ -103,16 +103,17 @@ fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 /// The results of a run: output, logsumexp, and the gradients of query, keys, values and sinks.
 type Results = [Vec<f64>; 6];
 
-/// How the shards are computed.
+/// The method that computes the results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Method {
-    /// One call over all keys by the reference.
+    /// The reference computes one call over all keys.
     Reference,
-    /// One call over all keys.
+    /// The operator computes one call over all keys.
     Whole,
-    /// Calls over the shards, merged, with gradients by autodiff.
+    /// The operator computes one call per shard. The results are merged, and autodiff computes the gradients.
     Merged,
-    /// Calls over the shards without autodiff, merged, and a backward of each shard.
+    /// The operator computes one call per shard without autodiff. The results are merged, and an explicit backward of each
+    /// shard computes the gradients.
     Backward,
 }
 
@@ -203,7 +204,7 @@ fn run(problem: &Problem, method: Method, device: &Device, dtype: DType) -> Resu
         ]
     } else {
         let weighted = (output.clone().cast(lse_dtype) * output_gradient.cast(lse_dtype)).sum();
-        // Query 5 has the sink alone, so its logsumexp is finite.
+        // Query 5 sees no key but has a sink, so its logsumexp is finite.
         let loss = weighted + (logsumexp.clone() * lse_gradient).sum();
         let gradients = loss.backward();
         let of = |leaf: &Tensor<4>| read(leaf.grad(&gradients).expect("the leaf has a gradient"));
@@ -262,7 +263,7 @@ fn shards_merged_equal_attention_over_all_keys() {
     }
 }
 
-/// A query that sees no key of any shard, without sinks: output 0, logsumexp −∞, gradients 0.
+/// If a query sees no key of any shard and has no sink, its output is 0, its logsumexp is −∞, and its gradients are 0.
 #[test]
 fn shards_without_visible_keys_give_zeros() {
     for device in devices() {

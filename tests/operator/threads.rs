@@ -88,7 +88,7 @@ fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     }
 }
 
-/// Returns all devices of each kind under test that has several devices.
+/// Returns the devices of each kind under test, for the kinds of which this machine has several devices.
 fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     let kinds = devices().into_iter().filter_map(|device| {
         let of_kind = Device::enumerate(kind_of(&device)?).into_vec().into_iter();

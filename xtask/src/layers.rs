@@ -60,8 +60,8 @@ const CRATES: &[Crate] = &[
 ];
 
 impl Crate {
-    /// Returns the layer of a path. If the path's first two names are listed together, the layer is theirs. If not, it is that
-    /// of the first name.
+    /// Returns the layer of a path. If a layer lists the path's first two names as one module, this layer is returned.
+    /// Otherwise the layer that lists the first name is returned.
     fn layer(&self, path: &str) -> Option<usize> {
         let mut names = path.split("::");
         let first = names.next().unwrap_or_default();

@@ -39,7 +39,7 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The argument whose device every tensor must be on: the query, or the first output of shards.
+        /// The argument whose device every tensor must be on: the query, or the output of the first shard.
         whose: &'static str,
         /// The device of that argument.
         expected: String,

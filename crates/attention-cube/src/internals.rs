@@ -3,27 +3,27 @@
 
 pub use crate::math::side::Side;
 
-/// See `auxiliary`.
+/// Re-exports of the crate's private module `auxiliary`.
 pub mod auxiliary {
     pub use crate::auxiliary::*;
 }
 
-/// See `device`.
+/// Re-exports of the crate's private module `device`.
 pub mod device {
     pub use crate::device::*;
 }
 
-/// See `engine`.
+/// Re-exports of the crate's private module `engine`.
 pub mod engine {
     pub use crate::engine::*;
 }
 
-/// See `select`.
+/// Re-exports of the crate's private module `select`.
 pub mod select {
     pub use crate::select::*;
 }
 
-/// See `tile_ops`.
+/// Re-exports of the crate's private module `tile_ops`.
 pub mod tile_ops {
     pub use crate::tile_ops::*;
 }

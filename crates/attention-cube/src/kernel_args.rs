@@ -11,9 +11,9 @@ use crate::types::tensors::AttentionInputs;
 use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cubecl::prelude::TensorArg;
 
-/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous, start at a multiple of `size`
-/// elements, and have a multiple of `size` elements as its length. The start of the tensor needs no check, because Burn aligns
-/// every view to the device's buffer alignment, a multiple of such a vector.
+/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous, start at a multiple of
+/// `size` elements, and have a multiple of `size` elements as its length. The start of the tensor needs no check, because
+/// Burn aligns every view to the device's buffer alignment, which is a multiple of the vector's size.
 pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -22,7 +22,8 @@ pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
         && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// The number of leading dimensions that TMA can read with a stride of 0 (broadcast): one for queries, two for keys and values.
+/// The number of leading dimensions of `[batch, heads, len, dim]` that TMA can read with a stride of 0 (broadcast). For
+/// queries it is 1 (the batch). For keys and values it is 2 (batch and heads).
 pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 
@@ -101,8 +102,8 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The grid takes `together` pairs
-/// of a head and a sequence at a time. All cubes of these pairs come before the cubes of the next pairs.
+/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The (head, sequence) pairs
+/// are divided into groups of `together` pairs. All cubes of a group come before the cubes of the next group.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,

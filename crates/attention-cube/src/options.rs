@@ -137,9 +137,10 @@ impl AttentionOptions {
     /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second call
     /// adds a second interval. A query then sees the keys of either interval.
     ///
-    /// Intervals describe image blocks that see both ways, prefix-LM masks, packed documents and windows of any shape, in memory
-    /// that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the range that spans its
-    /// queries' intervals. An interval with `end <= start` is empty, and values are clamped to `0..=kv_len`.
+    /// Intervals describe image blocks with bidirectional attention, prefix-LM masks, packed documents and windows of any
+    /// shape, in memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the
+    /// range that spans its queries' intervals. An interval with `end <= start` is empty, and values are clamped to
+    /// `0..=kv_len`.
     ///
     /// Like all options, intervals only hide keys: with [`causal`](Self::causal), a query also needs the key to be at or before
     /// its own position. Express the causal part in the intervals if some queries see later keys.

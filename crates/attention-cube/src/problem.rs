@@ -54,8 +54,8 @@ pub struct AttentionProblem {
     pub intervals: usize,
     /// The dtype of the sinks, or `None` if the call has no sinks.
     pub sinks: Option<DType>,
-    /// True if keys and values are [quantized](crate::quantized). If selection chooses the reference engine, keys and values
-    /// are dequantized first. The kernel of the unquantized problem then reads the dequantized copies.
+    /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8 directly, selection returns the
+    /// reference engine. The call then dequantizes keys and values, and selects a kernel for the unquantized problem.
     pub quantized: bool,
 }
 
@@ -301,7 +301,8 @@ impl AttentionProblem {
         }
     }
 
-    /// True if segments or intervals give each query keys of its own, so that kernels read bounds of blocks.
+    /// True if the problem has segments or intervals. Kernels then read bounds of blocks, by which they skip blocks that are
+    /// hidden from a whole tile.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }

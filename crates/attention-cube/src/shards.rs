@@ -159,8 +159,9 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // Kernels sum the gradient of a bias that is constant over all keys from the rows' LSE gradients, which belong to all
-    // shards. The bias is therefore expanded over the shard's keys, and its gradient summed afterwards.
+    // For a bias that is constant over keys, kernels do not sum dS but use the LSE gradient of each query, which accounts for
+    // the keys of all shards. The bias is therefore expanded over the shard's keys, and its gradient is summed over these
+    // keys afterwards.
     let constant = options
         .bias
         .as_ref()
@@ -179,7 +180,8 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // A kernel's backward recognizes a query that sees no key by the logarithm −0. The mask has +0 elsewhere.
+    // The backward of a kernel recognizes a query that sees no key by a logarithm of −0. All other logarithms are +0, because
+    // the first part of the logsumexp holds its whole value.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {

@@ -3,8 +3,8 @@
 
 use std::fmt::{self, Display, Write};
 
-/// A text for display, in which some characters are replaced by escapes such as `\u{1b}`. These are control characters, and
-/// characters that change the direction of text.
+/// A text for display, in which some characters are replaced by escapes such as `\u{1b}`. The replaced characters are control
+/// characters and characters that change the direction of text.
 ///
 /// ```
 /// use burn_gemma4::Escaped;

@@ -14,7 +14,7 @@ use std::{
 /// The largest number of symbolic links to follow. A longer chain is treated as a cycle.
 const MOST_LINKS: usize = 40;
 
-/// The file of `--cache`. A program reads the file once, and writes it each time the session has changed.
+/// The file of `--cache`. The program reads the file once, and writes the file each time the session has changed.
 pub struct CacheFile {
     /// The path of the file itself. If `--cache` names a symbolic link, this is the path of the link's target.
     path: PathBuf,

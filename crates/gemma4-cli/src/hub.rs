@@ -1,5 +1,5 @@
-//! Finds models by their names on the Hugging Face Hub. The program does not download a model. The model must be in the Hub's
-//! cache on this machine already, for example by `hf download`.
+//! Finds models by their names on the Hugging Face Hub. The program does not download a model. The model must already be in the
+//! Hub's cache on this machine, for example because `hf download` has downloaded it.
 
 use crate::{Error, terminal::WrongArgument, terminal::note};
 use std::{
@@ -7,8 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Resolves the argument `--model` to a folder or file. For a model's folder in the Hub's cache, or a name `organisation/name`,
-/// this is the folder of the model's snapshot. Any other path stays unchanged.
+/// Resolves the argument `--model` to a folder or file. If the argument is a model's folder in the Hub's cache, or a name
+/// `organisation/name`, returns the folder of the model's snapshot. Any other path is returned unchanged.
 ///
 /// # Errors
 /// Returns [`WrongArgument`] if the path is a safetensors file or if the cache lacks the model. The error says how to proceed.

@@ -48,8 +48,8 @@ pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     ExitCode::from(code_of(&error))
 }
 
-/// Installs a logger, which prints the log records of training like the program's own notes and errors. `RUST_LOG` selects
-/// which other records are printed. By default no others are printed, because drivers log errors from which they then recover.
+/// Installs a logger, which prints the log records of training like the program's own notes and errors. Log records of other
+/// crates are printed only if `RUST_LOG` selects them, because drivers log errors from which they then recover.
 fn install_logger() {
     let others =
         std::env::var_os("RUST_LOG").map(|_| env_logger::Builder::from_default_env().build());
@@ -124,7 +124,7 @@ fn one_line(text: &str) -> String {
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Prints a note on standard error, if this is the first process. Unlike `eprintln!`, it does not panic if standard error is
+/// Prints a note on standard error, if this process has the rank 0. Unlike `eprintln!`, it does not panic if standard error is
 /// closed.
 pub fn note(line: impl Display) {
     if RANK.load(Ordering::Relaxed) == 0 {
@@ -255,7 +255,8 @@ impl Output {
                 interrupt.flow()
             })
         })?;
-        // The rest of the text is printed here, because the end of generation may complete a text without a further token.
+        // The text that the callback has not printed yet is printed here. The end of the generation may complete a text without
+        // a further token, and therefore without a further call of the callback.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));
@@ -281,7 +282,7 @@ impl Output {
     }
 }
 
-/// A printer of thoughts and tool calls on standard error. Each kind has its own heading.
+/// A printer of thoughts and tool calls on standard error. Thoughts and tool calls have separate headings.
 #[derive(Default)]
 struct Apart {
     kind: TextKind,

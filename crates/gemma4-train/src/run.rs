@@ -83,9 +83,9 @@ fn after(mut rates: ModuleLrScheduler, steps: usize) -> LrSchedulerRecord {
     rates.to_record()
 }
 
-/// The reader and writer of the learning rate schedule's records in checkpoints. The state `restored` of a resumed run is
-/// computed for its own number of steps. It is not read from the checkpoint, because the checkpoint may come from a shorter
-/// run.
+/// The reader and writer of the learning rate schedule's records in checkpoints. In a resumed run, the schedule's state is
+/// `restored`, which is computed for this run's number of steps. The state is not read from the checkpoint, because the
+/// checkpoint may come from a shorter run.
 struct RatesRecords {
     records: Records,
     restored: Option<LrSchedulerRecord>,

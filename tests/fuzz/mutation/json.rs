@@ -158,7 +158,7 @@ fn changed(text: &str, random: &mut StdRng) -> String {
         }
         2 if at < characters.len() => drop(characters.remove(at)),
         3 if at < characters.len() => {
-            // The next character turns a digit into another digit.
+            // The character is replaced by the next one in Unicode, which turns most digits into another digit.
             let next = u32::from(characters[at]) + 1;
             characters[at] = char::from_u32(next).unwrap_or('\u{FFFD}');
         }

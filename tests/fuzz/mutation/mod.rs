@@ -28,7 +28,7 @@ pub enum Format {
 /// The byte between the two files of an input.
 pub const BETWEEN: u8 = 0;
 
-/// Returns one of `inputs`, broken in one place or in a few.
+/// Returns a copy of one of `inputs` that one or several mutations have broken.
 pub fn broken(format: Format, inputs: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut input = one(inputs, random).clone();
     let mut more = true;

@@ -65,7 +65,8 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
             words.splice(from..to, other[start..end].iter().cloned());
         }
         3 => {
-            // The loop may contain other loops.
+            // A loop is put around the words `from..to`. These words may contain further loops, so loops may be
+            // nested.
             words.insert(to, "{% endfor %}".into());
             words.insert(
                 from,

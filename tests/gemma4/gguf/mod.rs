@@ -41,7 +41,7 @@ struct Reference {
     logits: Vec<f32>,
     /// The tokens of llama.cpp with the file itself.
     llama_cpp: Vec<u32>,
-    /// Type and CRC-32 of each tensor's numbers in f32.
+    /// The type and the CRC-32 of each tensor. The CRC-32 is that of the tensor's elements in f32.
     tensors: BTreeMap<String, (String, u32)>,
 }
 
@@ -214,7 +214,7 @@ fn gguf_default_dtype_is_that_before_quantization() {
         let numbers = table.dimensions.iter().product::<u64>() as usize;
         (table.kind, table.bytes) = (0, vec![0; 4 * numbers]);
     });
-    // One tensor in f32 does not outweigh the quantized ones.
+    // The written dtype stays bf16 if one tensor of the quantized file is in f32.
     assert_eq!(written(&whole.path()), Some(DType::BF16));
 }
 
@@ -272,7 +272,8 @@ fn gguf_separate_expert_halves_are_joined() {
     assert_eq!(logits(&found, &prompt), logits(&expected, &prompt));
 }
 
-/// Converted files of E2B still have keys and values of the shared KV layers, which read an earlier layer's.
+/// Converted files of E2B still contain keys and values of the shared KV layers, although these layers use the keys and
+/// values of an earlier layer.
 #[test]
 fn gguf_keys_of_shared_kv_layers_are_ignored() {
     let copy = changed("dense-ple.Q8_0", |gguf| {

@@ -93,7 +93,8 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            // A token's embedding shares one direction with the next token's embedding, which is longer.
+            // The embeddings of a token and of the next token share one direction. The next token's embedding is
+            // longer, so its logit is larger.
             let embedding = tensors
                 .get_mut("model.embed_tokens.weight")
                 .expect("the tensor exists");

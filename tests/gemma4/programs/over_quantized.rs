@@ -49,7 +49,8 @@ impl Tuning {
         command
     }
 
-    /// Returns the cross entropy of the data. Each value of an argument is the name of a file in the folder.
+    /// Returns the cross entropy of the training data, which the command `evaluate` reports. In `arguments`, a text
+    /// without `--` is the name of a file in the folder.
     fn told(&self, model: &Path, arguments: &[&str]) -> f64 {
         let mut command = gemma4("evaluate");
         command.args(["--device", "flex", "--json", "--length", "64", "--model"]);

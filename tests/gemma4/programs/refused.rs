@@ -411,7 +411,7 @@ fn program_input_that_is_not_utf8_is_refused() {
 
 #[test]
 fn program_device_not_built_is_refused() {
-    // No build has both devices.
+    // Every build lacks at least one of these two devices.
     let absent = [
         ("cuda", cfg!(feature = "cuda")),
         ("metal", cfg!(feature = "metal")),

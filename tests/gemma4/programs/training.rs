@@ -36,7 +36,7 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
         ])
         .args(["--checkpoint-every", "5", "--device", "flex"])
         .args(arguments)
-        // Burn restores an optimizer on its default device.
+        // Burn restores an optimizer's state on its default device, so that device must be one that opens.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -188,7 +188,7 @@ pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> C
         .args(["--checkpoint-every", "2", "--device", "flex"])
         .args(["--learning-rate", "0.01", "--warmup", "1"])
         .args(arguments)
-        // Burn restores an optimizer on its default device.
+        // Burn restores an optimizer's state on its default device, so that device must be one that opens.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -216,7 +216,7 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // A table on the host works with every way to compute gradients.
+    // A table on the host works with the default `--checkpointing`, and with `layers` below.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);

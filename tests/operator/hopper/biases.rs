@@ -16,7 +16,7 @@ fn wgmma_bias_with_softcap_matches_reference() {
 }
 
 /// The row length of these biases allows TMA loads. The biases are per sequence or broadcast, in partial tiles, and
-/// with several tiles a CTA. A bias of −∞ hides NaN keys and values.
+/// with several tiles per CTA. A bias of −∞ hides NaN keys and values.
 #[test]
 fn wgmma_bias_loaded_by_tma_matches_reference() {
     for (head_dim, value_dim) in WIDTHS {

@@ -1,8 +1,8 @@
 //! The engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
 //! have several tiles of queries and blocks of keys with tails, and every option that hides keys, shares tiles or
 //! splits them. Each check asserts that this engine serves the case forward and backward; without a Hopper device the
-//! tests do nothing. For few rows the mma engine's forward comes first: `ATTENTION_ENGINES=wgmma,unit` tests the
-//! forward of this engine.
+//! tests do nothing. For few rows the operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is
+//! needed to test the forward of this engine.
 
 mod biases;
 mod layouts;
@@ -32,7 +32,7 @@ const WIDTHS: [(usize, usize); 8] = [
     (512, 512),
 ];
 
-/// Number of rows (queries times heads of a group) up to which the mma engine's forward comes first.
+/// Number of rows (queries times heads of a group) up to which the operator prefers the mma engine's forward.
 const FEW_ROWS: usize = 32;
 
 /// Largest head size that the backward has tiles for.

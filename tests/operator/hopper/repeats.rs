@@ -75,7 +75,7 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The pipeline has one stage of biases, which TMA refills at once.
+        // The pipeline has one stage of biases, so TMA refills the stage as soon as a block has read it.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])

@@ -135,8 +135,8 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // In fully visible blocks the keys that other blocks hide are visible too, except the keys 200
-                        // to 289.
+                        // The keys 200 to 289 are hidden in all blocks. A fully visible block shows all its other keys,
+                        // even those that the mask hides in partly visible blocks.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },

@@ -1,7 +1,7 @@
 //! The mma engine's kernel that reads packed int8 directly, on the devices that support it. The cases cover every head
-//! size of the tile table and sizes in between. They have few rows and up to 32, groups of heads and single heads, many
-//! splits and one. They also cover all options that hide keys, with NaN scales of hidden keys, and views whose rows
-//! start anywhere.
+//! size of the tile table and sizes in between. The number of rows is at most 32. The rows belong to one head or to a
+//! group of heads, and the keys have one split or many. The cases also cover all options that hide keys, with NaN
+//! scales of hidden keys, and views whose rows start anywhere.
 
 use super::case::{Quantized, Rows};
 use super::causal;

@@ -392,7 +392,7 @@ impl Variant {
         self.case([batch, kv_heads, q_len], key_part)
     }
 
-    /// Returns a case in which the number of tiles exceeds the number of multiprocessors by `surplus` and one.
+    /// Returns a case in which the number of tiles exceeds the number of multiprocessors by at least `surplus + 1`.
     fn tiles(&self, sequences: usize, surplus: usize, drawn: usize, key_part: f64) -> Case {
         let Case {
             q_heads: group,
@@ -400,7 +400,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // The tile tables have these numbers of rows a tile.
+        // The tile tables have these numbers of rows per tile.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,
@@ -469,7 +469,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                 (grow, salt),
                 amplitude,
             )| {
-                // An expanded tensor is stored once.
+                // An expanded tensor is stored for one sequence only.
                 let sequences = if case.expanded { 1 } else { batch };
                 let ids = |end: usize, length: usize| -> Vec<i64> {
                     let (run, scattered, salt) = document;

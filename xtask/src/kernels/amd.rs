@@ -57,7 +57,8 @@ impl Card {
         }
     }
 
-    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes count.
+    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. The waves of a cube count
+    /// only if the whole cube fits.
     fn waves(&self, kernel: &Compiled) -> usize {
         let [registers, granule] = self.registers;
         let by_registers = registers / kernel.registers.max(1).next_multiple_of(granule);
@@ -140,8 +141,8 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Returns the folder of LLVM's `llvm-readelf` and `llvm-objdump`. It is that of `LLVM_PATH` or Debian's folder. The path is
-/// empty if the tools are on the PATH.
+/// Returns the folder of LLVM's `llvm-readelf` and `llvm-objdump`: a folder in `LLVM_PATH`, or Debian's folder. The returned
+/// path is empty if only the PATH has the tools.
 fn tools() -> Result<PathBuf> {
     let own = env::var_os("LLVM_PATH").map(|path| Path::new(&path).join("bin"));
     let debian = PathBuf::from("/usr/lib/llvm-22/bin");
@@ -157,8 +158,8 @@ fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Reads the results of a kernel from a line of the library's list. A line has the kernel's name, the units of a cube, and the
-/// bytes of shared memory or the reason why there is no code.
+/// Reads the results of a kernel from a line of the list that the library writes. A line has the kernel's name, the units of a
+/// cube, and the bytes of shared memory or the reason why there is no code.
 fn read(
     tools: &Path,
     folder: &Path,

@@ -64,7 +64,7 @@ struct Compiled {
     registers: usize,
     shared_memory: usize,
     spilled_bytes: usize,
-    /// The number of instructions in loops that multiply which load or store spilled registers.
+    /// The number of instructions that load or store spilled registers in loops that multiply.
     hot_spills: usize,
 }
 
@@ -101,7 +101,7 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Returns the path of `nvcc`: that of `CUDA_PATH`, or the one on the PATH.
+/// Returns the path of `nvcc`: the one in the folder `CUDA_PATH`, or else the one on the PATH.
 fn nvcc() -> Result<PathBuf> {
     let own = env::var_os("CUDA_PATH").map(|path| Path::new(&path).join("bin/nvcc"));
     let candidates = own.into_iter().chain([PathBuf::from("nvcc")]);

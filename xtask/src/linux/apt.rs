@@ -4,7 +4,7 @@ use std::process::Command;
 
 use crate::process::{self, Result};
 
-/// Returns those of `packages` that are not installed. If dpkg is missing, these are all of them.
+/// Returns the packages in `packages` that are not installed, or all of them if dpkg is missing.
 pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
     let installed = |package: &str| {
         let mut query = Command::new("dpkg-query");

@@ -13,8 +13,8 @@ use burn::backend::{
 };
 use std::sync::{Arc, Mutex};
 
-/// Slot for the gradient of the logsumexp. The logsumexp's node writes it, and the output's node, which runs the backward,
-/// reads it.
+/// The slot for the gradient of the logsumexp. The logsumexp's node writes it, and the output's node, which runs the
+/// backward, reads it.
 ///
 /// A node of Burn's graph has one tensor, so the logsumexp needs a node of its own. This node is a child of the output's node,
 /// and its backward step runs first. The step stores the gradient in this slot and passes zeros to the output's node. One
@@ -108,8 +108,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // Takes the value even from a poisoned lock. A lock is poisoned if another thread of this backward panicked. The slot's
-    // gradient is then either complete or absent.
+    // Takes the gradient out of the slot even if the lock is poisoned, which means that another thread of this backward
+    // panicked. The slot then contains a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()

@@ -71,7 +71,8 @@ pub trait AttentionEngine {
     /// number is 1 if the keys are not split.
     fn splits(plan: &Self::Forward) -> usize;
 
-    /// Returns a warning for each point in which a backward's kernels fall short of the contract.
+    /// Returns a warning for each point in which a backward's kernels fall short of the contract, which the [crate's
+    /// documentation](crate) states.
     fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {
         Vec::new()
     }

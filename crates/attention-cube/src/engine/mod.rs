@@ -200,7 +200,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns a warning for each point in which the kernels fall short of the contract.
+            /// Returns a warning for each point in which the kernels fall short of the contract, which the [crate's
+            /// documentation](crate) states.
             pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+

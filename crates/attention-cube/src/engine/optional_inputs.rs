@@ -19,8 +19,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Numeric};
 
-/// The mask, the bias, and one buffer that holds sequence lengths and segment ids. The kernel's code needs an element type for
-/// mask and bias even if they are absent.
+/// The mask, the bias, and one buffer that holds sequence lengths and segment ids. `mask_element` and `bias_element` are set even
+/// if mask or bias is absent, because the kernels are generic over both types.
 pub(crate) struct OptionalInputs {
     pub mask: Option<CubeTensor>,
     pub bias: Option<CubeTensor>,

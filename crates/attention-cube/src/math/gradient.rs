@@ -26,7 +26,7 @@ pub(crate) struct ScoreGradient {
     pub p: f32,
     /// `d loss / d score`, after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
-    /// `d loss / d (q·k)`. If `scaled` is false, `scale` is not multiplied into it.
+    /// `d loss / d (q·k)`. If `scaled` is false, the factor `scale` is left out.
     pub ddot: f32,
 }
 

@@ -2,7 +2,8 @@
 
 use cubecl::prelude::*;
 
-/// The rows of one head, or the rows of all heads of a group one head after the other, and the range of rows that may be read.
+/// The rows of one head, or of all query heads of a GQA group. The rows of a group are numbered consecutively, head after
+/// head. Only a range of the rows may be read.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rows {
@@ -91,7 +92,8 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
     }
 }
 
-/// Returns the element offset of `row`. If `packed`, row numbers run through all heads of the group.
+/// Returns the element offset of `row`. If `packed`, the rows of all heads of the group are numbered consecutively, head
+/// after head.
 #[cube]
 pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
     if comptime!(packed) {

@@ -40,7 +40,7 @@ pub(crate) struct Schedule {
     pub paired: u32,
 }
 
-/// The tile and the split that one cube computes.
+/// The tile of one cube: its index among the row tiles, its split of the keys, its head and its sequence.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WorkTile {
@@ -50,7 +50,7 @@ pub(crate) struct WorkTile {
     pub batch: u32,
 }
 
-/// Returns the tile and split of cube `index`. If `last_first`, the cubes take the tiles in descending order.
+/// Returns the tile of cube `index`. If `last_first`, the cubes take the tiles of a head in descending order.
 #[cube]
 pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -> WorkTile {
     let whole = grid.together * grid.tiles * grid.splits;
@@ -81,7 +81,7 @@ pub(crate) struct Assignment {
     pub exists: bool,
 }
 
-/// Returns the work of the cube in iteration `turn` of its loop, a part of work item `item`.
+/// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
 ///
 /// Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. Both together cost the same
 /// for every pair. Cubes with equally many pairs therefore end at the same time.
@@ -115,12 +115,12 @@ pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32)
     }
 }
 
-/// Returns the work item of the loop iteration after `turn`.
+/// Returns the work item of iteration `turn + 1` of the cube's loop, where `item` is the work item of iteration `turn`.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
-    // A pair of tiles is one work item but takes two iterations. With pairs, the item therefore advances only every second
-    // iteration.
+    // A pair of tiles is one work item but takes two iterations. With pairs, the work item therefore advances only after
+    // every second iteration.
     item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 

@@ -1,4 +1,4 @@
-//! Computes the score from `q·k` and the score's derivatives, through scale, softcap, bias and visibility.
+//! Computes a score from `q·k` by scale, softcap, bias and visibility, and computes the derivatives of the score.
 
 use super::visibility::{SeqInfo, SeqLens, Structure, sees};
 use crate::math::softcap::{NEAR, SERIES};
@@ -57,25 +57,26 @@ pub(crate) struct ScoreKind {
 }
 
 impl ScoreKind {
-    /// True if a hidden key may lie inside a block's range of visible keys. Kernels must then zero the rows that no query of
-    /// the tile sees before they multiply them, because 0 × NaN is NaN.
+    /// True if a hidden key may lie between two visible keys. Kernels must then zero the rows of a block that are hidden from
+    /// the whole tile, before they multiply P or dS with the block, because 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || structure.is_irregular()
     }
 }
 
-/// The inputs that hide keys and turn `q·k` into scores, for kernels that read the mask with one element per score.
+/// The inputs that hide keys and turn `q·k` into scores. Kernels with these inputs read the mask as one element per score,
+/// not as packed bits.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub seq_lens: SeqLens,
-    /// The packed buffer of sequence lengths, segment ids, and id bounds of blocks.
+    /// The packed i32 buffer: key lengths, segment ids, intervals, and bounds of blocks.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
     pub mask: ComptimeOption<OwnedTensor<M>>,
     pub bias: ComptimeOption<OwnedTensor<F>>,
     pub arguments: ScoreArguments,
 }
 
-/// The index of a score.
+/// The index of one score in `[batch, q_heads, q_len, kv_len]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreIndex {
@@ -85,7 +86,8 @@ pub(crate) struct ScoreIndex {
     pub key: i32,
 }
 
-/// Returns the element offset of `place` in a mask or bias, whose strides expand it to `[batch, q_heads, q_len, kv_len]`.
+/// Returns the element offset of the score index `place` in a mask or bias. The last four arguments are the tensor's strides,
+/// which expand it to `[batch, q_heads, q_len, kv_len]`.
 #[cube]
 fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch
@@ -99,13 +101,13 @@ fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usiz
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = if comptime!(kind.bias && !kind.softcap) {
         // This is a plain multiplication, which the compiler fuses with the addition of the bias into one FMA. The forward of
-        // tensor-core engines is compiled in the same way. A backward must round its scores like the forward, so it must fuse
-        // both operations, too.
+        // tensor-core engines is compiled in the same way. A backward must round its scores like the forward, so it must also
+        // fuse both operations.
         dot * arguments.scale
     } else {
-        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the reference.
-        // The reference is a rounded score, but a fused product would not be rounded. For large scores, P would then contain
-        // this rounding error.
+        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the
+        // reference score. The reference score is rounded, but a fused product would not be rounded. For large scores, P
+        // would then contain this rounding error.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {
@@ -159,7 +161,7 @@ pub(crate) fn slope(
     slope
 }
 
-/// Adds the bias at `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
+/// Adds the bias at the score index `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn biased<F: Float>(
     score: f32,
@@ -191,8 +193,8 @@ pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
     select(is_hidden(bias), hidden, score + bias)
 }
 
-/// True if query and key exist, and the query sees the key by window, length, segments and mask. If the block is `whole`, the
-/// function checks nothing, because every query sees every key.
+/// True if query and key exist, and the query sees the key by window, length, segments and mask. If `whole`, every query of
+/// the tile sees every key of the block, and the function checks nothing.
 #[cube]
 pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,

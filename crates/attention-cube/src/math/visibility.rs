@@ -24,7 +24,8 @@ pub(crate) struct SeqLens {
     pub right: i32,
     /// 1 if the last query is aligned with the last key; 0 if the first query is aligned with the first key.
     pub bottom_right: i32,
-    /// Offsets into the packed i32 buffer: records of queries, ids of keys, bounds of query blocks, bounds of key blocks.
+    /// Offsets of four regions of the packed i32 buffer, in i32 values: a record per query (segment id and intervals), a
+    /// segment id per key, bounds per query block, and bounds per key block.
     pub query_ids: u32,
     pub key_ids: u32,
     pub query_bounds: u32,
@@ -57,7 +58,8 @@ impl Structure {
         self.segments || self.intervals > 0
     }
 
-    /// The number of i32 values per query in the packed buffer: the segment id, then first and end of each interval.
+    /// The number of i32 values in a query's record in the packed buffer. A record has the segment id (if the problem has
+    /// segments), then first key and end of each interval.
     pub(crate) const fn query_record(&self) -> usize {
         self.segments as usize + 2 * self.intervals
     }
@@ -68,7 +70,7 @@ impl Structure {
         BLOCK_BOUNDS + INTERVAL_BOUNDS * self.intervals
     }
 
-    /// The number of i32 values per block of `side` in the packed buffer.
+    /// The number of i32 values in the bounds of one block of `side` in the packed buffer.
     pub(crate) const fn bounds_of_side(&self, side: Side) -> u32 {
         match side {
             Side::Queries => self.query_block_bounds() as u32,
@@ -197,14 +199,15 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     }
 }
 
-/// The range of the opposite side that a tile sees: keys that a tile of queries sees, or queries that see a tile of keys.
+/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
-    /// The range that at least one row of the tile sees.
+    /// The range of keys or queries that are visible to at least one row of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range that every row of the tile sees. It is empty if the tile reaches past the end of the sequence.
+    /// The range of keys or queries that are visible to every row of the tile. It is empty if the tile reaches past the end
+    /// of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
@@ -231,8 +234,9 @@ pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: b
     }
 }
 
-/// True if every row of the tile sees every row of the block that starts at `first` and has `size` rows. One of tile and block
-/// is block `query_block` of the queries, the other is block `key_block` of the keys.
+/// True if all scores of a tile and a streamed block are visible. The block starts at row `first` and has `size` rows.
+/// `query_block` and `key_block` are the block indices of the queries and of the keys: one of them belongs to the tile, the
+/// other to the streamed block.
 #[cube]
 pub(crate) fn is_whole(
     run: &Run,
@@ -262,18 +266,20 @@ pub(crate) fn is_whole(
     whole
 }
 
-/// True if the block of `size` rows that starts at `first` lies in the range that every row of the tile sees.
+/// True if the block of `size` rows that starts at `first` lies in the range that is visible to every row of the tile.
 #[cube]
 pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// The number of i32 values that the packed buffer holds per block of queries or keys. They are the smallest segment id, the
-/// largest segment id, a bit set of the ids modulo 32, and a range of opposite blocks (two values).
+/// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest segment id,
+/// the largest segment id, a bit set of the ids modulo 32, and a range of blocks of the other side (two values).
 ///
 /// The bit set excludes documents whose id lies between the smallest and the largest id but does not occur in the block. For
-/// example, a block that ends in padding may hold ids that are far apart. Only blocks of the stationary side have a range of
-/// opposite blocks. The range holds the first opposite block that may share a document with the block, and one past the last.
+/// example, a block that ends in padding may hold ids that are far apart.
+///
+/// Only blocks of the stationary side have a range of blocks of the other side. The range holds the first block that segments
+/// and intervals may leave visible, and one past the last.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
 /// The number of i32 values per block of queries and per interval: two ranges of key blocks, each as the first block and one
@@ -283,7 +289,7 @@ pub(crate) const BLOCK_BOUNDS: usize = 5;
 /// range covers the key blocks of which every query of the block sees every key through the interval.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
-/// Returns the offset of a block's bounds in the packed i32 buffer.
+/// Returns the offset, in the packed i32 buffer, of the bounds of block `block` of `side`.
 #[cube]
 fn bounds_of(
     seq_lens: &SeqLens,
@@ -310,8 +316,8 @@ pub(crate) struct Blocks {
     pub end: i32,
 }
 
-/// Narrows the opposite blocks `first..end` to the range that segments and intervals may leave visible to tile `block`. Single
-/// blocks inside the narrowed range may still be hidden from the whole tile.
+/// Narrows the range `first..end` of streamed blocks to those that segments and intervals may leave visible to tile `block`.
+/// A block inside the narrowed range may still be hidden from the whole tile.
 #[cube]
 pub(crate) fn within_bounds(
     first: i32,
@@ -334,10 +340,10 @@ pub(crate) fn within_bounds(
     }
 }
 
-/// True if segments and intervals may leave a key of a block of keys visible to a query of a block of queries.
+/// True if segments and intervals may leave a key of block `key_block` visible to a query of block `query_block`.
 ///
-/// By segments, the id ranges and the id bit sets of both blocks must overlap. By intervals, the key block must lie in the
-/// range of an interval.
+/// With segments, the id ranges and the id bit sets of both blocks must overlap. With intervals, the key block must lie in
+/// the block range of an interval.
 #[cube]
 pub(crate) fn blocks_meet(
     seq_lens: &SeqLens,
@@ -369,8 +375,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if one interval contains every key of a block of keys, for every query of a block of queries. The structure must have
-/// intervals.
+/// True if one of the intervals contains every key of block `key_block` for every query of block `query_block`. The structure
+/// must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,
@@ -385,7 +391,8 @@ pub(crate) fn is_within_intervals(
     is_in_block_range(lengths_and_ids, whole, key_block, structure)
 }
 
-/// True if a key block lies in the range of blocks at offset `at`, or in the range of the second interval.
+/// True if a key block lies in the block range of any interval. The range of the first interval is at offset `at` of the
+/// packed i32 buffer, and the range of each further interval is [`INTERVAL_BOUNDS`] values later.
 #[cube]
 fn is_in_block_range(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
@@ -404,7 +411,7 @@ fn is_in_block_range(
     inside
 }
 
-/// Returns the offset of a query's record in the packed i32 buffer.
+/// Returns the offset of a query's record (segment id and intervals) in the packed i32 buffer.
 #[cube]
 fn record_of(seq_lens: &SeqLens, batch: u32, query: i32, #[comptime] structure: Structure) -> u32 {
     if comptime!(structure.query_record() == 1) {
@@ -415,7 +422,7 @@ fn record_of(seq_lens: &SeqLens, batch: u32, query: i32, #[comptime] structure: 
     }
 }
 
-/// Returns the keys of a query's interval. The query must exist.
+/// Returns the range of keys in the query's interval number `interval`, counted from 0. The query must exist.
 #[cube]
 pub(crate) fn interval_of(
     seq_lens: &SeqLens,

@@ -10,7 +10,7 @@ use crate::types::tensors::{
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// True if queries exist. In an empty problem such queries see no key.
+/// True if the problem has queries. In an empty problem with queries, no query sees a key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }

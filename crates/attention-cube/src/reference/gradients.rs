@@ -29,14 +29,16 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // P is computed from the scores and not from the logsumexp. For huge scores, a logsumexp in one f32 loses the logarithm
-    // of the sum. The scores of one shard do not give the logsumexp of all shards.
+    // Without shards, P is computed from the scores and not from the saved logsumexp, because for huge scores a logsumexp in
+    // one f32 loses the logarithm of the sum. For one shard, P needs the saved logsumexp, because the shard's scores do not
+    // give the logsumexp over all shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // Zeroes the output gradient's rows of queries that see no key, even if they contain NaN. A query that sees no key of a
-    // shard may see keys of another shard, and its rows then count for the gradient of the sinks.
+    // For a query that sees no key, the rows of output gradient and output are set to zero, even if they contain NaN. A query
+    // that sees no key of this shard may see keys of another shard. Its rows then stay, because they count for the gradient
+    // of the sinks.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),

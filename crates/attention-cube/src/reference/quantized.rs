@@ -25,8 +25,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         };
     }
     let bools = bool_dtype::<B>(&rows);
-    // The sum `flaw` of all elements times 0 is NaN if the row contains NaN or infinity, and otherwise 0. The largest magnitude
-    // does not show this, because `max` may skip NaN.
+    // The sum `flaw` of all elements times 0 is NaN if the row contains NaN or infinity, and otherwise 0. The largest
+    // magnitude does not reveal a NaN, because `max` may skip NaN.
     let flaw = B::float_sum_dim(B::float_mul_scalar(rows.clone(), 0.0.into()), 3);
     let largest = B::float_max_dim(B::float_abs(rows.clone()), 3);
     let least = f32::from_bits(ZERO_BELOW);

@@ -8,8 +8,8 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, IntDType, Shape, Slice};
 
-/// The dtype of positions, lengths and ids: i32, as in kernels. A device's default int dtype may be too narrow, or it may be
-/// unsigned. Queries before the first key have negative positions.
+/// The dtype of positions, lengths and ids: i32, as in kernels. A device's default int dtype may be too narrow. It may also
+/// be unsigned, but queries before the first key have negative positions.
 const INTS: IntDType = IntDType::I32;
 
 /// Returns a mask of the keys that each query sees, broadcastable to the scores, or `None` if every query sees every key.
@@ -29,8 +29,8 @@ pub(super) fn visibility<B: Backend>(
 
     let lengths = inputs.kv_lengths.as_option().map(|lengths| {
         let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
-        // Clamps lengths in the wider dtype, that of the lengths or i32. The wider dtype can represent both the lengths and
-        // `kv_len`.
+        // Clamps lengths in the wider of two dtypes: the dtype of the lengths, and i32. The wider dtype can represent both
+        // the lengths and `kv_len`.
         let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
             true => clamp(B::int_cast(lengths.clone(), INTS)),
             false => B::int_cast(clamp(lengths.clone()), INTS),

@@ -1,9 +1,9 @@
 //! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas compile the written files on a machine without a GPU. Both also exist as Python packages. They report
-//! registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that each wgmma is waited for
-//! separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of ptxas differ: 13.0
-//! serializes code that 12.9 does not.
+//! NVRTC and ptxas compile the written files on a machine without a GPU. Both also exist as Python packages. The compilers
+//! report registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that each wgmma is
+//! waited for separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of ptxas
+//! differ: 13.0 serializes code that 12.9 does not.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
 use crate::engine::tensor_core::common::FragmentKind;

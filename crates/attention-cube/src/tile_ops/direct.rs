@@ -211,7 +211,7 @@ pub(crate) const fn add_iterations(sum_tiling: SumTiling, tiles: &UnitTiles) -> 
     sum_tiling.schedule * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
 }
 
-/// Computes `T += Pᵀ B`. P is the square tile in shared memory, and B consists of rows of `b`, as many as P has.
+/// Computes `T += Pᵀ B`. P is the square tile in shared memory, and B consists of as many rows of `b` as P has.
 ///
 /// T is in a buffer in global memory, and its rows start at `target_first`. Each element of T always belongs to the same unit.
 /// The function syncs the cube before it reads the tile. When the function returns, other units may still be reading the tile.

@@ -1,4 +1,8 @@
 //! Division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
+//!
+//! A stationary operand is a left operand A of a first product, whose rows the tile keeps for all blocks. A streamed operand
+//! is a right operand B, whose rows differ from block to block. The forward has the stationary operand Q, and the streamed
+//! operands K and V. The backward has two first products, for S and dP, and thus two operands of each kind.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -20,14 +24,15 @@ pub struct FragmentTiles {
     /// The number of stationary operands of the first product that stay in shared memory with all columns. The remaining
     /// stationary operands are copied again for each block.
     pub held: usize,
-    /// The number of left operands of the second product that are in shared memory at the same time, if streamed operands are
-    /// resident. Both streamed operands of a block are then copied to shared memory once, with all columns, for both products.
+    /// The number of left operands of the second product (P or dS) that are in shared memory at the same time, if streamed
+    /// operands are resident. Resident means that both streamed operands of a block are copied to shared memory once, with all
+    /// columns, and serve both products.
     ///
     /// The number is 0 if streamed operands are not resident but overwrite each other in shared memory.
     pub resident: usize,
 }
 
-/// The number of neighbouring rows that have one flag together. The flag is set if the maximum of any of these rows changes.
+/// The number of neighbouring rows that share one flag. The flag is set if the maximum of any of these rows changes.
 const ROW_GROUP: usize = 8;
 
 impl UnitTiles {
@@ -81,7 +86,8 @@ impl UnitTiles {
     }
 
     /// True if the last streamed operand of the first products is complete in shared memory when the second product begins.
-    /// This is the case in the backward if all stationary operands stay in shared memory.
+    /// This is the case in the backward if both stationary operands stay in shared memory, and one chunk of `depth` columns
+    /// is as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {

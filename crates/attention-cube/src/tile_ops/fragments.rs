@@ -2,10 +2,10 @@
 //! of an opaque layout.
 //!
 //! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Registers per unit: `4 ·
-//! rows_per_unit` for S, and `rows · output columns / units` for O. Fragments are dealt to planes in turns, so that each
-//! plane has its own rows as far as possible:
+//! rows_per_unit` for S, and `rows · output columns / units` for O. Planes take fragments in turn, so that as few planes as
+//! possible share a row of fragments (`k` is the depth of one fragment multiplication):
 //!
-//! | product | fragment loads per plane and step of `k` | fragment multiplications per plane and step of `k` |
+//! | product | fragment loads per plane and `k` inner elements | fragment multiplications per plane and `k` inner elements |
 //! |---|---|---|
 //! | [`multiply_transposed`] | `row_fragments + score_fragments` | `row_fragments · score_fragments` |
 //! | [`accumulate`] | `row_fragments + output_fragments` | `row_fragments · output_fragments` |
@@ -32,7 +32,7 @@ use crate::math::layout::Operand;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The largest number of vectors that a unit loads at once when it copies both streamed operands together.
+/// The largest number of vectors (of both streamed operands) that a unit loads into registers before it stores them.
 const AHEAD: usize = 16;
 
 /// Copies a stationary operand to its region of shared memory. The caller must sync the cube before the copy is read.

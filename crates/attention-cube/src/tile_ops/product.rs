@@ -1,8 +1,8 @@
 //! Tile multiplications by the units of a cube. They run on any CubeCL device without plane operations, in f32 throughout.
 //!
 //! Algorithm: a cube of `units` units keeps `rows` stationary rows (queries in the forward, keys in the key gradient). It
-//! streams rows of the opposite side past them in blocks of `columns` rows. The first product is `S = A Bᵀ`, the second is `O
-//! += P B`. Both read their operands from shared memory in vectors of 4 elements.
+//! streams rows of the other side (keys in the forward) past them in blocks of `columns` rows. The first product is
+//! `S = A Bᵀ`, the second is `O += P B`. Both read their operands from shared memory in vectors of 4 elements.
 //!
 //! Budget:
 //!
@@ -16,8 +16,8 @@
 //!
 //! Bound: shared-memory loads for the first product (0.3 loads per FMA with 2 rows per unit, 0.13 with 4), and FMA for the
 //! second. Shared memory holds the stage (the operands' chunks), P and row statistics: [`UnitTiles::shared_memory`]. The
-//! operands are read from L2 again for every block of the opposite side, so each element that is read takes part in `rows`
-//! FMA.
+//! operands are read from L2 again for every block of the other side, so each streamed element that is read takes part in
+//! `rows` FMA.
 
 use super::cmma::SumFragment;
 use super::fragments::stage::FragmentStage;
@@ -94,9 +94,9 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
 /// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// A kernel may have several first products, numbered by `stationary`. In product number `stationary`, `a` is the stationary
-/// operand of that number, and `b` is the streamed operand of that number. If the tiles keep stationary operands in shared
-/// memory, `a` and `a_first` must be the same for every block.
+/// A backward has two first products, for S and dP. The argument `stationary`, 0 or 1, is the number of the first product.
+/// `a` and `b` are then the stationary operand and the streamed operand of this number. If the tiles keep stationary operands
+/// in shared memory, `a` and `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -211,10 +211,12 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile and the second product, if the second product does not sync by itself.
+/// Synchronizes the cube between the write of the tile and the second product, in the two cases in which the second product
+/// needs this sync:
 ///
-/// If the second product does not first wait for copies of its operand, only this sync makes the tile visible to all units. If
-/// planes do not wait for each other's scores, the sync also ensures that all planes have finished reading the stage.
+/// - The rows of B are already in shared memory. The second product then copies nothing, and reads the tile without a sync.
+/// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores, and a plane may still be
+///   reading the stage, which the second product overwrites.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
@@ -224,8 +226,8 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
 
 /// Computes `O += P B` from the tile P in shared memory and the block's rows of `b`, which is streamed operand `streamed`.
 ///
-/// The function syncs the cube before it reads the tile, unless both streamed operands are resident in shared memory. When the
-/// function returns, other units may still be reading tile and stage.
+/// The function syncs the cube before it reads the tile, unless the rows of `b` are already in shared memory: see
+/// [`sync_tiles`]. When the function returns, other units may still be reading tile and stage.
 ///
 /// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` that is multiplied only with
 /// zeros of P, because that row may contain NaN.
@@ -278,7 +280,7 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
 /// Multiplies each row of O by its factor, after row maxima have changed.
 ///
 /// For O in fragments, `moved` has one flag per group of rows. A flag is nonzero if any row of the group has a factor other
-/// than 1. The flags need not be visible to all units yet.
+/// than 1. The caller need not sync the cube after it writes the flags.
 #[cube]
 pub(crate) fn rescale<C: Float>(
     output: &mut TileOutput,

@@ -84,12 +84,13 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// Pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance, in slots of shared memory, between the four columns of S that a unit computes, or 0 for rows in order.
+    /// The distance, in row slots of shared memory, between the rows of `b` for the four columns of S that a unit computes.
+    /// It is 0 if the rows are in order.
     ///
-    /// If not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units then read
-    /// neighbouring slots.
+    /// If it is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units then
+    /// read neighbouring slots.
     pub interleaved: usize,
-    /// True if row numbers run through all heads of a group, one head after another.
+    /// True if the rows of all heads of a GQA group are numbered consecutively, head after head.
     pub packed: bool,
     pub units: usize,
 }
@@ -99,7 +100,7 @@ impl StagedRows {
         self.count * self.vectors
     }
 
-    /// Returns the number of vectors that each unit copies.
+    /// Returns the number of vectors that each unit copies, one per step.
     pub const fn steps(&self) -> usize {
         self.total().div_ceil(self.units)
     }

@@ -35,7 +35,8 @@ pub struct UnitTiles {
     pub output_units: usize,
     /// The number of vectors of 4 output columns per unit in the second product.
     pub output_vectors: usize,
-    /// The number of a unit's output vectors whose operand is in shared memory at the same time.
+    /// The number of a unit's output vectors for which the columns of B are in shared memory at the same time, in the second
+    /// product.
     pub staged_vectors: usize,
     /// The number of streamed rows that are in shared memory at the same time in the second product.
     pub streamed_rows: usize,
@@ -174,8 +175,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory, or 1 if units do not share
-    /// them.
+    /// Returns the number of vectors that the two-part LSE and delta of a block's queries take in shared memory, or 1 if the
+    /// tile is not multiplied in fragments.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,
@@ -198,8 +199,9 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations of a unit for one block. Per block, the first products sum over `columns`
-    /// columns in total, and `accumulated` second products sum over the block's rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the number of columns over
+    /// which the first products sum in total. `accumulated` is the number of second products, which sum over the block's
+    /// rows.
     ///
     /// If operands are copied to shared memory, the bound is twice as large. If the tile may have hidden scores (`has_masked`),
     /// each second product first marks the used columns of P, one row of P per iteration.

@@ -132,7 +132,7 @@ pub struct QuantizedInputs<B: Backend> {
 }
 
 impl<B: Backend> QuantizedInputs<B> {
-    /// Applies `rows` to keys and values, and returns the inputs of an unquantized call.
+    /// Converts keys and values by the function `rows`, and returns the inputs of an unquantized call.
     pub(crate) fn read(
         self,
         rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,

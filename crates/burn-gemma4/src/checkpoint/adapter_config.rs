@@ -49,9 +49,9 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods to initialize `A` and `B`. Each of them leaves the base weights unchanged, or PEFT applies the method
-/// again when it loads an adapter. The other methods subtract the initial `B · A` from the base weights, so the adapter does
-/// not fit the original weights.
+/// The supported methods to initialize `A` and `B`. Each method either leaves the base weights unchanged, or is applied again
+/// when PEFT loads the adapter. All other methods subtract the initial `B · A` from the base weights, so the adapter does not
+/// fit the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.

@@ -22,7 +22,7 @@ pub(super) enum WeightForm {
     /// All weights are unquantized.
     Whole,
     /// Weights that are quantized in the checkpoint become packed words. All other weights are quantized to the given target,
-    /// or stay unquantized without a target.
+    /// or stay unquantized if the target is `None`.
     Words(Option<QuantTarget>),
 }
 

@@ -164,7 +164,7 @@ impl Gemma4Model {
 }
 
 /// Returns the names of the tensors in `files` that are copied unchanged to the saved checkpoint. `paths` are the paths of the
-/// model's parameters, whose tensors are written anew.
+/// model's parameters, whose tensors are written from the model.
 fn kept<'a>(
     files: &'a Arc<TensorFiles>,
     names: &Names,
@@ -238,14 +238,14 @@ pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error
     replace(path, |partial| fs::write(partial, contents))
 }
 
-/// Writes tensors to a safetensors file, which is renamed when it is complete as in [`write_file`]. `metadata` is an optional
-/// further metadata entry.
+/// Writes tensors to a safetensors file under a temporary name, and renames the file when it is complete. `metadata` is an
+/// optional entry of the file's metadata, in addition to `format`.
 pub(crate) fn write_tensors<V: View>(
     path: &Path,
     metadata: Option<(&str, String)>,
     tensors: impl Iterator<Item = (String, V)>,
 ) -> Result<(), Gemma4Error> {
-    // Add this entry to the metadata, because transformers requires it.
+    // Add the entry `format` to the metadata, because transformers requires this entry.
     let format = ("format", "pt".to_owned());
     let metadata = [format].into_iter().chain(metadata);
     let metadata: HashMap<String, String> = metadata

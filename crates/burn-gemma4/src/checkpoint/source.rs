@@ -1,4 +1,5 @@
-//! Reads parameters from the formats of their checkpoints and uploads them to a device.
+//! Reads parameters from the formats of their checkpoints and uploads them to a device. A slice is the part of a parameter at
+//! one index of its slowest dimension.
 
 use crate::config::Gemma4Config;
 use crate::error::TensorProblem;
@@ -122,8 +123,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the number of host bytes that the upload of one slice takes. A slice is the part of the parameter at one index
-    /// of the slowest dimension.
+    /// Returns the number of host bytes that the upload of one slice (one index of the slowest dimension) takes.
     fn slice_bytes(&self) -> usize {
         let numbers: usize = self.shape[1..].iter().product();
         match &self.numbers {

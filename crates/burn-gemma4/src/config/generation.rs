@@ -63,8 +63,8 @@ pub struct GenerationDefaults {
     pub min_length: Option<usize>,
     /// See [`GenerateOptions::begin_suppress_tokens`](crate::generate::GenerateOptions::begin_suppress_tokens). Default: none.
     pub begin_suppress_tokens: Vec<u32>,
-    /// Tokens that are never sampled unless they are stop tokens. They come from `bad_words_ids`: each entry of that list with
-    /// a single token gives one. Default: none.
+    /// Tokens that are never sampled unless they are stop tokens. The tokens come from the file's `bad_words_ids`: each entry
+    /// that consists of a single token gives one token here. Default: none.
     pub bad_words: Vec<u32>,
     /// Warnings about settings in the file that this crate does not support. Each warning is one sentence for the user.
     /// Default: none.
@@ -228,8 +228,8 @@ impl From<File> for GenerationDefaults {
         let bad_words = file.bad_words_ids.unwrap_or_default();
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
-        // Report bad words of several tokens as unsupported. Whether the last token of such a word is forbidden depends on the
-        // tokens before it, which samplers on a device do not see.
+        // Report bad words of several tokens as unsupported. A sampler would have to forbid the last token of the word only
+        // after the word's first tokens. Samplers on a device do not see earlier tokens.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }
@@ -404,7 +404,7 @@ mod tests {
         assert!(!hostile.unsupported[0].contains(|one: char| one.is_control()));
     }
 
-    /// In this file every setting has the value with which transformers writes a setting that is off.
+    /// Each setting in the test's file has the value that transformers writes if the setting is off.
     #[test]
     fn read_of_neutral_values_gives_no_warning() {
         let defaults = read(

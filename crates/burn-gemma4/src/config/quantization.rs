@@ -1,5 +1,6 @@
-//! Reads the `quantization_config` in a `config.json`. It lists packing schemes, but does not say which matrix has which
-//! scheme. The tensors of each matrix show that. All other kinds of quantization are refused.
+//! Reads the `quantization_config` in a `config.json`. This object lists packing schemes, but does not say which matrix has
+//! which scheme. The loader finds the scheme of a matrix from the matrix's tensors. All other kinds of quantization are
+//! refused.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;

@@ -42,8 +42,8 @@ impl Gemma4Config {
         self.validate_with(Self::validate_shared_layers)
     }
 
-    /// Checks the configuration like [`validate`](Self::validate), except for one rule. `validate_shared_layers` checks the
-    /// layers that share an earlier layer's KV cache.
+    /// Checks the configuration like [`validate`](Self::validate), but calls the argument `validate_shared_layers` to check the
+    /// layers that share an earlier layer's KV cache. A drafter has other rules for these layers.
     pub(super) fn validate_with(
         &self,
         validate_shared_layers: impl FnOnce(&Self) -> Result<(), Gemma4Error>,

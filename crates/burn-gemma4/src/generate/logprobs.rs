@@ -29,7 +29,8 @@ impl TokenLogprobs {
             .copied()
             .map(number)
             .fold(f32::NEG_INFINITY, f32::max);
-        // Set the difference to 0 for the largest logit instead of subtracting: if the logit is ∞, the subtraction gives NaN.
+        // `below` is the difference between a logit and the largest logit. Return 0 for the largest logit without subtracting,
+        // because ∞ − ∞ would give NaN.
         let below = |logit: f32| match number(logit) {
             logit if logit == largest => 0.0,
             logit => f64::from(logit) - f64::from(largest),

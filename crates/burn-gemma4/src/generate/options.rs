@@ -77,8 +77,8 @@ impl GenerateOptions {
         }
     }
 
-    /// True if a session's cache can serve a generation with these options. The cache must have the same format and the same
-    /// number of spare columns as the caches that [`cache`](Self::cache) creates.
+    /// True if a session's cache can serve a generation with these options. The cache must have the same format, and the same
+    /// number of spare slots in its ring buffers, as the caches that [`cache`](Self::cache) creates.
     pub(crate) fn fits(&self, cache: &Cache) -> bool {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }

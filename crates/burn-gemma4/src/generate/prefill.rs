@@ -1,4 +1,4 @@
-//! Prefill of the prompts in chunks.
+//! Prefill of the prompts in chunks. A column of the KV cache is one token position of every sequence.
 
 use super::options::GenerateOptions;
 use super::sequence::Sequence;

@@ -1,4 +1,5 @@
-//! The generation loop: prefill of the prompts, then decode steps until all texts have ended.
+//! The generation loop: prefill of the prompts, then decode steps until all texts have ended. A column of the KV cache is one
+//! token position of every sequence.
 
 use super::decode::{Decoder, Next};
 use super::generation::{Generation, OnToken, Timings};
@@ -165,7 +166,7 @@ pub(crate) fn run(
             may_draw = false;
         }
         // A finished sequence stays in the batch until all sequences have finished. Queue a further decode step only if an
-        // unfinished sequence may still gain more than one token.
+        // unfinished sequence may gain at least two more tokens: the current step chooses one of them.
         let goes_on = sequences
             .iter()
             .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);

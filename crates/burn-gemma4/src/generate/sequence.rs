@@ -15,7 +15,8 @@ use crate::text::tokenizer::Tokenizer;
 /// The data from which the host gets the next tokens. If the device has chosen the tokens, only their ids are copied to the
 /// host. Otherwise the logits are copied, and the host chooses the tokens.
 pub(crate) enum Chosen {
-    /// The token that the device chose for each row, followed by the vocabulary size. A row without a possible token has `None`.
+    /// The token that the device chose from each row of logits, followed by the vocabulary size. A row without a possible token
+    /// has `None`.
     Tokens(Vec<Option<u32>>, usize),
     /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),
@@ -43,7 +44,8 @@ impl Chosen {
         }
     }
 
-    /// Chooses the next token of each sequence, with one row per sequence. A finished sequence gets an arbitrary token.
+    /// Chooses the next token of each sequence. There must be one row (of logits, or one token) per sequence. A finished
+    /// sequence gets an arbitrary token.
     pub fn tokens(
         &self,
         sequences: &mut [Sequence<'_>],
@@ -58,7 +60,7 @@ impl Chosen {
         .collect()
     }
 
-    /// Chooses the next token of `sequence` from row `row`.
+    /// Chooses the next token of `sequence` from the row `row` of logits, or takes the device's token for that row.
     pub fn token(
         &self,
         row: usize,

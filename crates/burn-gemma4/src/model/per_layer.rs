@@ -1,5 +1,5 @@
 //! Per-layer embeddings (PLE). The table has one row per token, with a vector for each layer, and may be too large for the
-//! device.
+//! device. In shapes, `columns` is the length of one layer's vector.
 
 use super::placement::TablePlacement;
 use super::text_model::Gemma4Model;

@@ -112,7 +112,7 @@ impl Gemma4Model {
     }
 
     /// Creates a model like [`new`](Self::new), from a configuration that is already validated. The configuration may describe
-    /// a part of another model.
+    /// an incomplete model, such as the layers of a drafter.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();

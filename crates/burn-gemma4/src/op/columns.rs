@@ -18,8 +18,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view on
-/// devices whose kernels address buffers by pointers. On other devices the result is Burn's slice, which may copy.
+/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view if the
+/// device's kernels address buffers by pointers, and the range begins at a multiple of 16 bytes. Otherwise the result is Burn's
+/// slice, which may copy.
 pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
     #[cfg(feature = "cube")]
     if super::serve(&slots) {
@@ -81,7 +82,7 @@ impl ColumnsBackend for CubeBackend {
     }
 }
 
-/// Returns a view of a range of columns, for float or integer elements.
+/// Returns a view of a range of columns, or Burn's slice if no view is possible. The elements may be floats or integers.
 #[cfg(feature = "cube")]
 fn view(slots: CubeTensor, start: usize, count: usize) -> CubeTensor {
     let slots = untile(slots);

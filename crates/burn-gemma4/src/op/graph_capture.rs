@@ -7,8 +7,8 @@ use burn::{
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate the
-/// buffers. They also let Burn's fusion and CubeCL tune. The first run after a different computation also fuses the operations
-/// of this computation again.
+/// buffers. They also let Burn's fusion and CubeCL tune. If a different computation ran before, the first warm-up run also makes
+/// fusion fuse this computation's operations again.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its

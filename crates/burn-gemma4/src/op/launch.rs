@@ -74,7 +74,7 @@ pub(super) fn converts_f16(device: &CubeDevice) -> bool {
 /// vectors or elements.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
-    // Use few units without plane operations, because every unit then adds up the partial results of all other units.
+    // If the device has no plane operations, use few units: every unit then adds up the partial results of all units.
     let limit = client.properties().hardware.max_units_per_cube as usize;
     let (least, most) = match width {
         1 => (32, 64),

@@ -3,7 +3,7 @@
 //! On CubeCL devices kernels compute the operators. For any number of rows, kernels fuse the operations between GEMMs into as few
 //! launches as possible. For inference, kernels also compute GEMVs (matrix products of a few rows), which memory bandwidth
 //! bounds. On other devices Burn's own operators compute the same values. Training also runs on Burn's operators, except for
-//! norms, GeGLU, matrix products and optimizer updates.
+//! norms, GeGLU, cross entropy, matrix products and optimizer updates.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;
@@ -87,8 +87,8 @@ pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Kernels on cards without PDL have the same names, but do not wait for the previous launch. Their launches must not
-        // overlap.
+        // The graph edit selects kernels by name. On cards without PDL the kernels have the same names, but do not wait for the
+        // previous launch, so their launches must not overlap.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {

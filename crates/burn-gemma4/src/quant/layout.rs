@@ -23,7 +23,7 @@ pub struct Format {
     pub rounding: Rounding,
 }
 
-/// The parameters that all columns of a group share, and their storage.
+/// The parameters that all columns of a group share, and their storage. The field `zero` is a zero point that all groups share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
     /// An f16 scale per group. Two scales share a word.

@@ -103,7 +103,7 @@ fn write_float(number: f32, dtype: DType, bytes: &mut [u8]) {
     }
 }
 
-/// A packed matrix. The lengths of its slices match the scheme.
+/// A packed matrix. The lengths of the byte slices match the scheme, the rows and the columns.
 pub(crate) struct Packed<'a> {
     pub scheme: Scheme,
     pub rows: usize,

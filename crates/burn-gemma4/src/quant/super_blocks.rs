@@ -8,10 +8,12 @@ const GROUP: usize = 32;
 
 /// Returns the 6-bit scale and the 6-bit minimum of each of the 8 groups. `packed` has 12 bytes:
 ///
-/// - Bytes 0 to 3 hold the scales of groups 0 to 3 in their lower 6 bits. Bytes 4 to 7 hold the minimums of these groups.
-/// - The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. Those of bytes 4 to 7 are the upper
-///   bits of their minimums.
-/// - Bytes 8 to 11 hold the lower 4 bits of the scales of groups 4 to 7, and above them the lower 4 bits of their minimums.
+/// - The lower 6 bits of bytes 0 to 3 hold the scales of groups 0 to 3. The lower 6 bits of bytes 4 to 7 hold the
+///   minimums of groups 0 to 3.
+/// - The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7 are
+///   the upper bits of the minimums of groups 4 to 7.
+/// - The lower 4 bits of bytes 8 to 11 are the lower bits of the scales of groups 4 to 7. The upper 4 bits are the lower bits
+///   of the minimums of groups 4 to 7.
 pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),

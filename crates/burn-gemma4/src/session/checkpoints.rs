@@ -1,5 +1,5 @@
 //! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken at the boundary between two
-//! turns.
+//! turns. A column of the cache is one token position.
 
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;

@@ -1,5 +1,5 @@
 //! Session files. A session file is a safetensors file. It holds the session's tokens, their keys and values, and data that
-//! identify the model.
+//! identify the model. A column of the KV cache is one token position.
 
 use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
 use crate::checkpoint::{Stored, map, write_tensors};

@@ -5,7 +5,8 @@
 //! another 8.6 GB. From each chunk of logits, the forward computes three results: the chunk's part of the loss, the gradient of
 //! the chunk's hidden states, and the chunk's part of the head's gradient. The logits are then dropped. The method is that of
 //! Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989. The gradients are complete before the backward
-//! begins. The backward only scales them, so no logits are computed twice.
+//! begins. The backward only scales them, so no logits are computed twice. In shapes, `rows` counts positions and `columns` is
+//! the hidden size.
 
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;

@@ -48,7 +48,8 @@ pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
-/// Returns the address of the `piece`-th 16-byte piece of row `row`, in subtiles of `rows` rows that start at `start`.
+/// Returns the address of the `piece`-th 16-byte piece of row `row`, in swizzled subtiles of `rows` rows and 64 columns that
+/// start at `start`.
 #[cube]
 pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {
     let subtile = start + (piece / 8u32) * comptime!((rows * ROW_BYTES) as u32);

@@ -5,8 +5,8 @@
 //! operand of `mma.sync` has 8 rows. Lane `l` holds parts of row `l / 4` of both operands. In row `l / 4` of the result, it
 //! holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
-//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. Any of them can be assigned to a
-//! lane, if they are the same for both operands. A lane gets adjacent columns, so that one load reads them.
+//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may get any columns, if it
+//! gets the same columns of both operands. Each lane gets adjacent columns, so that one load reads them.
 
 use crate::nvidia::Half;
 use crate::nvidia::ptx::value_of;

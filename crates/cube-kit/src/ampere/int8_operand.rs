@@ -25,7 +25,7 @@ use cubecl::prelude::*;
 /// Columns per row of a subtile of codes.
 pub const WORDS_SUBTILE: usize = ROW_BYTES;
 
-/// The number of 16-column steps whose codes one `ldmatrix` loads.
+/// The number of steps whose codes one `ldmatrix` loads. One step is 16 columns.
 const LOADED_STEPS: usize = 2;
 
 /// Three constants, each as a pair of bf16 values. `base` is 128; a code's 7 low bits are put into the mantissa of this value.
@@ -121,7 +121,8 @@ fn sums_text(product: &Sums) -> String {
             let rows = subtile * product.right_rows + STEP * step;
             text += &load("b", "ra", within, rows * ROW_BYTES, true);
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
-                // For the even columns of the result, the right operand is (n0, n2). For the odd columns, it is (n1, n3).
+                // The right operand is in the registers n0 and n2 for the even columns of the result, and in n1 and n3 for
+                // the odd columns.
                 text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
                 text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {

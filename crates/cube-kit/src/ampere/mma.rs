@@ -54,11 +54,12 @@ pub struct Sums {
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
     pub fragments: usize,
-    /// The number of 16-column steps of the result per warp.
+    /// The number of steps of the result per warp. One step is 16 columns.
     pub steps: usize,
-    /// The first of these steps to which the multiplication adds.
+    /// The first step to which the multiplication adds its product.
     pub first_step: usize,
-    /// The number of steps to which the multiplication adds. These are the steps that the right operand contains.
+    /// The number of steps to which the multiplication adds its product. The right operand contains the columns of these
+    /// steps.
     pub added_steps: usize,
     /// The number of warps that divide the columns: 1, 2, 4 or 8.
     pub groups: usize,
@@ -129,8 +130,8 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// PTX that loads the four 8 × 8 matrices of step `within` of a subtile into four registers. Their names are `name` followed by
-/// the numbers 0 to 3.
+/// PTX that loads four 8 × 8 matrices into four registers. The matrices cover 16 rows and the 16 columns of step `within` of
+/// a subtile. The names of the four registers are `name` followed by the numbers 0 to 3.
 ///
 /// Four registers hold the lane's swizzled addresses for the steps of a subtile. Their names are `address` followed by the
 /// number of the step. `offset` (in bytes) is added to the address.
@@ -148,16 +149,16 @@ pub(super) fn load(
     )
 }
 
-/// PTX that computes the lane's swizzled address for each step of a subtile.
+/// PTX that computes the lane's swizzled address for each step (16 columns) of a subtile.
 pub(super) fn addresses(name: &str, address: &str) -> String {
     (0..SUBTILE_STEPS)
         .map(|step| format!("xor.b32 {name}{step}, {address}, {};\n", step * STEP_BYTES))
         .collect()
 }
 
-/// PTX that computes the masks m0 and m1 for the right operand's registers of a step. In the register `used`, bits `4 step` and
-/// `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two rows that lie 8 rows
-/// below these.
+/// PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register `used`, bits
+/// `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two rows that
+/// lie 8 rows below these.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -171,7 +172,7 @@ fn masks(used: usize, step: usize) -> String {
         .collect()
 }
 
-/// PTX that applies the masks to the right operand's registers of a step.
+/// PTX that applies the masks m0 and m1 to the right operand's registers of a step.
 fn masked() -> String {
     (0..4)
         .map(|i| format!("and.b32 b{i}, b{i}, m{};\n", i % 2))
@@ -368,8 +369,8 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
-/// Each fragment has `stride` registers. The first 8 of them hold packed pairs of f16 or bf16, whatever `P` is, in the
-/// register order of a left operand.
+/// Each fragment has `stride` registers. The first 8 of them hold packed pairs of f16 or bf16, whatever the type `P` is, in
+/// the register order of a left operand.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
@@ -421,8 +422,9 @@ pub fn add_scores<NS: Size>(
 
 /// Multiplies two operands in shared memory and adds the product to `sums`.
 ///
-/// Lane `l` holds flags of four columns of the left operand in bits `4 s` to `4 s + 3` of `used`. The first two flags are for
-/// column `16 s + 2 (l % 4)` and the next column. The last two are for the columns 8 further on.
+/// For each step `s` (columns `16 s` to `16 s + 15` of the left operand), lane `l` holds flags of four columns in bits `4 s` to
+/// `4 s + 3` of `used`. The first two flags are for column `16 s + 2 (l % 4)` and the next column. The last two flags are for
+/// the columns 8 further on.
 #[cube]
 pub fn add_shared_product<NO: Size>(
     sums: Vector<f32, NO>,
@@ -446,8 +448,9 @@ pub fn add_shared_product<NO: Size>(
 
 /// Multiplies `left` by an operand in shared memory and adds the product to `sums`.
 ///
-/// Lane `l` holds flags of four rows of the right operand in bits `4 s` to `4 s + 3` of `used`. The first two flags are for row
-/// `16 s + 2 (l % 4)` and the next row. The last two are for the rows 8 further down.
+/// For each step `s` (rows `16 s` to `16 s + 15` of the right operand), lane `l` holds flags of four rows in bits `4 s` to
+/// `4 s + 3` of `used`. The first two flags are for row `16 s + 2 (l % 4)` and the next row. The last two flags are for the
+/// rows 8 further down.
 #[cube]
 pub fn add_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

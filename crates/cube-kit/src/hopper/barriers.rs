@@ -12,7 +12,8 @@ pub fn warpgroup_barrier() {
     named_barrier(warpgroup + 3u32, WARPGROUP);
 }
 
-/// The number of the first named barrier that orders warpgroups. These numbers follow those of `warpgroup_barrier`.
+/// The number of the first named barrier that orders warpgroups. The numbers of ordering barriers follow those of
+/// `warpgroup_barrier`.
 const FIRST_ORDERING_BARRIER: u32 = 6;
 
 /// Waits until the previous warpgroup has issued its `wgmma`.

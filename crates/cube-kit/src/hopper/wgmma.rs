@@ -126,7 +126,8 @@ fn output_text(product: &Product) -> String {
 
 /// PTX that waits until at most `pending` `wgmma` groups are in flight, then signals at a barrier that a stage is free.
 ///
-/// Outputs: `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag.
+/// Outputs: `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in threads
+/// that arrive at the barrier).
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -279,7 +280,8 @@ pub fn take_sums<NF: Size, NP: Size>(
     taken
 }
 
-/// Waits until at most `pending` `wgmma` groups are in flight, then arrives `times` times at the barrier `empty`.
+/// Waits until at most `pending` `wgmma` groups are in flight. Then each thread whose `elected` is not 0 arrives `times` times
+/// at the barrier `empty`.
 #[cube]
 pub fn free_chunk(empty: u32, elected: u32, #[comptime] pending: usize, #[comptime] times: usize) {
     let text = comptime!(format!(

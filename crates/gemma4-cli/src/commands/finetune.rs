@@ -289,7 +289,7 @@ impl Finetune {
     }
 }
 
-/// Returns the training rows and the validation rows.
+/// Returns the rows of packed documents for training, and those for validation.
 fn data(cli: &Finetune, gemma: &Gemma4) -> Result<(Data, Data), Error> {
     let length = cli.training.length;
     let mut documents = read_documents(&cli.data, gemma)?;

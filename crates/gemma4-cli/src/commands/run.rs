@@ -121,7 +121,7 @@ fn run(cli: &Run) -> Result<(), Error> {
     } else {
         output.stream(&interrupt, |on_token| generate(on_token))?
     };
-    // The session is written to the file, together with the conversation that the file already contains.
+    // The session is written to the file of `--cache`, together with the conversation that this file already contains.
     let mut kept = Ok(());
     if let Some(cache) = &mut cache {
         cache.write(&session, &messages)?;

@@ -184,7 +184,7 @@ fn vocabulary_size(cli: &Train) -> Result<usize, Error> {
     }
 }
 
-/// Returns the training rows and the validation rows.
+/// Returns the rows of packed files for training, and those for validation.
 fn rows(
     cli: &Train,
     texts: &[corpus::CorpusFile],

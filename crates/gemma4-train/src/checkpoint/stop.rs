@@ -70,8 +70,8 @@ impl Stop {
     }
 }
 
-/// An early stopping strategy that ends Burn's learner after a stop request. The learner first writes the checkpoint of the
-/// interrupted interval.
+/// An early stopping strategy that ends Burn's learner after a stop request. An interval is the steps between two checkpoints.
+/// The learner first writes the checkpoint of the interval that the stop has cut short.
 #[derive(Clone)]
 pub struct AfterCheckpoint {
     /// The request to stop.

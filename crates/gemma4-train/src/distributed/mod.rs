@@ -75,7 +75,7 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// The way in which the program of a process ends. The other processes are told of it.
+/// The way in which the program of a process ends. The process reports it to the other processes.
 pub enum Ending {
     /// The program was stopped. All processes have agreed to stop after the same step, so the other processes continue until
     /// that step.

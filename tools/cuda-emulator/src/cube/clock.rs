@@ -1,6 +1,7 @@
-//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies. An
-//! actor's clock stores, for each actor, the time up to which that actor's accesses happened before the owner's next
-//! access. A barrier joins the clocks of its warps. Two accesses that no barrier orders may happen in either order.
+//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies.
+//! The clock of an actor, its owner, stores one time for each actor. All accesses of that actor up to this time
+//! happened before the owner's next access. A barrier joins the clocks of its warps. Two accesses that no barrier
+//! orders may happen in either order.
 
 #[derive(Clone, Debug)]
 pub struct Clock {

@@ -173,7 +173,7 @@ impl Cube<'_> {
                 self.events -= 1;
                 return Ok(Next::AskLater);
             }
-            // The scheduler executes control flow, so such an instruction here is an error.
+            // The scheduler executes control flow itself, so a control-flow instruction at this point is an error.
             operation => return Err(Fault::Unsupported(format!("{operation:?} here"))),
         }
         Ok(Next::GoOn)

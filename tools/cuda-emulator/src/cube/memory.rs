@@ -28,7 +28,8 @@ impl Memory for Host {
 
 impl WritableMemory for Host {
     fn write<const N: usize>(&mut self, address: u64, bytes: [u8; N]) {
-        // SAFETY: the same check as for `read` applies, and no references into allocations exist.
+        // SAFETY: `Launch::check_global` has found the address in an allocation, and no references into allocations
+        // exist.
         unsafe { (address as *mut [u8; N]).write_unaligned(bytes) }
     }
 }

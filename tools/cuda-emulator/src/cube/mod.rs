@@ -112,7 +112,8 @@ impl Launch<'_> {
         Ok(all)
     }
 
-    /// Runs thread blocks until none is left that no host thread has started.
+    /// Runs thread blocks until every block has been started by a host thread. `next` is the index of the next block to
+    /// start.
     fn run_some(&self, next: &AtomicU64) -> Result<Outcome, LocatedFault> {
         let mut cube = Cube::new(self);
         let mut warps: Vec<_> = (0..self.warps()).map(|id| Warp::new(id, self)).collect();

@@ -166,8 +166,8 @@ impl Warp {
         self.put_doubles(to, of_rows(a, b, f), mask);
     }
 
-    /// Computes a 64-bit result from two 32-bit words per lane. If `adds` is true, the third row, which has 64-bit
-    /// values, is added.
+    /// Computes a 64-bit result from two rows of 32-bit words, lane by lane. If `adds` is true, the third row, which
+    /// has 64-bit values, is added.
     #[inline(always)]
     fn wide(
         &mut self,

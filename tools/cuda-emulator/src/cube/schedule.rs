@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of rounds over all warps without an event after which the emulator reports a deadlock of warps that poll
-/// barriers.
+/// The number of rounds over all warps without an event that the emulator tolerates while warps poll barriers. After
+/// more rounds, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.
@@ -151,7 +151,7 @@ impl Cube<'_> {
         }
     }
 
-    /// Executes one instruction. Names that instruction in the races and faults that it causes.
+    /// Executes one instruction. If the instruction causes races or faults, their reports name the instruction.
     fn step(
         &mut self,
         warp: &mut Warp,

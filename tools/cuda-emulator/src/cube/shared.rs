@@ -184,7 +184,7 @@ impl SharedMemory {
         self.check_reads(clock, words);
     }
 
-    /// Checks that the other actors' reads are ordered before this warp's write.
+    /// Checks that the reads of the words by other actors are ordered before this warp's write.
     fn check_reads(&mut self, clock: &Clock, words: std::ops::Range<usize>) {
         let owner = clock.owner();
         for (other, known) in clock.times().iter().enumerate() {

@@ -43,7 +43,7 @@ pub enum State {
 pub struct Group {
     pub at: u32,
     pub mask: u32,
-    /// The lowest index of an instruction, after this group's, at which other lanes of the warp are.
+    /// The lowest instruction index after this group's index at which other lanes of the warp are.
     pub others: u32,
 }
 
@@ -223,7 +223,8 @@ impl Warp {
         }
     }
 
-    /// Returns the word of the first lane in `mask`. PTX requires that all lanes have the same value here.
+    /// Returns the word of a register in the first lane of `mask`, for operands that PTX requires to be equal in all
+    /// lanes.
     pub fn first_word(&self, row: u32, mask: u32) -> u32 {
         self.words[row as usize][mask.trailing_zeros() as usize % LANES]
     }

@@ -10,7 +10,7 @@ use crate::card::Settings;
 const ALIGNMENT: usize = 512;
 
 /// The size in bytes from which an allocation is not filled with NaN. The operating system provides a page of a large
-/// allocation only when the page is written, so filling it would use the memory.
+/// allocation only when the page is written, so filling the allocation would use all of its memory.
 const POISONED: usize = 64 << 20;
 
 fn layout(bytes: usize) -> Option<Layout> {

@@ -65,7 +65,7 @@ pub enum ArithmeticOperation {
     DotBytes,
     /// Rounds an f32 to a mantissa of 10 bits, ties away from 0 (tf32).
     Reduce,
-    /// This and the next operations test the kind of a float (`testp`).
+    /// `IsFinite` and the operations after it test the kind of a float (`testp`).
     IsFinite,
     IsInfinite,
     IsNumber,
@@ -85,14 +85,15 @@ pub enum Rounding {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// Subnormal operands and results are flushed to 0.
+    /// True if subnormal operands and results are flushed to 0.
     pub flush: bool,
     pub saturate: bool,
-    /// The operations min and max return NaN if an operand is NaN.
+    /// True if the operations min and max return NaN when an operand is NaN.
     pub keep_nan: bool,
-    /// A negative result is replaced by 0.
+    /// True if a negative result is replaced by 0.
     pub relu: bool,
-    /// A shift uses only the low bits of the shift amount. The search for the highest bit counts from the top.
+    /// True if a shift uses only the low bits of the shift amount. In the search for the highest bit, true if the
+    /// result counts from the top.
     pub wrap: bool,
     pub rounding: Rounding,
 }

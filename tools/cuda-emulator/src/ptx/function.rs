@@ -231,7 +231,7 @@ impl<'a> Body<'a> {
     }
 }
 
-/// The names that are visible in a scope: those of the scope and of all enclosing scopes.
+/// The names that are visible in a scope, which are declared in the scope itself or in an enclosing scope.
 struct Place<'a> {
     scopes: &'a [Scope],
     scope: usize,

@@ -128,7 +128,7 @@ fn address(text: &str, names: &impl Names) -> Result<Operand, Fault> {
     Ok(Operand::Address(None, start.wrapping_add(offset)))
 }
 
-/// Converts the text of a constant to the bits that it has in an instruction of type `number_type`.
+/// Converts the text of a constant to bits. The constant is an operand of an instruction of type `number_type`.
 pub fn number(text: &str, number_type: Type) -> Option<u64> {
     let text = text.trim();
     let (negative, digits) = match text.strip_prefix('-') {

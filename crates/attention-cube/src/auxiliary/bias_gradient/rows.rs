@@ -1,11 +1,11 @@
 //! Computes the gradient of a bias that is constant over keys, without computing any score.
 //!
-//! Such a bias shifts all scores of a query equally. Without a sink, this shift changes only the logsumexp. With a sink, which
-//! is not shifted, it also changes the sink's share of the softmax. The gradients of a query's scores therefore sum to
+//! Such a bias shifts all scores of a query equally. Without a sink, this shift changes only the logsumexp. A sink is not
+//! shifted, so with a sink the bias also changes the sink's probability. The gradients of all scores of a query therefore sum to
 //! `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
 //!
 //! Schedule: the queries that read one bias element (all queries along which the element is broadcast) are divided into parts.
-//! Each unit adds up one part. Budget: no shared memory and a few registers. Bound: memory, with only three f32 values read per
+//! Each unit adds up one part. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per
 //! query.
 
 use crate::auxiliary::delta::kernel::row_lse_delta_of;

@@ -1,10 +1,10 @@
 //! Computes the gradient of the bias. For a tile of the bias, the gradient is the sum of dS over all dimensions along which the
 //! bias is broadcast.
 //!
-//! Algorithm: a cube recomputes all score tiles that read its bias tile, and adds their dS in registers. A bias that is
-//! broadcast along queries has too few tiles to occupy the device. Several cubes (the grid's splits) then divide the score
-//! tiles of one bias tile, and `sum_parts` adds their partial sums in order. A bias that is broadcast along keys needs no
-//! scores: see `constant_bias_gradient`.
+//! Algorithm: a cube recomputes all score tiles that read its bias tile, and adds their dS in registers. A bias that is broadcast
+//! along queries has too few tiles to occupy the device. Several cubes (the grid's splits) then divide the score tiles of one
+//! bias tile, and `sum_parts` adds their partial sums in a fixed order. A bias that is broadcast along keys needs no scores: see
+//! `constant_bias_gradient`.
 //!
 //! Budget: the shared memory of the forward's operand tiles plus 16 bytes per unit, and `12 · rows_per_unit` registers per
 //! unit. Work: `2 · rows · columns · (head_dim + value_dim)` FLOP per score tile.
@@ -193,7 +193,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up the rows of each column: first within a unit, then over the units of the column.
+        // Adds up dS over the rows of each column: first over the rows of a unit, then over the units that share the column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -1,15 +1,15 @@
 //! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink acts
 //! as one more split whose value is zero.
 //!
-//! On input and output, a logsumexp consists of two parts: a reference score, and the logarithm of the softmax sum relative to
-//! it. For huge scores, one f32 could not represent both.
+//! On input and output, a logsumexp is stored in two parts: a reference score (about the row maximum), and the logarithm of the
+//! softmax sum relative to this score. If scores are huge, one f32 for the sum of both parts would lose the logarithm.
 //!
 //! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8 splits).
 //!
-//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as in
-//! the decode of one sequence, the bound is the latency of a load. Several units then divide the splits of 4 columns of a row
-//! among them, and the first of these units combines the results of all. A unit loads the references, logarithms and partial
-//! outputs of its first 4 or 8 splits before it uses any of them. If a unit has more splits, it then loads the remaining
+//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as in the
+//! decode of one sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide the splits of 4
+//! output columns among them. The first of these units combines the results of all. A unit loads the references, logarithms and
+//! partial outputs of its first 4 or 8 splits before it uses any of them. If a unit has more splits, it then loads the remaining
 //! references to find the largest one. Only then does it load the remaining logarithms and partial outputs.
 
 use crate::math::rounding::rounded_vector;
@@ -80,7 +80,7 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     let row = index / row_vectors as usize;
     let column = index % row_vectors as usize;
     let exists = row < rows as usize;
-    // A unit without a row gets an empty range of splits.
+    // A unit whose row does not exist gets an empty range of splits. It does not return early, because the units sync later.
     let own = joined::<N>(
         partial_output,
         partial_logsumexp,
@@ -212,7 +212,7 @@ fn joined<N: Size>(
 }
 
 /// Adds one split to `own`, the combined result of earlier splits. `own.largest` is already the largest reference score of all
-/// splits of the unit.
+/// splits that the unit combines.
 #[cube]
 fn with_part<N: Size>(
     own: Joined<N>,

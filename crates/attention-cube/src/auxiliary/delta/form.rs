@@ -11,10 +11,11 @@ const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 /// Storage form of a query's logsumexp in the LSE/delta tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
-    /// The logsumexp as one f32. This form requires that all scores are near 0.
+    /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
+    /// coarsely.
     Whole,
     /// The logsumexp as one f32. If the magnitude of the reference score is at least [`FAR`](super::kernel::FAR), a mark takes
-    /// the place of the logsumexp, and the reference score and the logarithm are stored in other rows.
+    /// the place of the logsumexp, and the reference score and the logarithm are stored in other rows of the tensor.
     Marked,
     /// The reference score and the logarithm as two f32 values.
     Apart,

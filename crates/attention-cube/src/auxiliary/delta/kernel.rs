@@ -3,16 +3,16 @@
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded with zeros to a multiple
 //! of [`MULTIPLE`]. The five rows of a head are:
 //!
-//! - row 0: the LSE, or only its reference score
+//! - row 0: the LSE; with [`LogsumexpForm::Apart`], only its reference score
 //! - row 1: Δ
-//! - row 2: the logarithm of the softmax sum relative to the reference score
+//! - row 2: the logarithm of the softmax sum relative to the reference score, if row 0 does not hold the LSE
 //! - row 3: the reference scores of far queries
 //! - row 4: flags
 //!
-//! A query is *far* if the magnitude of its reference score is at least [`FAR`]. Kernels that read one f32 per query read the
-//! LSE from row 0. For a far query, row 0 holds a mark instead of the LSE, and row 3 holds the reference score. Row 4 has one
-//! flag per [`ROWS`] queries, which is 1 if row 0 holds a mark for one of these queries. Kernels that stream blocks of queries
-//! look for marks only in heads in which a flag is 1.
+//! A query is *far* if the magnitude of its reference score is at least [`FAR`]. With [`LogsumexpForm::Marked`], row 0 holds a
+//! mark instead of the LSE of a far query, and row 3 holds the query's reference score. Kernels thus read one f32 per query for
+//! the LSE, unless they find a mark. Row 4 has one flag per [`ROWS`] queries, which is 1 if row 0 holds a mark for one of these
+//! queries. Kernels that stream blocks of queries look for marks only in heads in which a flag is 1.
 //!
 //! Schedule: eight units share a row of the output, and all rows of a cube belong to one head. Budget: 1 KB of shared memory,
 //! and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its gradient
@@ -75,7 +75,7 @@ pub(crate) const MULTIPLE: usize = 4;
 pub(crate) struct LseDeltaSizes {
     pub q_heads: u32,
     pub q_len: u32,
-    /// The number of queries per head in the target, with padding.
+    /// The number of queries per head in `target`, with padding.
     pub padded: u32,
     /// The number of heads over all sequences.
     pub planes: u32,

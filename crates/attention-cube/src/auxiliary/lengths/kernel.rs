@@ -1,8 +1,9 @@
 //! Packs lengths, segment ids and intervals into one i32 buffer. Computes the bounds of every block of tokens, and the block
 //! range of every tile.
 //!
-//! A tile's block range spans the blocks of the opposite side that segments and intervals may leave visible to the tile.
-//! Kernels thus need no search, even with many packed documents.
+//! A tile of queries has a block range of keys, and a tile of keys has a block range of queries. The block range spans all blocks
+//! that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks, even with
+//! many packed documents.
 //!
 //! Schedule: one unit copies one i32 or computes the bounds of one block. One cube computes the block range of one tile.
 //! Budget: no shared memory for copies and bounds, two i32 values per unit for block ranges, and a few registers. Bound:
@@ -12,8 +13,8 @@ use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
 use cubecl::prelude::*;
 
-/// Copies the integers of `source`, of any width and row by row, to `packed[start..]`. Every integer is the first value of a
-/// record of `record` values.
+/// Copies the integers of `source`, row by row, to `packed` from index `start` on. In `packed`, consecutive integers are `record`
+/// elements apart, because the intervals of a query follow its segment id.
 ///
 /// If `clamps`, the kernel clamps values to `0..=largest`. The type `I` of `source` must then be able to represent `largest`.
 #[cube(launch_unchecked)]
@@ -44,10 +45,11 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the intervals of all queries to the queries' records in `packed`, and clamps them to `0..=kv_len`.
+/// Copies the intervals of all queries to the queries' records in `packed`, and clamps first keys and ends to `0..=kv_len`.
 ///
-/// `source` is `[batch, q_len, 2 · intervals]`: first key and end of each interval. The values of a type narrower than i32 are
-/// widened before the clamp, all other values after it.
+/// `source` is `[batch, q_len, 2 · intervals]`: first key and end of each interval. A type narrower than i32 is converted before
+/// the clamp, because it may not represent `kv_len`. All other types are converted after the clamp, because their values may
+/// exceed i32.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_intervals<I: Int>(
     source: &Tensor<I>,
@@ -79,8 +81,8 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes the two ranges of key blocks of every block of `block` queries and every interval: see [`INTERVAL_BOUNDS`]. Key
-/// blocks have `keys` keys.
+/// Computes two ranges of key blocks for each interval of each block of `block` queries: see [`INTERVAL_BOUNDS`]. A key block has
+/// `keys` keys.
 ///
 /// The records of the queries start at index `records` of `packed`, and the bounds of the query blocks at index `bounds`.
 #[cube(launch_unchecked)]
@@ -129,7 +131,8 @@ pub(crate) fn bound_intervals(
             packed[at] = smallest_first / keys;
             packed[at + 1] = (largest_end + keys - 1i32) / keys;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
-            // The last block of keys may be shorter than the others. It is whole if the intervals reach `kv_len`.
+            // The last block of keys may be shorter than the others. It counts as fully visible if the intervals of all queries
+            // end at `kv_len`.
             packed[at + 3] = select(
                 smallest_end == kv_len,
                 (kv_len + keys - 1i32) / keys,
@@ -139,11 +142,11 @@ pub(crate) fn bound_intervals(
     }
 }
 
-/// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of the
-/// ids.
+/// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of all
+/// ids modulo 32.
 ///
-/// The ids start at index `ids` of `packed`, each as the first value of a record of `record` values. The bounds start at index
-/// `bounds`, with `block_bounds` values per block.
+/// The ids start at index `ids` of `packed`, and are `record` elements apart. The bounds start at index `bounds`, with
+/// `block_bounds` values per block.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_segments(
     packed: &mut Tensor<i32>,
@@ -177,11 +180,11 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes the range of opposite blocks that segments and intervals may leave visible to a block, for `count` blocks. One cube
-/// handles one block.
+/// Computes block ranges for `count` blocks of `side`. A block of queries gets the range of key blocks that segments and
+/// intervals may leave visible to it, and a block of keys gets such a range of query blocks. One cube handles one block.
 ///
-/// The bounds of the blocks start at index `bounds` of `packed`, and those of the other side's blocks at index `others`. A
-/// range is stored as the first block and one past the last. The element at index `counter` becomes 0.
+/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side's blocks at index
+/// `others`. A range is stored as the first block and one past the last. The element at index `counter` becomes 0.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

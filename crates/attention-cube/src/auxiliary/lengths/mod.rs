@@ -1,14 +1,17 @@
 //! Packs lengths, segment ids and intervals into one i32 buffer, so that kernels need only one binding: `[lengths | records of
 //! queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
 //!
-//! The record of a query has its segment id, then the first key and the end of each interval. Without segments it has no id.
+//! The record of a query has its segment id, then the first key and the end of each interval. Without segments, the record has no
+//! id.
 //!
-//! The bounds of a block are its smallest and largest segment id, a bit set of its ids, and a range of opposite blocks. By the
-//! ids, kernels skip pairs of blocks without a common document. The range covers all opposite blocks that segments and
-//! intervals may leave visible to the block. Only blocks of the stationary side have such a range.
+//! The bounds of a block are its smallest and largest segment id, a bit set of its ids modulo 32, and a range of opposite blocks (key
+//! blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and skip the pair if
+//! it has no common document. The range covers all opposite blocks that segments and intervals may leave visible to the block.
+//! Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
 //!
-//! The bounds of a block of queries also have two ranges of key blocks per interval: the key blocks that the interval shows at
-//! least in part to one of the queries, and the key blocks that it shows whole to all of them.
+//! The bounds of a block of queries also have two ranges of key blocks per interval. The first range covers the key blocks of
+//! which at least one query sees a key through the interval. The second range covers the key blocks of which every query sees
+//! every key through the interval.
 //!
 //! Kernels with different tile sizes have separate bounds. After the bounds of key blocks comes a counter, initially 0:
 //! persistent cubes claim tiles by incrementing it.
@@ -31,8 +34,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The block sizes of a kernel in tokens, and its stationary side: queries or keys, whichever the kernel keeps while blocks of
-/// the other stream by.
+/// The block sizes of a kernel in tokens, and its stationary side: the side (queries or keys) of which a tile stays in the kernel
+/// while blocks of the opposite side stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub queries: usize,
@@ -105,8 +108,8 @@ impl BoundsOffsets {
     }
 }
 
-/// Packs lengths and segment ids, if the problem has any. Returns the packed buffer, and the offsets for each of the given
-/// block sizes.
+/// Packs lengths, segment ids and intervals, as far as the problem has them. Returns the packed buffer, or `None` if the problem
+/// has none of them, and the offsets for each of the given block sizes.
 pub(crate) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -125,7 +128,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // The kernels here read neither mask nor lengths, so these do not make kernels of their own.
+    // The kernels of this module read neither mask nor lengths. With both flags cleared, problems that differ only in mask or
+    // lengths share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -274,8 +278,8 @@ pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) 
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers, in rows of `columns`, to records of `record` values from offset `start` of the packed buffer on. If
-/// `largest` is given, integers wider than i32 are first clamped to `0..=largest`.
+/// Copies `count` integers, in rows of `columns`, to the packed buffer from offset `start` on, `record` elements apart. If
+/// `largest` is given, integers of a type that may exceed i32 are first clamped to `0..=largest`.
 fn pack(
     source: &CubeTensor,
     packed: &CubeTensor,
@@ -339,7 +343,7 @@ fn pack_records(
     }
 }
 
-/// Writes the ranges of key blocks that the intervals of each block of queries show.
+/// Writes the two ranges of key blocks of each interval, for each block of queries: see `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -371,7 +375,7 @@ fn bound_records(
 /// Writes for each block of `side` the range of opposite blocks that may be visible to it, and sets the counter to 0.
 ///
 /// Each argument pair holds the offset of a side's bounds, and the side's number of blocks per sequence. The first pair belongs
-/// to the blocks that get ranges.
+/// to `side`, and the second pair to the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,
@@ -403,8 +407,8 @@ fn span(
     }
 }
 
-/// Writes the id bounds of every block of `block` tokens, for `batch` sequences whose ids start at `ids`. Ids are the first
-/// values of records of `record` values. Each block has `block_bounds` values.
+/// Writes the smallest id, the largest id and the bit set of ids of every block of `block` tokens, for `batch` sequences. The ids
+/// start at offset `ids`, `record` elements apart. The bounds start at offset `bounds`, with `block_bounds` values per block.
 fn bound(
     packed: &CubeTensor,
     ids: usize,

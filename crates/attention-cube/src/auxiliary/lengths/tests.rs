@@ -31,7 +31,8 @@ fn expected(
     stationary_side.chunks(size).map(span).collect()
 }
 
-/// Checks the block ranges of query tiles and of key tiles, for two sequences.
+/// Checks the block ranges of query tiles and of key tiles, for two sequences. `queries` and `keys` are the segment ids of each
+/// sequence.
 fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     let cube = cube_device();
     let (q_len, kv_len) = (queries[0].len(), keys[0].len());

@@ -1,9 +1,9 @@
 //! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets a
 //! summary.
 //!
-//! From an unpacked mask, a thread would load one byte per score. From the packed mask, a thread loads its row of a key block
-//! in a few 32-bit words. The summary says whether the mask hides nothing, some keys or everything. Kernels skip key blocks
-//! that are hidden from the whole tile, and test no key in blocks that are fully visible.
+//! From an unpacked mask, a thread would load one byte per score. From the packed mask, a thread loads its row of a key block in
+//! a few 32-bit words. The summary says how much of the key block is visible to the tile, in four grades from [`NOTHING`] to
+//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile, and test no key in blocks that are fully visible.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -99,7 +99,8 @@ fn plane_of_launch() -> u32 {
 
 /// Computes the summaries of `count` pairs of a query tile (`tile_rows` queries) and a key block (`block_keys` keys).
 ///
-/// A head has `tiles` tiles, `blocks` blocks and `rows` rows, and each row has `words` words.
+/// A head has `tiles` tiles, `blocks` key blocks and `rows` queries. Each query's packed row has `words` words. The summaries
+/// start at word `start` of `bits`.
 #[cube(launch_unchecked)]
 pub(crate) fn sum_up_mask(
     bits: &mut Tensor<u32>,
@@ -176,8 +177,8 @@ pub(crate) fn summary_of_block(
     }
 }
 
-/// Returns 32-bit word number `word` in the packed row of a query, which must exist. Words are counted through all blocks of
-/// the row.
+/// Returns 32-bit word number `word` in the packed row of an existing query. The words of a row are numbered through all its key
+/// blocks.
 #[cube]
 pub(crate) fn word_of(
     mask: &ComptimeOption<OwnedTensor<u32>>,
@@ -199,7 +200,7 @@ pub(crate) fn word_of(
     }
 }
 
-/// Returns a word for the 32 keys that start at `key`. A bit is set if its key lies in `run`.
+/// Returns a word for the 32 keys that start at `key`. A bit is set if its key lies in the range of keys `run`.
 #[cube]
 pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
     bits_below(run.end - key) & !bits_below(run.first - key)

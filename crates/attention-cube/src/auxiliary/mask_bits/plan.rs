@@ -97,7 +97,7 @@ impl MaskWords {
 }
 
 /// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed masks. The argument
-/// `packed` lists the side of the rows, the rows per tile and the columns per block of each.
+/// `packed` lists for each packed mask the side of its rows, the rows per tile and the columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,

@@ -1,8 +1,8 @@
 //! Quantizes rows to words of four int8 codes, and dequantizes them. The module `quantized.rs` describes the format.
 //!
-//! Budget: [`quantize`] uses one word per unit in shared memory, and the four elements of one word in registers.
-//! [`dequantize`] uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second
-//! time from the cache. [`dequantize`] writes two or four times the bytes that it reads, and only rows that attention reads.
+//! Budget: [`quantize`] uses one word per unit in shared memory, and the four elements of one word in registers. [`dequantize`]
+//! uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
+//! [`dequantize`] writes two or four times the bytes that it reads, and can leave out rows that attention does not read.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;
@@ -26,8 +26,8 @@ const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
-/// If `positions` is absent, row `i` goes to slot `i`. If it is present, it holds one position per row of each sequence, and
-/// both rows and slots are ring buffers. The source row is then the position modulo `length`. The target slot is the position
+/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one position per row of each sequence,
+/// and both rows and slots are ring buffers. The source row is then the position modulo `length`. The target slot is the position
 /// modulo the number of slots. The argument `not_a_number` is NaN, because some shading languages have no literal for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
@@ -134,9 +134,9 @@ pub(super) struct DequantizeSizes {
 
 /// Dequantizes all rows, or only the visible range of rows if `is_bounded`.
 ///
-/// The visible range extends from the first to the last row that a query of the sequence sees by causal mask, window and
-/// length. A cube dequantizes one group of `rows_of_cube` rows of its head at once, then continues with the
-/// `cubes_of_head`-th next group.
+/// The visible range extends from the first to the last row that a query of the sequence sees by causal mask, window and length.
+/// The rows of a head are divided into groups of `rows_of_cube` rows. A cube dequantizes every `cubes_of_head`-th group of its
+/// head, one group at a time.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn dequantize<E: Float, N: Size>(
     words: &Tensor<u32>,

@@ -54,7 +54,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks all rows of a problem. Lengths are i32, i64 or absent.
+/// Checks that `write_numbers` writes the rows that queries see, and no other rows. `lengths` holds the length of each sequence,
+/// and true if the lengths are i64 instead of i32.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;

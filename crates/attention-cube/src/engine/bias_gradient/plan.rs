@@ -7,8 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
 use crate::types::refusal::Refusal;
 
-/// The number of cubes per multiprocessor at which the plan aims. If the bias has fewer tiles, several cubes compute partial
-/// sums of each tile.
+/// The number of cubes per multiprocessor at which the plan aims. If the bias has too few tiles for this number, several cubes
+/// compute partial sums of each tile.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// The plan of a bias gradient.
@@ -57,7 +57,8 @@ impl BiasTiles {
         }
     }
 
-    /// The number of loop iterations that a unit runs for one tile of scores. Software drivers limit this number.
+    /// The number of loop iterations that a unit runs for one tile of scores. Software drivers limit the loop iterations of a
+    /// unit, see [`SOFTWARE_ITERATIONS`].
     fn iterations(&self, columns: usize) -> usize {
         match self {
             // The scores stay in registers. The kernel therefore runs only the GEMMs that compute S and dP, and no GEMM that
@@ -101,8 +102,8 @@ impl BiasGradientPlan {
         Ok(Some(Self::with(shape, problem, device, tiles)))
     }
 
-    /// Plans the gradient of the problem's bias for an engine that copies rows in whole 16-byte pieces. The plan uses matrix
-    /// units if the device has them, else scalar units.
+    /// Plans the gradient of the problem's bias for an engine whose operand rows are multiples of 16 bytes, if necessary after a
+    /// copy. The plan uses matrix units if the device has them, else scalar units.
     pub(crate) fn on_matrix_units(
         problem: &AttentionProblem,
         device: &DeviceProfile,

@@ -91,8 +91,8 @@ fn splits<T: BackwardTiles>(
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // Do not split packed documents. A tile visits only the few blocks of its own documents, and the plan does not know their
-    // number.
+    // Do not split packed documents. A tile streams only the few blocks that share a document with it, and the plan does not know
+    // the number of these blocks.
     if problem.segments {
         return 1;
     }
@@ -116,7 +116,7 @@ fn splits<T: BackwardTiles>(
     best_splits(planes * length.div_ceil(tiles.rows()), heads, blocks, cubes)
 }
 
-/// Returns the number of splits for `tiles` tiles, if `cubes` cubes run at once. Each tile visits `blocks` blocks in each of
+/// Returns the number of splits for `tiles` tiles, if `cubes` cubes run at once. Each tile streams `blocks` blocks of each of
 /// `heads` heads.
 fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize {
     let visits = heads * blocks;
@@ -155,7 +155,7 @@ mod tests {
     #[test]
     fn best_splits_few_tiles_fill_the_device() {
         for (tiles, heads, blocks, expected) in [
-            // One tile has 64 keys of eight heads, under 65,536 queries in blocks of 80.
+            // One tile of 64 keys streams eight query heads, each with 65,536 queries in blocks of 80.
             (1, 8, 820, 128),
             (8, 1, 820, 16),
             // Eight heads have one query each, over 131,072 keys in blocks of 128.
@@ -175,7 +175,7 @@ mod tests {
         }
     }
 
-    /// For any shape, the number of splits divides heads and blocks, every split has blocks, and the workspace is bounded.
+    /// For any shape, every split has at least one block, and the product of tiles and splits is bounded.
     #[test]
     fn best_splits_any_shape_divides_evenly_enough() {
         for tiles in 1..140 {

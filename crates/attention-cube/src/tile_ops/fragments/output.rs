@@ -30,8 +30,8 @@ pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence
 
 /// Computes [`accumulate`](super::super::product::accumulate).
 ///
-/// What the caller must sync before the call depends on `b`. If the function copies `b` to the stage, all units must have
-/// finished reading the stage. If `b` is already in shared memory, the tile must be visible to all units.
+/// The caller must sync before the call. If the function copies `b` to the stage, all units must have finished reading the
+/// stage. If `b` is already in shared memory, the tile must be visible to all units.
 #[cube]
 pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &Shared<[Four<C>]>,
@@ -131,8 +131,8 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies columns of a tile with `rows` rows in the stage, and adds the result to fragments of O. The columns start at
-/// vector `tile_at` of the tile. In each row of fragments, a plane computes `count` fragments, from `first_fragment` on.
+/// Multiplies `rows` columns of the tile P, from vector `tile_at` on, by `rows` rows of B in the stage, and adds the product
+/// to fragments of O. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -185,8 +185,8 @@ fn multiply_rows<C: Float>(
 
 /// Multiplies the rows of O by their factors, through shared memory, if any row maximum has changed.
 ///
-/// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the fragments of O
-/// overwrite S in shared memory.
+/// The function syncs the cube before it reads `moved`, the flags of row groups whose maximum has changed. All units must
+/// have read S before the call, because the fragments of O overwrite S in shared memory.
 #[cube]
 pub(in crate::tile_ops) fn rescale<C: Float>(
     output: &mut Sequence<SumFragment>,

@@ -1,4 +1,4 @@
-//! The fragments of each plane, and the scores of each unit in a plane.
+//! Positions of a plane's fragments in a tile, and of a unit's scores in S.
 
 use super::super::cmma::plane_index;
 use crate::tile_ops::tiles::UnitTiles;

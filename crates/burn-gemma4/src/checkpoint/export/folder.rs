@@ -68,8 +68,8 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position if the source is a stacked tensor: the index of the slice, and the rows within that slice. `None`
-    /// if the source holds only this matrix.
+    /// The matrix's position if the source is a stacked tensor of all experts: the expert's index, and the rows among that
+    /// expert's rows. `None` if the source holds only this matrix.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,

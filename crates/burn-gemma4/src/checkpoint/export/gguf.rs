@@ -126,7 +126,7 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Quantizes the slices `range` of a parameter's slowest dimension into blocks.
+    /// Quantizes a part of a parameter into blocks. `range` selects indices of the parameter's slowest dimension.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();

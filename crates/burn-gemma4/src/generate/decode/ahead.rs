@@ -1,4 +1,5 @@
-//! Lookahead: the decoder queues a decode step on the device before the caller requests that step.
+//! Lookahead: the decoder queues a decode step on the device before the caller requests that step. A column of the KV cache is
+//! one token position of every sequence.
 
 use crate::op::reading::Reading;
 

@@ -1,4 +1,5 @@
-//! The decoder: decode steps of one token per sequence, and passes over several tokens.
+//! The decoder: decode steps of one token per sequence, and passes over several tokens. A column of the KV cache is one token
+//! position of every sequence.
 
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
@@ -188,8 +189,8 @@ impl<'a> Decoder<'a> {
     }
 
     /// True if the decode kernels can run a pass over `count` tokens of each sequence. The kernels write the keys and values of
-    /// all these tokens before attention reads any of them. A ring buffer therefore needs a spare slot for each token after the
-    /// first.
+    /// all these tokens before attention reads any of them. A ring buffer therefore needs one slot beyond its window for each
+    /// token after the first.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         batch * count <= GEMV_MAX_ROWS && count <= 1 + self.cache.spare()

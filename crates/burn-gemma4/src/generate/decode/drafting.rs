@@ -1,4 +1,5 @@
-//! Drafting rounds of a decoder, and passes over the draft tokens.
+//! Drafting rounds of a decoder, and passes over the draft tokens. A drafting round is one run of the drafter, which consists
+//! of several drafting steps. A column of the KV cache is one token position of every sequence.
 
 use super::decoder::Decoder;
 #[cfg(feature = "cube")]
@@ -132,8 +133,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs, because they hold the cache's rotated buffers. The call of `turn_back` below
-                    // rotates the buffers back.
+                    // Drop the captured graphs, because they hold the cache's rotated buffers, in which slot 0 is each
+                    // sequence's first token. The call of `turn_back` below undoes the rotation.
                     graph.release();
                 }
             }

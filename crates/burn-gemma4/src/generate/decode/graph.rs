@@ -1,4 +1,5 @@
-//! Decode passes and drafting rounds that run on decode kernels. Their launches are captured in CUDA graphs and replayed.
+//! Decode passes and drafting rounds that run on decode kernels. Their launches are captured in CUDA graphs and replayed. A
+//! column of the KV cache is one token position of every sequence.
 //!
 //! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes draft
 //! tokens.

@@ -1,4 +1,4 @@
-//! The input of a drafting round (hidden states) and its result (draft tokens).
+//! The input of a drafting round (hidden states) and its result (draft tokens). A drafting round is one run of the drafter.
 
 use crate::error::Gemma4Error;
 #[cfg(feature = "cube")]

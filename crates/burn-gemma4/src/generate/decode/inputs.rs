@@ -1,4 +1,6 @@
-//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay.
+//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay. A column
+//! of the KV cache is one token position of every sequence. A drafting round is one run of the drafter, which consists of
+//! several drafting steps.
 
 use super::guessed::Streams;
 use crate::model::cache::Cache;
@@ -33,7 +35,7 @@ impl Inputs {
     }
 
     /// Overwrites the inputs with those of the next decode step. `chosen` are the tokens of that step, one per sequence. Each
-    /// is at the position after the previous token of its sequence.
+    /// token is at the position after its sequence's previous token.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
         advance_inputs(self.all(), chosen);
     }

@@ -1,4 +1,5 @@
-//! A drafting round: decode kernels run the drafter, which proposes all draft tokens after one token of each sequence.
+//! A drafting round: decode kernels run the drafter, which proposes all draft tokens after one token of each sequence. A column
+//! of the KV cache is one token position of every sequence.
 //!
 //! The host determines only the shapes. The kernels read the tokens and their positions from device memory, so the launches can
 //! be captured in a CUDA graph and replayed for other tokens.

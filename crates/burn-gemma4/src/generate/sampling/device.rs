@@ -58,8 +58,8 @@ impl DeviceSampler {
     /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for a row
     /// without a possible token.
     ///
-    /// `read` holds one more token of each sequence, if any, that the sampler's bit mask does not contain yet. `positions`
-    /// holds the position of each sequence's last token. A second draw with the same arguments gives the same tokens.
+    /// `read`, if given, holds each sequence's last token, which the sampler's bit mask does not record yet. `positions` holds
+    /// the position of each sequence's last token. A second draw with the same arguments gives the same tokens.
     pub fn choose(
         &self,
         logits: Tensor<2>,

@@ -93,8 +93,8 @@ pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> S
     Slots::cat(parts)
 }
 
-/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, in text order, as one or two
-/// slices. `kept` must be at least 1.
+/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, in text order. The result is two
+/// ranges of slots if the columns wrap around the end of the buffer, and one range otherwise. `kept` must be at least 1.
 pub(super) fn parts_in_order(ring: &Slots, past: usize, kept: usize) -> Vec<Slots> {
     let slots = ring.dims()[2];
     let slot = (past - kept) % slots;

@@ -62,7 +62,7 @@ pub(crate) struct Visible {
 }
 
 impl Visible {
-    /// The rules in a layer of `kind` when the keys are those of all positions so far, in text order.
+    /// Returns the rules of a layer of type `kind` for keys of all positions so far, in text order.
     pub fn in_order(kind: LayerType, window: usize) -> Self {
         Self {
             causal: true,

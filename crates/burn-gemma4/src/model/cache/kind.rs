@@ -5,7 +5,7 @@ use super::precision::{CODES, KvPrecision};
 use crate::config::Gemma4Config;
 use crate::error::Gemma4Error;
 
-/// How a KV cache stores keys and values.
+/// The storage format of a KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
     /// Stores only the rotated channels of keys, in layers whose keys and values come from the same projection. The other key
@@ -13,7 +13,7 @@ pub struct CacheKind {
     /// step reads five eighths. The result is mathematically equal, but differs in rounding. Models without such layers are not
     /// affected.
     pub compact_keys: bool,
-    /// The storage format.
+    /// The number format of keys and values: the model's dtype or int8.
     pub precision: KvPrecision,
 }
 
@@ -21,8 +21,8 @@ impl CacheKind {
     /// Checks that a model of this configuration supports the storage format.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if int8 is requested, and the channels of a head or of a compact slot's parts do not fill
-    /// whole 32-bit words of four int8 codes.
+    /// Returns [`Gemma4Error::Argument`] if int8 is requested, and the channels of a head do not fill whole 32-bit words of
+    /// four int8 codes. With compact keys, the rotated channels that a slot stores for its key must fill whole words too.
     pub(crate) fn check(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
         if self.precision == KvPrecision::Model {
             return Ok(());

@@ -65,7 +65,7 @@ pub struct Cache {
     kind: CacheKind,
     /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
     rotated: bool,
-    /// See [`Self::room`].
+    /// The number of columns (tokens of every sequence) for which every full layer's buffer has slots.
     #[cfg(feature = "cube")]
     room: usize,
 }

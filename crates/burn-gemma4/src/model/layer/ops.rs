@@ -112,7 +112,8 @@ pub(crate) trait LayerOps {
         (ResidualStream::new(rows), gated)
     }
 
-    /// Computes [`add_before`](Self::add_before) at the end of a layer.
+    /// Computes [`add_before`](Self::add_before) for the last addition of a layer, which always has a `scalar`. An
+    /// implementation may defer this addition to the kernel of the next GEMV.
     fn add_last(
         &mut self,
         stream: ResidualStream,
@@ -168,7 +169,7 @@ pub(crate) fn added(stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -
     }
 }
 
-/// The text of `expect` for the keys and values that queries attend to.
+/// The message of `expect` at code that requires keys and values for a layer's queries.
 pub(crate) const KEYS_ARE_THERE: &str = "a validated configuration has an earlier layer of the same type with keys for each shared KV layer";
 
 /// The projected keys and values of a layer that computes its own.

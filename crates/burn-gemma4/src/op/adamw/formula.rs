@@ -11,7 +11,7 @@ pub struct AdamW {
     pub decay: f32,
 }
 
-/// The scalar coefficients of a step. The kernel's `Coefficients` hold the same values.
+/// The scalar coefficients of one optimizer step. The kernel's `Coefficients` hold the same values.
 #[derive(Clone, Copy, Debug)]
 pub struct Formula {
     pub(super) kept_mean: f32,

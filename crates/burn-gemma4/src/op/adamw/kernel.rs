@@ -2,8 +2,8 @@
 //!
 //! Budget: registers hold one vector of each tensor. For the norm, shared memory holds one float for each plane of the cube.
 //!
-//! Bound: memory bandwidth. Every element is read once and written once. With half-precision weights AdamW moves 30 bytes per
-//! weight.
+//! Bound: memory bandwidth. Every input is read once, and every output is written once. With half-precision weights and f32
+//! gradients AdamW moves 30 bytes per weight.
 
 use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
@@ -79,17 +79,18 @@ pub(super) struct Coefficients {
     /// The coefficients of the gradient and its square in the running means: 1 minus the betas.
     pub new_mean: f32,
     pub new_square: f32,
-    /// The bias corrections `1 - βᵗ` of the two running means at step `t`, which divide the running means.
+    /// The divisors `1 - βᵗ` of the two running means at step `t`, for AdamW's bias correction.
     pub of_mean: f32,
     pub of_square: f32,
     pub epsilon: f32,
-    /// The share of a weight that remains after weight decay.
+    /// The factor of a weight in weight decay: 1 minus the learning rate times λ.
     pub kept_weight: f32,
     pub rate: f32,
 }
 
-/// Returns a vector of weights after an AdamW step, computed in the order of Burn's operations. The gradient is multiplied by
-/// `factor[0]`, which is 1 without clipping. If `factor[0]` is 0, the step is skipped, because the gradient may be NaN.
+/// Updates a vector of weights and its running means by an AdamW step, and returns the new weights. The order of operations is
+/// that of Burn's AdamW. The gradient is multiplied by `factor[0]`, which is 1 without clipping. If `factor[0]` is 0, the step is
+/// skipped, because the gradient may be NaN.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
@@ -147,8 +148,8 @@ pub(super) fn adamw<G: Float, N: Size>(
     }
 }
 
-/// Rounds a vector of f32 weights to the model's dtype. The rounding uses the pseudorandom thresholds of [`super::rounding`] if
-/// `drawn`, and is to nearest otherwise.
+/// Rounds a vector of f32 weights to the model's dtype. If `drawn`, the rounding uses the pseudorandom thresholds of
+/// [`super::rounding`]. Otherwise the weights round to nearest.
 #[cube]
 fn shown<W: Float, N: Size>(weights: Vector<f32, N>, #[comptime] drawn: bool) -> Vector<W, N> {
     let mut shown = weights;

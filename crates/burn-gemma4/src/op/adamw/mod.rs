@@ -112,10 +112,10 @@ impl SumOfSquares {
     }
 }
 
-/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbours of the f32 weight, chosen by a
-/// fixed pseudorandom threshold. Among many weights at the fraction `x` of the distance between their neighbours, counted away
-/// from zero, about the fraction `x` rounds away from zero. In other dtypes weights round to nearest. Equal weights at equal
-/// indices round equally, on every device.
+/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbours of the f32 weight, chosen by a fixed
+/// pseudorandom threshold. If many weights lie at the fraction `x` of the way from the neighbour nearer to zero to the farther
+/// neighbour, about the fraction `x` of these weights rounds to the farther neighbour. In dtypes other than bf16 weights round to
+/// nearest. Equal weights at equal indices round equally, on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     if !drawn(dtype) {
         return weight.cast(dtype);
@@ -203,7 +203,7 @@ fn by_operators<const D: usize>(
     }
 }
 
-/// True if the device supports the kernels for both dtypes.
+/// True if the device can run the kernels on both dtypes: the dtype of the kernel's input, and the dtype of the model's weights.
 #[cfg(feature = "cube")]
 fn serve(device: &Device, dtypes: [DType; 2]) -> bool {
     dtypes.into_iter().all(|dtype| super::serves(device, dtype))
@@ -254,7 +254,7 @@ pub struct Updated<B: Backend> {
     pub square: FloatTensor<B>,
 }
 
-/// The state of a parameter after a step, in f32, with the weight in the model's dtype.
+/// The state of a parameter after a step, in f32, and the weight rounded to the model's dtype.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
@@ -278,7 +278,8 @@ pub struct SquaredGradients<B: Backend> {
     pub sixth: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. All tensors except gradients are overwritten if no other handle shares their buffers.
+/// The kernels as operators of a backend. The operators overwrite the partial sums, the master weights and the running means if
+/// no other handle shares their buffers.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait UpdateBackend: Backend {
@@ -399,7 +400,7 @@ mod tests {
         }
     }
 
-    /// Tests rows that begin in the middle of a vector, and a transposed gradient.
+    /// Tests tensors whose number of elements is odd or a multiple of the vector width, and a transposed gradient.
     #[test]
     fn step_matches_reference() {
         for (device, dtype) in everywhere() {
@@ -465,7 +466,7 @@ mod tests {
         }
     }
 
-    /// Compares every weight with the host's rounding; dtypes other than bf16 round to nearest.
+    /// Compares every bf16 weight with the host's rounding. Weights in f16 must round to nearest.
     #[test]
     fn rounded_is_equal_on_all_devices() {
         for device in devices() {

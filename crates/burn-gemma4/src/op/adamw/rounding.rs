@@ -91,8 +91,8 @@ mod tests {
         assert!(neighbour(f32::from_bits(0x7F80_0001), 3).is_nan());
     }
 
-    /// Moves master weights from one bf16 value to the next in sixteen steps. At each step, the fraction of weights that round
-    /// to the next value is about the fraction of the distance moved. A weight that has rounded to the next value stays there.
+    /// Moves master weights from one bf16 value to the next in sixteen steps. After `k` steps about the fraction `k / 16` of the
+    /// weights must round to the next value. A weight that has rounded to the next value stays there.
     #[test]
     fn neighbour_rounds_up_in_proportion_to_distance() {
         const WEIGHTS: u32 = 1 << 14;
@@ -114,7 +114,7 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // The bound is four standard deviations for this number of draws.
+                // The bound is four standard deviations of the fraction, for `WEIGHTS` independent thresholds.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

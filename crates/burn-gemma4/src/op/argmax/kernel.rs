@@ -99,7 +99,7 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
 }
 
 /// Reduces `count` values, a power of two, to the largest value and the smallest column that has it. Unit 0 can then read both
-/// results in element 0 of the two arrays. Synchronizes the cube first.
+/// results in element 0 of the two arrays. Synchronizes the cube before each halving of `count`.
 #[cube]
 pub(crate) fn bring_best_first(
     values: &mut Shared<[f32]>,

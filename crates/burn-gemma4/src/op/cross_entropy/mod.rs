@@ -27,7 +27,8 @@ use burn::{
 ///
 /// # Shapes
 /// - `logits`: `[rows, words]`, where `words` is the size of the vocabulary.
-/// - `targets`: `[rows]`. The loss of a negative target is 0. Targets beyond the vocabulary are not checked.
+/// - `targets`: `[rows]`. The loss and the gradient of a row with a negative target are 0. The function does not check that
+///   targets are below `words`.
 /// - losses: `[rows]` in f32, as natural logarithms.
 /// - gradient: `[rows, words]` in the dtype of `logits`. It is the gradient of the sum of the losses with respect to the logits
 ///   before their soft cap. It overwrites the logits if no other handle shares their buffer.

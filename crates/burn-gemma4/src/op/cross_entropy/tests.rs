@@ -60,8 +60,8 @@ fn cross_entropy_matches_reference() {
                     .collect();
                 let (losses, gradients) = exact(&values(logits.clone()), &targets, words, cap);
                 let targets = Tensor::<1, Int>::from_data(&targets[..], &device);
-                // Call twice. The first call must not overwrite the logits, because another handle shares their buffer. The
-                // second call may overwrite the logits.
+                // Compute the gradient twice. The first call must not overwrite the logits, because another handle shares their
+                // buffer. The second call may overwrite the logits.
                 let kept = logits.clone();
                 let before = values(kept.clone());
                 let (alone, none) = cross_entropy(logits.clone(), targets.clone(), cap, false);
@@ -82,7 +82,8 @@ fn cross_entropy_matches_reference() {
                         );
                     }
                 }
-                // Allow one rounding of a gradient below 1.
+                // Gradients are below 1 in magnitude. In half precision, allow one unit in the last place of numbers between 0.5
+                // and 1.
                 let rounding = match dtype {
                     DType::F16 => 2f64.powi(-11),
                     DType::BF16 => 2f64.powi(-8),

@@ -29,15 +29,15 @@ pub(in crate::op) struct RowParts {
 /// The parameters that dequantize the codes of a group.
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
-    /// The zero point of this group. It is 0 if all groups of the format have a common zero point, which [`code`] subtracts
-    /// instead.
+    /// The zero point of this group, or 0 if the format has no zero point per group. If all groups have a common zero point,
+    /// [`code`] subtracts it.
     pub zero: f32,
     pub scale: f32,
     pub least: f32,
 }
 
 impl Format {
-    /// Returns the zero point that all codes of the format have in common, or 0 if each group has its own.
+    /// Returns the zero point that all codes of the format have in common, or 0 if the format has no common zero point.
     fn zero(self) -> u32 {
         match self.scales {
             Scales::Half { zero } | Scales::Single { zero } | Scales::Bytes { zero } => zero,
@@ -50,8 +50,8 @@ impl Format {
         matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
     }
 
-    /// True if dequantized values are proportional to codes within a group. Then a weighted sum of values equals the scale times
-    /// the weighted sum of codes.
+    /// True if each dequantized value of a group is the scale times the code, counted from the zero point. Then a weighted sum of
+    /// values equals the scale times the weighted sum of these codes.
     pub(in crate::op) fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }
@@ -270,8 +270,8 @@ pub(in crate::op) fn of_zero(code: f32, group: &Group, #[comptime] format: Forma
     }
 }
 
-/// Converts the f16 in the lower 16 bits to f32. If `converts_f16` is false, the function uses integer operations, because some
-/// devices flush subnormal f16 values to zero.
+/// Converts the f16 in the lower 16 bits of `bits` to f32. If `converts_f16` is false, the function uses integer operations,
+/// because some devices flush subnormal f16 values to zero.
 #[cube]
 fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
     if converts_f16 {

@@ -104,7 +104,7 @@ pub(super) mod tests {
         words
     }
 
-    /// Returns a layout of every format that checkpoints contain.
+    /// Returns layouts of all formats that checkpoints contain.
     pub(crate) fn layouts() -> Vec<Layout> {
         use BlockFormat::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         let blocks = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K];
@@ -154,7 +154,7 @@ pub(super) mod tests {
                     if !device.supports_dtype(dtype) {
                         continue;
                     }
-                    // Use rows that are a slice of a larger matrix, too.
+                    // Dequantize a slice of the rows, so that the first row does not begin at the start of the buffer.
                     let (first, count) = (5, 30);
                     let shape = vec![count, layout.columns];
                     let expected =

@@ -18,8 +18,8 @@ use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks. For each score, `SHARES` units each compare with a part of the other scores. Neither
-/// number has been tuned by measurement yet.
+/// The number of scores that a cube ranks. Each score has `SHARES` units, which divide the comparisons with all other scores
+/// among themselves. Neither `OWN` nor `SHARES` has been tuned by measurement yet.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -60,7 +60,7 @@ pub(super) fn choose_groups_pdl<E: Float, I: Int>(
     let mut before = 0u32;
     let mut behind = 0u32;
     while behind < groups {
-        // Wait, because some units may still compare their scores with the previous section in shared memory.
+        // Wait, because some units may still read the previous `STRETCH` scores in shared memory.
         sync_cube();
         let count = min(groups - behind, comptime!(STRETCH as u32));
         let mut at = UNIT_POS;
@@ -127,7 +127,7 @@ pub(super) struct CandidatesPlan {
 
 /// Finds the largest logit among a row's candidate tokens, and the token that has it. A logit is the dot product of the hidden
 /// row and the token's table row. The candidates are the tokens of the row's chosen groups. Each cube searches a part of the
-/// candidates, and each team of units in the cube searches [`AT_ONCE`] of them. Among equal logits the smallest token id wins.
+/// candidates, and each team of units in the cube searches [`AT_ONCE`] candidates. Among equal logits the smallest token id wins.
 /// The token is −1 if no logit is above −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(

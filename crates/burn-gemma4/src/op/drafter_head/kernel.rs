@@ -29,7 +29,8 @@ pub(super) struct Joined {
     pub all: u32,
 }
 
-/// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams`.
+/// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams` with the same
+/// index.
 ///
 /// If `by_tokens`, the kernel looks the embeddings up in `table`, and multiplies them by a scale that is rounded to their dtype.
 /// Otherwise row `i` of `table` is the embedding of output row `i`, and no scale is applied.
@@ -73,8 +74,8 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Reduces the search results of each row, and writes the best token to the row's position in the tensor of draft tokens. A
-/// row's candidate tokens were searched in `parts` parts, each of which has a largest logit and its token. Among equal logits
+/// Finds the largest of the `parts` logits of each row, and writes the token of this logit to the row's position in the tensor of
+/// draft tokens. Each of the `parts` logits is the largest logit in one part of the row's candidate tokens. Among equal logits
 /// the smaller token id wins. The draft token is 0 if every part reports the token −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(

@@ -37,7 +37,7 @@ pub(crate) struct TokensAt {
 pub(crate) enum Embeddings {
     /// The embedding table, `[tokens, columns]`, and a scale that is rounded to the table's dtype.
     Table { table: Tensor<2>, scale: f64 },
-    /// The embeddings of the rows themselves, `[rows, columns]`.
+    /// The embedding of each row's token, already looked up and scaled: `[rows, columns]`.
     Rows(Tensor<2>),
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
 /// The options of [`join`].
 #[derive(Clone, Copy, Debug)]
 pub struct JoinOptions {
-    /// The scale of the table's embeddings, or `None` if the table holds the embeddings of the rows themselves.
+    /// The scale of the table's embeddings, or `None` if row `i` of the table is the embedding of output row `i`.
     pub scale: Option<f64>,
     /// The index of the first row's token.
     pub first: usize,

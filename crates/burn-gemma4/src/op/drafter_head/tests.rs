@@ -140,7 +140,7 @@ fn choose_groups_puts_nan_last() {
     assert_eq!(found, [4, 2, 0, 1, 3, 5]);
 }
 
-/// The value that marks positions in the tensor of draft tokens that no row writes.
+/// The initial value of the tensor of draft tokens. Positions that belong to no row must keep this value.
 const OTHERS: i32 = -7;
 
 /// Returns the draft tokens of `rows` rows, which begin at position 2. Checks that no other position changed.

@@ -16,7 +16,8 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// A selection of rows of an embedding table by tokens. No launch of a CUDA graph may write the tokens.
+/// A selection of rows of an embedding table by tokens. No launch of a CUDA graph may write the tokens, because the kernel may
+/// read the tokens before the previous launch has ended.
 pub(crate) struct TokenRows {
     /// The embedding table, `[tokens, columns]`.
     pub table: Tensor<2>,
@@ -64,7 +65,7 @@ pub(crate) struct OfTokens {
 }
 
 impl OfTokens {
-    /// Wraps embeddings of the rows themselves, `[rows, layers · columns]`, which are already scaled.
+    /// Wraps embeddings that are already looked up and scaled, one per output row: `[rows, layers · columns]`.
     pub fn there(rows: Tensor<2>) -> Self {
         Self {
             table: rows,
@@ -95,9 +96,9 @@ pub(crate) struct PerLayerFactors {
     pub sum: f64,
 }
 
-/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32 with one rounding.
-/// The norm is taken over each layer's columns separately, and its weight has as many elements as a layer has columns.
-/// `projected` and the output are `[rows, layers · columns]`.
+/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32, and rounds the
+/// result once. The norm is taken over each layer's columns separately, and its weight has as many elements as a layer has
+/// columns. `projected` and the output are `[rows, layers · columns]`.
 pub(crate) fn per_layer(
     projected: Tensor<2>,
     of_tokens: OfTokens,

@@ -44,7 +44,7 @@ fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
 }
 
-/// Fills a buffer of this size with NaN and frees the buffer, so that the next output may reuse it.
+/// Fills a buffer of the size of `shape` with NaN and frees the buffer, so that the next output may reuse it.
 fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
     let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
     drop(poison.into_data());

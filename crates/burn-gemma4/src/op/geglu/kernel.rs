@@ -1,6 +1,7 @@
 //! GeGLU, `gelu(gate) · through`, and its gradients. The tensor `through` is the output of the up projection.
 //!
-//! Budget: registers hold one vector of each tensor. Bound: memory bandwidth. Every element is read once and written once.
+//! Budget: registers hold one vector of each tensor. Bound: memory bandwidth. Every input is read once, and every output is
+//! written once.
 
 use cubecl::prelude::*;
 

@@ -146,8 +146,8 @@ mod tests {
         numbers.fold(0.0, |most, number| most.max(number.abs()))
     }
 
-    /// Compares with Burn's operators in f32 on the CPU. On the device Burn's operators may be inaccurate too, because of the
-    /// device's tanh.
+    /// Compares the kernel with Burn's operators in f32 on the CPU. The tolerance grows with the error of Burn's operators on the
+    /// device, because the device's tanh may be inaccurate.
     #[test]
     fn gated_and_gradients_match_reference() {
         let device = Device::default();

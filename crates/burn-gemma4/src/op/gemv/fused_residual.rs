@@ -21,8 +21,8 @@ use burn::{
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
 /// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream by
-/// `factors`. If there is a `next` norm, multiplies the normed stream instead. All matrices of `factors` must have one format.
-/// Returns the stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
+/// `factors`. If there is a `next` norm, multiplies the normed stream instead. All matrices of `factors` must have the same
+/// quantization format. Returns the stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
 pub(crate) fn multiply_after_residual(
     added: ResidualAdd,
     next: Option<Next>,

@@ -43,7 +43,7 @@ impl ProjectPlan {
         self.rows * self.weights()
     }
 
-    /// The number of f32 elements in shared memory.
+    /// The number of partial sums that shared memory holds for all teams of a cube, in f32.
     pub fn partials(self) -> usize {
         self.teams * self.sums() * self.team.parts()
     }
@@ -84,7 +84,7 @@ pub(super) struct Outputs {
     pub first: u32,
     /// The number of outputs of the matrix by which the team multiplies.
     pub outputs: u32,
-    /// The first column of that matrix's outputs in an output row.
+    /// The first column of the matrix's outputs in an output row.
     pub column: u32,
     /// The number of columns of an output row.
     pub all_outputs: u32,

@@ -202,7 +202,7 @@ fn multiply_long_quantized_rows_matches_reference() {
 }
 
 /// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the tests cover
-/// both. The kernel reads weights before the wait for the previous launch only for a single row of parameters.
+/// both origins. The kernel reads weights before the wait for the previous launch only for a single row of parameters.
 fn origin_of(rows: usize) -> Origin {
     match rows.is_multiple_of(3) {
         true => Origin::Computed,

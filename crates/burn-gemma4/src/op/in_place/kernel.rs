@@ -114,7 +114,7 @@ pub(super) struct Rows {
 }
 
 /// Overwrites tokens, positions and lengths with the first three quarters of `numbers`. Copies to `hidden` the rows of `streams`
-/// whose indices are in the last quarter.
+/// whose indices are in the last quarter of `numbers`.
 #[cube(launch_unchecked)]
 pub(super) fn begin_round<E: Float, I: Int>(
     numbers: &Tensor<I>,

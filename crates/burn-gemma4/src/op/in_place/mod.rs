@@ -24,8 +24,8 @@ pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, In
     let _: Three<Dispatch> = Dispatch::overwrite_three(three(targets), source.into_dispatch());
 }
 
-/// Overwrites the tokens, the first of the `inputs`, with `chosen`. Adds one to each element of the positions and lengths, the
-/// other two vectors. All vectors are `[rows]`.
+/// Advances `inputs`, which are the tokens, positions and lengths. Overwrites the tokens with `chosen`, and adds one to each
+/// position and length. All vectors are `[rows]`.
 pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
 }
@@ -47,9 +47,10 @@ pub(crate) fn begin_round_with(
     );
 }
 
-/// Writes into `inputs` the tokens, positions and lengths for the verification of a drafting round. The first token of each
-/// sequence is the token that the round began with, from `first`. The sequence's draft tokens follow. The vector `guesses`
-/// holds the draft tokens in the order of the drafter's steps, one per sequence in each step.
+/// Writes into `inputs` the tokens, positions and lengths for the verification of a drafting round. The argument `first` holds
+/// the tokens, positions and lengths with which the round began. Each sequence in `inputs` begins with its token from `first`,
+/// and its draft tokens follow. The vector `guesses` holds the draft tokens in the order of the drafter's steps, one per sequence
+/// in each step.
 pub(crate) fn take_guesses_of(
     inputs: [Tensor<1, Int>; 3],
     first: [Tensor<1, Int>; 3],

@@ -101,8 +101,8 @@ mod tests {
     use crate::op::linear::rows;
     use burn::tensor::{DType, Device, Distribution};
 
-    /// Checks that the concatenated output has the same bits as the outputs of separate GEMMs. Each output element adds its
-    /// terms in the same order in any tile.
+    /// Checks that the concatenated output has the same bits as the outputs of separate GEMMs. The GEMM sums up each output
+    /// element in the same order, whatever tile the element is in.
     #[test]
     fn side_by_side_matches_separate_products() {
         let device = Device::default();

@@ -15,7 +15,7 @@ pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
 }
 
 /// Multiplies `[rows, columns out]` by `[columns out, columns in]`. This computes the gradient of [`rows`] with respect to its
-/// input. Both arguments are constants.
+/// input. Autodiff tracks neither argument.
 pub(crate) fn columns(gradient: Tensor<2>, weight: &Matrix) -> Tensor<2> {
     match weight {
         Matrix::Whole(weight) => product(gradient, weight.clone()),

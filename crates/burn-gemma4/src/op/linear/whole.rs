@@ -1,4 +1,4 @@
-//! GEMMs with float matrices: the GEMMs of `product.rs` where they serve, or else Burn's matmul.
+//! GEMMs with float matrices. On NVIDIA GPUs the GEMMs of `product.rs` run, and on other devices Burn's matmul runs.
 
 #[cfg(feature = "cuda")]
 use super::product::operator;

@@ -58,7 +58,7 @@ impl<B: Backend> SavedMatrix<B> {
 }
 
 impl<B: Backend, C: CheckpointStrategy> AdaptedMatrix<Autodiff<B, C>> {
-    /// Returns the matrix without autodiff.
+    /// Returns the matrix with the tensors of the inner backend, without autodiff.
     pub(in crate::op) fn constant(self) -> AdaptedMatrix<B> {
         AdaptedMatrix {
             base: match self.base {

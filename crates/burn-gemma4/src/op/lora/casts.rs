@@ -33,7 +33,8 @@ fn cast_both<I: Float, O: Float>(
     }
 }
 
-/// Casts two matrices to `dtype`. Multiplies the second matrix by `scale` before its only rounding.
+/// Casts two matrices to `dtype`, and multiplies the second matrix by `scale`. An element of the second matrix is rounded once,
+/// after the multiplication.
 pub(super) fn casts(factors: [CubeTensor; 2], scale: f64, dtype: FloatDType) -> [CubeTensor; 2] {
     let to = dtype.into();
     let [from, other] = factors.each_ref().map(|factor| factor.dtype);

@@ -34,7 +34,7 @@ struct Parts<B: Backend> {
     ways: Ways<B>,
 }
 
-/// The text of `expect` for the layout of a quantized matrix.
+/// The message of a panic if the layout of a quantized matrix is missing.
 const HAS_LAYOUT: &str = "`AdaptedOptions::layout` is set for quantized matrices";
 
 impl<B: DequantizeBackend> Parts<B> {

@@ -98,7 +98,8 @@ pub enum OfBase<B: Backend> {
     Present(FloatTensor<B>),
 }
 
-/// The gradients with respect to the input rows, the factors and the base matrix. Each has the dtype of its tensor.
+/// The gradients with respect to the input rows, the factors and the base matrix. Each gradient has the dtype of the tensor to
+/// which it belongs.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AdaptedGradients<B: Backend> {

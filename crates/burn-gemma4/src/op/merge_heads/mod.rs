@@ -1,5 +1,5 @@
-//! Concatenates the attention outputs of all heads to rows, from which the output projection reads, in one launch. This serves
-//! inference on CubeCL devices.
+//! Concatenates the attention outputs of all heads, in one launch. The concatenated rows are the input of the output projection.
+//! The operator serves inference on CubeCL devices.
 
 mod kernel;
 #[cfg(test)]

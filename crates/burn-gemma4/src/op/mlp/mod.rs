@@ -1,6 +1,6 @@
 //! A dense MLP whose matrices have LoRA adapters. The MLP is one operator, and so is its backward. The MLP is several times as
-//! wide as the residual stream. Its activations are therefore most of the memory that a training step saves, but they are cheap
-//! to recompute.
+//! wide as the residual stream. Most of the memory that a training step keeps for the backward would therefore be activations of
+//! MLPs, but these activations are cheap to recompute.
 
 mod autodiff;
 
@@ -15,7 +15,8 @@ use burn::{
 
 /// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run kernels. `matrices` are
 /// gate, up and down, in this order. The forward saves the outputs of the gate and up projections for the backward, but not
-/// `gelu(gate) · up`. With `recompute` the forward saves none of the three.
+/// `gelu(gate) · up`. With `recompute` the forward does not save the outputs of the gate and up projections either, and the
+/// backward recomputes them.
 pub(crate) fn adapted_mlp(
     input: Tensor<2>,
     matrices: [(Matrix, &LoraAdapter); 3],

@@ -1,14 +1,14 @@
-//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. A place is one (row,
-//! chosen expert) pair. The kernels read the places in `order`, in which the places of one expert are contiguous.
+//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. A place is one (row, chosen
+//! expert) pair. The kernels read the places in `order`, in which the places of one expert are contiguous.
 //!
-//! Algorithm: a cube computes output tiles of 64 by 64, in steps over the inner dimension. Each unit owns 8 by 8 outputs of a
-//! tile. Per inner element it reads 16 values from shared memory and executes 64 multiply-adds. A cube computes one tile of
-//! columns, and every `of_rows`-th tile of its expert's rows.
+//! Algorithm: a cube computes output tiles of 64 by 64. It loads 16 elements of the inner dimension at a time to shared memory.
+//! Each unit owns 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and executes 64
+//! multiply-adds. A cube computes one tile of columns, and every `of_rows`-th tile of its expert's rows.
 //!
-//! Budget: 8.5 KB of shared memory. Registers hold 64 accumulators and 16 factors per unit.
+//! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 factors per unit.
 //!
-//! Bound: the units' arithmetic. The matrices of unused experts are never read. Results do not depend on the order in which
-//! cubes run.
+//! Bound: the units' arithmetic. The matrices of unused experts are never read. Results do not depend on the order in which cubes
+//! run.
 
 use crate::op::dequantize::kernel::{RowParts, code, group_of_column, number, top_of_word};
 use crate::quant::layout::Format;
@@ -16,7 +16,7 @@ use cubecl::prelude::*;
 
 /// The number of rows and of columns in a tile.
 pub(super) const TILE: usize = 64;
-/// The number of inner elements that a tile covers at a time.
+/// The number of elements of the inner dimension that a tile in shared memory covers.
 const DEPTH: usize = 16;
 /// The number of rows and of columns that a unit owns in a tile. A tile has 8 units along each dimension.
 const PART: usize = 8;
@@ -47,8 +47,8 @@ pub(super) struct Sizes {
     pub columns_in: u32,
     /// The number of (row, chosen expert) pairs that read the same input row.
     pub of_row: u32,
-    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`], the number of row tiles in a
-    /// matrix.
+    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] it is the number of row tiles in
+    /// an expert's matrix, so that each cube computes one tile.
     pub of_rows: u32,
     /// The number of column tiles.
     pub of_columns: u32,
@@ -115,7 +115,7 @@ pub(super) fn grouped<E: Float>(
         }
         let mut at = first_inner;
         while at < end_inner {
-            // Wait until all units have read the previous step's tiles.
+            // Wait until all units have read the previous tiles, before the loads overwrite these tiles.
             sync_cube();
             load_left(
                 left, order, &mut lefts, row, end_row, at, end_inner, sizes, form,
@@ -291,8 +291,8 @@ fn load_right<E: Float>(
     }
 }
 
-/// Loads the right tile from a quantized matrix, whose first row among all packed rows is `first_of_matrix`. The codes of a
-/// word are adjacent columns of one row.
+/// Loads the right tile from the quantized matrix of an expert. The matrices of all experts are stacked in `words`, and this
+/// matrix begins at row `first_of_matrix`. The codes of a word are adjacent columns of one row.
 #[cube]
 fn load_words(
     words: &Tensor<u32>,
@@ -308,7 +308,7 @@ fn load_words(
     #[comptime] converts_f16: bool,
 ) {
     let codes = comptime!(format.codes_of_word());
-    // The number of packed words in the tile per matrix row.
+    // The number of packed words that the tile covers in one row of the matrix.
     let words_of_row = comptime!((if form == Form::Rows { DEPTH } else { TILE }) / codes);
     #[unroll]
     for step in 0..comptime!(TILE * DEPTH / codes / UNITS) {
@@ -323,8 +323,8 @@ fn load_words(
             column = first + in_row as u32;
             is_there = row < end_inner && column < end;
         }
-        // Load row 0 of the matrix, which always exists, for elements outside the matrix. Then replace the values of these
-        // elements by zero.
+        // Load the first word of `words`, which always exists, for elements outside the expert's matrix. Then replace the values
+        // of these elements by zero.
         let row = select(is_there, first_of_matrix + row, 0u32);
         let column = select(is_there, column, 0u32);
         let start = row as usize * parts.stride as usize;

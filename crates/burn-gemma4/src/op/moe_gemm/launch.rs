@@ -176,7 +176,8 @@ impl Product {
             Form::Columns | Form::Weight => self.columns_in,
         };
         // If every expert were chosen equally often, an expert would have `places / (experts · TILE)` row tiles, rounded up.
-        // Divide the row tiles of each expert among twice that number of cubes.
+        // Divide the row tiles of each expert among twice that number of cubes. A cube computes several tiles if its expert has
+        // more rows.
         let of_rows = match self.form {
             Form::Rows | Form::Columns => {
                 (2 * places.div_ceil(experts * TILE)).clamp(1, MOST_OF_ROWS)

@@ -1,8 +1,9 @@
 //! MoE GEMMs, which multiply each row by the matrices of its chosen experts. The device groups the routed rows by expert. One
 //! launch then multiplies the rows of every group by the expert's matrix.
 //!
-//! A place is one (row, chosen expert) pair, with the index `row · top_k + rank`. The rows of the places are not moved in
-//! memory. The kernels read and write them through a list of place indices that is sorted by expert.
+//! A place is one (row, chosen expert) pair. The place of a row's `rank`-th chosen expert has the index `row · top_k + rank`. The
+//! rows of the places are not moved in memory. The kernels read and write these rows through a list of place indices that is
+//! sorted by expert.
 
 mod autodiff;
 mod group;
@@ -22,9 +23,9 @@ use burn::{
     tensor::{DType, Int, Shape, Tensor},
 };
 
-/// True if these kernels should multiply rows of this device and dtype. In f16 and bf16 on CUDA, inference uses one tensor-core
-/// GEMM per expert instead, which is faster, although the host then needs the routing. Training in f16 and bf16 uses these
-/// kernels, because the gradient of each separate GEMM would have the size of all experts' weights.
+/// True if the kernels of this module should multiply the rows of `input`. In f16 and bf16 on CUDA, inference uses one
+/// tensor-core GEMM per expert instead. This is faster, although the routing must then be copied to the host. Training in f16 and
+/// bf16 uses the kernels of this module, because the gradient of each separate GEMM would have the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let device = input.device();
     let on_matrix_units = super::linear::has_matrix_units(input) && !device.is_autodiff();

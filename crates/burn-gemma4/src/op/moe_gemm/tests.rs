@@ -65,7 +65,8 @@ fn check(found: &[f64], expected: &[f64], what: &str) {
     }
 }
 
-/// Computes the reference output, `[places, columns_out]`. `input` is `[places / of_row, columns_in]`, and `weight` is
+/// Computes the reference output, `[places, columns_out]`. A place is one (row, chosen expert) pair, and `of_row` consecutive
+/// places read the same input row. `input` is `[places / of_row, columns_in]`, and `weight` is
 /// `[experts, columns_out, columns_in]`.
 fn product(
     case: &Case,
@@ -204,7 +205,7 @@ fn rows_with_quantized_weight_match_dequantized_weight() {
     }
 }
 
-/// Computes `gelu(gate) · through`. The first half of `outputs` is `gate`, the second half is `through`.
+/// Computes `gelu(gate) · through`. Each row of `outputs` has `2 · columns` elements: first `gate`, then `through`.
 fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
     let gelu = |x: f64| {
         let inner = (x + 0.044715 * x.powi(3)) * (2.0 / std::f64::consts::PI).sqrt();
@@ -237,7 +238,7 @@ fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     sums
 }
 
-/// Checks the GEMVs that decoding uses.
+/// Checks the GEMVs with the matrices of the chosen experts, which decoding uses.
 #[test]
 fn expert_gemv_matches_reference() {
     let device = Device::default();

@@ -1,11 +1,12 @@
-//! MoE router kernels. The kernel `route` computes a row's norm, its logits, the softmax, the top-k experts and the experts'
-//! weights. The kernel `choose` only computes the top-k of given probabilities.
+//! MoE router kernels. The kernel `route` computes a row's norm, its logits, the softmax, the top-k experts and the weights of
+//! the experts' outputs. The kernel `choose` only computes the top-k of given probabilities.
 //!
 //! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit reads
 //! all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it.
 //!
-//! Budget: less than 22 KB of shared memory. It holds one float per expert and partial sum of a team, eight bytes per expert,
-//! and eight bytes per chosen expert. Registers hold a vector of the row, and `at_once` vectors of the router's matrix.
+//! Budget: less than 22 KB of shared memory. It holds, for each expert, one float per partial sum of a team and eight further
+//! bytes. It also holds four bytes per chosen expert. Registers hold a vector of the row, and `at_once` vectors of the router's
+//! matrix.
 //!
 //! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read it from
 //! the L2 cache.

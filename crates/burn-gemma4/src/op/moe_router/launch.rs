@@ -23,7 +23,7 @@ use cubecl::{client::Client, prelude::CubeDim};
 const UNITS: usize = 64;
 /// The number of experts whose logits a team of units computes at the same time.
 const AT_ONCE: usize = 4;
-/// The number of units per team, which computes logits together, on devices without plane operations.
+/// The number of units in a team on devices without plane operations. A team computes logits together.
 const TEAM: usize = 8;
 
 impl RouteBackend for CubeBackend {

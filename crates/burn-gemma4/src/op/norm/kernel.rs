@@ -14,9 +14,9 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(in crate::op) struct NormScalars {
     pub rows: u32,
-    /// The number of vectors per row that the norm averages.
+    /// The number of vectors per row over which the norm averages.
     pub vectors: u32,
-    /// The number of columns per row that the norm averages.
+    /// The number of columns per row over which the norm averages.
     pub columns: f32,
     pub epsilon: f32,
 }
@@ -25,7 +25,7 @@ pub(in crate::op) struct NormScalars {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct NormPlan {
     pub team: Team,
-    /// The largest number of vectors per unit.
+    /// The largest number of vectors of a row that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
 }

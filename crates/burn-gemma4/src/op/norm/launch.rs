@@ -30,8 +30,8 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
         held: vectors.div_ceil(team.units),
         pdl: supports_pdl(&client),
     };
-    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `input` and writes row `r` of `output`, which
-    // have `vectors` vectors. `weight` has `vectors` vectors too.
+    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `input` and writes row `r` of `output`. Each row
+    // and `weight` have `vectors` vectors.
     unsafe {
         norm_pdl::launch_unchecked(
             &client,
@@ -74,8 +74,8 @@ fn launch_norm_gradient(
     let element = dtype_to_storage_type(input.dtype);
     let weight_element = dtype_to_storage_type(weight.dtype);
     // SAFETY: each cube reads rows below `rows` of `input` and `gradient` and writes the same rows of `of_input`. A row has
-    // `vectors` vectors, and so has `weight`. The cube also writes its own row of `of_weight`, which has one for each of the
-    // `parts` cubes.
+    // `vectors` vectors, and so has `weight`. The cube also writes its own row of `of_weight`. There are `parts` cubes, and
+    // `of_weight` has `parts` rows.
     unsafe {
         norm_gradient::launch_unchecked(
             &client,

@@ -1,6 +1,6 @@
-//! GEMMs with quantized matrices. A slice is a range of the matrix's rows, which are the outputs. Each slice is dequantized,
-//! multiplied and then freed, so a large matrix never exists completely in floats. Autodiff saves no dequantized slice either:
-//! the backward dequantizes the slices again.
+//! GEMMs with quantized matrices. A slice is a range of the matrix's rows. Each row of the matrix gives one column of the output.
+//! Each slice is dequantized, multiplied and then freed, so a large matrix never exists completely in floats. Autodiff saves no
+//! dequantized slice either: the backward dequantizes the slices again.
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -31,10 +31,10 @@ use burn::{
 };
 use std::ops::Range;
 
-/// The number of weights in a slice: 64 MB in f16 or bf16. In models with up to 5 billion parameters each matrix of a layer is
-/// one slice. Compared with a GEMM of hundreds of rows, writing and reading a slice costs little.
+/// The largest number of weights in a slice: 64 MB in f16 or bf16. In models with up to 5 billion parameters each matrix of a
+/// layer is one slice. Compared with a GEMM of hundreds of rows, writing and reading a slice costs little.
 const SLICE_NUMBERS: usize = 1 << 25;
-/// The size of a GEMM tile in rows. The number of rows in a slice is a multiple of this size.
+/// The number of matrix rows in a GEMM tile. Every slice except the last has a multiple of this number of rows.
 const TILE: usize = 256;
 
 /// Multiplies `[rows, columns in]` by the transpose of a quantized matrix, `[columns out, columns in]`. Autodiff tracks the
@@ -85,15 +85,15 @@ fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tens
     }
 }
 
-/// Divides `outputs` rows into slices of at most `numbers` weights, but at least one tile.
+/// Divides `outputs` rows into slices. A slice has at most `numbers` weights, but at least the rows of one tile.
 fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
     let starts = (0..outputs).step_by(at_once);
     starts.map(move |first| first..(first + at_once).min(outputs))
 }
 
-/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`. This computes the gradient of [`rows`]
-/// with respect to its input. Both arguments are constants.
+/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`. The result is the gradient of [`rows`]
+/// with respect to its input. Autodiff does not track either argument.
 pub(super) fn columns(gradient: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     let words = weight.words.clone().without_autodiff();
     Tensor::from_dispatch(Dispatch::quantized_columns(

@@ -1,5 +1,5 @@
-//! Tests that GEMMs with quantized matrices and their gradients are as exact as those with the dequantized matrices, in one
-//! slice or in several.
+//! Tests that GEMMs with quantized matrices, and the gradients of these GEMMs, are as exact as with dequantized matrices. A slice
+//! is a range of a matrix's rows, and the GEMMs run in one slice or in several.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -83,8 +83,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // Choose more outputs than a cube of any device has units, but not a multiple of the outputs that a group of units
-            // computes together.
+            // The number of outputs exceeds the number of units in a cube on any device. It is not a multiple of the number of
+            // outputs that a group of units computes together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -135,8 +135,8 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Tests gates with two matrices of the same format, of different formats, and with one matrix in floats. Also tests a factor
-/// that begins at a later column of its tensor.
+/// Tests GeGLU gates with two matrices of the same format, of different formats, and with one matrix in floats. Also tests a gate
+/// whose other factor is given, as a column range of a tensor that does not begin at column 0.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {
@@ -214,7 +214,7 @@ fn rows_in_slices_are_as_exact_as_at_once() {
     }
 }
 
-/// Compares with the gradient that the dequantized matrix gives, for several slice sizes.
+/// Compares the gradient of the input with the gradient that the dequantized matrix gives, for several slice sizes.
 #[test]
 fn columns_match_dequantized_matrix() {
     use burn::backend::{Flex, ops::FloatTensorOps};

@@ -21,13 +21,14 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct ResidualPlan {
     pub team: Team,
-    /// The largest number of vectors per unit.
+    /// The largest number of vectors of a row that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
     /// True if the device supports PDL and no launch writes the weights and the scalar. The kernel then reads them before the
     /// previous launch has ended.
     pub reads_ahead: bool,
-    /// True if the kernel reads ahead and a vector has exactly `LOAD_BYTES` bytes.
+    /// True if the kernel reads ahead and a vector has exactly `LOAD_BYTES` bytes. The compiler may delay vector loads of
+    /// other sizes until after the wait for the previous launch: see `load_now` in `cube_kit::pdl`.
     pub loads_now: bool,
 }
 

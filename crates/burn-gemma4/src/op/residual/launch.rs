@@ -78,8 +78,8 @@ fn launch(
     let sum = empty(&stream, shape, stream.dtype);
     let normed = empty(&stream, shape, stream.dtype);
     let team = team(&client, vectors);
-    // Read the parameters before the previous launch has ended only if all of them are contiguous. A launch must first copy
-    // other parameters.
+    // Read the parameters before the previous launch has ended only if all of them are contiguous. Parameters in other layouts
+    // are first copied by a launch, for which the kernel must wait.
     let stay = [Some(&weight), next_weight.as_ref(), scalar.as_ref()];
     let stay = stay
         .into_iter()
@@ -96,7 +96,7 @@ fn launch(
     };
     let element = dtype_to_storage_type(stream.dtype);
     // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `stream` and `added` and writes row `r` of `sum`
-    // and `normed`, which have `vectors` vectors. The norm weights have `vectors` vectors too.
+    // and `normed`. Each row and each norm weight have `vectors` vectors.
     unsafe {
         residual_pdl::launch_unchecked(
             &client,

@@ -1,5 +1,5 @@
-//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads, in
-//! one launch. This serves inference on CubeCL devices.
+//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads. Each
+//! operator is one launch where possible, and serves inference on CubeCL devices.
 
 use super::RotationTables;
 use burn::{
@@ -32,7 +32,7 @@ pub struct LayerColumns {
     /// The first column of the queries, and their number of columns.
     pub queries: usize,
     pub count: usize,
-    /// The first columns of the keys and of the values. The shape of the cache gives their number of columns.
+    /// The first columns of the keys and of the values. The shape of the KV cache, or [`OwnShape`], gives the number of columns.
     pub keys: usize,
     pub values: usize,
     /// The epsilon of the norms.
@@ -43,7 +43,7 @@ pub struct LayerColumns {
 #[derive(Clone, Copy, Debug)]
 pub struct OwnShape {
     pub sequences: usize,
-    /// The number of columns of the keys. The values have equally many.
+    /// The number of columns of the keys. The values have the same number of columns.
     pub columns: usize,
 }
 
@@ -109,7 +109,7 @@ pub(crate) fn layer_heads(parts: LayerParts<'_>, columns: LayerColumns) -> [Tens
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// The inputs of [`layer_heads_in_order`]. Row `r` of the projection is at position `r` of the tables.
+/// The inputs of [`layer_heads_in_order`]. Row `r` of the projection uses row `r % n` of the tables, which have `n` rows.
 pub(crate) struct PartsInOrder<'a> {
     pub projected: Tensor<2>,
     pub query_weight: Tensor<1>,

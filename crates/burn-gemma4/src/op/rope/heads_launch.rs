@@ -22,7 +22,7 @@ pub(super) struct HeadWeights {
     pub sin: CubeTensor,
 }
 
-/// The tensor to which heads are written, and their source columns in the projection's output.
+/// The tensor to which heads are written, and the columns of the projection's output from which they are computed.
 pub(super) struct RopeTarget {
     tensor: CubeTensor,
     start: usize,
@@ -99,12 +99,14 @@ pub(super) struct HeadsLaunch {
     /// The number of rotated channel pairs for compact keys.
     pub rotated: usize,
     pub epsilon: f64,
-    /// True if no launch writes the weights, tables and positions.
+    /// True if no launch writes the weights, tables and positions, so that the kernel may read them before the previous launch
+    /// has ended.
     pub reads_ahead: bool,
 }
 
 impl HeadsLaunch {
-    /// Creates a launch. Compact keys have the channel order `columns`, other layouts the channels' own order.
+    /// Creates the arguments of a launch. `columns` is the channel order of the target if keys are compact. In other layouts the
+    /// channels keep their own order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,
@@ -189,8 +191,9 @@ impl HeadsLaunch {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous with
-        // 2- or 4-byte elements. A launch must first copy other layouts, and early loads support no other element size.
+        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous with 2-
+        // or 4-byte elements. Tensors in other layouts are first copied by a launch, for which the kernel must wait. Early loads
+        // support no other element size.
         let stay = read.into_iter().flatten().all(|tensor| {
             let elements = matches!(tensor.dtype.size(), 2 | 4);
             elements && !tensor.meta.is_tiled() && tensor.is_contiguous()

@@ -65,7 +65,7 @@ fn column(
 pub(super) struct HeadsPlan {
     pub columns: RopeColumns,
     pub team: Team,
-    /// The number of channel pairs per unit.
+    /// The number of channel pairs that a unit keeps in registers.
     pub held: usize,
     /// True if the launch also computes the layer's keys and values.
     pub of_layer: bool,
@@ -89,7 +89,7 @@ pub(super) struct HeadNormWeights<E: Float> {
 pub(super) struct RopeInputs<E: Float, I: Int> {
     pub cos: ComptimeOption<OwnedTensor<E>>,
     pub sin: ComptimeOption<OwnedTensor<E>>,
-    /// Without positions, row `r` is at position `r % positions_in_order`.
+    /// The position of each row. If there is no such tensor, row `r` is at position `r % positions_in_order`.
     pub positions: ComptimeOption<OwnedTensor<I>>,
 }
 
@@ -110,7 +110,8 @@ pub(super) struct HeadSizes {
     /// The distance between the projection's rows, in elements.
     pub projected_stride: u32,
     pub rows: u32,
-    /// The number of positions in the rotation tables, for rows without positions.
+    /// The number of positions in the rotation tables. It determines the positions of the rows if there is no tensor of
+    /// positions.
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
     pub pairs: u32,
@@ -151,7 +152,7 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // Return without waiting for the previous launch. The other cubes of the grid wait for it.
+    // Return from a cube without a row, without waiting for the previous launch. The other cubes of the grid wait for it.
     if row >= rows {
         terminate!();
     }

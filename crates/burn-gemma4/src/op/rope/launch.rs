@@ -1,5 +1,5 @@
-//! The operators on heads for the CubeCL backend. Each operator is one launch of the kernel, or three on a device with few
-//! bindings.
+//! The operators on heads for the CubeCL backend. Each operator is one launch of the kernel. Only the operator `layer_heads` is
+//! three launches on a device that binds few buffers per launch.
 
 use super::{
     heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors, OwnShape},
@@ -10,7 +10,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::empty;
 
-/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only one buffer less.
+/// The number of buffers that a launch for queries, keys and values binds. WebGPU guarantees only 8 buffers.
 const LAYER_BINDINGS: u32 = 9;
 
 impl HeadsBackend for CubeBackend {

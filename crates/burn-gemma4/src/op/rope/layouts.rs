@@ -29,15 +29,15 @@ pub(super) struct QkvLayouts {
     pub values: HeadLayout,
 }
 
-/// The value of [`Place::number`] for a layer's queries, or for the only heads that a launch computes.
+/// The value of [`CubeHead::kind`] for a layer's queries, or for the launch's only kind of heads.
 pub(super) const FIRST: u32 = 0;
-/// A layer's keys.
+/// The value of [`CubeHead::kind`] for a layer's keys.
 pub(super) const KEYS: u32 = 1;
-/// A layer's values.
+/// The value of [`CubeHead::kind`] for a layer's values.
 pub(super) const VALUES: u32 = 2;
 
 /// The head that a cube computes. The fields say whether it is a query, key or value head, its index among the heads of that
-/// kind, and their source and target.
+/// kind, and the source and target of that kind.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CubeHead {

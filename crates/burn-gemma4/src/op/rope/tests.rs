@@ -155,8 +155,8 @@ fn layer_heads_match_separate_launches() {
     }
 }
 
-/// Checks two sequences of four rows, for keys and values without an existing buffer. The tables have rows for one sequence or
-/// for both.
+/// Checks two sequences of four rows, for keys and values without an existing buffer. `table_rows` is 4 if both sequences use the
+/// same rows of the tables, and 8 if each sequence has separate rows.
 fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
     const SEQUENCES: usize = 2;
     const ROWS: usize = 4;

@@ -1,10 +1,10 @@
 //! The draw of a token, in two kernels. A section is a part of a row's columns. The first kernel sums, in each section, the
-//! weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the token at which the running sum of
-//! weights, in token order, exceeds a random number. It first finds the token's section, then the token.
+//! weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the first token, in token order, at which the
+//! running sum of weights exceeds a random number. The kernel first finds the token's section, then the token.
 //!
-//! Budget: 5 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube per row.
-//! Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections at once, then the
-//! logits of one section twice.
+//! Budget: less than 3 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube per
+//! row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections at once, then
+//! the logits of one section twice.
 
 use super::{
     random::bits,
@@ -16,13 +16,13 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section. A key is an integer that orders logits, and the threshold is the smallest
-/// key that is kept:
+/// The number of words in the summary of a section. A key is an integer that orders logits, and the threshold is the smallest key
+/// that is kept:
 ///
 /// - words 0 and 1: the summed weight of the tokens above the threshold
 /// - word 2: the number of tokens at the threshold
 /// - word 3: the threshold
-/// - words 4 and 5: the weight that tokens at the threshold must still contribute
+/// - words 4 and 5: the weight that tokens at the threshold must contribute to reach the target of top-p
 pub(super) const SUMMARY: usize = 6;
 /// The number of bits of a column index.
 pub(super) const COLUMN_BITS: u32 = 22;
@@ -160,7 +160,7 @@ pub(super) fn keep_pdl<E: Float>(
     }
 }
 
-/// Returns the smallest number of equal weights whose sum is at least `need`, by binary search.
+/// Returns the smallest number of tokens of equal `weight` whose summed weight is at least `need`, by binary search.
 #[cube]
 fn ties_that_give(need: Wide, weight: Wide) -> u32 {
     let mut last = 0u32;
@@ -233,7 +233,8 @@ pub(super) fn draw_pdl<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Keep the first tokens, in token order, whose key equals the threshold. Keep as many of them as `need` requires.
+    // Keep the first tokens, in token order, whose key equals the threshold. Keep as many of these tokens as are needed for the
+    // summed weight `need`.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],
@@ -330,8 +331,8 @@ pub(super) fn draw_pdl<E: Float>(
     };
     let reached = found.to.plus(before);
     let begins = reached.minus(own);
-    // Limit the random number, so that it is below the last running sum and draws at least the last token. This kernel may
-    // round weights differently from the first kernel, so the random number could otherwise exceed all running sums.
+    // Limit the random number to less than the last running sum, so that the kernel draws the last token rather than none. This
+    // kernel may round weights differently from the first kernel, so the random number could otherwise exceed all running sums.
     let last = found.all.plus(before).minus(Wide::of(1u32));
     let is_beyond = last.is_below(drawn);
     let drawn = Wide {

@@ -319,8 +319,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 equal rows. `weights` are the summed weights of a row's sections of columns, in units of
-    /// 2³².
+    /// Draws one token from each of 64 equal rows. A row has one section of columns for each element of `weights`. The element is
+    /// the summed weight of its section, in units of 2³².
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);

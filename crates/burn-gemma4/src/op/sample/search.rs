@@ -1,13 +1,13 @@
 //! The search for the smallest key that top-k or top-p keeps. A key is an integer that orders logits. The search is a radix
 //! search that determines eight bits of the key per launch.
 //!
-//! Algorithm: each cube builds a histogram over a section, which is a part of a row's columns. Only keys count whose upper bits
-//! equal the prefix that is already found. The next eight bits of a key select the bin. A bin counts tokens for top-k, and sums
-//! weights for top-p. In the next launch every cube adds the histograms of all sections. It sums the bins from the largest keys
-//! down, and extends the prefix by the bin in which the sum reaches the target.
+//! Algorithm: each cube builds a histogram over a section, which is a part of a row's columns. The histogram covers only the keys
+//! whose upper bits equal the prefix that earlier launches have found. The next eight bits of a key select the bin. A bin counts
+//! tokens for top-k, and sums weights for top-p. In the next launch every cube adds the histograms of all sections of its row.
+//! The cube sums the bins from the largest keys down, and extends the prefix by the bin in which the sum reaches the target.
 //!
-//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and
-//! the histograms come from the L2 cache, with several loads in flight.
+//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and the
+//! histograms come from the L2 cache, with several loads in flight.
 
 use super::{
     section::{AHEAD, LogitsSizes, Stretch, largest_of, next_keys, stretch},
@@ -30,11 +30,11 @@ const COPIES: usize = 4;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Found {
-    /// The smallest key among which the search looks for the threshold.
+    /// The lower bound of the keys that the search counts. Top-p counts only keys that top-k keeps.
     pub floor: u32,
     /// The upper bits of the threshold that earlier launches have found.
     pub prefix: u32,
-    /// The number of tokens or the weight that keys with the upper bits `prefix` must still contribute.
+    /// The number of tokens, or the weight, that keys with the upper bits `prefix` must contribute to reach the target.
     pub need: Wide,
 }
 
@@ -72,7 +72,7 @@ pub(super) struct Limits {
     pub top_k: u32,
     /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The bound of min-p: the natural logarithm of the smallest kept weight.
+    /// The bound of min-p: the natural logarithm of the smallest kept weight relative to the most likely token's weight.
     pub least: f32,
 }
 

@@ -1,9 +1,11 @@
-//! The sections of a row of logits, and the loads of a section. A section is a part of a row's columns that one cube handles.
+//! The sections of a row of logits, and the loads of a section. A section is a part of a row's columns that one cube handles. A
+//! key is an integer that orders logits.
 
 use super::{weight::key, wide::UNITS};
 use cubecl::prelude::*;
 
-/// The largest number of sections per row. It is limited because every cube reads the records of all sections.
+/// The largest number of sections per row. The number is limited, because every cube reads the results of all sections of its
+/// row.
 pub(super) const MOST_STRETCHES: usize = 32;
 /// The number of loads that a unit issues before it uses the first loaded value.
 pub(super) const AHEAD: usize = 8;
@@ -66,11 +68,11 @@ pub(super) fn next_keys<E: Float>(
     keys
 }
 
-/// Returns the largest key of a row.
+/// Returns the largest key of a row, from the largest key of each section.
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. Load the last section again in place of missing sections.
+    // Issue all loads at once. A row may have fewer than the largest number of sections. Then load the last section's key again.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

@@ -1,23 +1,24 @@
-//! The key of a logit, an integer that orders logits, and the logit's weight, its unnormalized probability.
+//! The key and the weight of a logit. The key is an integer that orders logits, and the weight is an unnormalized probability.
 //!
-//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. Their sums do not depend on how a row
-//! is divided.
+//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on how
+//! a row is divided among cubes.
 
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The key of −∞. A key is an integer that orders logits. Keys of tokens that can be drawn are larger than this key. Keys of
-/// NaN with a sign bit are smaller.
+/// The integer of −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. NaN with a sign bit has a
+/// smaller integer.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The key of ∞, an integer that orders logits. Keys of NaN without a sign bit are larger than this key.
+/// The key of ∞, an integer that orders logits. NaN without a sign bit has a larger integer in the order of `f32::total_cmp`.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
 /// The key of 0, an integer that orders logits. The key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
-/// The smallest natural logarithm of a weight that is not rounded to zero. Smaller logarithms give weights below 2⁻⁴¹.
+/// The smallest natural logarithm of a weight whose exponential is computed. Smaller logarithms give weights below 2⁻⁴¹, which
+/// count as zero.
 const LEAST_RATIO: f32 = -28.5;
 /// 2⁸: the scale of a weight's upper word.
 const UPPER: f32 = 256.0;
-/// 2³²: the scale of a weight's lower word.
+/// 2³²: the scale of a weight's lower word relative to the upper word.
 const LOWER: f32 = 4_294_967_296.0;
 
 /// Maps a logit to its key, an integer that has the order of `f32::total_cmp`. NaN and −∞ give 0.
@@ -68,7 +69,8 @@ pub(super) fn weight(ratio: f32) -> Wide {
     let weight = select(counts, ratio, 0.0f32).exp();
     let weight = select(counts, weight, 0.0f32);
     let upper = (weight * f32::new(UPPER)).floor();
-    // The multiplication is exact, because the remainder has fewer bits than a float's mantissa.
+    // The subtraction is exact, because it only removes the integer part. The multiplications are exact, because `UPPER` and
+    // `LOWER` are powers of two.
     let lower = (weight * f32::new(UPPER) - upper) * f32::new(LOWER);
     Wide {
         low: u32::cast_from(lower),

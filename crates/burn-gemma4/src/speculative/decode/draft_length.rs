@@ -29,8 +29,8 @@ const ROWS: usize = 8;
 #[derive(Clone, Debug)]
 pub(super) struct DraftLength {
     fixed: Option<usize>,
-    /// The maximum number of draft tokens if the caller has not fixed the number. The sequences have equal shares of the
-    /// [`ROWS`] tokens, and one token of each share is the token before the draft tokens.
+    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens are divided equally among
+    /// the sequences. One of a sequence's tokens is the token before its draft tokens.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted ones (`right`). Older passes have smaller weights.

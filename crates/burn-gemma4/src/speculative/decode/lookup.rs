@@ -16,7 +16,7 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    /// Appends tokens to the text, and adds the n-grams before each of them to the index.
+    /// Appends tokens to the text. For each appended token, adds the n-grams that end just before the token to the index.
     pub fn read(&mut self, tokens: &[u32]) {
         for token in tokens {
             let end = self.text.len();

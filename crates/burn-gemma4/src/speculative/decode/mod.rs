@@ -153,7 +153,7 @@ impl DraftSources {
     }
 
     /// Records that a pass with `drafted` draft tokens of a sequence has generated `taken` tokens. `first` is the index of the
-    /// sequence's first row in the pass.
+    /// sequence's first row (one row per token) in the pass.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
         self.streams.of[sequence] = first + taken - 1;

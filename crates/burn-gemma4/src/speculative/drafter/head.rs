@@ -82,7 +82,7 @@ impl MaskedEmbedding {
     }
 
     /// Computes the tokens that [`token`](Self::token) returns, but with kernels. Writes them to the tensor in `places`, which
-    /// holds all draft tokens of a draft. `places` also gives the index at which the new tokens begin.
+    /// holds all draft tokens of one run of the drafter. `places` also gives the index at which the new tokens begin.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,

@@ -1,5 +1,5 @@
-//! The sandbox of chat templates. Some minijinja instructions create texts or lists. They are replaced by calls of functions
-//! that count the created bytes and enforce a limit.
+//! The sandbox of chat templates. Some minijinja instructions create texts or lists. The sandbox replaces such instructions by
+//! calls of functions that count the created bytes and enforce a limit.
 //!
 //! A limit on the number of instructions does not bound the memory. For example, a template that doubles a text forty times
 //! would fill any memory.

@@ -80,8 +80,8 @@ impl Marking<'_> {
         for token in added.values().filter(|token| token.special) {
             let mut rest = token.content.chars();
             let first = rest.next();
-            // Repeat this, because two occurrences may overlap, and `replace` splits only the first of them. Each iteration
-            // leaves fewer occurrences, because no special token contains the mark.
+            // Repeat the replacement, because two occurrences of the token may overlap, and `replace` splits only the first
+            // one. Each iteration leaves fewer occurrences, because no special token contains the mark.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(

@@ -16,8 +16,8 @@ use burn::{
 };
 use std::rc::Rc;
 
-/// The maximum number of rows in a captured step. For large steps a graph saves no time. On an H200, E2B with an adapter
-/// reaches this point at 8,192 rows: the host launches the step as fast as the GPU runs it.
+/// The maximum number of tokens in the batch of a captured step. For large steps a graph saves no time. On an H200, E2B with an
+/// adapter reaches this point at 8,192 tokens: the host launches the step as fast as the GPU runs it.
 const CAPTURE_MAX_ROWS: usize = 4096;
 
 /// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are the parameters

@@ -21,9 +21,9 @@ use std::{fmt, marker::PhantomData};
 /// A recorder, which computes the gradients of training steps. It captures the launches of a step in a graph if the device
 /// supports graphs.
 ///
-/// The first batch is captured if it has at most 4,096 rows and the trained parameters take at most 1 GB. The graph is replayed
-/// for every batch of the first batch's shape. It keeps all memory that a step needs. A batch of another shape, or a change of
-/// the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
+/// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. The graph is
+/// replayed for every batch of the first batch's shape. It keeps all memory that a step needs. A batch of another shape, or a
+/// change of the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
 ///
 /// A step that needs data on the host is not captured. This applies to models with more than 512 experts, and to experts [by
 /// layer](Self::by_layer) in half precision on CUDA. The gradients do not depend on whether a graph is used.

@@ -136,8 +136,8 @@ pub(crate) fn product<E: Float, N: Size>(
     );
 }
 
-/// Multiplies the left operand by three right operands, and writes the results side by side, see [`product`]. The last two
-/// right operands may be the same.
+/// Multiplies the left operand by three right operands, and writes the results side by side. The last two right operands may
+/// be the same. The kernel for only one right operand is [`product`].
 #[cube(launch_unchecked)]
 pub(crate) fn product_of_sides<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,

@@ -102,7 +102,7 @@ pub fn matrix_products(
 }
 
 /// True if [`matrix_products`] can multiply by right operands with these column counts. There must be one to three right
-/// operands, and each of them except the last must fill whole tiles, so that no tile contains columns of two.
+/// operands, and each of them except the last must fill whole tiles, so that no tile contains columns of two right operands.
 ///
 /// The function does not check the memory layouts.
 pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize]) -> bool {
@@ -156,7 +156,8 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError>
 
 /// Returns the result for operands that fit each other, or `None` if this kernel cannot compute it.
 ///
-/// If several right operands are given, each one after the first must begin at a multiple of the narrowest tile's width.
+/// If several right operands are given, each one after the first must begin at a result column that is a multiple of the
+/// narrowest tile's width.
 fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let [rhs, others @ ..] = sides else {
         return None;

@@ -12,8 +12,11 @@ use cubecl::prelude::*;
 /// PTX of [`multiply_matrices()`]. Outputs: the accumulator registers.
 ///
 /// The first inputs are the descriptors of both operands in the first stage, the first full barrier and the first empty
-/// barrier. They are followed by the elected flag, the number of chunks, and stage and parity of the first chunk. Before the
-/// PTX releases a chunk, it issues the next chunk's wgmma and waits until the chunk's own wgmma are complete.
+/// barrier. They are followed by the elected flag (nonzero in threads that arrive at empty barriers), the number of chunks,
+/// and stage and parity of the first chunk.
+///
+/// The PTX issues the wgmma of a chunk and then waits for the wgmma of the previous chunk. Only then does it release the
+/// previous chunk's stage.
 fn product_text(tiles: &MatrixTiles) -> String {
     let sums = tiles.columns / 2;
     let [lhs, rhs, full, empty, elected, chunks, stage, parity] =

@@ -147,7 +147,7 @@ fn turns(waits_for_reader: bool) -> String {
 
 #[test]
 fn mbarrier_phases_alternate() {
-    // The sum is 1 + 2 + 5 + 10.
+    // The words are turn² + 1 for the turns 0 to 3, so the sum is 1 + 2 + 5 + 10.
     assert_eq!(output(&turns(true), 64)[32..], [18; 32]);
 }
 
@@ -156,7 +156,8 @@ fn phase_without_wait_is_reported() {
     let outcome = Kernel::new(&turns(false), 64).run();
     let told = match outcome {
         Ok((_, outcome)) => !outcome.races.is_empty(),
-        // Without that wait, the writer arrives more often than the barrier expects, or both warps deadlock.
+        // If the writer does not wait for the reader, the writer arrives more often than the barrier expects, or both
+        // warps deadlock.
         Err(fault) => matches!(fault.fault, Fault::Barrier(_) | Fault::Deadlock(_)),
     };
     assert!(told);

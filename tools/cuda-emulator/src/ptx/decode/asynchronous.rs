@@ -94,7 +94,8 @@ impl Decoder<'_> {
                 barrier: None,
             })));
         }
-        // The emulator's clusters have one thread block each, so both spellings mean the block's own shared memory.
+        // The emulator's clusters have one thread block each. So `shared::cluster` and `shared::cta` both mean the
+        // block's own shared memory.
         let to_shared = self.takes("shared::cluster") || self.takes("shared::cta");
         let tells = self.takes("mbarrier::complete_tx::bytes");
         if !to_shared || !tells || !self.takes("global") {

@@ -49,7 +49,8 @@ impl Decoder<'_> {
         })
     }
 
-    /// Consumes the types of the matrices, and returns the type of the halves. The other `floats` types must be f32.
+    /// Consumes the types of all matrices, and returns the type of the two operands, f16 or bf16. `floats` is the
+    /// number of accumulator matrices, whose type must be f32.
     fn halves(&mut self, floats: usize) -> Result<Type> {
         if self.take_type()? != Type::F32 {
             return Err(self.unsupported("sums that are not f32"));

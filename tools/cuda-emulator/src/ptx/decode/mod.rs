@@ -41,7 +41,8 @@ pub fn decode(
     Ok(operation)
 }
 
-/// Returns the operation that reduces many values to one, in any order.
+/// Returns the reduction that a modifier names, or `None` for any other modifier. A reduction combines many values in
+/// any order.
 fn reduction(modifier: &str) -> Option<Op> {
     Some(match modifier {
         "add" => Op::Add,
@@ -87,13 +88,13 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Consumes a modifier if it is present. Returns true if it was.
+    /// Consumes a modifier if it is present. Returns true if the modifier was present.
     fn takes(&mut self, modifier: &str) -> bool {
         let found = self.modifiers.iter().position(|have| *have == modifier);
         found.map(|at| self.modifiers.remove(at)).is_some()
     }
 
-    /// Consumes those of the given modifiers that are present. They have no effect in the emulator.
+    /// Consumes each of the given modifiers that is present. The given modifiers have no effect in the emulator.
     fn ignores(&mut self, modifiers: &[&str]) {
         self.modifiers.retain(|have| !modifiers.contains(have));
     }

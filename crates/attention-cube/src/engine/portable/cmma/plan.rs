@@ -126,8 +126,8 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory if the second GEMM's operand then still arrives in as few
-                // copies. Each copy costs a barrier.
+                // Keep the stationary operands in shared memory if this does not raise the number of copies in which the second
+                // GEMM's operand arrives. Each copy costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -174,8 +174,9 @@ impl Choice<'_> {
 
     /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
     ///
-    /// The operands in `kept` have their own shared memory. The remaining shared memory has the size that the operands of the
-    /// first GEMM take. The rows of the second GEMM are copied there in as many parts as this size requires.
+    /// Each operand in `kept` has a region of shared memory to itself. The other operands share a region, which is as large as
+    /// the first GEMM's operands require. The streamed rows of the second GEMM are copied to the shared region in as many parts
+    /// as its size requires.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -314,8 +315,8 @@ mod tests {
     use crate::problem::MAX_HEAD_DIM;
     use crate::testing::card;
 
-    /// If planes can divide the fragments of a table entry, its tile must divide evenly, as the kernels assume. For each entry
-    /// there must be a plane size whose planes can divide its fragments.
+    /// If `complete` returns tiles for a table entry, these tiles must divide evenly among planes and units, as the kernels
+    /// assume. For each entry, `complete` must return tiles with at least one fragment shape and plane size.
     #[test]
     fn complete_every_table_row_divides_evenly() {
         let device = card(16 << 10);
@@ -361,8 +362,8 @@ mod tests {
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
-                        // Each operand that stays in shared memory is copied as one chunk. All areas of shared memory start at
-                        // addresses from which fragments may be loaded.
+                        // Each operand that stays in shared memory is copied with all its columns at once. All areas of shared
+                        // memory start at addresses from which fragments may be loaded.
                         assert!(held == 0 || tiles.depth >= width, "{context}");
                         let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
                         for at in [

@@ -19,7 +19,8 @@ const HELD: f32 = 5.545_177;
 /// The maxima, factors and sums of rows, which all units of a cube share.
 #[derive(CubeType)]
 pub(crate) struct RowStatistics {
-    /// The partial maxima or sums of the units. Each row has `column_units` floats, and one unused float follows.
+    /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, because an odd pitch
+    /// avoids bank conflicts between rows.
     pub partial: Shared<[f32]>,
     /// The running maximum of each row. If planes hold the output in fragments, these are the reference maxima, which change
     /// only if the true maximum exceeds them by more than ln(2^8).

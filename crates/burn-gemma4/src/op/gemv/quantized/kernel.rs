@@ -23,7 +23,7 @@ use cube_kit::pdl::{
 };
 use cubecl::prelude::*;
 
-/// The two bindings of a quantized matrix.
+/// The two bindings of a quantized matrix: the same packed rows as single words, and as vectors of words.
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct WordMatrix<M: Size> {
     /// Single words, `[outputs, words]`.

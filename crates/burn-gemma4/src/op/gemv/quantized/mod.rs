@@ -26,12 +26,13 @@ const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight.
 const VECTORS_IN_FLIGHT: usize = 16;
 
-/// The number of words that a unit keeps in flight.
+/// Returns the number of words that a unit should keep in flight.
 ///
 /// Decoding of one row on an H200, in tokens/s:
 /// - With 8, 16 and 32 words: 622, 677 and 676 for E2B in Q4_0.
 /// - With 16 and 32 words: 376 and 413 for E4B in Q4_0, 588 and 576 for E2B in Q8_0, 187 and 189 for 12B in Q8_0.
-/// - With 32 vectors of one word each, which divide 12B's columns evenly: 193 for 12B, against 211 with 16 words.
+/// - With 32 vectors of one word each in flight, which divide 12B's columns evenly: 193 for 12B in Q4_0, against 211 with 16
+///   words.
 ///
 /// The other formats were not measured.
 fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {

@@ -71,7 +71,7 @@ impl Codes {
     }
 }
 
-/// Converts a pair of codes, which lie 16 bits apart in a word, to halves.
+/// Converts two codes, which lie 16 bits apart in a word, to two halves in one word.
 #[cube]
 pub(super) fn numbers(
     words: &Array<u32>,
@@ -91,7 +91,8 @@ pub(super) fn numbers(
     }
 }
 
-/// Pairs up 8 input columns in the order in which the codes of these columns are paired.
+/// Packs 8 input columns into four words of two halves each. The two columns of a word are those whose codes [`numbers`] converts
+/// together.
 #[cube]
 pub(super) fn as_codes_lie(
     pairs: &mut Array<u32>,

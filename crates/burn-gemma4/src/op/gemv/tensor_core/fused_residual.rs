@@ -9,8 +9,8 @@
 //! each thread's vectors of the stream, the block's output and the norms' weights. In the supported models a thread has one
 //! vector of each.
 //!
-//! Schedule: after the wait for the previous launch no read depends on another read. A CTA synchronizes twice, or three times
-//! if the sum has a norm.
+//! Schedule: after the wait for the previous launch no read depends on another read. Before the products a CTA synchronizes
+//! twice, or three times if the sum has a norm. The epilogue synchronizes once more.
 //!
 //! Bound: latency. The fusion saves a launch. Every CTA reads the stream and the block's output in the time that it would take
 //! to read the finished row.
@@ -173,8 +173,8 @@ pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     );
 }
 
-/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. Every input row
-/// of the tensor-core products may be this row, because only the output of the first input row is used.
+/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. All 8 input rows
+/// of a tensor-core product are copies of this row. Only the output of the first input row is used.
 #[cube]
 fn make_row<E: Float, N: Size>(
     inputs: &ResidualInputs<E, N>,

@@ -1,5 +1,6 @@
 //! GEMVs on NVIDIA's tensor cores, mainly of several rows. On CUDA cores GEMVs of several rows would be compute-bound. The
-//! portable kernels compute the GEMVs that do not fit: other dtypes, inner dimensions that are not whole steps, and MoE experts.
+//! portable kernels compute the GEMVs that do not fit: other dtypes, MoE experts, and inner dimensions that are not a multiple of
+//! the columns that a warp multiplies at once.
 
 mod codes;
 mod fused_residual;

@@ -36,16 +36,18 @@ pub(super) struct Tuning {
 /// The weights that a warp keeps in flight, counted in steps. A step is the columns that a warp multiplies at once.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AtOnce {
-    /// The largest number of weight vectors that a thread keeps in flight. The number of steps in flight follows from it.
+    /// The largest number of weight vectors that a thread keeps in flight. The number of steps in flight follows from this
+    /// number.
     Vectors(usize),
     Steps(usize),
 }
 
 /// Tuning for float weights, by decoding of E2B in bf16 on an H200. These runs predate the later PDL trigger of the GEMVs;
 /// `docs/decode.md` has the numbers after that change. In tokens/s:
-/// - One sequence, 128 columns: 504 with these values, 483 with 512 threads, 490 with 8 vectors and 1,024 threads, 429 with 8
-///   vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
-/// - 8 sequences at 8,192: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on CUDA cores.
+/// - One sequence with 128 tokens of context: 504 with these values, 483 with 512 threads, 490 with 8 vectors and 1,024 threads,
+///   429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
+/// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on
+///   CUDA cores.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
     step: PIECE_COLUMNS,
@@ -69,9 +71,9 @@ pub(super) const WORDS: Tuning = Tuning {
 /// per-layer embeddings. The other is the query projection of sliding layers that share an earlier layer's KV cache.
 /// Projections with more heads have up to 2 CTAs per multiprocessor. The gate and up projections have more than 2.
 ///
-/// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 without fusion, 525.3 and
-/// 518.9 with limit 1, 523.3 and 516.6 with limit 2, 522.7 and 516.2 if all are fused. Before launches overlapped, fusion was
-/// slower for all GEMVs, 367 against 398.
+/// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 without fusion, 525.3 and 518.9
+/// with limit 1, 523.3 and 516.6 with limit 2, 522.7 and 516.2 if all are fused. Before launches overlapped, fusion was slower:
+/// 367 against 398 tokens/s.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -114,8 +116,8 @@ pub(super) fn plan(
     {
         return None;
     }
-    // Give each warp two fragments, which share each read of the input. Use one fragment per warp if two would leave half of the
-    // multiprocessors idle, or if the GEMV is gated.
+    // Give each warp two fragments, which share each read of the input. Use one fragment per matrix if two would leave half of
+    // the multiprocessors idle, or if the GEMV is gated and a warp therefore has two matrices.
     let two = 2 * PRODUCT_ROWS;
     let outputs = match shape.gated || 2 * shape.outputs.div_ceil(two) < multiprocessors {
         true => PRODUCT_ROWS,

@@ -287,8 +287,8 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the unscaled sums over one group. This thread holds a quarter of the group's columns. Only the first two of the four
-/// sums are used.
+/// Returns the unscaled sums over one group. This thread holds a quarter of the group's columns. The last two of the four sums
+/// are 0, because they belong to input rows that the instruction pads with zeros.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

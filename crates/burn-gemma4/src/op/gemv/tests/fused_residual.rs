@@ -1,5 +1,6 @@
 //! Tests that GEMVs with a fused residual addition give the same bits as two separate launches, whatever memory around the row
-//! contains. Rows that are longer than a cube add up in another order, so for these rows the tests only compare accuracy.
+//! contains. The sums over a row with more vectors than a cube has units add up in another order, so for such rows the tests
+//! compare only accuracy.
 
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};

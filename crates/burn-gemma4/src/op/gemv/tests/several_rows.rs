@@ -19,8 +19,7 @@ fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) 
     (all, [count, width])
 }
 
-/// Returns a tensor with the same elements as a view of a larger tensor. The larger tensor has NaN after each row and below the
-/// last row.
+/// Returns a copy of `tensor` that is a view of a larger tensor. The larger tensor has NaN after each row and below the last row.
 pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     let [rows, columns] = tensor.dims();
     let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();

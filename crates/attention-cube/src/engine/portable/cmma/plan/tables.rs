@@ -30,9 +30,9 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 // With the `RESIDENT` tables, shared memory holds all operands of a block: the stationary rows, the streamed rows, S, and P or
 // dS.
 //
-// Most comments give the rate of a tile on an H200 in f16, measured over single launches with 4,096 queries and keys. A rate of
-// a gradient's tile is that of the whole backward, in which only the kernel of the table was varied. A comment then lists the
-// rates of variants, which differ from the tile only in the stated sizes.
+// Most comments give the rate of a kernel with a tile, measured on an H200 in f16 over single launches with 4,096 queries and
+// keys. In the tables for gradients, the rate is that of the whole backward, in which only the kernel of the table was varied.
+// After the rate, a comment lists the rates of variants, which differ from the tile only in the stated sizes.
 //
 // Several cubes of few units on a multiprocessor are faster than one cube of many units.
 

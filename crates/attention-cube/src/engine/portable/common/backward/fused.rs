@@ -1,9 +1,10 @@
-//! All three gradients in one kernel, for software drivers. Their few processors are busy with few cubes.
+//! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on the
+//! few cores of a processor, so a few cubes are enough to keep all cores busy.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see
-//! any of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the tile's keys and
-//! values in memory. It also adds to a partial gradient of the query that only this cube writes. A second kernel adds the
-//! partial gradients in a fixed order, without atomics. S and dP are computed once, which gives 5 GEMMs instead of 7.
+//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see any
+//! of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the tile's keys and
+//! values in memory. It also adds to a partial gradient of the query, at elements that no other cube writes. A second kernel adds
+//! the partial gradients in a fixed order, without atomics. S and dP are computed once, which gives 5 GEMMs instead of 7.
 //!
 //! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another. The loop keeps the kernel
 //! small: a software driver's compile time grows with the square of the number of loads and stores in a kernel. The driver also
@@ -13,7 +14,7 @@
 //! the pairs, and the host launches the kernel until all pairs are done.
 //!
 //! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any head
-//! size. Memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
+//! size. Global memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
 
 use super::p_ds::{Pair, PairOperands, block_scores};
 use crate::auxiliary::backward_kind::BackwardKind;

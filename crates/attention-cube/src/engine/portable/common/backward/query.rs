@@ -106,8 +106,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // Operand 0 is the output's gradient and operand 1 is the query. The first GEMMs then copy the keys, streamed operand 1, to
-    // shared memory last. The gradient's GEMM can read the keys there again.
+    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys (streamed
+    // operand 1) are copied to shared memory after the values, so the GEMM of the gradient can read the keys there again.
     hold(
         &output_gradient,
         first_row,
