@@ -1,7 +1,8 @@
 //! The biases of a fragment's scores.
 //!
-//! A thread loads all biases of a block before S is ready if the bias allows it, so that the GEMMs hide the latency of the loads.
-//! This requires half-precision biases whose columns form pairs in aligned 32-bit words.
+//! If registers suffice, a thread loads all biases of a block before S is ready, so that the GEMMs hide the latency of the loads.
+//! This requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word. Other biases are loaded
+//! with each score, or once per tile if a head has one bias.
 //!
 //! Each load instruction of a warp reads 16 bytes from each of 8 rows, so it costs 8 accesses to the L1 cache. TMA loads biases
 //! eight times as fast. The kernel uses TMA if TMA can read the layout of the bias and shared memory has room for the copies.

@@ -1,5 +1,6 @@
 //! The blocks that a tile visits: the blocks in its visible range, except those that segments, intervals or the mask hide from
-//! all of its rows.
+//! all rows of the tile. The visible range holds the keys (or queries) that window and sequence length leave visible to at least
+//! one row of the tile.
 
 use super::scoring::Masking;
 use super::tile_scheduler::{Tile, TileKind};
@@ -68,7 +69,8 @@ pub(crate) fn next_block_in_steps(
     block
 }
 
-/// True if segments, intervals and mask may leave a part of the block visible to the tile. The block must lie in the tile's visible range.
+/// True if segments, intervals and mask may leave a part of the block visible to the tile. The block must lie in the tile's
+/// visible range.
 #[cube]
 pub(crate) fn may_intersect(
     tile_position: &TilePosition,
@@ -100,8 +102,8 @@ pub(super) struct BlockPair {
     pub key: u32,
 }
 
-/// Returns the query block and the key block of a tile and one of its blocks. On the side of queries, the tile is the query
-/// block. Otherwise the tile is the key block.
+/// Returns the indices of a query block and a key block for a tile and a block that the tile visits. If `side` is queries, the
+/// tile is the query block and the visited block is the key block. If `side` is keys, the roles are swapped.
 #[cube]
 pub(super) fn block_pair(
     tile_position: &TilePosition,
@@ -121,7 +123,8 @@ pub(super) fn block_pair(
     }
 }
 
-/// Returns the mask summary of a tile and a block: see [`summary_of_block`].
+/// Returns the mask's summary for a tile and a block, which tells whether the mask shows the block in full, in part or not at
+/// all. See [`summary_of_block`].
 #[cube]
 pub(super) fn mask_summary(tile_position: &TilePosition, block: i32, masking: &Masking) -> u32 {
     summary_of_block(

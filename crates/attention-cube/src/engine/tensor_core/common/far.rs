@@ -85,7 +85,7 @@ pub(crate) fn heads_have_far(
             }
             at += lse_delta.stride(1);
         }
-        // Lanes leave the loop at different times. `uniform` combines the results of all lanes of the warp.
+        // Lanes leave the loop at different times. `uniform` combines the results of all lanes of the warp by a bitwise or.
         uniform(u32::cast_from(found != 0.0f32)) != 0u32
     } else {
         false.runtime()

@@ -31,11 +31,11 @@ use std::f32::consts::LOG2_E;
 pub(crate) struct LseDelta<'a> {
     /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`.
     pub all: &'a Tensor<f32>,
-    /// For each row, the reference of its LSE, or the whole LSE if one f32 holds it. The value −0 marks a [`far`](super::far)
+    /// The reference of each row's LSE, or the whole LSE if one f32 holds the LSE. The value −0 marks a [`far`](super::far)
     /// query.
     pub references: Pair,
     pub deltas: Pair,
-    /// For each row, the logarithm of row_sum relative to the reference, in log2 units.
+    /// The logarithm of each row's row_sum relative to the reference, in log2 units.
     pub logarithms: Pair,
     pub references_at: u32,
     pub deltas_at: u32,
@@ -335,7 +335,7 @@ fn look_up_logsumexps(
     }
 }
 
-/// Computes the probabilities of two scores. See [`probability`] for `apart`.
+/// Computes the probabilities of two scores. If `apart`, each LSE is a reference and a logarithm: see [`probability`].
 #[cube]
 fn probabilities(
     values: Pair,
@@ -366,8 +366,8 @@ fn probabilities(
     }
 }
 
-/// Computes the probability of `value`. The value is an unscaled dot product if the kernel is `raw`, else a score. If `apart`,
-/// the LSE is a reference and a logarithm. Otherwise the LSE is one f32 in `reference`.
+/// Computes the probability of `value`. The value is an unscaled dot product if the kernel is `raw` (it keeps scores unscaled),
+/// else a score. If `apart`, the LSE is a reference and a logarithm. Otherwise the LSE is one f32 in `reference`.
 ///
 /// The reference is subtracted before the difference is converted to log2 units. For very large scores, a conversion of the score
 /// itself would lose precision.
@@ -396,7 +396,8 @@ fn probability(
     }
 }
 
-/// The factor by which P is multiplied before it is rounded to half precision. dV is later divided by this factor.
+/// The factor by which P is multiplied before P is rounded to half precision. Without the factor, small probabilities would lose
+/// bits in f16. dV is later divided by the factor.
 pub(crate) const fn p_scale(half: Half) -> f32 {
     match half {
         Half::F16 => F16_P_SCALE,
@@ -415,7 +416,8 @@ fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
     }
 }
 
-/// Returns the probability times the slope, or 0 if the probability is 0.
+/// Returns the probability times the slope of the softcap. If the probability is 0, the result is 0, since the slope of a hidden
+/// score may be NaN.
 #[cube]
 fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
     if comptime!(kind.score.softcap) {
@@ -450,8 +452,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // If the kernel loads biases before S is ready, `s` already holds scores. No kernel that needs slopes loads biases that
-    // early, so the slope is 1.
+    // A `raw` kernel uses the unscaled dot products. If the kernel loads biases before S is ready, `s` already holds scores.
+    // Neither kind of kernel needs slopes, so each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,

@@ -46,10 +46,10 @@ pub(crate) struct GradientArguments<'a> {
     /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
     pub gradients: [Option<CubeTensor>; 2],
     /// The tensor to which the kernel writes the gradient of Q or K. If the kernel does not compute this gradient, the launch
-    /// passes `stationary_qk` instead.
+    /// passes `stationary_qk` instead, since the kernel's signature requires a tensor.
     pub qk_target: CubeTensor,
     /// The tensor to which the kernel writes the gradient of V. If the kernel does not compute this gradient, the launch passes
-    /// `stationary_v_do` instead.
+    /// `stationary_v_do` instead, since the kernel's signature requires a tensor.
     pub value_target: CubeTensor,
     /// The bias. It is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
     pub bias: Option<CubeTensor>,
@@ -58,7 +58,7 @@ pub(crate) struct GradientArguments<'a> {
     pub kind: TileKind,
     /// The element types of the operands, of the gradients, and of the bias.
     pub elements: [ElemType; 3],
-    /// The vector sizes in elements: of an access to a gradient, and of a load of the bias.
+    /// The numbers of elements that one access to a gradient and one load of the bias move.
     pub vectors: [usize; 2],
 }
 
@@ -131,7 +131,7 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
         }
     }
 
-    /// Returns the kernel argument `Scoring`, with `bias` as its bias.
+    /// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap.
     pub(crate) fn scoring<F: Float, NB: Size>(
         &self,
         bias: Option<CubeTensor>,

@@ -56,7 +56,8 @@ pub(crate) struct ForwardTiling {
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
-    /// The number of heads whose tiles are interleaved in the launch order.
+    /// The number of heads, counted over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
+    /// number is chosen so that the operands of these heads fit the L2 cache.
     pub together: usize,
 }
 
@@ -201,7 +202,7 @@ impl ForwardPass {
         grid(self.tiles, splits, self.tile_heads, problem.batch, together).1
     }
 
-    /// Returns the kernel argument `Scoring`.
+    /// Returns the kernel argument `Scoring`: the masking inputs, the bias, the scale and the softcap.
     pub(crate) fn scoring<F: Float, NB: Size>(
         &self,
         problem: &AttentionProblem,
@@ -250,7 +251,7 @@ impl ForwardPass {
         own.map(CubeTensor::into_tensor_arg)
     }
 
-    /// Returns an integer type that can index this pass's tensors and all of `operands`.
+    /// Returns an integer type that can index the forward's tensors and all of `operands`.
     pub(crate) fn addresses<'a>(
         &'a self,
         operands: impl IntoIterator<Item = &'a CubeTensor>,
@@ -295,8 +296,8 @@ pub(crate) fn joined_sizes<const FIRST: usize, const SECOND: usize, const BOTH: 
     })
 }
 
-/// Returns the kernel argument `Scoring`. `offsets` tells where the segment bounds of the kernel's blocks begin in the packed
-/// tensor of lengths and segment ids.
+/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. The packed tensor of lengths and
+/// segment ids also holds the segment bounds of the kernel's blocks. `offsets` tells where these bounds begin.
 pub(crate) fn scoring<F: Float, NB: Size>(
     problem: &AttentionProblem,
     offsets: BoundsOffsets,
@@ -319,7 +320,8 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 pub(crate) struct GradientDivision {
     /// The number of splits that share the blocks of a tile.
     pub splits: usize,
-    /// The number of heads whose tiles are interleaved in the launch order.
+    /// The number of heads, counted over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
+    /// number is chosen so that the operands of these heads fit the L2 cache.
     pub together: usize,
 }
 

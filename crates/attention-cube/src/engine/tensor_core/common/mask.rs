@@ -35,8 +35,8 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. Each bit tells whether mask and segments leave a column visible.
-/// Word `2i` belongs to the first row, word `2i + 1` to the second.
+/// The mask words of a thread's two rows, for up to 128 columns. Each bit tells whether mask, segments and intervals leave a
+/// column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
 /// Loads the mask words of a thread's two rows for `columns` columns. Each row's first word is word `first_word` of the row's
@@ -189,9 +189,10 @@ pub(crate) fn words_of_segments(
     words
 }
 
-/// Among `columns` columns from `first_column` on, clears the bits of those that the intervals hide from the row.
+/// Clears the bits of those columns that the intervals hide from the row. The words cover `columns` columns from `first_column`
+/// on.
 ///
-/// Rows and columns are queries and keys, or keys and queries. If the intervals of all queries contain the whole block
+/// The rows are queries and the columns are keys, or the other way round. If the intervals of all queries contain the whole block
 /// (`within`), no bit is cleared.
 #[cube]
 pub(crate) fn words_of_intervals(
@@ -225,8 +226,8 @@ pub(crate) fn words_of_intervals(
     words
 }
 
-/// For a thread's two queries: a bit for each of the 32 keys from `first_key` on. A bit is set if an interval of the query
-/// contains the key.
+/// Returns a word of visibility bits for each of a thread's two queries. Bit `i` belongs to key `first_key + i`, and is set if an
+/// interval of the query contains the key.
 #[cube]
 fn bits_of_queries(
     masking: &Masking,
@@ -262,8 +263,8 @@ fn bits_of_queries(
     bits
 }
 
-/// For a thread's two keys: a bit for each of the 32 queries from `first_query` on. A bit is set if an interval of the query
-/// contains the key.
+/// Returns a word of visibility bits for each of a thread's two keys. Bit `i` belongs to query `first_query + i`, and is set if
+/// an interval of the query contains the key.
 ///
 /// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each key, all
 /// lanes compare their query's intervals with the key.
@@ -303,7 +304,7 @@ fn bits_of_keys(
     bits
 }
 
-/// Returns the keys of a query's interval.
+/// Returns the range of keys in the `interval`-th interval of a query.
 #[cube]
 fn own_interval(
     masking: &Masking,

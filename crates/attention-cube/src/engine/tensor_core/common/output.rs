@@ -98,7 +98,8 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
-    // The references of a raw kernel are unscaled dot products, so the scale turns a reference into a score.
+    // A `raw` kernel keeps scores unscaled, so its references are unscaled dot products. The scale turns such a reference into a
+    // score.
     let to_score = if comptime!(kind.raw) {
         arguments.scale
     } else {
@@ -191,8 +192,8 @@ fn normalise<K: Float>(
     }
 }
 
-/// Sets the elements of a row to 0 if the row's factor is 0. Such a row sees no key, but its registers may hold NaN: the GEMM
-/// multiplies the row's zeros by values that other rows of the tile see, and these values may be NaN.
+/// Sets the elements of a row to 0 if the row's factor is 0. Such a row sees no key, so its P is 0, but its registers may hold
+/// NaN. The GEMM multiplies the zeros of P by values that other rows of the tile see, and these values may be NaN.
 #[cube]
 pub(crate) fn without_blind<NO: Size>(
     o: Vector<f32, NO>,
@@ -265,8 +266,8 @@ pub(crate) fn write_rows<O: Float, N: Size, NO: Size>(
     );
 }
 
-/// Writes columns `first_column` to `first_column + columns − 1` of one row: of the thread's first row if `which` is 0, else of
-/// its second row. Columns at or past `width` are skipped.
+/// Writes columns `first_column` to `first_column + columns − 1` of one of the thread's two rows: the first row if `which` is 0,
+/// else the second. Columns at or past `width` are skipped.
 #[cube]
 pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     o: Vector<f32, NO>,

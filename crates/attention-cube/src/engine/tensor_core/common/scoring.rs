@@ -11,7 +11,7 @@ use cubecl::prelude::*;
 pub(crate) struct Masking {
     pub seq_lens: SeqLens,
     /// The sequence lengths, the segment ids and the segment bounds of each block, packed in one tensor. The bounds of a block
-    /// are its range of segment ids, and the range of blocks on the other side that have these ids.
+    /// are the range of its segment ids, and the range of opposite blocks (key blocks for a query block) that have these ids.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
     /// The mask bits, and one summary of the mask for each pair of a tile and a block.
     pub mask: ComptimeOption<OwnedTensor<u32>>,
@@ -41,8 +41,8 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
 }
 
-/// The tensors of a gradient kernel that loads them through pointers instead of TMA. Each field names the tensor for a tile of
-/// queries and for a tile of keys.
+/// The tensors of a gradient kernel that loads them through pointers instead of TMA. Each field's comment names the tensor for a
+/// tile of queries and the tensor for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.

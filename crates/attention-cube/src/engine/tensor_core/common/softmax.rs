@@ -80,9 +80,9 @@ pub(crate) struct Rescaled<NS: Size> {
     pub factor: Pair,
 }
 
-/// Sets the references of all rows of the warp to the row maxima, if a score of the warp exceeds its row's reference by more
-/// than the threshold. If the magnitude of a reference exceeds [`FAR`], every block sets the references, whatever its scores
-/// are.
+/// Sets the references of all rows of the warp to the row maxima, if a score of the warp exceeds its row's reference by more than
+/// the threshold. If a reference exceeds [`FAR`] in magnitude, every block sets the references, whatever its scores are. The
+/// function then also subtracts the references from the scores, before the scale is applied.
 ///
 /// `largest` is the maximum over the thread's own scores and the earlier references. If the references are set, the four
 /// threads of a row reduce `largest` to the maximum of the whole row. If `agreed`, `largest` already is the maximum of the

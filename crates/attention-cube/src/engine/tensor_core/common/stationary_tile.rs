@@ -234,8 +234,8 @@ pub(crate) fn visit_from(
     Visit { head, block }
 }
 
-/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile, for blocks of the `head`-th head that
-/// the tile visits.
+/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile. The row pair is for blocks of the
+/// `head`-th head that the tile visits, since mask and bias depend on the query head.
 #[cube]
 pub(crate) fn stationary_rows<F: Float, NB: Size>(
     tile: &Stationary,
@@ -342,9 +342,9 @@ pub(crate) fn lse_delta_of_tile<'a>(
     )
 }
 
-/// Returns the factor by which each of a thread's two gradient rows is multiplied. It is `factor`, or 0 for a query that sees
-/// no key. The registers of a row that sees no key may hold NaN: the GEMM multiplies the row's zeros by keys that other rows of
-/// the tile see, and these keys may be NaN.
+/// Returns the factor by which each of a thread's two gradient rows is multiplied. The factor is `factor`, or 0 for a query that
+/// sees no key. The dS of such a query is 0, but its gradient registers may hold NaN. The GEMM multiplies the zeros of dS by keys
+/// that other rows of the tile see, and these keys may be NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

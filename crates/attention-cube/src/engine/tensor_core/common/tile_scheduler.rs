@@ -78,8 +78,8 @@ pub(crate) struct AssignedTile {
     pub first: i32,
 }
 
-/// Returns the tile of work item `item`. A CTA loops over its work items, and this item is the CTA's `turn`-th. The tile has
-/// `rows` queries. Its blocks have `block` keys each.
+/// Returns the tile of work item `item`. A CTA loops over its work items, and `item` is the CTA's `turn`-th work item. The tile
+/// has `rows` queries. Its blocks have `block` keys each.
 #[cube]
 pub(crate) fn assigned_tile(
     scheduler: &TileScheduler,

@@ -68,13 +68,14 @@ pub(super) const FIRST_ROWS: usize = 32;
 pub struct MmaForwardPlan {
     /// The tiles, for one of three ways to divide them among warps.
     pub tiles: MmaForwardTiles,
-    /// The number of query heads of a group whose rows share a tile, the rows of one head after those of another. It is 1 if
-    /// each tile has rows of one head.
+    /// The number of query heads of a group whose rows share a tile, or 1 if each tile has rows of one head. In a shared tile,
+    /// the rows of one head follow the rows of another.
     pub heads: usize,
     /// The number of key splits (split-KV). With 1 split, the kernel writes the final output itself, and no second kernel runs
     /// to combine partial outputs.
     pub splits: usize,
-    /// The number of heads, counted over all sequences, whose tiles are in flight together.
+    /// The number of heads, counted over all sequences, whose tiles are in flight together. Under a causal mask, the number is
+    /// chosen so that the operands of these heads fit the L2 cache.
     pub together: usize,
     /// The operands that must first be copied to aligned rows, which consist of whole 16-byte pieces.
     pub copies: Operands,

@@ -42,7 +42,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Creates the steps from the chunk in stage `stage` on. The full barrier of that stage is in the phase of parity `parity`.
+    /// Creates a walk that begins at the chunk in stage `stage`. The full barrier of that stage is in the phase of parity
+    /// `parity`. The five strings name PTX registers.
     fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\

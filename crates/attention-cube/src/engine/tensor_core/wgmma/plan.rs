@@ -36,7 +36,8 @@ pub struct WgmmaForwardPlan {
     pub heads: usize,
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
-    /// The number of heads whose tiles run at the same time, counted over all sequences.
+    /// The number of heads, counted over all sequences, whose tiles are in flight together. Under a causal mask, the number is
+    /// chosen so that the operands of these heads fit the L2 cache.
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
@@ -55,11 +56,11 @@ pub enum Scheduler {
     SingleTile,
     /// A fixed number n of CTAs. CTA i processes the tiles i, i + n, i + 2n, ….
     StaticPersistent(usize),
-    /// A fixed number n of CTAs. CTA i processes every n-th pair of tiles. A pair is a tile and its mirror image in the sequence,
-    /// so that all pairs have the same work under a causal mask.
+    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and its mirror image in the
+    /// sequence, so that all pairs have the same work under a causal mask.
     StaticPersistentPairs(usize),
     /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory. This balances the CTAs when
-    /// segments make tiles differ in work.
+    /// segments or intervals make tiles differ in work.
     DynamicPersistent(usize),
 }
 
@@ -113,17 +114,19 @@ const fn split_m_shape(
     }
 }
 
-/// The split-M table. A problem takes the first entry whose sizes are large enough. Comments give TFLOP/s on one H200 in bf16,
-/// at 4,096 queries and keys (docs/forward-split-m.md). Brackets hold the values of other tiles that were measured.
+/// The split-M table. A problem takes the first entry whose sizes are large enough. Comments give TFLOP/s on one H200 in bf16, at
+/// 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // Causal 463 (with two stages 449; with 80, 112 and 128 keys 414, 426 and 460; without ping-pong 450).
+    // 463 TFLOP/s causal. Other tiles, causal: 449 with two stages; 414, 426 and 460 with 80, 112 and 128 keys; 450 without
+    // ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // Causal 649 (with ping-pong 629; with 112 and 144 keys 622 and 618). Without a mask 691 (with 144 keys 697). With a bias
-    // 460 (with 96 keys and two stages 461).
+    // 649 TFLOP/s causal, 691 without a mask, and 460 with a bias. Other tiles, causal: 629 with ping-pong; 622 and 618 with 112
+    // and 144 keys. Without a mask: 697 with 144 keys. With a bias: 461 with 96 keys and two stages.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // Without a mask 788 (with 64 keys 796; without ping-pong 779). With a bias 534 (with one stage the same).
+    // 788 TFLOP/s without a mask and 534 with a bias. Other tiles, without a mask: 796 with 64 keys; 779 without ping-pong. With
+    // a bias: 534 with one stage.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
@@ -264,8 +267,8 @@ pub(crate) fn forward_tiles(
 
 /// Chooses the assignment of tiles to CTAs.
 ///
-/// CTAs are persistent if all tiles have the same work, or if all pairs of mirrored tiles do. With segments or intervals, CTAs
-/// are persistent too, and take tiles from a counter.
+/// With segments or intervals and without split-KV, CTAs are persistent and take tiles from a counter. Otherwise CTAs are
+/// persistent if there are more tiles than multiprocessors, and if all tiles or all pairs of mirrored tiles have the same work.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,

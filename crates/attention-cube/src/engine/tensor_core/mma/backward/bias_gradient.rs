@@ -8,7 +8,7 @@
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
-//! `[batch, q_heads, 5, padded q_len]`. Of the five rows, the kernel reads the first three: row maximum, delta, and logarithm of
+//! `[batch, q_heads, 5, padded q_len]`. The kernel reads the first three of the five rows: row maximum, delta, and logarithm of
 //! the row sum. The gradient has the bias's shape. If several CTAs share a tile, their partial gradients are
 //! `[splits · batch, heads, queries, keys]` in f32.
 //!
@@ -215,8 +215,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the stage that is multiplied next. All warps have read the stage before it, which may be
-    // refilled.
+    // `stage` is the address of the stage that is multiplied next. The stage that precedes it may be refilled after the next
+    // barrier, when all warps have read that preceding stage.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -232,8 +232,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases through the query tile of the first visit. If the CTA has no visit, load the biases of an arbitrary
-    // existing tile; they are never used.
+    // Load the biases once, since all visits use the same biases. Their address is computed from the query tile of visit `first`,
+    // or of the last visit if the CTA has none.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),

@@ -57,8 +57,8 @@ pub(super) fn lse_delta_of_warp<'a>(
 /// True if one of the warp's queries is far: its LSE is too large for one f32, see
 /// [`far`](crate::engine::tensor_core::common::far).
 ///
-/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. The caller calls this function
-/// before it computes S, so that the warp vote does not wait for S.
+/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. The caller must have waited
+/// for the copies of these values. The result does not depend on S, so the warp vote does not wait for the GEMM of S.
 #[cube]
 pub(super) fn warp_has_far(
     lse_delta: &WarpLseDelta<'_>,

@@ -25,9 +25,9 @@
 //! If an operand of the tile does not stay in shared memory, it is copied again for each block: 64 KB per operand.
 //!
 //! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP come
-//! in chunks of columns, and the operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot has two
-//! barriers, one for *full* and one for *empty*. Warps therefore wait only for single slots and not for each other. Of the two
-//! warps of a warp scheduler, one can multiply while the other waits, copies, or computes P and dS.
+//! in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot has
+//! two barriers, one for *full* and one for *empty*. Warps therefore wait only for single slots and not for each other. Of the
+//! two warps of a warp scheduler, one can multiply while the other waits, copies, or computes P and dS.
 //!
 //! For each block, the warps compute S, P, dP and dS, and write dS to shared memory. All warps then meet at a barrier, once per
 //! block, and compute the gradient GEMM. If a kernel computes the gradients of both keys and values, half of the warps compute
@@ -61,7 +61,7 @@ use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::shared_address;
 use cubecl::prelude::*;
 
-/// The number of gradient columns per `mma` step. For each step, a thread holds half as many registers of a 16-row fragment.
+/// The number of gradient columns per `mma` step. A thread holds `STEP_COLUMNS / 2` registers of a 16-row fragment for each step.
 const STEP_COLUMNS: usize = 16;
 type StepRegisters = Const<{ STEP_COLUMNS / 2 }>;
 

@@ -347,7 +347,7 @@ const fn score_product(tiles: MmaGradientSplitMTiles, depth: usize) -> Scores {
     }
 }
 
-/// The sizes of the GEMM that adds to a gradient of `columns` columns.
+/// The sizes of the GEMM that adds the product of P or dS with a block to a gradient of `columns` columns.
 const fn sum_product(tiles: MmaGradientSplitMTiles, columns: usize, masked: bool) -> Sums {
     Sums {
         fragments: tiles.fragments,

@@ -72,12 +72,12 @@ pub(crate) fn copy_rows<E: Float>(
 ) {
     let pieces = comptime!(pieces(columns));
     let total = comptime!(rows * pieces);
-    // If `units` is a multiple of `pieces`, a thread copies the piece with the same index in every step. Its row advances by
-    // `stride_rows` rows per step.
+    // If `units` is a multiple of `pieces`, a thread copies the piece with the same index in every iteration. The thread's row
+    // then advances by `stride_rows` rows per iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
-    // If `stride_rows` is also a multiple of 8, the swizzle moves this piece to the same place in each of these rows, because
-    // the swizzle depends on the row number modulo 8.
+    // If `stride_rows` is also a multiple of 8, the swizzle moves the thread's piece to the same place in each of the thread's
+    // rows, because the swizzle depends on the row number modulo 8.
     let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
     let own_row = UNIT_POS / comptime!(pieces as u32);
     let own_piece = UNIT_POS % comptime!(pieces as u32);
@@ -327,7 +327,7 @@ pub(crate) struct WarpSection {
     pub is_whole: bool,
 }
 
-/// The number of rows that a warp copies in one step, with one piece per lane.
+/// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
 /// Starts the copy of a warp's part of an operand, by the lanes of this warp. The part starts at row `first_row` and column
@@ -344,8 +344,8 @@ pub(crate) fn copy_warp_section(
     let row = lane / comptime!(SUBTILE_PIECES as u32);
     let piece = lane % comptime!(SUBTILE_PIECES as u32);
     let to = piece_address(target, row, piece, section.rows);
-    // The swizzle XORs the index of a piece with the row number modulo 8. Steps advance by 4 rows, so odd steps flip bit 2 of
-    // the piece index.
+    // The swizzle XORs the index of a piece with the row number modulo 8. Each iteration advances by 4 rows, so odd iterations
+    // flip bit 2 of the piece index.
     let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
     let column = first_column + piece * comptime!(PIECE as u32);
     let position = first_row + row as i32;

@@ -127,8 +127,8 @@ pub(crate) struct PFragments<AP: Size> {
 /// 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If the values are int8, each probability is multiplied by the value's scale before it is
-/// rounded to half precision.
+/// Computes P from `q·k` of a block. If the values are int8, each probability is multiplied by the scale of its value before the
+/// product is rounded to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,

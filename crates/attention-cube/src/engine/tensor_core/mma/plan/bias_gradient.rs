@@ -67,7 +67,8 @@ impl BiasGradientTiles {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of chunks of all operands: of queries and keys for S, and of output gradients and values for dP.
+    /// The number of chunks for one query tile and one key tile: chunks of queries and keys for S, and chunks of output gradients
+    /// and values for dP.
     pub const fn chunks(&self) -> usize {
         self.dot_chunks() + self.value_dim.div_ceil(SUBTILE)
     }

@@ -7,8 +7,8 @@ use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
 /// The tiles of at most 64 rows: first those of 16 rows, then 32, then 64. The plan takes the first entry that has enough rows,
-/// is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared memory. Heads that
-/// have no tiles of 64 rows here use the tiles of prompts for more than 32 rows.
+/// is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared memory. Head sizes
+/// without tiles of 64 rows in this table use the table `FORWARD` in `plan.rs` for more than 32 rows.
 ///
 /// The number of bytes in flight per multiprocessor decides the speed. The kernel needs the memory bandwidth times a latency of
 /// 800 ns: 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming GPU. If copies have to wait before they start, the
@@ -187,8 +187,8 @@ pub(super) mod tests {
         }
     }
 
-    /// Tests that the heads of a group share the smallest tile that holds all their rows, that keys are split if the tiles do
-    /// not fill the GPU, and that prompts use the larger tiles for prompts.
+    /// Tests that the heads of a group share the smallest tile that holds all their rows. Keys are split if the tiles do not fill
+    /// the GPU, and prompts use the larger tiles of the table `FORWARD`.
     #[test]
     fn forward_few_rows_takes_the_smallest_tile() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [

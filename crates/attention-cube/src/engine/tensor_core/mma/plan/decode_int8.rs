@@ -40,7 +40,7 @@ const MOST_ROWS: usize = 32;
 /// the bytes of shared memory and the threads per CTA.
 ///
 /// If the rows need two tiles, the second tile finds the keys in the L2 cache. A conversion of all keys to bf16 would move five
-/// times the bytes of the int8 keys: it reads them once, and the bf16 keys of twice the size are written and read.
+/// times the bytes of the int8 keys. It would read the int8 keys once, and then write and read bf16 keys of twice the size.
 pub(crate) fn decode_int8_tiles(
     rows: usize,
     widths: [usize; 2],

@@ -50,7 +50,7 @@ impl MmaSplitDTiles {
     /// The number of keys in a warp's scores, which is the number of bits in a mask word.
     pub const SCORE_KEYS: usize = 32;
 
-    /// The number of registers per score fragment.
+    /// The number of registers per thread in a score fragment.
     pub const SCORE_REGISTERS: usize = Self::SCORE_KEYS / 2;
 
     /// The number of key groups into which a block's scores are divided among warps.

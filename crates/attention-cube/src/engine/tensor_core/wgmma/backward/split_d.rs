@@ -389,8 +389,8 @@ fn hand_over<NP: Size>(
 /// Multiplies P or dS of the `count`-th block by `summed`, and adds the result to the gradient. `passed` chunks have passed
 /// through the ring before the first chunk of `summed`.
 ///
-/// Before the GEMM, the function writes zeros over rows of the chunks that no row of the tile sees. A NaN in such a row would
-/// give `0 · NaN = NaN`.
+/// The block may have rows that no row of the tile sees. The function writes zeros over such rows before the GEMM, because a NaN
+/// there would give `0 · NaN = NaN`.
 #[cube]
 fn add<NG: Size>(
     sums: Vector<f32, NG>,

@@ -7,8 +7,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::zero_fill_shared;
 use cubecl::prelude::*;
 
-/// The factors of each tensor by which the batch index and the head index are multiplied for TMA coordinates. A factor is 0 if
-/// the tensor is broadcast in that dimension, else 1.
+/// For each tensor, the factors that turn a batch index and a head index into TMA coordinates. A factor is 0 if the tensor is
+/// broadcast in that dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Steps {

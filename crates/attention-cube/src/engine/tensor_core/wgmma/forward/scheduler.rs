@@ -1,7 +1,7 @@
 //! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration.
 //!
-//! Usually the work item is computed from the CTA's index. With segments or intervals, the tiles differ in work. The CTA then takes the next
-//! work item from a counter in global memory.
+//! Usually the work item is computed from the CTA's index. With segments or intervals, the tiles differ in work. The CTA then
+//! takes the next work item from a counter in global memory.
 //!
 //! In split-M, the producer thread takes the next work item after it has started the first loads of the current tile. In
 //! split-D, it takes the item after all loads of the tile. The producer thread passes the item to the consumers through a
@@ -50,8 +50,8 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
     }
 }
 
-/// Returns the work item for the iteration after the CTA's `turn`-th. The producer thread calls this function. If the item
-/// comes from the counter, the function also sends it to the consumers.
+/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The producer thread calls this function.
+/// If the item comes from the counter, the function also sends it to the consumers.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,
@@ -75,7 +75,7 @@ pub(super) fn take_item(
     }
 }
 
-/// Returns the work item for the iteration after the CTA's `turn`-th. The consumer threads call this function.
+/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The consumer threads call this function.
 #[cube]
 pub(super) fn receive_item(
     schedule: &Schedule,

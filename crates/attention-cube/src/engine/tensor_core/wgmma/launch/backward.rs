@@ -162,7 +162,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                 joined_sizes(vectors, tiles.fragments()),
             );
         },
-        // SAFETY: as above.
+        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. As in
+        // split-M, the kernel accesses the other tensors only at rows below `q_len` or `kv_len` and at columns below their
+        // widths.
         WgmmaGradientTiles::SplitD(tiles) => unsafe {
             let (summed, target) = match sums {
                 Sums::Values => (v_or_do, &value_target),

@@ -125,7 +125,8 @@ pub(crate) fn forward(
                 pass.sizes(tiles.fragments()),
             );
         },
-        // SAFETY: as above.
+        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. As in
+        // split-M, the kernel accesses the other tensors only at rows below `q_len` and at columns below `value_dim` or `kv_len`.
         WgmmaForwardTiles::SplitD(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_chunks());
             let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());

@@ -114,9 +114,9 @@ struct Row {
     value: Option<Shape>,
 }
 
-// The split-M table. Comments give TFLOP/s of the whole backward: bf16, one H200, median of 20 launches. The problem is causal B4
-// S4096 with heads × width = 4096. Measured on 2026-11-21, width 64 on 2026-11-22. Brackets hold other tiles that were tried;
-// `112 columns` means a tile with blocks of 112 columns.
+// The split-M table. Comments give TFLOP/s of the whole backward with a row's tiles, and in brackets with other tiles that were
+// tried: `112 columns` means blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens and heads × width =
+// 4,096. Measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (width 64 on 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,

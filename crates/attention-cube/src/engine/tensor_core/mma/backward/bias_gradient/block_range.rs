@@ -28,7 +28,7 @@ pub(super) struct Visits {
     pub group: u32,
     /// The total number of visits of all CTAs that share the bias tile.
     pub count: u32,
-    /// The difference between the numbers of two consecutive visits of this CTA.
+    /// The difference between the indices of two consecutive visits of this CTA.
     pub step: u32,
 }
 
@@ -57,8 +57,8 @@ pub(super) fn tile_of(
     )
 }
 
-/// Returns the number of the CTA's first visit, from `visit` on, in which a query may see a key of the key tile. If no such
-/// visit exists, the result is at least `visits.count`.
+/// Returns the index of the first visit, among `visit`, `visit + step`, `visit + 2 · step`, …, in which a query may see a key of
+/// the key tile. If no such visit exists, the result is at least `visits.count`.
 #[cube]
 pub(super) fn next_visit(
     visits: &Visits,

@@ -105,9 +105,9 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             tiles,
             kind.fragment,
         );
-        // Overwrite P and dS of the previous block without a barrier: all warps have finished the GEMMs that read them. For
-        // this warp has already refilled the slot of that block's last chunk, and the refill waited until all warps had
-        // multiplied the chunk.
+        // P and dS of the previous block are overwritten without a barrier. This warp has already refilled the slot of that
+        // block's last chunk, and the refill waited until all warps had multiplied the chunk. So all warps have finished the
+        // GEMMs that read P and dS.
         if comptime!(tiles.sums.has_values()) {
             share::<AP>(
                 weighed.p,
@@ -175,13 +175,13 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
     sums
 }
 
-/// The addresses from which a lane loads operands. Addresses of chunks are relative to their ring slot, and addresses of the
-/// tile's resident operands are relative to `start`.
+/// The addresses from which a lane loads operands. Addresses of chunks are relative to the chunk's ring slot. Addresses of the
+/// tile's resident operands are relative to `start`, the start of shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address of the tile's rows for the warp's S and dP.
+    /// The address of the tile's rows for the warp's S and dP, relative to `start`, or to a slot if these rows are not resident.
     score_left: u32,
     /// The address of the block's rows for the warp's S and dP, relative to a slot.
     score_right: u32,
@@ -221,8 +221,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of a chunk as read by this warp. Then refills the slot of the chunk before it: other warps have probably
-/// finished with that slot, so the refill seldom waits.
+/// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
+/// probably finished with that slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk(
     operands: &Operands,
@@ -283,7 +283,7 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// The byte offset of those resident columns of the tile that are multiplied with the `chunk`-th chunk of a block.
+/// The byte offset of the tile's resident columns that are multiplied with the `chunk`-th chunk of a block.
 const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usize) -> usize {
     let first = match v_or_do {
         true => tiles.stationary_values_at(),

@@ -1,5 +1,5 @@
 //! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. Q or K, and V
-//! or dO, come in chunks of columns. The operand of the gradient GEMM comes in chunks of rows.
+//! or dO, come in chunks of columns. The right operand of the gradient GEMM comes in chunks of rows.
 
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit};
 use crate::engine::tensor_core::mma::backward::load::{copy_lse_delta, stationary_head};

@@ -33,8 +33,8 @@ use cube_kit::nvidia::mbarrier::{arrive_as_warp, await_phase};
 use cube_kit::nvidia::ptx::load_shared;
 use cubecl::prelude::*;
 
-/// The byte offsets of three barriers. Each row group (the warps that share output rows) has these barriers, and each barrier
-/// completes when all warps of the group have done a part of their work.
+/// The byte offsets of three barriers. Each row group (the warps that share output rows) has these barriers. Each barrier
+/// completes when all warps of the group have done the work that the list names.
 ///
 /// - `TOLD`: the warps have stored their row maxima.
 /// - `SHARED`: the warps have stored P.
@@ -274,8 +274,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of a chunk as read by this warp. Then refills the slot of the chunk before it: other warps have probably
-/// finished with that slot, so the refill seldom waits.
+/// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
+/// probably finished with that slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,

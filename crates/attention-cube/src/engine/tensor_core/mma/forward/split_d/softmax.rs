@@ -78,8 +78,8 @@ pub(super) struct Weighed<AS: Size> {
 
 /// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
 ///
-/// The function also stores the factors that rescale the rows' earlier output, for all warps to read. `row` is the thread's
-/// first row.
+/// The function also stores the factors that rescale the output of earlier blocks. The warps that hold this output read the
+/// factors from shared memory. `row` is the thread's first row.
 #[cube]
 pub(super) fn compute_p<NS: Size, AS: Size>(
     s: Vector<f32, AS>,
@@ -210,8 +210,8 @@ pub(super) fn share<AS: Size>(
     }
 }
 
-/// Returns one bit for each key of this lane. The bit is set if some row of the warp has a nonzero probability for the key.
-/// Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
+/// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a nonzero
+/// probability for the key. Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
 #[cube]
 fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     let mut used = 0u32;

@@ -37,7 +37,7 @@ struct Together {
     sums: Pair,
 }
 
-/// Computes the factors that rescale a group's results from its own reference maxima to the combined ones.
+/// Computes the factors that rescale a group's results from the group's own reference maxima to the combined reference maxima.
 #[cube]
 fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     Pair {
@@ -57,7 +57,8 @@ fn words(
     table + comptime!((4 * (group * tiles.rows() + fragment * FRAGMENT_ROWS)) as u32)
 }
 
-/// Combines the reference maxima and sums of a fragment's rows, after all groups have stored their own in the tables.
+/// Combines the reference maxima and row sums of a fragment's rows over all groups. Every group must have stored its values in
+/// the tables before the call.
 #[cube]
 fn together(
     tables: &Tables,
@@ -139,8 +140,8 @@ pub(super) fn store_results<AO: Size>(
             } else {
                 (factor.first, sums.first)
             };
-            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN: other rows of the tile may
-            // see values that are NaN, and the GEMM P·V multiplies these values by 0 for this row.
+            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN. Other rows of the tile may see
+            // values that are NaN, and the GEMM P·V multiplies these values by the row's zeros.
             let scaled = o.extract(register) * own;
             o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
         }
@@ -164,8 +165,9 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for a part of a fragment's columns. In every key group, one warp has computed the calling
-/// warp's columns. These warps divide the additions among them by columns.
+/// Adds the outputs of all key groups for a part of a fragment's columns. Every key group has one warp that computed the same
+/// columns as the calling warp. These warps, one per group, divide the columns, and each adds the outputs of all groups for its
+/// part.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

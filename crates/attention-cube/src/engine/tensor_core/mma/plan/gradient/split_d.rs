@@ -42,7 +42,7 @@ pub struct MmaGradientSplitDTiles {
     pub resident: Resident,
     /// The number of columns in a chunk of the operands of S or dP, a multiple of a subtile's 64 columns.
     pub score_columns: usize,
-    /// The number of rows in a chunk of the gradient GEMM's operand.
+    /// The number of rows in a chunk of the gradient GEMM's right operand.
     pub sum_rows: usize,
     /// The number of ring slots: at least 2, and at most the number of chunks per block.
     pub slots: usize,
@@ -115,17 +115,19 @@ impl MmaGradientSplitDTiles {
         self.width().div_ceil(STEP * self.column_groups())
     }
 
-    /// The number of subtiles (64 columns each) in a gradient's columns, padded with zeros to the columns of all warps.
+    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. The row is padded with zeros to
+    /// the gradient columns of all warps.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }
 
-    /// The number of chunks of a block's Q or K rows for the scores.
+    /// The number of chunks into which the columns of a block's Q or K rows are divided for S.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(self.score_columns)
     }
 
-    /// The number of chunks of a block's V or dO rows for dP. It is 0 if the kernel does not need dP.
+    /// The number of chunks into which the columns of a block's V or dO rows are divided for dP, or 0 if the kernel does not need
+    /// dP.
     pub const fn value_chunks(&self) -> usize {
         match self.sums.has_q_or_k() {
             true => self.value_dim.div_ceil(self.score_columns),
@@ -133,7 +135,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of chunks of a block's rows for the gradient GEMM.
+    /// The number of chunks into which a block's rows are divided for the gradient GEMM.
     pub const fn sum_chunks(&self) -> usize {
         self.columns / self.sum_rows
     }
@@ -188,7 +190,7 @@ impl MmaGradientSplitDTiles {
         self.stationary_values_at() + self.value_bytes()
     }
 
-    /// Bytes of P. The bytes of dS are equal.
+    /// Bytes of P of one tile and block. The matrix dS takes as many bytes.
     pub const fn factor_bytes(&self) -> usize {
         self.rows * self.columns / SUBTILE * ROW_BYTES
     }
@@ -203,8 +205,8 @@ impl MmaGradientSplitDTiles {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// Bytes of one operand in a chunk for the gradient GEMM. If the kernel computes both gradients, the V or dO rows start at
-    /// this offset.
+    /// Bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes both gradients, a chunk holds the Q or
+    /// K rows first, and the V or dO rows start at this offset.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }

@@ -16,8 +16,8 @@ use cube_kit::nvidia::Half;
 enum Shape {
     /// Split-M: the number of warps, of 16-row fragments per warp, and of columns per block.
     Rows([usize; 3]),
-    /// Split-D: the resident operands and five sizes. The sizes are rows, columns, columns per chunk for S or dP, rows per
-    /// chunk of the gradient GEMM's operand, and the largest number of ring slots.
+    /// Split-D: the resident operands and five sizes. The sizes are rows, columns, columns per chunk for S or dP, rows per chunk
+    /// of the gradient GEMM's right operand, and the largest number of ring slots.
     Columns(Resident, [usize; 5]),
 }
 
@@ -191,9 +191,9 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Sets the number of ring slots to the most that fit `shared_memory`, but at most the table's number. If the number of chunks
-/// per block is a multiple of a smaller number of slots, that smaller number is taken. Each chunk then has the same slot in
-/// every block, known at compile time.
+/// Sets the number of ring slots to at most the table's number, and to no more than fit `shared_memory`. The function takes the
+/// largest such number from 3 on that divides the number of chunks per block. Each chunk then has the same slot in every block,
+/// known at compile time. If no number divides it, the function takes as many slots as possible.
 ///
 /// A bias leaves room for fewer slots, since it needs one more f32 value per query.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
@@ -280,8 +280,8 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // A warp's gradient rows must be whole groups of score rows: the bits of used columns are stored by the warps that
-        // compute the scores, one set of bits per group of score rows.
+        // A warp's gradient rows must be whole groups of score rows. The warps that compute the scores store the bits of used
+        // columns, with one set of bits per group of score rows.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");

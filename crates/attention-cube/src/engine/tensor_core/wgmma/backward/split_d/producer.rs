@@ -21,7 +21,7 @@ pub(super) struct SharedOffsets {
     pub stationary_qk: u32,
     pub stationary_v_do: u32,
     pub stages: u32,
-    /// The buffer of P or dS.
+    /// The address of the buffer of P or dS.
     pub factors: u32,
     pub lse_delta: u32,
     pub full: u32,

@@ -31,7 +31,7 @@ pub(super) struct Made<NP: Size> {
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConsumerThread {
     pub warpgroup: u32,
-    /// 1 in the thread that arrives at barriers for its warp, else 0.
+    /// A flag that is 1 in the one thread of a warp that arrives at barriers for the warp, else 0.
     pub elected: u32,
 }
 

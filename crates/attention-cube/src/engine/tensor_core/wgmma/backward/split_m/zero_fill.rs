@@ -21,8 +21,8 @@ use cubecl::prelude::*;
 /// Writes zeros over those rows of the `count`-th block that no row of the tile sees, before the gradient GEMMs read them. A NaN
 /// in such a row would give `0 · NaN = NaN`.
 ///
-/// If `may_have_masked`, the block may have such rows between visible rows, and `masked` is the number of earlier blocks of the
-/// tile for which this holds.
+/// If `may_have_masked`, the block may have such rows between visible rows. `masked` is the number of earlier blocks of the tile
+/// that may have had such rows, and selects the block's used words.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -66,8 +66,8 @@ pub(super) fn zero_fill_block<NP: Size>(
     }
 }
 
-/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words`
-/// tell which rows are seen. Otherwise the tile's visible range tells it.
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words` tell
+/// which rows are seen. Otherwise the tile's visible range tells which rows are seen.
 ///
 /// Without `masked`, another warpgroup may still read these rows for its S and dP of the block. That warpgroup may read old
 /// values, zeros, or a mix of both. This does not change the result, because a row of the block affects only one column of S

@@ -49,8 +49,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitDTiles) -> Shared
     }
 }
 
-/// For each tile of the CTA, copies the queries, and the chunks of keys and values of every visited block. The copies follow the
-/// order in which the consumers need them.
+/// Copies the operands of all tiles of the CTA: the queries of each tile, and the chunks of keys and values of every visited
+/// block. The copies follow the order in which the consumers need them.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -109,8 +109,8 @@ pub(super) fn fetch(
                         tiles,
                     );
                     // The queries are copied as late as possible, since the consumers may still read the queries of the previous
-                    // tile. But they are copied before the ring is full, since the consumers free no stage before they have the
-                    // queries.
+                    // tile. But the queries are copied before the ring is full, since the consumers free no stage before the
+                    // queries have arrived.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
                             fetch_queries(

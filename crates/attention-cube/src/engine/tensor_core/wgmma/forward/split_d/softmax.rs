@@ -26,8 +26,8 @@ pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
     ))
 }
 
-/// Waits until at most `pending` GEMMs (wgmma groups) are in flight. Then frees the `own`-th value chunk of the warpgroup. The
-/// warpgroup's first value chunk is the `from`-th chunk that passes through the ring.
+/// Waits until at most `pending` GEMMs (wgmma groups) are in flight, so that the GEMM of the warpgroup's `own`-th value chunk is
+/// complete. Then frees that chunk. The warpgroup's first value chunk is the `from`-th chunk that passes through the ring.
 #[cube]
 pub(super) fn free_values(
     empty: u32,
@@ -49,8 +49,8 @@ pub(super) fn free_values(
     );
 }
 
-/// Makes the second warpgroup wait for the first value chunk of a block, and arrive at its empty barrier. This happens only if a
-/// block has more value chunks than the ring has stages.
+/// Makes the second warpgroup wait for the first value chunk of a block, and arrive at that chunk's empty barrier. This happens
+/// only if a block has more value chunks than the ring has stages.
 ///
 /// In that case, the first and the last value chunk of a block use the same stage. The first warpgroup reads the first chunk,
 /// and the second warpgroup reads the last. Without this wait, the second warpgroup would skip one phase of the stage's full

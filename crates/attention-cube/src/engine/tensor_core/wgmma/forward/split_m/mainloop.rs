@@ -34,7 +34,7 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(super) struct Thread {
     pub warpgroup: u32,
-    /// 1 for the lane that arrives at barriers for its warp, else 0.
+    /// A flag that is 1 in the one lane of a warp that arrives at barriers for the warp, else 0.
     pub elected: u32,
 }
 

@@ -22,19 +22,19 @@ pub(super) struct SharedOffsets {
     pub keys: u32,
     pub values: u32,
     pub biases: u32,
-    /// The staging buffer from which TMA stores the output.
+    /// The address of the staging buffer from which TMA stores the output.
     pub output: u32,
-    /// The full and empty barriers of the key stages, of the value stages, and of the queries.
+    /// The addresses of the full and empty barriers of the key stages, of the value stages, and of the queries.
     pub key_full: u32,
     pub key_empty: u32,
     pub value_full: u32,
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// Three barriers for the used words of three blocks. Such a barrier completes when all consumer warps have set the used bits
-    /// of their keys.
+    /// The address of three barriers for the used words of three blocks. Such a barrier completes when all consumer warps have
+    /// set the used bits of their keys.
     pub used_ready: u32,
-    /// The full and empty barriers of the bias stages.
+    /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
     pub bias_empty: u32,
     pub used: u32,
@@ -63,8 +63,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitMTiles) -> Shared
     }
 }
 
-/// For each tile of the CTA, copies the queries, and the keys and values of every visited block. The copies follow the order in
-/// which the consumers need them.
+/// Copies the operands of all tiles of the CTA: the queries of each tile, and the keys and values of every visited block. The
+/// copies follow the order in which the consumers need them.
 #[cube]
 pub(super) fn fetch(
     sources: &Sources,

@@ -1,4 +1,4 @@
-//! The online softmax of a block in split-M. It also packs P as the left operand of the GEMM `P V`.
+//! The online softmax of a block in split-M. The module also packs P as the left operand of the GEMM `P V`.
 
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, rescaled, softmax_state, thread_row_max,

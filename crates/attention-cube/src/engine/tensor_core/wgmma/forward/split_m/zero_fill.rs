@@ -20,8 +20,8 @@ use cubecl::prelude::*;
 /// Returns true if a bias of −∞ hides a key of a fully visible block from the tile's first query, among the keys that this lane
 /// checks. In a fully visible block, nothing else can hide a key.
 ///
-/// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys alone, without
-/// the other warps.
+/// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys from the biases of
+/// the first query, without the other warps.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -126,7 +126,7 @@ pub(super) fn zero_fill_values(
 }
 
 /// Writes zeros over the values of a block that no row of the tile sees. If `masked`, the used words at `words` tell which rows
-/// are seen. Otherwise the tile's visible range tells it.
+/// are seen. Otherwise the tile's visible range tells which rows are seen.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

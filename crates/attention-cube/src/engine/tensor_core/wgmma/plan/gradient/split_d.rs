@@ -167,7 +167,7 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The GEMM that adds a block's part to the gradient.
+    /// The GEMM that adds the product of P or dS with a streamed block to the gradient.
     pub const fn sum_product(&self) -> ChunkedProduct {
         ChunkedProduct {
             columns: self.own_columns(),

@@ -195,7 +195,7 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The GEMM that adds a block's part to a gradient of `columns` columns.
+    /// The GEMM that adds the product of P or dS with a streamed block to a gradient of `columns` columns.
     pub const fn sum_product(&self, columns: usize) -> Product {
         Product {
             depth: self.columns,

@@ -54,7 +54,7 @@ pub struct ChunkedScores {
     pub depth: usize,
     /// The number of chunks of the left operand that stay in registers.
     pub register_chunks: usize,
-    /// The size of the register vector that holds these chunks.
+    /// The size of the register vector that holds the left operand's chunks.
     pub query_fragment: usize,
     /// True if this GEMM also frees the last chunk of the GEMM before it.
     pub frees_before: bool,
