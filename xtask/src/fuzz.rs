@@ -9,7 +9,7 @@ const SECONDS: &str = "60";
 pub fn run(args: &[String]) -> Result<()> {
     let mut command = process::cargo();
     // The build uses the options of `cargo xtask test`, so that dependencies are not compiled a second time.
-    command.args(["test", "--release", "--workspace"]);
+    command.args(["test", "--workspace"]);
     command
         .args(process::programs())
         .args(["--test", "fuzz", "--"]);

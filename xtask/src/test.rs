@@ -13,7 +13,7 @@ pub fn run(args: &[String]) -> Result<u8> {
     }
 
     let mut command = process::cargo();
-    command.args(["test", "--release"]);
+    command.arg("test");
     // The workspace is selected only if the arguments select no packages. With both options, cargo would ignore the selected
     // packages and test everything.
     if !chooses_packages(args) {

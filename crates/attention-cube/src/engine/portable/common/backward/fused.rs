@@ -16,7 +16,7 @@
 //! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any head
 //! size. Global memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
 
-use super::p_ds::{Pair, PairOperands, block_scores};
+use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::math::inputs::HeadSizes;
 use crate::math::layout::{Rows, head_rows, operand, row_offset};
@@ -217,12 +217,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                         kind.structure,
                     ),
                 };
-                let pair_operands = PairOperands::<f32, N> {
-                    query,
-                    key,
-                    value,
-                    output_gradient,
-                };
+                let pair_operands = pair_operands(query, key, value, output_gradient);
                 block_scores(
                     &pair_operands,
                     rows,

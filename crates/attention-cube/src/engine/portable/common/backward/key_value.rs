@@ -13,7 +13,7 @@
 //! than in the forward. A block costs `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads,
 //! as in the forward.
 
-use super::p_ds::{Pair, PairOperands, block_scores};
+use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
 use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::{head_operand, head_rows};
@@ -136,14 +136,9 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                         kind.structure,
                     ),
                 };
-                let operands = PairOperands::<E, N> {
-                    query,
-                    key,
-                    value,
-                    output_gradient,
-                };
+                let pair_operands = pair_operands(query, key, value, output_gradient);
                 block_scores(
-                    &operands,
+                    &pair_operands,
                     rows,
                     &scoring,
                     &seq_info,

@@ -9,6 +9,7 @@ use crate::math::visibility::SeqInfo;
 use crate::tile_ops::product::{Stage, multiply_transposed, stage_block};
 use crate::tile_ops::score_layout::{tile_column, tile_row, unit_column, unit_row};
 use crate::tile_ops::tiles::UnitTiles;
+use crate::tile_ops::vec4::Vec4;
 use cubecl::prelude::*;
 
 /// The indices of a pair: a tile of keys and a block of queries.
@@ -32,6 +33,22 @@ pub(super) struct PairOperands<'a, E: Float, N: Size> {
     pub key: Operand<'a, E, N>,
     pub value: Operand<'a, E, N>,
     pub output_gradient: Operand<'a, E, N>,
+}
+
+/// Groups the operands of a pair.
+#[cube]
+pub(super) fn pair_operands<'a, E: Float, N: Size>(
+    query: Operand<'a, E, N>,
+    key: Operand<'a, E, N>,
+    value: Operand<'a, E, N>,
+    output_gradient: Operand<'a, E, N>,
+) -> PairOperands<'a, E, N> {
+    PairOperands::<'a, E, N> {
+        query,
+        key,
+        value,
+        output_gradient,
+    }
 }
 
 /// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
