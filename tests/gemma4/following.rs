@@ -140,7 +140,7 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                             *text.last_mut().expect("the text is not empty") = next;
                         }
                         if spare > 0 && column == 20 {
-                            decoder.forget(2).expect("the cache has spare columns");
+                            decoder.forget(2).expect("the cache has spare slots");
                             for column in [19, 20] {
                                 let again = text[column].clone();
                                 stepped(&mut decoder, &again, &mut own);

@@ -350,7 +350,7 @@ impl<'a> File<'a> {
         } = self.header;
         if read.len() > config.max_position_embeddings || spare > MAX_DRAFT_TOKENS {
             return Err(self.malformed(format!(
-                "has {} tokens and {spare} spare columns, more than a session of this model can have",
+                "has {} tokens and {spare} spare slots, more than a session of this model can have",
                 read.len()
             )));
         }
