@@ -23,6 +23,8 @@ pub struct Attention {
     causal: bool,
     /// The number of tokens per document, or `None` if a sequence is not packed from documents.
     document: Option<usize>,
+    /// True if intervals replace the causal mask: each fourth block of 256 tokens is an image, whose tokens all see each other.
+    images: bool,
     /// The shape of the bias, or `None` without a bias.
     bias: Option<[usize; 4]>,
     /// True if the bias needs a gradient.
@@ -76,6 +78,7 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         width,
         causal,
         document: None,
+        images: false,
         bias: None,
         trained_bias: true,
         mask: None,
@@ -144,6 +147,17 @@ const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) 
         attention([documents, heads, 1024, width], true),
         1.3,
     )
+}
+
+/// Creates a case with the image blocks of Gemma's prompts, as intervals. The counterpart is plain causal attention.
+const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
+    let plain = attention([1, heads, 8192, width], true);
+    let case = Attention {
+        causal: false,
+        images: true,
+        ..plain
+    };
+    cliff(name, pass, case, plain, 1.15)
 }
 
 const fn biased(name: &'static str, pass: Pass, bias: [usize; 4]) -> Cliff {
@@ -223,7 +237,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub const CLIFFS: [Cliff; 43] = [
+pub const CLIFFS: [Cliff; 49] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -232,6 +246,12 @@ pub const CLIFFS: [Cliff; 43] = [
     packed("cliffs-packed-d256", Backward, 256, 256),
     packed("cliffs-packed-d512", Forward, 128, 512),
     packed("cliffs-packed-d512", Backward, 128, 512),
+    images("cliffs-images-d128", Forward, 32, 128),
+    images("cliffs-images-d128", Backward, 32, 128),
+    images("cliffs-images-d256", Forward, 16, 256),
+    images("cliffs-images-d256", Backward, 16, 256),
+    images("cliffs-images-d512", Forward, 8, 512),
+    images("cliffs-images-d512", Backward, 8, 512),
     biased("cliffs-bias-1-1-1-1", Forward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-1-1-1", Backward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-h-1-1", Forward, [1, 32, 1, 1]),
@@ -355,6 +375,20 @@ impl Prepared {
             let ids: Vec<i32> = (0..length).map(|token| (token / document) as i32).collect();
             let ids = Tensor::<2, Int>::from_data(TensorData::new(ids, [1, length]), device);
             options = options.segments(ids.clone(), ids);
+        }
+        if attention.images {
+            let end = |token: usize| match token / 256 % 4 {
+                3 => token / 256 * 256 + 256,
+                _ => token + 1,
+            };
+            let ints = |values: Vec<i32>| {
+                let shape = [batch, length];
+                Tensor::<1, Int>::from_data(TensorData::new(values, [length]), device)
+                    .unsqueeze::<2>()
+                    .expand(shape)
+            };
+            let ends = (0..length).map(|token| end(token) as i32).collect();
+            options = options.visible_between(ints(vec![0; length]), ints(ends));
         }
         if let Some(mask) = attention.mask {
             let own = random([1, 1, length, length]).greater_elem(-1.0);
