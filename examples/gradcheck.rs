@@ -111,7 +111,8 @@ impl Feature {
             };
             of_one([10, 45]).chain(of_one([64, 65])).collect()
         };
-        // Each query of the two sequences sees a range of keys that starts at `first` or after it.
+        // Returns the starts and the ends of the keys that each query of two sequences sees: query `i` sees keys from `first
+        // + i / 4` to `first + i + 19`.
         let intervals = |q_len: usize, first: usize| {
             let queries = (0..2 * q_len).map(|query| query % q_len);
             queries
@@ -197,7 +198,8 @@ impl Feature {
     }
 }
 
-/// The names of the results of a run, each with its name in the table.
+/// The results that are compared. Each entry has the `name` of a `Comparison` and the title of the result's column in the
+/// table.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),
@@ -224,7 +226,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Checks all rows. Returns true if every row is within its tolerance.
+/// Checks all cases and prints a row of the table for each. Returns true if every row is within its tolerance.
 fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     let features = match cli.options.is_empty() {
         true => Feature::value_variants(),

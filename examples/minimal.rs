@@ -15,7 +15,8 @@ fn main() {
         "output [batch, heads, queries, columns]: {:?}",
         output.dims()
     );
-    // With a causal mask, no query sees a later key. So the first query of head 0 returns the first value of key head 0.
+    // With a causal mask, no query sees a later key. The first query of head 0 therefore sees only the first key, and its
+    // output is the first value of key head 0.
     let first = |tensor: Tensor<4>| tensor.slice([0..1, 0..1, 0..1, 0..4]).into_data();
     println!("first output: {}", first(output));
     println!("first value:  {}", first(value));

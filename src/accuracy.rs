@@ -1,9 +1,9 @@
-//! Measures errors against the reference of attention in f64.
+//! Measures the errors of attention results against a reference in f64.
 //!
-//! The memory and time of the reference grow with the square of the length, so only a sample is compared. The sample consists
-//! of one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend to these key
-//! heads, the sample has only some. For the comparison of gradients, the output gradient is zero outside the sample. The
-//! gradients of the sample's queries, keys and values then depend on the sample alone.
+//! The memory and time of the reference grow with the square of the length, so only a sample is compared. The sample consists of
+//! one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend to these key heads, the
+//! sample has only some. For the comparison of gradients, the output gradient is zero outside the sample. The gradients of the
+//! sample's queries, keys and values then depend on the sample alone.
 
 use crate::{
     Error,
@@ -13,7 +13,7 @@ use attention_cube::{AttentionOptions, AttentionProblem};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 use std::ops::Range;
 
-/// The number of query rows of a sample, over all of its heads.
+/// The number of query rows of a sample, added up over all of the sample's query heads.
 const ROWS: usize = 128;
 
 /// The relative L2 error of a result, and the error of the reference when it is computed in the result's dtype.
@@ -21,7 +21,7 @@ const ROWS: usize = 128;
 pub struct Errors {
     /// The error of the result.
     pub error: f64,
-    /// The error that the reference has if its inputs and results have the same dtype as the result.
+    /// The error of the reference if it runs with inputs and results in the dtype of the result.
     pub same_dtype: f64,
 }
 
@@ -43,7 +43,7 @@ pub struct Oracle {
     gradients: [Known; 3],
 }
 
-/// The exact values of a result, and the error of the reference in the result's dtype.
+/// The exact values of the output or of a gradient, and the error of the reference in the result's dtype.
 struct Known {
     exact: Vec<f64>,
     same_dtype: f64,
@@ -124,7 +124,8 @@ impl Oracle {
         self.output.errors(&sampled, output)
     }
 
-    /// Returns a mask for the output gradient: 1 for elements of the sample, and 0 for all other elements.
+    /// Returns a mask for the output gradient, `[batch, heads, q_len, 1]`: 1 for the rows of the sample's queries, and 0 for all
+    /// other rows. `like` is the output or its gradient.
     pub fn gradient_mask(&self, like: &Tensor<4>) -> Tensor<4> {
         let [batch, heads, length, _] = like.dims();
         let mut ones = vec![0.0f32; batch * heads * length];
@@ -196,7 +197,7 @@ impl Sample {
         let last = problem.q_len.saturating_sub(1);
         let rows = match rows {
             0 | 1 => (0..rows).map(|_| last).collect(),
-            // The sampled queries are evenly spaced from the first query to the last.
+            // The sampled queries are evenly spaced and include the first and the last query.
             _ => (0..rows).map(|row| row * last / (rows - 1)).collect(),
         };
         Self {
@@ -212,7 +213,8 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// Returns the sampled queries' rows of a tensor with one sequence, `[1, heads, q_len, columns]`.
+    /// Returns the rows of the sampled queries. `tensor` has one sequence, `[1, heads, q_len, columns]`, of which the heads in
+    /// `heads` are taken.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();
@@ -291,15 +293,15 @@ fn values(tensor: Tensor<4>) -> Result<Vec<f64>, Error> {
 
 /// True if no element is NaN or infinite.
 fn is_finite(tensor: &Tensor<4>) -> Result<bool, Error> {
-    // The elements of a small tensor are read to the host and checked there. For a reduction on the device, a software driver
-    // would take seconds to compile and tune the kernel.
+    // A small tensor is read to the host and checked there. For a reduction on the device, a software driver would take seconds
+    // to compile and tune the kernel.
     if tensor.shape().num_elements() <= 1 << 22 {
         return Ok(values(tensor.clone())?
             .iter()
             .all(|value| value.is_finite()));
     }
-    // A large tensor is summed on the device. The sum is finite only if all elements are. NaN and infinite elements make the
-    // sum NaN or infinite, and f32 can hold the sum of any finite tensor here.
+    // A large tensor is summed on the device. NaN and infinite elements make the sum NaN or infinite. The sum of finite elements
+    // is finite, because f32 can hold the sum of any finite tensor here.
     let sum: f32 = tensor
         .clone()
         .cast(DType::F32)

@@ -18,7 +18,7 @@ const BALLAST: usize = 48;
 /// The number of launches to measure, and a time limit.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Effort {
-    /// The number of single launches, whose median is reported.
+    /// The number of single launches. The median of their times is reported.
     pub launches: usize,
     /// The number of launches in the back-to-back measurement.
     pub sustained: usize,
@@ -38,14 +38,15 @@ pub struct Singles {
 /// A timer for work on one device.
 pub struct Timer {
     device: Device,
-    /// True if the device's own profiler measures the times.
+    /// True if the device's own profiler measures the times, and false if the wall clock does.
     on_device: bool,
-    /// The tensor of the ballast. Ballast is work that keeps a GPU busy while the host prepares the timed launch.
+    /// The tensor on which ballast runs, or `None` without ballast. Ballast is work that keeps a GPU busy while the host prepares
+    /// the timed launch.
     ballast: Option<Tensor<1>>,
 }
 
 impl Timer {
-    /// Creates a timer for `device`. `software` is true if a CPU does the device's work.
+    /// Creates a timer for `device`. `software` is true if a CPU runs the device's kernels.
     pub fn new(device: &Device, software: bool) -> Self {
         let floats = 64 << 20;
         let ballast =
@@ -68,8 +69,8 @@ impl Timer {
         }
     }
 
-    /// Measures the median time of single launches of `run`. Work that `prepare` enqueues on the device is finished before each
-    /// measurement begins.
+    /// Measures the median time of single launches of `run`. Each launch gets what `prepare` returns, and work that `prepare`
+    /// enqueues on the device is finished before the measurement begins.
     ///
     /// # Errors
     /// Returns an error if the device reports a fault.
@@ -139,8 +140,8 @@ impl Timer {
         Ok((2 * elements * dtype.burn().size()) as f64 / copy.median)
     }
 
-    /// Runs `run` until kernels are compiled, memory pools are filled and clocks are raised. The warm-up continues as long as
-    /// launches get faster, because Burn tunes its operators and tries fusions over several launches.
+    /// Calls `run` until its kernels are compiled, memory pools are filled and clocks are raised. The warm-up continues as long
+    /// as launches get faster, because Burn tunes its operators and tries fusions over several launches.
     fn warm_up<O>(&self, mut run: impl FnMut() -> O) -> Result<(), Error> {
         const ENOUGH: Duration = Duration::from_millis(500);
         const MOST: usize = 50;
@@ -193,7 +194,7 @@ impl Timer {
     }
 }
 
-/// Returns the time of `run` in seconds, as Burn's profiler for the device measures it, and the method of the measurement.
+/// Returns the time of `run` in seconds, and the method of the measurement. Burn's profiler for the device measures the time.
 fn window<O: Send + 'static>(
     device: &Device,
     run: impl FnOnce() -> O + Send,

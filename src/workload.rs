@@ -35,7 +35,7 @@ pub struct Workload {
     pub mask: bool,
     /// True for a random bias per head. All sequences share the bias.
     pub bias: bool,
-    /// True for int8 keys and values.
+    /// True if keys and values are quantized to int8.
     pub int8: bool,
     /// The number of valid keys per sequence, or `None` if all `kv_len` keys are valid.
     pub kv_length: Option<usize>,
@@ -58,7 +58,7 @@ pub struct Inputs {
     pub mask: Option<Tensor<4, Bool>>,
     /// The bias, `[1, q_heads, q_len, kv_len]`.
     pub bias: Option<Tensor<4>>,
-    /// The output gradient for the backward.
+    /// The output gradient for the backward, in the output's shape `[batch, q_heads, q_len, head_dim]`.
     pub gradient: Tensor<4>,
 }
 

@@ -111,8 +111,8 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // Burn's attention and the reference support no int8 keys, and Burn's attention supports no lengths. Such cases run
-            // without peers.
+            // Burn's attention and the reference support no int8 keys, and Burn's attention cannot limit the number of valid
+            // keys (`kv_length`). A case with int8 keys or with a limit runs without peers.
             let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
             if only_ours && peer != Peer::Ours {
                 continue;
@@ -228,7 +228,8 @@ impl Row {
     }
 }
 
-/// Returns true if Burn's GEMM runs. Mesa's lavapipe crashes the process when it compiles that GEMM from SPIR-V.
+/// Returns true if Burn's GEMM runs on the device. Mesa's lavapipe crashes the process when it compiles that GEMM from
+/// SPIR-V.
 fn runs_burns_products(chosen: &Chosen) -> bool {
     !(chosen.software && chosen.name == DeviceName::Vulkan)
 }

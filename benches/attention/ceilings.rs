@@ -28,9 +28,9 @@ pub fn ceilings(
     let layer = Linear {
         weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
-    // In half precision the benchmark times the model's own GEMM. This is Burn's GEMM except on Hopper, where Burn's GEMM has a
-    // tenth of the speed until it is tuned. In f32 the benchmark times Burn's GEMM, because on NVIDIA GPUs the model splits an
-    // f32 GEMM into several GEMMs to avoid rounding to tf32.
+    // In half precision the benchmark times the GEMM of burn-gemma4's `Linear`. This is Burn's GEMM except on Hopper, where
+    // Burn's GEMM has a tenth of the speed until it is tuned. In f32 the benchmark times Burn's GEMM, because on NVIDIA GPUs
+    // `Linear` splits an f32 GEMM into several GEMMs to avoid rounding to tf32.
     let product = timer.singles(
         effort,
         || left.clone(),

@@ -30,9 +30,9 @@ pub struct Attention {
     /// True if the bias needs a gradient.
     trained_bias: bool,
     mask: Option<Mask>,
-    /// True if all elements of a query are equal, stored once with stride 0.
+    /// True if all columns of a query are equal, so that the tensor of queries stores one column and has stride 0.
     flat_queries: bool,
-    /// True for each of query, keys and values that needs a gradient, in this order.
+    /// Three flags: true if the queries, the keys and the values, in this order, need a gradient.
     trained: [bool; 3],
 }
 
@@ -104,8 +104,8 @@ const fn cliff(
     }
 }
 
-/// Creates a case that times the backward of 65,536 queries over 64 keys. In the counterpart, queries and keys are equally
-/// many, and the number of scores is the same.
+/// Creates a case that times the backward of 65,536 queries over 64 keys. The counterpart has 2,048 queries and 2,048 keys,
+/// which give the same number of scores.
 const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
     let square = Attention {
         kv_heads,
@@ -421,15 +421,15 @@ impl Prepared {
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
-        // The output is read once before the timing, because an error of a launch only appears when its output is read.
+        // The output is read once before the timing, because a failed launch reports its error only when its output is read.
         let attend = || self.attend(self.operands.clone(), self.bias.clone());
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Returns the time of the backward alone. The loss is `Σ output · g`. The backward of the same loss is also timed with a
-    /// leaf tensor in place of the output, and that time is subtracted.
+    /// Returns the time of the backward alone in seconds. The loss is `Σ output · g` with a random tensor `g`. The backward
+    /// of the same loss is also timed with a leaf tensor in place of the output, and that time is subtracted.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

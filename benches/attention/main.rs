@@ -1,11 +1,13 @@
 //! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
 //! The rate of the forward counts `2 · visible pairs · (head_dim + value_dim)` operations, and the rate of the backward 2.5
-//! times as many. A visible pair is a query with a key that it sees. The rate of decoding counts the bytes of keys and values.
+//! times as many. A visible pair is a query with a key that it sees. The rate of decoding counts the bytes of keys and
+//! values.
 //!
-//! The backward is timed alone. The loss is `Σ output · g`. The backward of the same loss is also timed with a leaf tensor in
-//! place of the output, and that time is subtracted. The sustained backward is timed over training steps, forward and backward,
-//! that are launched back to back. The times of the forward and of that loss are subtracted.
+//! The backward is timed alone. The loss is `Σ output · g` with a random tensor `g`. The backward of the same loss is also
+//! timed with a leaf tensor in place of the output, and that time is subtracted. The sustained backward is timed over
+//! training steps, forward and backward, that are launched back to back. The times of the forward and of that loss are
+//! subtracted.
 //!
 //! The cases `cliffs` are attentions that once were many times slower than a similar case, their counterpart. The benchmark
 //! times each of them together with its counterpart.
@@ -113,7 +115,8 @@ fn restrict(cli: &Cli) {
     }
 }
 
-/// Returns the restrictions of the device, from the options or the environment. The first line of the output shows them.
+/// Returns a text that names the allowed engines and the shared memory limit, from the options or the environment. The first
+/// line of the output contains this text.
 fn restriction() -> String {
     let said = |name| env::var(name).ok();
     let engines = said(ENGINES).map(|engines| format!(", engines {engines}"));

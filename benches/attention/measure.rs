@@ -1,5 +1,5 @@
 //! Measures the time and the errors of one pass (forward or backward) of one case. A peer is the implementation of attention
-//! that runs it.
+//! that computes the pass.
 
 use crate::bench::Bench;
 use crate::peers::{Peer, Prepared};
@@ -25,8 +25,8 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch when launches follow back to back. For the backward, this time is a difference of measured times. It
-    /// is `None` if noise makes the difference zero or negative.
+    /// The time per launch in seconds when launches follow back to back. For the backward, this time is a difference of
+    /// measured times. It is `None` if noise makes the difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
@@ -100,7 +100,7 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // The output is read once before the timing, because an error of a launch only appears when its output is read.
+        // The output is read once before the timing, because a failed launch reports its error only when its output is read.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle

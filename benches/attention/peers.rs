@@ -76,8 +76,8 @@ impl<'a> Prepared<'a> {
 
     /// Estimates the bytes that a pass allocates beyond its inputs and outputs, for an implementation that stores all scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
-        // The forward stores three tensors of this size: the scores, the probabilities and a copy. Autodiff also keeps the
-        // result of every operation.
+        // The forward stores three tensors of the scores' size: the scores, the probabilities and a copy. Autodiff also keeps
+        // the result of every operation, which doubles the number.
         workload.score_bytes() * if backward { 6.0 } else { 3.0 }
     }
 
@@ -117,7 +117,7 @@ impl<'a> Prepared<'a> {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Sums the gradients of repeated key heads and value heads to the gradients of the original heads.
+    /// Adds up the gradients of all repetitions of a key or value head, which gives the gradient of the original head.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {

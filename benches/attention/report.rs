@@ -10,7 +10,7 @@ use serde::Serialize;
 
 #[derive(Serialize)]
 pub struct Report {
-    /// The date and time in UTC.
+    /// The date and time of the run in UTC.
     pub date: String,
     pub device: String,
     /// The name of the CubeCL runtime with its compiler, or `None` if the device has no CubeCL runtime.

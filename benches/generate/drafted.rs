@@ -34,14 +34,15 @@ pub struct Drafted {
     pub tokens: usize,
     /// True if a drafter computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
-    /// The measured acceptance rate: the number of accepted draft tokens per verified draft token.
+    /// The measured acceptance rate: accepted draft tokens divided by compared draft tokens. A pass compares its draft tokens
+    /// up to the first rejected one.
     pub acceptance: f64,
     /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass alone. The host waits for them here, but does not wait for them in a
-    /// pass.
+    /// The time to compute the draft tokens of a pass alone. In this measurement the host waits for the draft tokens, but in
+    /// a pass it does not.
     pub guess_milliseconds: f64,
     /// Generated tokens per second.
     pub decode_rate: f64,

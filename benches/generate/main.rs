@@ -260,7 +260,8 @@ impl Bench {
         let prompt = prompt(model, batch, context);
         let mut fastest = f64::INFINITY;
         let mut last = None;
-        // One extra prefill runs first, because it also compiles and tunes kernels.
+        // One more prefill runs than requested, because the first prefill also compiles and tunes kernels. Only the fastest
+        // prefill is reported.
         for _ in 0..=self.prefills {
             drop(last.take());
             self.device.sync()?;
@@ -334,7 +335,8 @@ impl Bench {
             .sum();
         let bits_of_key = match self.kv {
             Kv::Model => bits,
-            // A block of 256 int8 elements shares a 32-bit scale, which adds 0.125 bits per element.
+            // The int8 elements of a token and head share a 32-bit scale. In a head of 256 columns the scale adds 0.125 bits
+            // per element.
             Kv::Q8 => 8.125,
         };
         let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;

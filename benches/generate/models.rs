@@ -99,8 +99,9 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies, out of `all` parameters. Embedding tables are excluded, because
-/// a step reads one of their rows per token. Experts that the router does not select are excluded too.
+/// Returns the number of weights that a decode step multiplies, out of `all` parameters. Embedding tables are excluded,
+/// because a step reads one of their rows per token. A table that is also the output head counts. Experts that the router
+/// does not select are excluded too.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {

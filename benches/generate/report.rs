@@ -9,7 +9,7 @@ use serde::Serialize;
 
 #[derive(Serialize)]
 pub struct Report {
-    /// The date and time in UTC.
+    /// The date and time of the run in UTC.
     pub date: String,
     pub device: String,
     pub dtype: Dtype,

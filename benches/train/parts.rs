@@ -19,7 +19,8 @@ use gemma4_train::args::StepArguments;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// The number of warm-up runs per part. Burn compiles and tunes kernels and explores fusions in more than the first run.
+/// The number of warm-up runs per part. Several runs are needed, because Burn compiles and tunes kernels and explores fusions
+/// in more than the first run.
 const WARMUP: usize = 3;
 
 /// The number of batches of runs. The median of the batches' times is reported.
@@ -112,7 +113,7 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// Returns the median time of a run of `work`, over batches of runs, after the warm-up.
+/// Returns the time of one run of `work` in seconds: the median over `BATCHES` batches of `RUNS` runs, after the warm-up.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -230,8 +231,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the kinds of weight matrices in a model, by the numbers of rows, input columns and output columns. Each kind comes
-/// with an example matrix and with the number of its matrices.
+/// Returns the kinds of GEMMs with a model's weights, by `[rows, input columns, output columns]`. Each kind comes with an
+/// example of its weight matrix and with the number of its matrices.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],
@@ -295,7 +296,7 @@ impl ModuleVisitor for Ones {
     }
 }
 
-/// Returns the time of gradient clipping with the optimizer's update, and the updated model.
+/// Returns the median time in seconds of gradient clipping and the optimizer's update together, and the updated model.
 fn optimise(mut training: Training) -> Result<(f64, Training), Error> {
     let device = training.model().device().inner();
     let mut times = Vec::new();

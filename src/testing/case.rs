@@ -51,13 +51,14 @@ pub struct Case {
     pub bias: Option<Extent>,
     /// The number of valid keys per sequence, or `None` if all keys are valid.
     pub kv_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries and of all keys, one sequence after the other.
+    /// The segment ids of all queries, and those of all keys, sequence after sequence. `None` means no segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals: first keys and ends of all queries, one sequence after the other.
+    /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
+    /// of every query. Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
     /// True if each query head has a sink with a random value.
     pub sinks: bool,
-    /// True if bias and sinks are in f32 even if the query has another dtype.
+    /// True if the bias and the sinks are in f32, whatever the query's dtype is.
     pub f32_extras: bool,
     /// True if the loss also depends on the logsumexp.
     pub lse_gradient: bool,
@@ -103,7 +104,7 @@ impl Case {
         }
     }
 
-    /// Returns the shape of the scores.
+    /// Returns the shape of the scores, `[batch, q_heads, q_len, kv_len]`.
     pub fn scores(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.kv_len]
     }
@@ -113,7 +114,7 @@ impl Case {
         [0, 1, 2, 3].map(|dim| if extent[dim] { scores[dim] } else { 1 })
     }
 
-    /// Returns the dtype of bias and sinks.
+    /// Returns the dtype of the bias and the sinks.
     pub fn extras_dtype(&self) -> DType {
         if self.f32_extras {
             DType::F32
@@ -173,7 +174,7 @@ impl Case {
         }
     }
 
-    /// Returns the dtype, and the number of terms of the longest sum. Together they determine the rounding errors.
+    /// Returns the case's dtype and the number of addends of its longest sum. Together they determine the rounding errors.
     pub fn precision(&self) -> Precision {
         let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
         let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
@@ -221,7 +222,7 @@ impl Case {
     }
 }
 
-/// Returns the default dtype of cases.
+/// Returns the dtype of cases that name no other: the one in `ATTENTION_TEST_DTYPE`, or f32.
 fn dtype() -> DType {
     match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
         Err(_) | Ok("f32") => DType::F32,
@@ -231,7 +232,7 @@ fn dtype() -> DType {
     }
 }
 
-/// Returns the number in `ATTENTION_TEST_SEED`, which is added to every seed.
+/// Returns the number in `ATTENTION_TEST_SEED`, or 0 if the variable is not set. Another number gives other random data.
 ///
 /// # Panics
 /// Panics if `ATTENTION_TEST_SEED` is not a number.

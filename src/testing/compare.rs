@@ -17,12 +17,12 @@
 use super::dense::rms;
 use burn::tensor::DType;
 
-/// The dtype of a result and the length of its sums. Both determine its rounding errors.
+/// The dtype of a result and the number of addends of its longest sum. Both determine the result's rounding errors.
 #[derive(Clone, Copy, Debug)]
 pub struct Precision {
     /// The dtype of the inputs and results.
     pub dtype: DType,
-    /// The number of terms of the longest sum.
+    /// The number of addends of the longest sum.
     pub terms: usize,
 }
 
@@ -46,16 +46,16 @@ impl Precision {
     }
 }
 
-/// A result of a run, with its name.
+/// The output, the logsumexp or a gradient of a run, with its name.
 #[derive(Clone, Debug)]
 pub struct Named {
     /// The name of the result.
     pub name: &'static str,
     /// The elements of the result.
     pub values: Vec<f64>,
-    /// The size of the terms that cancel in the result, or 0 if no terms cancel.
+    /// The size of the addends that cancel in the result, or 0 if none cancel.
     pub magnitude: f64,
-    /// The size of those cancelling terms that contain the stored output.
+    /// The size of those cancelling addends that contain the stored output, which was rounded to the dtype.
     pub stored: f64,
 }
 
@@ -121,7 +121,7 @@ impl Comparison {
             .fold(0.0f64, |largest, x| largest.max(x.abs()));
         let (error, at) = deviation(&got.values, &exact.values);
         let (baseline, _) = deviation(&baseline.values, &exact.values);
-        // If the baseline's error is infinite or NaN, the baseline does not raise the allowed error at all.
+        // The baseline raises the allowed error only if its own error is finite.
         let explained = |error: f64| if error.is_finite() { 2.0 * error } else { 0.0 };
 
         let compute = 4.0 * precision.compute();
@@ -197,7 +197,7 @@ pub fn assert_close(
     assert!(comparison.is_close(), "{context}: {comparison}");
 }
 
-/// Returns the error over all finite elements, and the index of the element with the largest error.
+/// Returns the deviation of `got` from `exact` over all finite elements, and the index of the element with the largest error.
 fn deviation(got: &[f64], exact: &[f64]) -> (Deviation, usize) {
     let differences: Vec<f64> = got
         .iter()
@@ -245,7 +245,8 @@ mod tests {
         let (exact, baseline) = ([1.0, -1.0], [1.01, -1.01]);
         assert!(is_close(&[1.02, -1.02], &exact, &baseline));
         assert!(!is_close(&[1.021, -1.021], &exact, &baseline));
-        // The worst element exceeds its limit, although the mean error is within its own limit.
+        // The worst element's error exceeds its limit, although the root mean square of the errors is within the limit for the
+        // mean.
         assert!(!is_close(&[1.025, -1.0], &exact, &baseline));
     }
 
@@ -262,7 +263,7 @@ mod tests {
         assert!(is_close(&[1.0, lowest], &[1.0, lowest], &[1.0, lowest]));
         for got in [lowest, nan] {
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, 2.0]));
-            // The fault must be detected even if the baseline has the same fault.
+            // A NaN or infinite element must be detected even if the baseline has the same value there.
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, got]));
         }
         assert!(!is_close(&[1.0, 2.0], &[1.0, lowest], &[1.0, lowest]));

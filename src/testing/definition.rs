@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device};
 use std::cell::OnceCell;
 
 /// The largest accepted ratio of an error to the allowed error, for random data. An error above the allowed error is accepted
-/// only if the unfused backward has a similar error.
+/// only if the unfused operator has a similar error. See [`Definition::random_faults`].
 const STORED: f64 = 4.0;
 
 /// The results of the reference for a case.
@@ -91,9 +91,8 @@ impl<'a> Definition<'a> {
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison allows only the rounding errors, without the baseline's error, and most results pass it. The
-        // baseline is computed only for the results that fail, because its computation takes as long as everything else
-        // together.
+        // The first comparison uses the exact results as the baseline, so it allows only the rounding errors. Most results pass.
+        // The real baseline is computed only if a result fails, because computing it takes as long as everything else together.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)
@@ -115,9 +114,9 @@ impl<'a> Definition<'a> {
         case.run(inputs, &Device::flex(), case.dtype, operator)
     }
 
-    /// Checks the rows that must be exactly zero. If a query sees no key, its output and its gradient are zero. If no query
-    /// sees a key, the gradients of the key and its value are zero. The check also covers rows that are zero only because the
-    /// output gradient is zero.
+    /// Checks the rows that must be exactly zero. If a query sees no key, its output and its gradient are zero. If no query sees
+    /// a key, the gradients of the key and its value are zero. The check also covers rows that are zero only because the output
+    /// gradient is zero.
     fn not_zero(&self, got: &[Named]) -> Option<String> {
         if self.case.layouts != [Layout::Contiguous; 4] {
             return None;

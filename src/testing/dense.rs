@@ -102,7 +102,7 @@ pub fn rms(values: &[f64]) -> f64 {
     (squares / values.len().max(1) as f64).sqrt()
 }
 
-/// Returns the elements in f64.
+/// Converts the elements of `data` to f64.
 ///
 /// # Panics
 /// Panics if the data cannot be converted to f64.
@@ -112,10 +112,10 @@ pub fn host(data: TensorData) -> Vec<f64> {
         .expect("the data were converted to f64")
 }
 
-/// Reads a tensor's elements in f64.
+/// Reads a tensor from its device and converts the elements to f64.
 ///
 /// # Panics
-/// Panics if the device cannot return them.
+/// Panics if the device cannot return the elements.
 pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     host(tensor.into_data())
 }
@@ -123,10 +123,10 @@ pub fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
 /// The memory layout of a tensor `[batch, heads, length, columns]`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Layout {
-    /// Stored in the order of the dimensions.
+    /// Stored in the order of the dimensions, `[batch, heads, length, columns]`.
     #[default]
     Contiguous,
-    /// Stored as `[batch, length, heads, columns]`, the layout of projections.
+    /// Stored as `[batch, length, heads, columns]`, the layout of a projection's output.
     HeadsLast,
     /// Stored as `[batch, heads, columns, length]`, so the last dimension is not contiguous.
     Transposed,
@@ -146,14 +146,15 @@ pub enum Layout {
         /// The number of columns after the slice.
         after: usize,
     },
-    /// The whole batch shares one sequence, with stride 0.
+    /// All sequences are views of one stored sequence, with stride 0 along the batch.
     SharedBatch,
-    /// All heads share one head, with stride 0.
+    /// All heads are views of one stored head, with stride 0 along the heads.
     SharedHeads,
 }
 
 impl Layout {
-    /// All layouts. The two kinds of slices occur with several sizes.
+    /// All layouts. The layouts [`Sliced`](Self::Sliced) and [`Projection`](Self::Projection) occur with several numbers of
+    /// columns around the slice.
     pub const ALL: [Self; 10] = [
         Self::Contiguous,
         Self::HeadsLast,
@@ -182,7 +183,7 @@ impl Layout {
         Self::SharedHeads,
     ];
 
-    /// Returns the array to store so that its [`view`](Self::view) equals `dense`.
+    /// Returns the array that is stored in memory for this layout. The [`view`](Self::view) of the stored array equals `dense`.
     pub fn store(self, dense: &Dense) -> Dense {
         let [b, h, s, d] = dense.shape;
         match self {
@@ -214,7 +215,7 @@ impl Layout {
         }
     }
 
-    /// Returns a view of the stored tensor. The view has the shape `shape`.
+    /// Returns the view of shape `shape` on the tensor `stored`, which [`store`](Self::store) arranged for this layout.
     pub fn view(self, stored: Tensor<4>, shape: [usize; 4]) -> Tensor<4> {
         let [b, h, s, d] = shape;
         match self {
@@ -229,7 +230,8 @@ impl Layout {
         }
     }
 
-    /// Computes `Σ output ∘ weights`. The operations are chosen so that the operator gets the output gradient in this layout.
+    /// Computes the loss `Σ output ∘ weights`. The weights are the output's gradient, and the operations are chosen so that
+    /// autodiff passes the operator this gradient in this memory layout.
     ///
     /// # Panics
     /// Panics for slices, because a gradient is never a slice.

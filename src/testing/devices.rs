@@ -24,7 +24,7 @@ impl TestDevice {
         serves(&self.device, dtype)
     }
 
-    /// True if the device supports models in `dtype`. Otherwise prints a line that says so.
+    /// True if the device supports models in `dtype`. Otherwise prints a note that names the device and the dtype.
     pub fn computes_in(&self, dtype: DType) -> bool {
         let computes = self.device.supports_dtype(dtype) && self.supports(dtype);
         if !computes {

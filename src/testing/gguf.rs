@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-/// The contents of a file: metadata and tensors. A metadata value is stored as the id of its type and its bytes.
+/// The contents of a GGUF file: metadata and tensors.
 #[derive(Clone, Debug, Default)]
 pub struct Gguf {
-    /// The metadata by key. Each value is the id of its type and its bytes as in the file.
+    /// The metadata by key. Each value is stored as the id of its type and its bytes as in the file.
     pub values: BTreeMap<String, (u32, Vec<u8>)>,
     /// The tensors by name.
     pub tensors: BTreeMap<String, GgufTensor>,
@@ -22,15 +22,15 @@ pub struct GgufTensor {
     pub bytes: Vec<u8>,
 }
 
-/// The ids of the value types.
+/// The ids that GGUF gives to the types of metadata values.
 pub mod kind {
     /// An unsigned integer in 32 bits.
     pub const U32: u32 = 4;
     /// A float in 32 bits.
     pub const F32: u32 = 6;
-    /// A text. In the file, the text's length precedes it.
+    /// A UTF-8 text. In the file, the text's length precedes it.
     pub const TEXT: u32 = 8;
-    /// A list. In the file, the type and the number of the elements precede the elements.
+    /// A list. In the file, the id of the element type and the number of elements precede the elements.
     pub const LIST: u32 = 9;
 }
 
@@ -118,7 +118,7 @@ impl Gguf {
     }
 }
 
-/// Returns the bytes of a text value: the text's length, followed by the text.
+/// Returns the bytes of a text value as in a file: the text's length, followed by the text.
 pub fn text_bytes(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
@@ -142,7 +142,8 @@ fn text(rest: &mut &[u8]) -> Option<String> {
     String::from_utf8(take(rest, length)?.to_vec()).ok()
 }
 
-/// Skips one value of the type `kind`.
+/// Removes one value of the type `kind` from the start of `rest`. Returns `None` if the bytes end too early or the type is
+/// unknown.
 fn skip(rest: &mut &[u8], kind: u32) -> Option<()> {
     let bytes = match kind {
         0 | 1 | 7 => 1,

@@ -16,18 +16,19 @@ pub struct Inputs {
     pub output_gradient: Dense,
     /// The weights of the logsumexp in the loss, `[batch, q_heads, q_len, 1]`. They are the logsumexp's gradient.
     pub lse_gradient: Option<Dense>,
-    /// The bias, with a shape that broadcasts to the scores.
+    /// The bias, with a shape that broadcasts to the scores `[batch, q_heads, q_len, kv_len]`.
     pub bias: Option<Dense>,
     /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this is only the sink of one head,
     /// `[1, 1, 1, 1]`.
     pub sinks: Option<Dense>,
-    /// The mask, with 1 for visible keys and 0 for hidden keys.
+    /// The mask, with 1 for visible keys and 0 for hidden keys, and a shape that broadcasts to the scores.
     pub mask: Option<Dense>,
     /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries and of all keys, one sequence after the other.
+    /// The segment ids of all queries, and those of all keys, sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals: first keys and ends of all queries, one sequence after the other.
+    /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
+    /// of every query. Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
@@ -38,11 +39,11 @@ pub struct Extras {
     pub mask: Option<Tensor<4, Bool>>,
     /// The bias, which is a leaf of the autodiff graph.
     pub bias: Option<Tensor<4>>,
-    /// The number of valid keys per sequence, `[batch]`.
+    /// The number of valid keys of each sequence, `[batch]`.
     pub kv_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The intervals: first keys and ends, `[batch, q_len]`.
+    /// The intervals of visible keys: tensors of first keys and of ends (one past the last key), `[batch, q_len]`.
     pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf is
     /// the sink of one head, `[1]`.
@@ -50,7 +51,7 @@ pub struct Extras {
 }
 
 impl Inputs {
-    /// Creates the optional tensors on a device with autodiff. Bias and sinks are leaves of the autodiff graph.
+    /// Creates the optional tensors on a device. The bias and the sinks are leaves of the autodiff graph.
     pub fn extras(&self, device: &Device, dtype: DType) -> Extras {
         let ids = |ids: &Vec<i64>, length: usize| {
             let shape = [ids.len() / length, length];
@@ -92,8 +93,8 @@ impl Inputs {
     }
 }
 
-/// Creates a tensor of lengths in the device's default integer dtype if all lengths fit in 32 bits. Otherwise the tensor has 64
-/// bits if the device supports 64-bit integers. If it does not, the lengths are clamped to 32 bits.
+/// Creates a tensor of sequence lengths in the device's default integer dtype if all lengths fit in 32 bits. Otherwise the tensor
+/// has 64 bits if the device supports 64-bit integers. On other devices the lengths are clamped to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

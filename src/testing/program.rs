@@ -3,7 +3,7 @@
 use std::env::{self, consts::EXE_SUFFIX};
 use std::process::{Command, Output, Stdio};
 
-/// The result of a program.
+/// The exit code and the output of a program that has ended.
 #[derive(Debug)]
 pub struct Ended {
     /// The exit code; `None` if a signal ended the program.
@@ -16,7 +16,7 @@ pub struct Ended {
 
 impl From<Output> for Ended {
     fn from(output: Output) -> Self {
-        // A test may have read a part of the output already, so the rest may begin in the middle of a UTF-8 character.
+        // A test may have read a part of the output before this point, so the rest may begin in the middle of a UTF-8 character.
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Self {
             code: output.status.code(),
@@ -66,8 +66,8 @@ fn built(folder: &str, name: &str, build: &str) -> Command {
     command
 }
 
-/// Runs the test called `test` of the calling test program, in a new process with these environment variables. The test can
-/// tell from the variables that it runs in the new process.
+/// Runs the test called `test` of the calling test program, in a new process with the environment variables `variables`. The test
+/// can tell from the variables that it runs in the new process.
 ///
 /// # Panics
 /// Panics if the test fails, with `what` in the message.

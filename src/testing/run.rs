@@ -45,7 +45,7 @@ impl Operator {
 }
 
 impl Case {
-    /// Returns the operator's options, with the tensors in `extras`.
+    /// Returns the options for an attention call on this case, with the tensors in `extras`.
     pub fn options(&self, extras: Extras) -> AttentionOptions {
         let mut options = AttentionOptions::new().window(self.window.0, self.window.1);
         if let Some(alignment) = self.causal {
@@ -285,7 +285,7 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
 struct Magnitudes {
     score: f64,
     difference: f64,
-    /// The size of `Δ = rowsum(do ∘ o)`.
+    /// The size of `Δ = rowsum(do ∘ o)`, which is computed from the stored output.
     stored: f64,
     query: f64,
     key: f64,
@@ -311,8 +311,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // If heads or sequences share a tensor, its gradient is the sum of their gradients. The size of such a sum is the size
-        // of one gradient times the square root of their number.
+        // If heads or sequences share one stored tensor, the tensor's gradient is the sum of all their gradients. The size of the
+        // sum is the size of one gradient, times the square root of the number of gradients.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

@@ -17,7 +17,7 @@ impl Case {
     /// True if query `i` of head `h` in sequence `b` sees key `j`.
     pub fn sees(&self, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
         let keys = self.kv_len as i64;
-        // If the lengths are expanded, the list has one entry, which all sequences share. The remainder selects this entry.
+        // If the lengths are expanded, `kv_lengths` has one entry for all sequences. The remainder of `b` selects it.
         let length = inputs
             .kv_lengths
             .as_ref()

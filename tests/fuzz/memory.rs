@@ -1,19 +1,20 @@
-//! An allocator with a limit of 1 GB.
+//! An allocator that fails if the program would hold more than 1 GB.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Limit of the bytes that are allocated at the same time.
+/// Limit of the bytes that are allocated at the same time, 1 GB.
 const LIMIT: usize = 1 << 30;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator with the limit [`LIMIT`]. Code that does not handle a failed allocation aborts.
+/// The system's allocator with the limit [`LIMIT`]. An allocation beyond the limit fails, and code that does not handle this
+/// failure aborts, which the fuzzer reports as a crash.
 pub struct Bounded;
 
-/// Counts `size` more bytes if they stay within the limit, and returns true on success.
+/// Adds `size` to the allocated bytes if the sum stays within the limit, and returns true on success.
 fn take(size: usize) -> bool {
     let before = ALLOCATED.fetch_add(size, Ordering::Relaxed);
     let has_room = before.saturating_add(size) <= LIMIT;
@@ -27,7 +28,7 @@ fn give_back(size: usize) {
     ALLOCATED.fetch_sub(size, Ordering::Relaxed);
 }
 
-// SAFETY: every block comes from the system allocator; counting does not touch the blocks.
+// SAFETY: every block comes from the system allocator, and counting the bytes does not touch the blocks.
 unsafe impl GlobalAlloc for Bounded {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !take(layout.size()) {

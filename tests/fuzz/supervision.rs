@@ -1,4 +1,4 @@
-//! Watches a format's worker process, and reports the input that crashed it.
+//! Starts and watches the worker process of a format, and reports the input that crashed the worker.
 
 use crate::targets::Target;
 use std::{
@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest time for reading one input.
+/// Longest time for reading one input. A worker that takes longer is killed and counts as failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 /// Largest number of lines of a worker's standard error that the report includes.
@@ -44,15 +44,15 @@ impl Note {
         self.file.write_all(&note).expect("the file is writable");
     }
 
-    /// Returns the number of the last input.
+    /// Returns the number of inputs that the worker has recorded in the file `path`.
     fn count(path: &Path) -> u64 {
         let mut count = [0; 8];
         let read = File::open(path).and_then(|mut file| file.read_exact(&mut count));
-        // The file does not exist before the worker has recorded its first input.
+        // The count is 0 before the worker has created the file and recorded its first input.
         read.map_or(0, |()| u64::from_le_bytes(count))
     }
 
-    /// Returns the last input.
+    /// Returns the last input that the worker has recorded in the file `path`, or `None` if there is none.
     fn input(path: &Path) -> Option<Vec<u8>> {
         let note = fs::read(path).ok()?;
         let length = u64::from_le_bytes(note.get(8..16)?.try_into().ok()?);
@@ -60,7 +60,8 @@ impl Note {
     }
 }
 
-/// Runs a format's worker to its end. Returns true if nothing failed; otherwise keeps the input and prints its path.
+/// Runs a format's worker until it ends. Returns true if nothing failed. After a failure, keeps the input that the worker was
+/// reading and prints its path.
 pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
     fs::create_dir_all(&folder).expect("a folder to write to");
@@ -89,7 +90,7 @@ pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
         report(target, fault, &said, Note::input(&state), &folder);
     }
     for path in [state, errors] {
-        // A failure to remove the files does not matter.
+        // A file that cannot be removed does no harm, because its name contains the process id.
         let _ = fs::remove_file(path);
     }
     fault.is_none()

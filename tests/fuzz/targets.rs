@@ -1,4 +1,4 @@
-//! The formats: how each is read, and which checks run on the result.
+//! The formats that are fuzzed: how an input of each format is read, and which checks run on the result.
 
 use crate::mutation::{BETWEEN, Format};
 use burn::tensor::{Device, Int, Tensor};
@@ -10,10 +10,11 @@ use gemma4_train::data::{documents::read_documents, packing::pack};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// Reads an input, and returns a short description of the result or of the error.
+/// A function that reads an input and returns a short description of the result or of the error. A new description tells the
+/// worker to keep the input.
 pub type Read = Box<dyn FnMut(&[u8]) -> Result<String, String>>;
 
-/// A file format.
+/// A file format to fuzz.
 pub struct Target {
     /// Name of the format and of its folder in the corpus.
     pub name: &'static str,
@@ -89,7 +90,7 @@ fn said<T>(outcome: Result<T, impl ToString>) -> Result<T, String> {
     outcome.map_err(|error| error.to_string())
 }
 
-/// Returns a tiny configuration with a layer of every kind.
+/// Returns a tiny model configuration with a layer of every kind.
 fn smallest() -> Gemma4Config {
     Gemma4Config {
         vocab_size: 8,
@@ -110,7 +111,7 @@ fn smallest() -> Gemma4Config {
     }
 }
 
-/// Returns the logits of three tokens, including the last token of the vocabulary.
+/// Returns the model's logits for three tokens, one of which is the last token of the vocabulary.
 fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     let last = model.config().vocab_size as i32 - 1;
     let tokens = Tensor::<2, Int>::from_data([[0, last, 0]], &model.device());
@@ -118,15 +119,15 @@ fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     Ok(logits.into_data().iter::<f32>().collect())
 }
 
-/// Removes a file and writes it again. Some file systems flush overwritten files to disk at once, which takes a hundred
-/// times as long.
+/// Removes the file at `path` and writes it again. Overwriting would take a hundred times as long on some file systems, which
+/// flush overwritten files to disk at once.
 fn write(path: &Path, contents: &[u8]) {
-    // The result is ignored, because the file does not exist before the first write.
+    // The file does not exist before the first write, so a failure is ignored.
     let _ = fs::remove_file(path);
     fs::write(path, contents).expect("the file is writable");
 }
 
-/// Writes `input` as `file` into a folder, and loads the folder.
+/// Writes `input` to a file named `file` in a model folder, and loads the model from the folder.
 fn load(folder: &TempDir, file: &str, input: &[u8]) -> Result<String, String> {
     write(&folder.path().join(file), input);
     let model = said(Gemma4Model::load(
@@ -138,7 +139,7 @@ fn load(folder: &TempDir, file: &str, input: &[u8]) -> Result<String, String> {
     Ok("a model".into())
 }
 
-/// Returns a folder with the configuration of [`smallest`].
+/// Returns a folder with a `config.json` that holds the configuration of [`smallest`].
 fn with_config() -> TempDir {
     let folder = TempDir::new().expect("a temporary folder");
     let json = smallest()
@@ -153,7 +154,7 @@ fn safetensors() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors", input))
 }
 
-/// Reads a whole checkpoint, and uses its template and tokenizer too.
+/// Returns a reader of GGUF checkpoints. The reader loads the model, and uses the checkpoint's chat template and tokenizer too.
 fn gguf() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("model.gguf");
@@ -169,7 +170,7 @@ fn gguf() -> Read {
     })
 }
 
-/// Reads `config.json` and `model.safetensors` of a folder packed by compressed-tensors.
+/// Returns a reader of checkpoints in compressed-tensors. An input holds `config.json` and `model.safetensors`.
 fn packed() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     Box::new(move |input| {
@@ -183,14 +184,15 @@ fn packed() -> Read {
     })
 }
 
-/// Splits an input into the JSON text and the tensors after it.
+/// Splits an input into its JSON text and the bytes after [`BETWEEN`], which hold the tensors.
 fn apart(input: &[u8]) -> (&[u8], &[u8]) {
     let end = input.iter().position(|byte| *byte == BETWEEN);
     let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
     (json, tensors.get(1..).unwrap_or_default())
 }
 
-/// Reads index files for `first.safetensors` and `second.safetensors`, which form one model.
+/// Returns a reader of `model.safetensors.index.json`. The index names the files `first.safetensors` and `second.safetensors`,
+/// which form one model.
 fn index() -> Read {
     let folder = with_config();
     let corpus = crate::worker::corpus("safetensors");
@@ -207,15 +209,15 @@ fn index() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors.index.json", input))
 }
 
-/// Reads `config.json` and `generation_config.json`. A valid model configuration gives finite logits, and is equal
-/// after writing and reading it.
+/// Returns a reader of `config.json` and `generation_config.json`. A valid model configuration must give finite logits, and must
+/// not change if it is written and read again.
 fn config() -> Read {
     Box::new(|input| {
         let json = text(input);
         let defaults = said(GenerationDefaults::from_json(&json));
         let config = match said(Gemma4Config::from_json(&json)) {
             Ok(config) => config,
-            // An input that is no model configuration may be valid generation defaults.
+            // An input that is not a model configuration may still be a valid `generation_config.json`.
             Err(error) => return defaults.map(|_| error),
         };
         if let Ok(json) = config.to_json() {
@@ -228,7 +230,8 @@ fn config() -> Read {
         if !is_small(&config) {
             return Ok("a large model".into());
         }
-        // A checkpoint may set any range of random weights; the test needs an ordinary range.
+        // A configuration may set any `initializer_range`, even one that gives infinite weights. The check of the logits needs an
+        // ordinary range.
         let config = Gemma4Config {
             initializer_range: 0.02,
             ..config
@@ -242,7 +245,7 @@ fn config() -> Read {
     })
 }
 
-/// Returns true if drawing the model's weights takes little time.
+/// Returns true if the model is so small that drawing its random weights takes little time.
 fn is_small(config: &Gemma4Config) -> bool {
     let experts = config.experts.as_ref().map_or(0, |experts| {
         experts
@@ -261,11 +264,13 @@ fn is_small(config: &Gemma4Config) -> bool {
     config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
 }
 
-/// Reads the `config.json` of a drafter. A valid drafter drafts tokens for a model whose keys and values it can read.
+/// Returns a reader of a drafter's `config.json`. A valid drafter must draft tokens for a model whose keys and values it can
+/// read.
 fn drafter() -> Read {
     Box::new(|input| {
         let config = said(DrafterConfig::from_json(&text(input)))?;
-        // A long window is skipped, because the target model's cache allocates a whole window at its first token.
+        // A drafter with a long window is skipped, because the cache of its target model allocates a whole window at the first
+        // token.
         let is_short = config.text.sliding_window <= 8192;
         if !is_small(&config.text) || config.backbone_hidden_size > 512 || !is_short {
             return Ok("a large drafter".into());
@@ -352,12 +357,13 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // The description is as long as the rendered text, up to a limit, so each such length counts as a new result.
+        // The description is a run of letters as long as the rendered text, up to a limit. The worker therefore keeps an input
+        // for each new length.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }
 
-/// Returns the model of the corpus and its folder.
+/// Returns the model in the corpus of the format `safetensors`, and the folder that the model was loaded from.
 fn of_corpus() -> (TempDir, Gemma4Model) {
     let base = with_config();
     let corpus = crate::worker::corpus("safetensors");
@@ -367,7 +373,7 @@ fn of_corpus() -> (TempDir, Gemma4Model) {
     (base, model.expect("the model is valid"))
 }
 
-/// Reads session files of the model in the corpus, and continues each session by one token.
+/// Returns a reader of session files for the corpus's model. The reader continues each session by one token.
 fn session() -> Read {
     let (folder, model) = of_corpus();
     let path = folder.path().join("session.safetensors");
@@ -383,7 +389,8 @@ fn session() -> Read {
     })
 }
 
-/// Reads `adapter_config.json` and `adapter_model.safetensors`, and merges the adapter into the corpus's model.
+/// Returns a reader of LoRA adapters. An input holds `adapter_config.json` and `adapter_model.safetensors`, and the reader merges
+/// the adapter into the corpus's model.
 fn adapter() -> Read {
     let (base, model) = of_corpus();
     Box::new(move |input| {
@@ -400,7 +407,7 @@ fn adapter() -> Read {
     })
 }
 
-/// Reads examples for fine-tuning.
+/// Returns a reader of JSON Lines with examples for fine-tuning.
 fn jsonl() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("data.jsonl");

@@ -1,4 +1,4 @@
-//! The process of one format. It reads inputs one after the other until its time is up or an input kills it.
+//! The worker process, which fuzzes one format. It reads inputs one after the other until its time is up or an input kills it.
 
 use crate::{mutation, supervision::Note, targets::Target};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -10,21 +10,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Largest number of inputs that are kept beside the corpus. An input is kept if its result was new.
+/// Largest number of broken inputs that are kept in memory to be broken again. An input is kept if its result was new.
 const KEPT: usize = 2048;
-/// Number of words of a message that distinguish it from others.
+/// Number of words at the start of a message that decide if the message is new.
 const WORDS: usize = 8;
-/// Longest input that is read, in bytes.
+/// Longest input in bytes that is read. Longer inputs are skipped.
 const LONGEST: usize = 256 << 10;
 
-/// Returns the path of a format's corpus.
+/// Returns the folder with the corpus of the format `name`.
 pub fn corpus(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
         .join("tests/fuzz/corpus")
         .join(name)
 }
 
-/// Reads the corpus, and then broken inputs for `seconds`. A panic ends the process, even if the code would catch it.
+/// Reads the files of the corpus, and then broken inputs for `seconds`. A panic ends the process, even if the code under test
+/// would catch the panic.
 pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let to_stderr = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -55,7 +56,8 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let mut random = StdRng::seed_from_u64(seed ^ fingerprint(target.name));
     let end = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < end {
-        // Kept inputs are already broken, so half of the inputs start from the corpus.
+        // Half of the inputs start from a file of the corpus. The kept inputs alone would drift away from valid files, because
+        // they are broken already.
         let known = match random.random_bool(0.5) {
             true => &inputs[..of_corpus],
             false => &inputs[..],
@@ -82,12 +84,12 @@ fn files(folder: &Path) -> impl Iterator<Item = PathBuf> {
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
         .map(|entry| entry.expect("the folder is readable").path());
     let mut paths: Vec<PathBuf> = entries.collect();
-    // With sorted paths, a seed gives the same inputs on every machine.
+    // The order of a folder's files differs between machines. With sorted paths, a seed gives the same inputs everywhere.
     paths.sort();
     paths.into_iter()
 }
 
-/// Returns a hash of a message's first words. Messages that differ only in quoted texts and numbers have equal hashes.
+/// Returns a hash of the first words of a message. Messages that differ only in quoted texts and numbers have equal hashes.
 fn fingerprint(text: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     text.split(['"', '`', '\''])

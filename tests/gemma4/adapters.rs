@@ -1,5 +1,5 @@
-//! LoRA adapters on kernels. For the backward, the MLP either stores its activations or recomputes them. Neither choice
-//! changes a gradient.
+//! Gradients of LoRA adapters on devices with kernels. The MLP either stores its activations for the backward or
+//! recomputes them, and both give the same gradients.
 
 use crate::{
     devices::devices,
@@ -10,8 +10,8 @@ use crate::{
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
-/// Largest relative difference between devices in f32. Softmax leaves few exact digits in the smallest gradients, which
-/// are those of the queries.
+/// The maximum difference between a device's f32 gradient and that of the processor, relative to the gradient's norm.
+/// Softmax leaves few exact digits in the smallest gradients, which are those of the queries.
 const TOLERANCE: f64 = 3e-4;
 
 /// The gradients equal those of Burn's own operators on the processor, except for rounding. Recomputed activations give

@@ -1,22 +1,23 @@
 //! A cached text gives the same logits whether it is prefilled at once or in portions. The portions are single tokens,
-//! chunks, and padded batches. The texts exceed the sliding window and a block by which the buffers grow. The tests
-//! also cover a cache with compact keys, which stores less.
+//! chunks, and padded batches. The texts are longer than the sliding window, and longer than the block of columns by
+//! which buffers grow. The tests also cover a cache with compact keys, which stores less.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
-/// Creates an empty cache of a model, for sequences with this padding.
+/// Creates an empty cache of a model. The second argument has the number of padding columns of each sequence.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
-/// Both kinds of cache.
+/// The two kinds of cache, each with a name for messages. The compact cache stores only the rotated columns of keys.
 const CACHES: [(&str, NewCache); 2] = [
     ("cache", Gemma4Model::cache),
     ("compact cache", Gemma4Model::compact_cache),
 ];
 
-/// Returns the kinds of cache that behave differently for this model.
+/// Returns both kinds of cache if the model computes values from the key projection. For other models compact keys
+/// change nothing, so the list has one kind.
 fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
     match gemma.config().attention_k_eq_v {
         true => &CACHES,
@@ -34,7 +35,8 @@ fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
     )
 }
 
-/// Returns the logits of `sequence` after prefilling `cache` in portions. The given lengths of the portions repeat.
+/// Returns the logits of `sequence` after prefilling `cache` in portions. The list `portions` has the number of tokens
+/// of each portion, and starts again after its end.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -137,7 +139,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     let vocabulary = gemma.config().vocab_size;
     let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
     let mut start = 0;
-    // The first portion contains only padding for some sequences. After it come a short portion and single tokens.
+    // For one of the sequences the first portion is only padding. A short portion and single tokens follow.
     for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
         let end = start + portion;
         let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
@@ -159,7 +161,8 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     }
 }
 
-/// The sequence has more columns than a block of the growing buffers, so the buffers are moved twice.
+/// The logits stay the same when buffers grow. The sequence has more columns than a block of the growing buffers, so
+/// each buffer moves to a larger one.
 #[test]
 fn cache_growing_past_its_blocks_keeps_the_logits() {
     for device in devices() {
@@ -192,7 +195,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
     // 256 slots of 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
-        // This model computes its values separately from its keys, so even the compact cache stores both.
+        // This model computes its values separately from its keys, so even the compact cache stores complete keys and
+        // values.
         assert_eq!(bytes_after(cache, &fixture, &gemma, &device), expected);
     }
 
@@ -221,7 +225,8 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
     cache.bytes()
 }
 
-/// A ring buffer has one slot per key that a query can see, and at most one slot per position.
+/// The ring buffer of a sliding layer has as many slots as the window has keys, but at most as many as the model has
+/// positions.
 #[test]
 fn cache_window_beyond_the_positions_allocates_the_positions() {
     let device = Device::flex();

@@ -53,7 +53,8 @@ fn config_token_outside_the_vocabulary_is_refused() {
     }
 }
 
-/// Every token of the vocabulary needs a row in both embedding tables.
+/// A per-layer table with fewer rows than the vocabulary is refused, because every token needs a row in both embedding
+/// tables.
 #[test]
 fn config_short_per_layer_table_is_refused() {
     for rows in [0, 1, 319] {
@@ -127,7 +128,7 @@ fn config_absurd_size_is_refused() {
     check(&wide, &["moe_intermediate_size", "4611686018427387904"]);
 }
 
-/// Each of these sizes is possible alone, but their product overflows.
+/// Sizes whose product overflows are refused, although each of the sizes is possible alone.
 #[test]
 fn config_overflowing_product_of_sizes_is_refused() {
     let wide = json!(1_u64 << 30);
@@ -153,7 +154,7 @@ fn config_overflowing_product_of_sizes_is_refused() {
     check(&experts, &["num_experts", "moe_intermediate_size"]);
 }
 
-/// The error names a field of a wrong type by its whole path.
+/// If a field has a wrong type, the error names the field with its whole path.
 #[test]
 fn config_field_of_wrong_type_is_named_with_its_path() {
     for (field, value) in [

@@ -118,8 +118,8 @@ fn decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// The sequences begin with different numbers of padding columns, which no kernel may read. The padding has ordinary
-/// tokens, so a kernel that reads it would change the logits.
+/// Left-padded sequences of a batch give the same logits as each sequence alone. No kernel may read the padding. The
+/// padding has ordinary tokens, so a kernel that reads it would change the logits.
 #[test]
 fn decode_left_padded_batch_equals_single_sequences() {
     for device in devices() {
@@ -133,8 +133,8 @@ fn decode_left_padded_batch_equals_single_sequences() {
             let gemma = fixture.load(&device.device, DType::F32);
             let model = gemma.model();
             let whole = [&fixture.prompt[..], &fixture.generated].concat();
-            // One text is longer than the window, and one is shorter. The last text is padding up to its first decoded
-            // token.
+            // At the prefill, the first text is longer than the window, the third has two tokens, and the fourth is
+            // only padding.
             let prefix = whole.len() - 12;
             let padding = [0, 3, prefix - 2, prefix];
             let cache = match compact {

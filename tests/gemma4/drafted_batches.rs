@@ -17,7 +17,8 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns prompts with many, some and few tokens for the lookup.
+/// Returns four prompts. After the first prompt, the lookup finds many draft tokens, because the prompt contains its
+/// own answer. After the second, it finds some, because the model repeats itself. After the others, it finds few.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -28,8 +29,8 @@ fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     ]
 }
 
-/// Compares a batch with draft tokens to the same batch without them. Returns the number of accepted draft tokens per
-/// sequence.
+/// Asserts that a batch generates the same texts with draft tokens as without. Returns the number of accepted draft
+/// tokens per sequence.
 fn assert_same(
     gemma: &Gemma4,
     prompts: &[Vec<u32>],
@@ -93,8 +94,8 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// If a batch has more sequences than a pass has rows for draft tokens, the decoder uses no draft tokens unless
-/// `draft_tokens` sets a number.
+/// A batch of ten sequences leaves no rows of a pass for draft tokens. The decoder then uses draft tokens only if
+/// `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");
@@ -112,7 +113,8 @@ fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     }
 }
 
-/// In a pass with several rows per sequence, the host samples the tokens, whichever device runs the pass.
+/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the processor
+/// only, because the host samples the tokens of a pass with several rows per sequence on every device.
 #[test]
 fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -139,8 +141,8 @@ fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     }
 }
 
-/// Each sequence ends at its own stop token, between accepted draft tokens. A sequence that has ended stays in the
-/// batch until all other sequences have ended.
+/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token, also between accepted
+/// draft tokens. The ended sequence stays in the batch until all other sequences have ended.
 #[test]
 fn drafted_batch_sequences_end_separately() {
     for device in devices() {
@@ -169,8 +171,9 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// In a text that follows the chain, the model accepts the drafter's draft tokens, and each sequence begins at another
-/// position of the chain. In other texts, the model rejects most draft tokens.
+/// Batches with a drafter give the same texts as without. The first model writes a fixed chain of tokens, and its
+/// drafter knows the chain, so the model accepts draft tokens in all sequences. Each sequence begins at another
+/// position of the chain. The other models and drafters have random weights, so they reject most draft tokens.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

@@ -14,7 +14,8 @@ use burn_gemma4::{
 };
 use std::{collections::HashMap, ops::ControlFlow};
 
-/// Drafters with their target models: one drafter with groups of tokens, one without.
+/// Drafters with their target models. The first drafter's output head searches groups of tokens, and the second's has
+/// no groups.
 const PAIRS: [(&str, &str); 2] = [
     ("assistant-ple", "dense-ple"),
     ("assistant-keqv", "dense-keqv"),
@@ -35,8 +36,9 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// A query of a sliding layer sees exactly the keys of the window. (transformers shows it one key more. The reference
-/// has results for both.)
+/// A drafter gives the draft tokens and hidden states of transformers. The reference has results for two windows: the
+/// exact sliding window, and one key more, which transformers uses. The test compares with those of the exact window
+/// (`strict_window`), because this project's queries see exactly the keys of the window.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
@@ -88,8 +90,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
     }
 }
 
-/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The ring buffer has spare
-/// slots or none.
+/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The caches have eight
+/// spare slots for rejected tokens, or none.
 #[test]
 fn drafter_replayed_round_equals_direct_round() {
     for device in devices() {
@@ -153,9 +155,10 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// Draft tokens may stay on the device until the model's pass verifies them. The results equal those with draft tokens
-/// from the host. The text exceeds the window. Each draft starts from any row of the previous pass's hidden states, and
-/// the rejected draft tokens are forgotten.
+/// Draft tokens that stay on the device until the model's pass verifies them give the same results as draft tokens that
+/// the host passes on. Two decoders process a text longer than the window, one with each kind of draft tokens. The test
+/// chooses which row of a pass counts as the last accepted token. Both decoders continue from that row's hidden state
+/// and forget the rows after it.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
@@ -304,7 +307,8 @@ fn drafter_of_gguf_model_leaves_the_text_unchanged() {
     );
 }
 
-/// The texts are greedy and sampled. These drafters have random weights, so the model rejects nearly all draft tokens.
+/// A drafter does not change a greedy or sampled text. These drafters have random weights, so the model rejects nearly
+/// all draft tokens.
 #[test]
 fn drafter_of_random_weights_leaves_the_text_unchanged() {
     for device in devices() {
@@ -355,7 +359,7 @@ fn drafter_with_right_tokens_accepts_all() {
         };
         let found = generate(&gemma, &WRITING[..1], &options);
         assert_eq!(found.tokens, WRITING[1..17], "{}", device.name);
-        // One token follows the prompt, and three passes give five tokens each.
+        // The prefill gives the first of the 16 tokens, and three passes give five tokens each.
         assert_eq!(found.drafts.passes, 3, "{:?}", found.drafts);
         assert_eq!(found.drafts.acceptance(), 1.0, "{:?}", found.drafts);
         assert_eq!(found.drafts.tokens_per_pass(), 5.0);

@@ -27,8 +27,8 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// Returns a prompt that contains its own repeated answer, so that the lookup in earlier text finds draft tokens for
-/// the next answer.
+/// Returns the fixture's prompt and answer, and then both again up to the answer's eighth token. The lookup in earlier
+/// text finds draft tokens for the rest of the answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],
@@ -39,7 +39,7 @@ pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     .concat()
 }
 
-/// A prompt after which these models repeat themselves.
+/// A prompt after which the fixtures' models repeat tokens, so that the lookup finds draft tokens.
 const REPEATED: [u32; 5] = [2, 50, 60, 50, 60];
 
 #[track_caller]
@@ -81,7 +81,7 @@ fn drafts_greedy_tokens_equal_those_without() {
                 accepted += found.drafts.accepted;
             }
         }
-        // These models repeat themselves, so some draft tokens of the lookup must be accepted.
+        // The answers repeat earlier text, so the model must accept some draft tokens of the lookup.
         assert!(accepted > 0, "{} {}", fixture.name, device.name);
         let found = generate(gemma, &fixture.prompt, &drafted(&options, None));
         assert_eq!(found.tokens[..16], fixture.generated[..16]);
@@ -138,9 +138,9 @@ fn drafts_seed_gives_the_tokens_without_drafts() {
     assert!(accepted > 0);
 }
 
-/// Pearson's chi-square test. The expected counts of the second and third token of many texts follow from the model's
-/// probabilities: the probability of a pair is the product of the two tokens' probabilities. The vocabulary has five
-/// tokens.
+/// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the
+/// second and third token of many texts with the expected counts. These follow from the model's probabilities of each
+/// token after the tokens before it. All but five tokens of the vocabulary are suppressed.
 #[test]
 fn drafts_sampled_tokens_have_the_models_distribution() {
     const TEXTS: usize = 1500;
@@ -225,7 +225,8 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     );
 }
 
-/// Any token may end the text, at any position of a pass. The session then contains exactly the tokens before it.
+/// A text can end at any token and at any position of a pass: by cancellation, a stop token, a stop string, or the
+/// maximum number of tokens. The session then contains exactly the tokens before the last one.
 #[test]
 fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {
@@ -293,7 +294,7 @@ fn drafts_text_ends_between_accepted_tokens() {
 }
 
 /// Generates a text with drafts, and asserts that its tokens are `expected`. The callback stops the generation after
-/// `most` tokens. The session must continue after these tokens.
+/// `most` tokens. The function also asserts that the session continues after these tokens.
 #[track_caller]
 fn ends(
     gemma: &Gemma4,

@@ -119,7 +119,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
     for device in devices() {
         for dtype in [DType::F32, DType::F16] {
             let (mut drawn, mut others) = (0, 0);
-            // A row of the first two sizes fits one cube's chunk. A row of the last size has several chunks.
+            // A row of the first two sizes is one chunk, which one cube processes. A row of the last size has several
+            // chunks.
             for columns in [1, 300, 9_001] {
                 let rows = rounded(&hostile(columns, &mut state), dtype);
                 for sampling in cuts() {
@@ -139,8 +140,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently, which moves the boundary between two tokens' intervals by a
-            // millionth.
+            // Devices may round exponentials differently. This moves the bound between the intervals of random numbers
+            // of two tokens by a millionth, so a single draw may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -207,7 +208,8 @@ fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
         .collect()
 }
 
-/// The weights are nearly equal, so every token that the cuts keep is drawn.
+/// The kernel draws exactly the tokens that the cuts keep by definition. The kept tokens have nearly equal
+/// probabilities, so 1,000 draws contain each of them.
 #[test]
 fn sampling_kernel_keeps_the_tokens_of_the_host() {
     const DRAWS: usize = 1_000;
@@ -249,7 +251,8 @@ fn sampling_kernel_keeps_the_tokens_of_the_host() {
     }
 }
 
-/// Pearson's statistic must stay below a limit that one of a million runs exceeds.
+/// The drawn tokens have the distribution that the logits give. Pearson's chi-square statistic must stay below a limit
+/// that it exceeds by chance in one of a million runs.
 #[test]
 fn sampling_draws_have_the_right_distribution() {
     const ROWS: usize = 2_500;
@@ -285,7 +288,8 @@ fn sampling_draws_have_the_right_distribution() {
                 (f64::from(counts[*token as usize]) - expected).powi(2) / expected
             });
             let statistic: f64 = terms.sum();
-            // The limit is Wilson's and Hilferty's approximation.
+            // The limit is the chi-square distribution's quantile at 4.75 standard deviations, by Wilson's and
+            // Hilferty's approximation.
             let freedom = (kept.len() - 1) as f64;
             let spread = 2.0 / (9.0 * freedom);
             let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
@@ -311,7 +315,8 @@ fn sampling_row_without_finite_logits_is_an_error() {
     }
 }
 
-/// A device may flush a subnormal penalty to 0. A logit of 0 divided by this penalty would then be NaN.
+/// With a subnormal repetition penalty, the token that was read before becomes the most probable one. A device may
+/// flush the penalty to 0, and a logit of 0 divided by 0 would be NaN.
 #[test]
 fn sampling_subnormal_penalty_is_applied() {
     for device in devices() {
@@ -356,7 +361,8 @@ fn sampling_with_too_few_samplers_is_refused() {
     assert!(error.is_err());
 }
 
-/// Returns the generated texts, sampled by kernels and, if logprobs are requested, on the host.
+/// Returns the generated texts twice: first sampled by kernels, then sampled on the host, because logprobs are
+/// requested.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {
         let options = GenerateOptions {

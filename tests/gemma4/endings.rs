@@ -25,7 +25,8 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
 
 const X: u32 = 304;
 const BYTE: u32 = 24;
-/// The tokens after `x`: `the cat`, `É!` in bytes, a special token, and `hand`.
+/// A chain of tokens that the model writes one after the other: `x`, `the cat`, `É!` in bytes, a special token, and
+/// `hand`.
 const CHAIN: [u32; 12] = [
     X,
     315,
@@ -80,7 +81,7 @@ fn stop_string_ends_the_text() {
         assert_eq!(found.finish_reason, ended, "{strings:?}");
         assert!(whole.text.starts_with(&found.text), "{strings:?}");
     }
-    // The first byte of a character does not match the replacement character.
+    // The first byte of `É` alone is not a replacement character, so this stop string does not match.
     assert_eq!(until(&["\u{FFFD}"]).finish_reason, FinishReason::Length);
     assert_eq!(until(&["cat"]).text, "the cat");
     assert_eq!(until(&["É"]).text, "the catÉ");
@@ -214,7 +215,7 @@ fn cancelled_prefill_stops_early_and_continues_later() {
     let read = generation.timings.prefill_tokens;
     assert!(read < prompt.len() && read == session.len(), "{read}");
 
-    // The session continues from the tokens in its cache.
+    // After the cancellation, the session continues from the tokens that it has prefilled.
     let options = GenerateOptions {
         cancellation: None,
         ..options

@@ -139,8 +139,8 @@ fn evaluation(model: &Path, data: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The cost equals the validation loss of `finetune`. The cost is lower with the trained adapter, and about the same
-/// with quantized weights.
+/// `evaluate` reports the cross entropy of each document and of all documents. The cross entropy is lower with the
+/// adapter that `finetune` has trained, and about the same with quantized weights.
 #[test]
 fn evaluate_reports_the_validation_loss_of_finetune() {
     let base = Folder::copy("dense-ple");

@@ -32,7 +32,7 @@ struct Case {
 }
 
 /// All tokens select the same two experts, because all probabilities are equal. There are more tokens than rows in a
-/// tile, and no tile divides the width.
+/// tile, and the experts' width of 7 is no multiple of a tile.
 const TIED: Case = Case {
     num_experts: 9,
     top_k_experts: 2,
@@ -269,7 +269,8 @@ fn moe_decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// The model has more experts than the router kernel supports, so the host computes part of each step.
+/// A training step is not captured as a CUDA graph if the model has more experts than the router kernel supports. The
+/// host then computes part of the step.
 #[test]
 fn moe_with_too_many_experts_is_not_captured() {
     let case = Case {

@@ -101,7 +101,8 @@ impl Reference {
         );
     }
 
-    /// Returns the largest error and the largest magnitude of the reference.
+    /// Returns two numbers: the largest absolute error of `tensor`, and the largest magnitude of the reference's
+    /// elements.
     pub fn error<const D: usize>(&self, tensor: Tensor<D>, what: &str) -> (f32, f32) {
         let values = values(tensor);
         assert_eq!(values.len(), self.values.len(), "{what}");

@@ -148,7 +148,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         }
                     }
                 }
-                // The layers read the cache's keys and values that the decode kernels have written.
+                // The layers compute one more pass over the keys and values that the decode kernels have written. The
+                // logits of this pass show whether both runs left the same cache.
                 let rows: Vec<&[u32]> = text
                     .last()
                     .expect("the text is not empty")
@@ -171,7 +172,7 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A discarded pass ahead does not change how far a nearly full ring buffer can go back.
+/// A session goes back in a nearly full ring buffer as far after discarded passes ahead as without them.
 #[test]
 fn session_goes_back_after_discarded_passes() {
     for device in devices() {

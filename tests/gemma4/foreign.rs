@@ -89,8 +89,8 @@ fn quantized_checkpoint_is_refused_by_its_method() {
         Gemma4Config::from_json(&by_mlx),
         &["quantization", "MLX"],
     );
-    // Quantization-aware training leaves unquantized float weights. A tensor of another type is refused, and the error
-    // names the tensor.
+    // Quantization-aware training leaves float weights and a quantization configuration that names no method. Such a
+    // configuration is read as unquantized.
     for none in [
         Value::Null,
         json!({}),
@@ -103,6 +103,7 @@ fn quantized_checkpoint_is_refused_by_its_method() {
 }
 
 /// Checkpoints like `…-qat-q4_0-unquantized` have float weights and a quantization configuration that names no method.
+/// Such a checkpoint loads as unquantized. An integer tensor in it is refused by name.
 #[test]
 fn quantization_config_without_a_method_over_floats_is_loaded() {
     let nameless = json!({"bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]});
@@ -139,8 +140,8 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The folder contains the GGUF file alone, the GGUF file beside a configuration, or the GGUF file under another file's
-/// name.
+/// The error names the GGUF file and its format if the file is loaded by its path, lies in a folder with or without a
+/// configuration, or has the name of another file. The test's GGUF file is only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
@@ -302,7 +303,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// For these adapters, PEFT does not compute `weight + alpha / r · B · A`, or it changes the base weights first.
+/// These adapters are refused, because PEFT does not compute `weight + alpha / r · B · A` for them, or changes the base
+/// weights first.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
@@ -310,7 +312,7 @@ fn adapter_of_unsupported_kind_is_refused() {
         ("use_dora", json!(true)),
         ("lora_bias", json!(true)),
         ("a_switch_to_come", json!(true)),
-        // The matrices A and B have another rank than this pattern.
+        // This pattern is not a valid regular expression.
         ("rank_pattern", json!({"layers.0.self_attn.(": 2})),
         ("alora_invocation_tokens", json!([3, 4])),
         ("layer_replication", json!([[0, 4], [2, 6]])),
@@ -425,7 +427,8 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
             ],
             [3.0, 0.5],
         ),
-        // The file's `r` differs from the matrices A and B. Each module's rank is that of its own A and B.
+        // The configuration's `r` of 64 differs from the rank of the matrices A and B, but `rank_pattern` gives their
+        // rank to every module.
         (
             vec![
                 ("lora_alpha", json!(6)),
@@ -464,7 +467,8 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
     );
 }
 
-/// PEFT writes such an adapter with `target_modules="all-linear"` over a multimodal checkpoint.
+/// Matrices A and B of vision and audio towers are ignored, and a warning gives their number. PEFT writes them with
+/// `target_modules="all-linear"` over a multimodal checkpoint.
 #[test]
 fn adapter_factors_of_towers_are_counted_and_ignored() {
     let written = trained(4);
@@ -489,7 +493,7 @@ fn adapter_factors_of_towers_are_counted_and_ignored() {
 
     let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
     rename(written.path(), str::to_owned, &unknown);
-    // In a checkpoint with a text model's names, an unknown part is refused.
+    // The adapter now has the tensor names of a text model, and its tensor of an unknown part is refused.
     let text = |name: &str| name.replace("language_model.layers", "layers");
     rename(written.path(), text, &[]);
     check("unknown", merged(written.path()), &["smell_tower"]);
@@ -527,8 +531,8 @@ fn adapter_of_a_compiled_model_is_loaded() {
     }
 }
 
-/// Shared KV layers have no keys and values of their own. Some programs still write factors for their matrices, which
-/// are ignored.
+/// Shared KV layers have no key and value matrices. Some programs still write matrices A and B for them, which the
+/// loader ignores.
 #[test]
 fn adapter_factors_of_shared_kv_layers_are_ignored() {
     for (module, is_unread) in [

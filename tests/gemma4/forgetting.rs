@@ -1,6 +1,6 @@
-//! Caches that forget columns, as after rejected draft tokens. The cases combine this with padding, with the end of a
-//! block by which buffers grow, and with passes of more tokens than spare slots. Other cases have ring buffers that
-//! wrap around, and texts that are forgotten completely.
+//! Caches that forget columns, as after rejected draft tokens. The cases combine forgetting with padding, with buffers
+//! that grow by a block, and with passes of more tokens than spare slots. Other cases have ring buffers that wrap
+//! around, and texts that are forgotten completely.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,7 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// A buffer that has grown keeps its size after its columns are forgotten. The padding mask covers the spare slots too.
+/// Padded batches keep their logits after they forget columns across the end of a block. A buffer that has grown keeps
+/// its size, and the padding mask covers the spare slots too.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();

@@ -40,8 +40,8 @@ fn generate_greedy_tokens_equal_transformers() {
     });
 }
 
-/// The size of the prefill chunks does not change a text. The texts exceed the window and a block of the full layers'
-/// buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
+/// The size of the prefill chunks does not change a text. The texts are longer than the window and than a block of the
+/// full layers' buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
 #[test]
 fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {
@@ -255,7 +255,8 @@ fn generate_wrong_arguments_are_refused() {
     assert!(words(vec![2], &GenerateOptions { sampling, ..good }).contains("temperature"));
 }
 
-/// The embedded model loads on every device, in the dtype of its file or another dtype.
+/// The trained model that `burn-gemma4` embeds loads on every device in the device's default dtype, and generates
+/// tokens.
 #[test]
 fn generate_with_the_embedded_model_gives_tokens() {
     for device in crate::devices::devices() {

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 /// The maximum difference between a gradient and that of transformers, relative to the gradient's norm.
 const TOLERANCE: f64 = 1e-3;
 
-/// Returns the device with autodiff, without and with gradient checkpointing.
+/// Returns the device with autodiff twice: without and with gradient checkpointing, each with a name for messages.
 pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
     let plain = device.device.clone().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();
@@ -112,7 +112,7 @@ fn gradients_equal_transformers() {
                                 worst = (error, path);
                             }
                         }
-                        // The layer scalar is not trained.
+                        // Only the layer scalar may have no gradient, because it is not trained.
                         (None, None) => assert!(path.ends_with("layer_scalar"), "{what}: {path}"),
                         (found, _) => panic!("{what}: {path} has a gradient: {}", found.is_some()),
                     }
@@ -169,7 +169,8 @@ fn gradients_of_the_chunked_loss_equal_transformers() {
     }
 }
 
-/// The output head with the loss is an operator of each backend.
+/// The loss and the gradients of the output head are equal on every device. Head and loss are one operator, which each
+/// backend implements.
 #[test]
 fn gradients_of_the_head_are_equal_on_every_device() {
     let fixture = Fixture::open("dense-ple");

@@ -16,8 +16,8 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u3
         .tokens
 }
 
-/// Returns the greedy tokens by whole forward passes. Candidates are only the tokens for which `is_allowed`, given the
-/// number of tokens so far, returns true.
+/// Returns greedy tokens from whole forward passes. A token may be chosen only if `is_allowed` returns true for the
+/// number of tokens generated so far and the token.
 fn expected(
     gemma: &Gemma4,
     prompt: &[u32],
@@ -47,15 +47,16 @@ fn expected(
     chosen
 }
 
-/// Each option gives the tokens of whole passes without the suppressed tokens: alone, with drafts and in a batch.
+/// Each length option gives the same tokens as whole forward passes whose logits exclude the suppressed tokens. The
+/// texts are generated alone, with drafts and in a batch.
 #[test]
 fn length_options_suppress_tokens_as_transformers_does() {
     let fixture = Fixture::open("dense-ple");
     let prompt = &fixture.prompt[..];
     let reference = fixture.load(&Device::flex(), DType::F32);
     let free = expected(&reference, prompt, &[], |_, _| true);
-    // Both tokens are stop tokens. Without options, the first one would end the text at once. The second one occurs
-    // two tokens later.
+    // The stop tokens are the first and the third token of the text without options. Without options the text would end
+    // at its first token.
     let stop = [free[0], free[2]];
     for device in devices() {
         let gemma = fixture.load(&device.device, DType::F32);
@@ -119,8 +120,8 @@ fn length_options_suppress_tokens_as_transformers_does() {
     }
 }
 
-/// The options suppress tokens only at the beginning of a text. The host samples these first tokens, and the device
-/// samples all later tokens.
+/// `min_new_tokens` suppresses stop tokens only at the beginning of a sampled text. The host samples these first
+/// tokens, and the device samples all later tokens.
 #[test]
 fn length_options_with_sampling_apply_only_at_the_beginning() {
     let fixture = Fixture::open("dense-ple");
@@ -191,7 +192,8 @@ fn max_length_counts_the_prompt() {
     }
 }
 
-/// The options follow from the file: `max_new_tokens` overrides `max_length`, and a bad word is never chosen.
+/// The length options are those of the file. A `max_new_tokens` in the file overrides its `max_length`, and a bad word
+/// is never chosen.
 #[test]
 fn length_options_are_read_from_generation_config() {
     let folder = crate::programs::folder::Folder::copy("dense-ple");

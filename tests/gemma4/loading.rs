@@ -7,7 +7,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// Both dialects of `config.json` describe the same model.
+/// The `config.json` of the hub and that of transformers 5 describe the same model.
 #[test]
 fn load_both_config_dialects_give_the_same_model() {
     for fixture in Fixture::all() {
@@ -21,8 +21,8 @@ fn load_both_config_dialects_give_the_same_model() {
     }
 }
 
-/// The multimodal file has other tensor names and another dtype. It also has keys and values of shared KV layers, which
-/// no layer reads.
+/// A multimodal checkpoint gives the logits of its text model. Its file has other tensor names and another dtype. It
+/// also has keys and values of shared KV layers, which no layer reads.
 #[test]
 fn load_multimodal_file_gives_its_text_model() {
     let device = Device::flex();
@@ -39,7 +39,8 @@ fn load_multimodal_file_gives_its_text_model() {
     assert_eq!(logits("dense-ple"), logits("dense-ple-mm-bf16"));
 }
 
-/// A processor rounds each bf16 result separately, which takes 30 times as long as f32.
+/// The default dtype on a processor is f32. In bf16 a processor rounds each result separately, which takes 30 times as
+/// long.
 #[test]
 fn load_dtype_on_processor_is_f32_by_default() {
     let device = Device::flex();
@@ -248,7 +249,8 @@ fn load_compiled_model_ignores_orig_mod() {
     assert!(twice.error().to_string().contains("twice"));
 }
 
-/// Trainers often leave the embedding, a norm or a router in f32, while all other tensors are in bf16.
+/// The written dtype is that of most elements. Trainers often leave the embedding, a norm or a router in f32, while all
+/// other tensors are in bf16.
 #[test]
 fn load_written_dtype_is_that_of_most_numbers() {
     let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {

@@ -33,7 +33,8 @@ fn argmax_of_a_row_without_finite_logits_is_an_error() {
             if !device.computes_in(dtype) {
                 continue;
             }
-            // A row of the first two sizes is one chunk of a cube, and a row of the last size has several chunks.
+            // A row of the first two sizes is one chunk, which one cube processes. A row of the last size has several
+            // chunks.
             for columns in [3, 300, 40_000] {
                 let what = format!("{} {} {columns}", device.name, dtype.name());
                 for nothing in [f32::NAN, NONE] {
@@ -74,7 +75,7 @@ fn argmax_ignores_nan() {
     }
 }
 
-/// Models mask forbidden tokens with the lowest finite number.
+/// Argmax finds a logit that is the lowest finite number, with which models mask forbidden tokens.
 #[test]
 fn argmax_of_the_lowest_finite_logit_is_found() {
     for device in devices() {
@@ -89,7 +90,8 @@ fn argmax_of_the_lowest_finite_logit_is_found() {
     }
 }
 
-/// The number of rows is prime, and larger than one dimension of a grid.
+/// Argmax and sampling are right for more rows than one dimension of a grid can have. The number of rows is prime, so
+/// it is not a product of two smaller grid dimensions.
 #[test]
 fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
     const ROWS: u32 = 131_071;
@@ -163,8 +165,8 @@ fn generate_with_nan_weights_is_an_error() {
     }
 }
 
-/// The prompt does not contain the token with NaN embeddings, so the decoder reads it first, with and without graph
-/// capture.
+/// Generation ends with an error when a decode step reads a token whose embedding is NaN. The prompt does not contain
+/// that token, so the prefill does not read it. The decoder runs with and without graph capture.
 #[test]
 fn generate_with_a_nan_embedding_is_an_error() {
     for device in devices() {

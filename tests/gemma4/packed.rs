@@ -88,7 +88,8 @@ fn packed_tokens_equal_the_dequantized_model() {
     }
 }
 
-/// The written dtype is that of the unpacked tensors. In this dtype, every packed weight is represented exactly.
+/// The written dtype of a packed folder is that of its unpacked tensors. In this dtype, every packed weight is
+/// represented exactly.
 #[test]
 fn packed_written_dtype_is_the_checkpoints() {
     let dtype = |name| {
@@ -99,7 +100,7 @@ fn packed_written_dtype_is_the_checkpoints() {
     assert_eq!(dtype("mixed"), Some(DType::F16));
 }
 
-/// A model that is saved like a packed folder is not packed: no packed tensor and no quantization configuration is
+/// `save_like` with a packed folder saves an unpacked model: no packed tensor and no quantization configuration is
 /// left.
 #[test]
 fn packed_model_is_saved_unpacked() {
@@ -145,7 +146,7 @@ fn packed_model_is_saved_unpacked() {
     assert!(error.contains("vision_tower.proj.weight_packed"), "{error}");
 }
 
-/// Packed keys and values of shared KV layers are ignored too.
+/// Packed keys and values of a shared KV layer are ignored, because the layer uses those of an earlier layer.
 #[test]
 fn packed_keys_of_shared_kv_layers_are_ignored() {
     let folder = copy("mixed");
@@ -282,7 +283,7 @@ fn packed_config_with_unsupported_field_is_refused_by_name() {
     }
 }
 
-/// Older versions also wrote a sparsity configuration for dense weights.
+/// A sparsity configuration for dense weights, which older versions of compressed-tensors wrote, is accepted.
 #[test]
 fn packed_config_with_dense_sparsity_is_loaded() {
     let folder = copy("w4a16-grouped");

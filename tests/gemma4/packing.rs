@@ -12,7 +12,7 @@ use crate::{
 use burn::tensor::{DType, Device, Tensor, activation::log_softmax};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Packing};
 
-/// Rows of documents of a fixture's text. Padding fills each row to `positions`.
+/// Rows of packed documents. Each document is a part of a fixture's text. Padding fills each row to `positions` tokens.
 struct Packed {
     rows: Vec<Vec<Vec<u32>>>,
     positions: usize,
@@ -39,7 +39,7 @@ impl Packed {
         Packing::new(self.rows.iter().map(lengths).collect(), self.positions).expect("the rows fit")
     }
 
-    /// Returns the rows, filled with `padding`.
+    /// Returns the tokens of each row, filled up with the token `padding`.
     fn tokens(&self, padding: u32) -> Vec<Vec<u32>> {
         let fill = |row: &Vec<Vec<u32>>| {
             let mut row = row.concat();

@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const TABLE: &str = "model.embed_tokens_per_layer.weight";
 
-/// The tables in every kind of file, with their quantization on the device.
+/// Checkpoints of every file format, each with the quantization option with which it is loaded.
 const CASES: [(&str, Quantization); 6] = [
     ("dense-ple", Quantization::Stored),
     ("dense-ple-mm-bf16", Quantization::Stored),
@@ -111,7 +111,7 @@ fn embeddings(model: &Gemma4Model, prompt: &[u32]) -> Vec<f32> {
     found.0
 }
 
-/// Returns a prompt with the first and the last tokens, and some tokens twice.
+/// Returns a prompt with the first and the last tokens of the vocabulary, and with some tokens twice.
 fn prompt(gemma: &Gemma4) -> Vec<u32> {
     let last = gemma.config().vocab_size as u32 - 1;
     let mut prompt: Vec<u32> = (0..=last).step_by(7).collect();
@@ -178,8 +178,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
     }
 }
 
-/// Before each replay of a captured pass, the host provides the rows of the table: for one token or several, and for
-/// one sequence or several.
+/// Captured decode passes read a table that is on the host: before each replay, the host provides the rows of the
+/// pass's tokens. The passes have one token or several, for one sequence or several.
 #[test]
 fn per_layer_table_on_host_is_read_by_decode_steps() {
     for device in devices() {
@@ -269,7 +269,8 @@ fn per_layer_table_with_drafts_and_batches_gives_equal_texts() {
     }
 }
 
-/// The trained parameters get the same gradients as with the table on the device, also with adapters.
+/// A table on the host has no gradient, and all other trained parameters have the same gradients as with the table on
+/// the device. The cases train all weights or adapters.
 #[test]
 fn per_layer_table_on_host_leaves_other_gradients_unchanged() {
     /// Collects the gradients by their parameters' paths.
@@ -365,7 +366,8 @@ fn per_layer_table_is_saved_from_everywhere() {
     assert_eq!(written, table(base.join("model.safetensors")));
 }
 
-/// The placement depends on the memory that a device reports.
+/// By default, the table is on the device if the memory that the device reports has room for it, and otherwise on the
+/// host.
 #[test]
 fn per_layer_table_goes_where_it_fits() {
     let device = Device::flex();

@@ -75,7 +75,8 @@ fn program_generate_tokens_equal_transformers() {
     }
 }
 
-/// The note about the table goes to standard error only.
+/// A table on the host does not change the generated text on standard output. The note about the table goes to standard
+/// error only.
 #[test]
 fn program_generate_with_host_table_gives_the_same_text() {
     let with = |place| {
@@ -261,7 +262,8 @@ fn program_generate_chat_option_renders_the_template() {
     assert!(tokens(&instructed).len() > tokens(conversation).len() + 6);
 }
 
-/// Random weights generate random text, so the test checks only that there is some text.
+/// Without arguments, the program generates a text with its small trained model. The test checks only that there is
+/// some text.
 #[test]
 fn program_generate_without_arguments_prints_text() {
     let ended = succeed(gemma4("run").args(["--device", "flex", "--ignore-eos"]));

@@ -62,7 +62,7 @@ fn prompt_message_cannot_end_its_turn() {
         assert_eq!(count(&found, TURN), turns + 1, "{found:?}");
         assert_eq!(count(&found, END_OF_TURN), turns, "{found:?}");
         assert_eq!(count(&found, BOS), 1, "{found:?}");
-        // The message's text is complete.
+        // The decoded tokens equal the rendered prompt, so the message's text is complete.
         assert_eq!(text(&found), rendered(&messages));
     }
 }

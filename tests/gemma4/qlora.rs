@@ -1,5 +1,5 @@
-//! LoRA adapters over quantized weights (QLoRA). They learn what they would learn over the dequantized weights, in the
-//! memory of the packed weights.
+//! LoRA adapters over quantized weights (QLoRA). They have the same gradients as over the dequantized weights, but need
+//! only the memory of the packed weights.
 
 use crate::{
     devices::devices,
@@ -185,7 +185,7 @@ fn qlora_gradients_equal_those_over_dequantized_weights() {
     }
 }
 
-/// A single token also uses the adapter. It runs other kernels than a longer text.
+/// A decode step of a single token also uses the adapter. The step runs other kernels than a longer text.
 #[test]
 fn qlora_decode_of_one_token_uses_the_adapter() {
     for device in devices() {
@@ -247,8 +247,8 @@ fn qlora_model_and_adapter_are_saved() {
     fixture::assert_close(&logits(&found), &expected, "merged");
 }
 
-/// An adapter that is loaded over quantized weights gives the results of its training, in prefill and in decode. It is
-/// not rounded together with the weights.
+/// An adapter that is loaded over quantized weights gives the results of its training, in prefill and in decode. The
+/// adapter is not rounded together with the weights.
 #[test]
 fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     let name = "dense-ple";
@@ -321,7 +321,8 @@ fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     }
 }
 
-/// A second adapter is added to weights that the first merge has dequantized.
+/// An adapter that is merged or attached twice adds to the weights twice. The second merge adds to weights that the
+/// first merge has dequantized.
 #[test]
 fn qlora_second_merged_adapter_adds_to_the_first() {
     let device = Device::flex();
@@ -351,8 +352,8 @@ fn qlora_second_merged_adapter_adds_to_the_first() {
     fixture::assert_close(&twice(model, true), &expected, "twice");
 }
 
-/// Training a second adapter beside the first is refused, over quantized and over unquantized weights. It would lose
-/// one of the two adapters.
+/// Training a second adapter beside the first is refused, over quantized and over unquantized weights. Such training
+/// would lose one of the two adapters.
 #[test]
 fn qlora_training_a_second_adapter_is_refused() {
     let device = Device::flex().autodiff();
@@ -367,7 +368,8 @@ fn qlora_training_a_second_adapter_is_refused() {
     }
 }
 
-/// A model in training is dequantized together with its adapter's updates.
+/// Dequantizing a model with an adapter leaves its logits unchanged, because the dequantized weights include the
+/// adapter.
 #[test]
 fn qlora_dequantized_model_includes_the_adapter() {
     let device = Device::flex().autodiff();
@@ -403,7 +405,7 @@ fn qlora_dequantized_model_includes_the_adapter() {
     }
 }
 
-/// Norms have no matrix to which factors could be added.
+/// An adapter for norms is refused, because a norm has no matrix to which A and B could be added.
 #[test]
 fn qlora_module_without_a_matrix_is_refused() {
     let device = Device::flex().autodiff();

@@ -108,7 +108,8 @@ fn quantized_model_tokens_and_logits_equal_the_dequantized_model() {
     }
 }
 
-/// The batches have one sequence, a few, the maximum of the decode kernels, and more than that.
+/// The decode kernels over quantized weights give the logits of the dequantized model. The batches have one sequence, a
+/// few, the maximum of the decode kernels, and more than that.
 #[test]
 fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     for device in devices() {
@@ -171,8 +172,9 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// A row has 64 columns, so it has 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The
-/// row is padded to a multiple of 4 words.
+/// A quantized model takes the bytes of its packed rows and of its unquantized weights. A row has 64 columns, so it has
+/// 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of
+/// 4 words.
 #[test]
 fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
@@ -203,7 +205,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
     }
 }
 
-/// A loaded model can be quantized too, and dequantized again.
+/// Quantizing a loaded model gives the same logits as quantizing while loading. The quantized model can be dequantized
+/// again.
 #[test]
 fn quantize_of_a_loaded_model_equals_quantizing_while_loading() {
     let device = Device::flex();
@@ -350,7 +353,8 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert_eq!(logits(&loaded), expected);
 }
 
-/// A device with autodiff treats the dequantized weights as constants, with and without gradient checkpointing.
+/// A quantized model gives the same hidden states on a device with autodiff as on one without, with and without
+/// gradient checkpointing. Autodiff treats the dequantized weights as constants.
 #[test]
 fn quantized_model_on_autodiff_device_gives_equal_states() {
     let plain = Device::flex();
@@ -369,8 +373,8 @@ fn quantized_model_on_autodiff_device_gives_equal_states() {
     }
 }
 
-/// For the small trained model, the cross entropy of a text changes by at most 1 % with 8 bits, and by at most 10 %
-/// with 4 bits.
+/// For the small trained model that `burn-gemma4` embeds, the cross entropy of a text changes by at most 1 % with 8
+/// bits, and by at most 10 % with 4 bits.
 #[test]
 fn quantized_trained_model_keeps_its_loss() {
     let device = Device::flex();

@@ -13,9 +13,9 @@ use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
 /// The maximum root mean square difference between the logits with the int8 cache and those with the full-precision
-/// cache, relative to the logits. A code errs by at most a 254th of its row's largest element, which is 1/180 of the
-/// row's deviation. These models have random weights and scores with a deviation of 8, so probabilities are off by
-/// about 5 %.
+/// cache, relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean
+/// square of these errors is about 1/180 of the standard deviation of the row's elements. These models have random
+/// weights and scores with a standard deviation of 8, so probabilities are off by about 5 %.
 const BOUND: f32 = 0.06;
 
 /// The maximum difference between two ways to compute with the same int8 keys. If an element lies midway between two
@@ -52,8 +52,8 @@ fn whole(fixture: &Fixture) -> Vec<u32> {
     [&fixture.prompt[..], &fixture.generated].concat()
 }
 
-/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The given lengths of the
-/// portions repeat.
+/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The list `portions` has the
+/// number of tokens of each portion, and starts again after its end.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -78,7 +78,8 @@ fn by_portions(
     logits
 }
 
-/// Returns the values of `compact_keys` whose caches differ for this model.
+/// Returns both values of `compact_keys` if the model computes values from the key projection. For other models compact
+/// keys change nothing, so the list has one value.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],
@@ -86,8 +87,9 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// Devices with kernels compile new kernels for every number of rows, so only the fixture with the most complex cache
-/// runs there.
+/// The logits with the int8 cache are near those with the full-precision cache, and do not depend on the portions of
+/// the prefill. Devices with kernels compile new kernels for every number of rows, so only the fixture with the most
+/// complex cache runs there.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -105,7 +107,8 @@ fn int8_cache_logits_stay_near_full_precision() {
             let at_once = read(&[sequence.len()]);
             let what = format!("{} {} compact {compact}", fixture.name, device.name);
             let error = mean_difference(&at_once, &expected);
-            // In the MoE model a close routing decision may change, which changes the logits much more.
+            // In the MoE model, rounding may change which experts a token selects. Other experts change the logits much
+            // more.
             let bound = if fixture.name == "moe" { 0.5 } else { BOUND };
             assert!(error > 0.0 && error < bound, "{what}: {error}");
             let all = [&[24, 1][..], &[7, 1, 1], &[1]];
@@ -117,8 +120,9 @@ fn int8_cache_logits_stay_near_full_precision() {
     });
 }
 
-/// The sequences of a batch have equal or different lengths, and exceed the window and the allocated buffers. Each
-/// sequence is compared with a pass of the layers over that sequence alone.
+/// The decode kernels over the int8 cache give the logits of the layers. The sequences of a batch have equal or
+/// different lengths, and exceed the window and the allocated buffers. Each sequence is compared with a pass of the
+/// layers over that sequence alone.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
@@ -215,7 +219,7 @@ fn int8_cache_tokens_are_equal_with_drafts_chunks_and_batches() {
     }
 }
 
-/// The drafter reads the int8 cache, with compact keys.
+/// A drafter that reads the int8 cache with compact keys leaves the generated tokens unchanged.
 #[test]
 fn int8_cache_with_drafter_leaves_the_tokens_unchanged() {
     for device in devices() {
@@ -309,7 +313,8 @@ fn int8_cache_session_of_wrong_dtype_is_malformed() {
     );
 }
 
-/// The packed keys do not reveal the dtype in which they were computed, so the file records it.
+/// An int8 session that was computed in another dtype than the model's is refused. The packed keys do not reveal that
+/// dtype, so the file records it.
 #[test]
 fn int8_cache_session_computed_in_another_dtype_is_refused() {
     let fixture = Fixture::open("dense-ple");

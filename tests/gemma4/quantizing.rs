@@ -112,7 +112,7 @@ fn quantize_to_gguf_equals_quantizing_while_loading() {
     }
 }
 
-/// The expected files are those of llama.cpp's converter and quantizer for the same checkpoints.
+/// A quantized GGUF file equals the file that llama.cpp's converter and quantizer made of the same checkpoint.
 #[test]
 fn quantize_to_gguf_equals_llama_cpp() {
     let folder = TempDir::new().expect("a temporary folder");
@@ -148,8 +148,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
     }
 }
 
-/// `tests/fixtures/check_quantized.py` checks these folders with compressed-tensors and transformers, and has written
-/// the checksums.
+/// The packed tensors of quantized folders have the recorded checksums. The script `tests/fixtures/check_quantized.py`
+/// has checked these folders with compressed-tensors and transformers, and has written the checksums.
 #[test]
 fn quantize_to_folder_equals_compressed_tensors() {
     let checksums = fs::read(fixture::folder("quantized.json")).expect("the fixture is readable");
@@ -197,7 +197,8 @@ fn quantize(from: &Path, to: &str, out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The quantized model is the small trained one that `burn-gemma4` contains.
+/// The program reports the cross entropy of a text before and after quantization. The model is the small trained one
+/// that `burn-gemma4` embeds.
 #[test]
 fn quantize_program_reports_the_cost() {
     let embedded = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/burn-gemma4/embedded");
@@ -219,7 +220,7 @@ fn quantize_program_reports_the_cost() {
     for (out, to, most) in [("w8", "q8", 0.01), ("w4.gguf", "q4", 0.1)] {
         let out = path(out);
         let ended = succeed(&mut quantize(Path::new(embedded), to, &out, &arguments));
-        // A per-layer row of 8 columns is not a whole block.
+        // The rows of `per_layer_projection` have 8 columns, less than a block, so the program names it as unquantized.
         assert!(
             ended.stderr.contains("layers.0.per_layer_projection"),
             "{ended:?}"
@@ -272,7 +273,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
             tensor.bytes[40..44].copy_from_slice(&number.to_le_bytes());
         });
         let words = ["layers.1.mlp.up_proj", "no finite number"];
-        // An f32 scale of the folder format represents the finite number; the f16 scale of GGUF does not.
+        // The finite number 1e38 is refused only for GGUF: a GGUF file stores scales in f16, which cannot represent
+        // such a scale. A folder stores them in f32.
         let outs = if number.is_finite() {
             &outs[..1]
         } else {

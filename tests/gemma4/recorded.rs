@@ -98,7 +98,8 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Draws two rows. Without a packing, only their last positions are trained.
+    /// Draws a batch of two rows. The rows are packed with documents if `is_packed` is true. Otherwise the targets
+    /// cover only the last third of each row.
     fn draw(random: &mut StdRng, words: i32, is_packed: bool, device: &Device) -> Self {
         let packing = is_packed.then(|| {
             let rows = (0..2).map(|_| {
@@ -169,7 +170,7 @@ impl ModuleMapper for Descent<'_> {
     }
 }
 
-/// Leaves NaN in freed memory.
+/// Leaves NaN in freed memory, so that a replay that reads freed memory fails the comparison.
 fn dirty(device: &Device) {
     let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
     let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));
@@ -273,7 +274,7 @@ fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
             for (found, expected) in found.iter().zip(&expected) {
                 assert!(relative(found, expected) <= TOLERANCE, "another {change}");
             }
-            // The recorder does not capture again.
+            // A recorder that has dropped its graph does not capture another one, even for the first shape and model.
             let (_, _, has_graph) = learn(&first, &packed);
             assert!(!has_graph);
         }
@@ -302,7 +303,8 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// The model's parameters are the same as before, but another parameter of the same size is trained.
+/// If another parameter of the same size is trained, the recorder drops the graph, although the model has the same
+/// parameters as before.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {

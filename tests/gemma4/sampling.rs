@@ -143,7 +143,7 @@ fn sampling_min_p_applies_after_temperature() {
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
     // At temperature 0.5 the probabilities are squared: 0.2 becomes a quarter of the largest probability instead of a
-    // half.
+    // half, so a min-p of 0.4 removes it.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],
@@ -268,7 +268,7 @@ fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     assert_ne!(generations[0].tokens, generations[1].tokens);
     assert_ne!(generations[1].tokens, generations[2].tokens);
     assert_ne!(generations[0].tokens, generations[2].tokens);
-    // The seed after the largest number is 0.
+    // The sequences of a batch have consecutive seeds. The seed after the largest number is 0.
     assert!(gemma.generate_batch(&batch, &options(u64::MAX)).is_ok());
 }
 
@@ -346,7 +346,7 @@ fn sampling_defaults_are_read_from_generation_config() {
     assert_eq!(sampling.repetition_penalty, 1.1);
     assert_eq!(sampling.suppress_tokens, [3, 4]);
 
-    // The options also apply without sampling.
+    // The repetition penalty, suppressed tokens and stop strings also apply to greedy decoding.
     let read =
         defaults(r#"{"repetition_penalty": 1.1, "suppress_tokens": [3], "stop_strings": "END"}"#);
     let read = read.expect("the defaults are valid");

@@ -38,7 +38,8 @@ fn text(seed: u32, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// Prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring
+/// A prompt that branches off from a session's text is prefilled from the last checkpoint before the branch. The
+/// prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring
 /// buffers of different sizes.
 #[test]
 fn session_branch_is_read_from_the_last_checkpoint() {
@@ -87,8 +88,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
                     let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
                     expect(&mut session, longer, 4);
                 }
-                // A prompt's checkpoint is 8 tokens before its end, if the session had to prefill tokens before that
-                // position.
+                // A prompt's checkpoint is 8 tokens before its end. The checkpoint exists only if the session prefilled
+                // tokens before that position.
                 let at = trunk.len() - MARGIN;
                 expect(&mut session, branch(36, 2), 45 - at);
                 if !is_flex {
@@ -148,7 +149,8 @@ fn session_full_ring_buffer_is_restored_from_disk() {
     }
 }
 
-/// A ring buffer of one slot stores no earlier column. The decode kernels write to it in place.
+/// A session whose window is one column continues from its file. Its ring buffers have one slot, so they store no
+/// earlier column. The decode kernels write to the slot in place.
 #[test]
 fn session_window_of_one_column_is_restored_from_disk() {
     let copy = Folder::copy("dense-ple");
@@ -303,7 +305,8 @@ fn session_is_continued_from_its_file() {
     }
 }
 
-/// A JSON reader may parse this number as its neighbour.
+/// A session file matches its model with any number in the configuration. A JSON reader may parse the number of this
+/// test as its neighbour.
 #[test]
 fn session_file_matches_its_model_with_any_config_number() {
     let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");

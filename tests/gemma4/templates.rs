@@ -152,7 +152,7 @@ fn template_with_one_huge_step_is_refused() {
     }
 }
 
-/// The template nests lists deeper than the stack allows.
+/// A template that nests lists deeper than the stack allows is refused.
 #[test]
 fn template_with_deeply_nested_lists_is_refused() {
     for step in [

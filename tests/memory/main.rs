@@ -1,5 +1,5 @@
-//! Device memory of generation and training. These tests are a separate program and run one at a time, since a device
-//! counts the memory of the whole process.
+//! Tests of the device memory that generation and training use. These tests are a separate program and run one at a time, because
+//! a device counts the memory of the whole process.
 //!
 //! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
 #![cfg(feature = "flex")]
@@ -11,14 +11,14 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_gemma4::{Cache, Gemma4Config, Gemma4Model, LayerType, Logits};
 use std::sync::{Mutex, PoisonError};
 
-/// The lock that the running test holds.
+/// The lock that a test holds while it runs, so that the tests run one at a time.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 const PROMPT: usize = 24;
 const WINDOW: usize = 16;
 const HEAD_DIM: usize = 64;
 
-/// Returns a model with one sliding and one full layer, each with one key head.
+/// Returns a model with one sliding layer and one full layer. Each layer has one key head.
 fn model(device: &Device) -> Gemma4Model {
     let config = Gemma4Config {
         vocab_size: 128,
@@ -37,7 +37,8 @@ fn model(device: &Device) -> Gemma4Model {
     Gemma4Model::new(&config, device)
 }
 
-/// Generates `count` tokens. Returns the device's bytes in use before the decoder is dropped.
+/// Generates `count` tokens. Returns the bytes of device memory in use at the end, while the decoder still exists. Returns `None`
+/// if the device does not count its memory.
 fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64> {
     let device = model.device();
     let mut token = 20;
@@ -50,7 +51,8 @@ fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64>
     device.memory_pool_usage().map(|usage| usage.bytes_in_use)
 }
 
-/// The ring buffers keep their size, and the memory of a decode step is freed after the step.
+/// Checks that only the full layer's cache grows with the text. The ring buffer of the sliding layer must keep its size, and the
+/// other memory of a decode step must be freed after the step.
 #[test]
 fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,7 +71,8 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
 
         let positions = PROMPT + 20 + count;
         assert_eq!(cache.len(), positions, "{}", device.name);
-        // Keys and values are f32.
+        // The bound has the slots of both layers: the window of the sliding layer, and the positions of the full layer rounded up
+        // to a multiple of 1024, plus 1024. A slot has a key and a value of `HEAD_DIM` f32 elements each.
         let slots = WINDOW + positions.next_multiple_of(1024) + 1024;
         assert!(
             cache.bytes() <= 2 * 4 * HEAD_DIM * slots,
@@ -80,7 +83,8 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
         if let (Some(first), Some(last)) = (first, last) {
             let grown = last.saturating_sub(first) as usize;
             let of_cache = cache.bytes() - bytes;
-            // The RoPE tables grow with the positions and are kept: cosines and sines for both kinds of layers.
+            // The RoPE tables grow with the positions and stay in memory. There is a table of cosines and one of sines for each
+            // of the two kinds of layers.
             let of_tables = 4 * (HEAD_DIM / 2) * 4 * 2 * positions.next_power_of_two();
             assert!(
                 grown <= of_cache + of_tables,

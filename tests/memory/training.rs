@@ -1,4 +1,5 @@
-//! Memory that the forward of an adapter keeps for its backward, according to the table in `docs/adapters.md`.
+//! Tests of the memory that the forward with an adapter keeps for its backward. The table in `docs/adapters.md` gives the
+//! expected sizes.
 
 use super::ONE_AT_A_TIME;
 use attention_workspace::testing::devices::devices;
@@ -33,7 +34,7 @@ fn model(device: &Device) -> Gemma4Model {
         .expect("the adapter is valid")
 }
 
-/// Returns the bytes that a forward keeps until its backward.
+/// Returns the bytes that a forward keeps in device memory until its backward, or `None` if the device does not count its memory.
 fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
     let in_use = || {
         device.sync().expect("the device synchronizes");
@@ -49,7 +50,7 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
         .hidden(tokens, Logits::All)
         .expect("the tokens are in the vocabulary");
     let kept = in_use()?.checked_sub(before)?;
-    // Burn keeps the autodiff graph until its backward, so this backward frees the graph.
+    // Burn keeps the autodiff graph until the backward has run. This backward frees the graph for the next measurement.
     drop(hidden.sum().backward());
     Some(kept as usize)
 }
@@ -64,16 +65,16 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
         let model = model(&device.device.clone().autodiff());
         let numbers = LAYERS * POSITIONS * DType::F32.size();
         let inside = numbers * 2 * INSIDE;
-        // Each head keeps queries, keys and values before and after their norms. The attention output is kept twice: by
+        // Queries, keys and values are kept twice: before and after their norms. The attention output is kept twice too: by
         // attention and by the output projection.
         let heads = numbers * HEAD_DIM * (2 * HEADS + 2 * 2 + 2 * HEADS);
-        // Each layer keeps its input and the MLP's input, each before and after the norm, and the outputs of attention
-        // and MLP.
+        // Each layer keeps six tensors of the hidden size: its input and the MLP's input, each before and after the norm, and the
+        // outputs of attention and MLP.
         let streams = numbers * 6 * HIDDEN;
         let mut found = Vec::new();
         for anew in [false, true] {
             let model = model.clone().with_mlp_recompute(anew);
-            // The first run compiles kernels and draws weights.
+            // The first run compiles kernels and draws weights, which would count as kept memory.
             let _ = kept(&model, &device.device);
             let Some(kept) = kept(&model, &device.device) else {
                 continue;
@@ -83,7 +84,8 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
                 "{}, recompute: {anew}: {kept} bytes, {expected} by the table",
                 device.name
             );
-            // The tolerance covers the factors' inputs, the RoPE tables, the logsumexps and the final states.
+            // The tolerance of an eighth covers smaller tensors: the inputs of the adapter's factors, the RoPE tables, the
+            // logsumexps and the final hidden states.
             assert!(kept <= expected + expected / 8, "{}: {kept}", device.name);
             found.push(kept);
         }

@@ -1,12 +1,12 @@
-//! Only a bias of −∞ hides a key. A bias of the lowest finite number of the dtype does not: its score enters the
-//! softmax like any other. A query all of whose scores are that low still attends to its keys.
+//! Tests that only a bias of −∞ hides a key. With the lowest finite number of the dtype as its bias, a key's score enters the
+//! softmax like any other. A query whose scores are all that low still attends to its keys.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use burn::tensor::DType;
 
-/// Checks a bias of `lowest` that applies to all keys in every third query, and to every third key in the other
-/// queries.
+/// Checks a case with the bias `lowest` for some scores. In every third query, all keys have this bias. In the other queries,
+/// every third key has it.
 pub(crate) fn check_lowest(case: &Case, lowest: f64) {
     let mut inputs = case.inputs();
     let shape = inputs.bias.as_ref().expect("the case has a bias").shape;
@@ -28,7 +28,7 @@ fn bias_lowest_finite_is_an_ordinary_score() {
             (DType::F16, true, f64::from(f32::MIN), true),
             (DType::F16, false, -65504.0, false),
             (DType::BF16, true, -3e38, false),
-            // This is the lowest finite bf16 number.
+            // The next number is the lowest finite bf16 number.
             (
                 DType::BF16,
                 false,

@@ -1,5 +1,4 @@
-//! No layout or shape should take ten times as long as a similar one. These tests check the plans for layouts and
-//! shapes that once did.
+//! Tests of the plans for layouts and shapes that once took ten times as long as similar ones. Such a cliff must not return.
 
 use crate::case::Case;
 use crate::dense::read;
@@ -54,7 +53,7 @@ pub(crate) fn chosen(problem: &AttentionProblem, device: &DeviceProfile, pass: P
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// A tensor whose rows do not start at multiples of 16 bytes still runs on the fastest engine.
+/// Checks that inputs whose rows do not start at multiples of 16 bytes still run on the fastest engine, wgmma.
 #[test]
 fn plan_unaligned_head_dim_selects_wgmma() {
     for width in [9, 12, 33, 90, 100, 104, 250, 511] {
@@ -62,7 +61,7 @@ fn plan_unaligned_head_dim_selects_wgmma() {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
             assert_eq!(engine, Engine::Wgmma, "{width}, {pass:?}: {selection:?}");
-            // The plan lists the inputs that the operator copies to aligned rows.
+            // The operator copies inputs to aligned rows if their head size is not a multiple of 8. The plan lists these inputs.
             let are_copied = !width.is_multiple_of(8);
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
             let plan = format!("{selection:?}");
@@ -71,7 +70,7 @@ fn plan_unaligned_head_dim_selects_wgmma() {
     }
 }
 
-/// Head sizes below 8 run on the unit engine, because half precision is too coarse for their probabilities.
+/// Checks that head sizes below 8 run on the unit engine, because half precision is too coarse for their probabilities.
 #[test]
 fn plan_head_dim_below_eight_selects_unit() {
     for width in [1, 4, 7] {
@@ -82,8 +81,8 @@ fn plan_head_dim_below_eight_selects_unit() {
     }
 }
 
-/// Queries that are broadcast with a stride of 0 also run on the fastest engine. The plan copies the queries, but no
-/// other input.
+/// Checks that queries that are broadcast with a stride of 0 also run on the fastest engine, wgmma. TMA cannot load them, so the
+/// plan copies the queries, but no other input.
 #[test]
 fn plan_broadcast_queries_copies_queries_only() {
     let problem = problem([4, 16, 2048, 128]);
@@ -109,8 +108,8 @@ fn plan_broadcast_queries_copies_queries_only() {
     }
 }
 
-/// Segments make tiles cost different amounts, so persistent CTAs fetch their next tile dynamically. Problems without
-/// segments, or with few queries, keep their static schedules.
+/// Checks the scheduler that a plan selects. Segments make tiles cost different amounts, so persistent CTAs must fetch their next
+/// tile dynamically. Problems without segments, or with few queries, keep a static schedule.
 #[test]
 fn plan_packed_segments_selects_dynamic_scheduler() {
     let plain = AttentionProblem {
@@ -138,8 +137,9 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
     }
 }
 
-/// Many units divide the sum for the gradient of a broadcast bias, because the loop of a single unit would be too long.
-/// A software driver silently ends a loop that is too long, so the plan must not contain such a loop.
+/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a loop
+/// that is too long, so the engine refuses problems with such a loop. The sum over the broadcast dimensions would be such a loop
+/// in a single unit, and the plan divides it among many units.
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {
@@ -167,8 +167,8 @@ fn plan_broadcast_bias_on_software_driver_selects_unit() {
     }
 }
 
-/// For a bias that is constant over the keys, the bias gradient is the sum of the scores' gradients. The test runs with
-/// and without sinks, and with queries that see no key.
+/// Checks the gradient of a bias that is constant over the keys, which is the sum of the scores' gradients. The cases have sinks
+/// or none, and the queries of the second sequence see no key.
 #[test]
 fn bias_gradient_constant_over_keys_matches_reference() {
     for extent in [
@@ -208,12 +208,12 @@ fn asking([query, key, value]: [bool; 3]) -> BackwardRequest {
     }
 }
 
-/// Returns every combination of trained and frozen query, key and value.
+/// Returns every combination in which query, key and value may be trained (true) or frozen (false).
 fn choices() -> impl Iterator<Item = [bool; 3]> {
     (0..8).map(|bits| [0, 1, 2].map(|index| bits >> index & 1 == 1))
 }
 
-/// The backward launches no kernel for frozen inputs.
+/// Checks that the wgmma backward launches no kernel whose gradients belong only to frozen inputs.
 #[test]
 fn hopper_backward_launches_only_requested_gradients() {
     for width in [64, 128, 192, 256, 512] {
@@ -239,8 +239,8 @@ fn hopper_backward_launches_only_requested_gradients() {
     }
 }
 
-/// The portable engine computes the gradients of keys and values in one kernel. On a software driver, one kernel
-/// computes the gradients of queries, keys and values.
+/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs. On a card, one kernel computes
+/// the gradients of keys and values. On a software driver, one kernel computes all three gradients.
 #[test]
 fn unit_backward_launches_only_requested_gradients() {
     let card = DeviceProfile {
@@ -284,8 +284,8 @@ fn unit_backward_launches_only_requested_gradients() {
     }
 }
 
-/// A trained input gets the same gradient, whether the other inputs are trained or frozen. A frozen input gets no
-/// gradient.
+/// Checks that a trained input gets the same gradient whether the other inputs are trained or frozen, and that a frozen input
+/// gets no gradient.
 #[test]
 fn backward_frozen_inputs_get_no_gradient() {
     let case = Case {

@@ -1,4 +1,4 @@
-//! Decode: few queries over many keys. The query heads that share a key head share a tile. The keys are split over
+//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are split over
 //! cubes (split-KV), and the kernel `combine` merges the splits' results. The tests cover lengths, sinks and windows.
 
 use crate::case::{Case, FULL};
@@ -17,7 +17,8 @@ fn case(q_len: usize) -> Case {
     }
 }
 
-/// Every engine splits the keys. Without split-KV, two sequences with two key heads each would occupy only four cubes.
+/// Checks that every engine splits the keys. Without split-KV, the two sequences with two key heads each would occupy only four
+/// cubes.
 #[test]
 fn decode_few_cubes_splits_keys() {
     for device in cube_devices() {
@@ -41,7 +42,7 @@ fn decode_one_to_eight_queries_matches_reference() {
     }
 }
 
-/// A tile's rows belong to several heads. Some GQA groups have more rows than the smallest tile.
+/// Checks tiles whose rows belong to several heads. Some GQA groups have more rows (heads times queries) than the smallest tile.
 #[test]
 fn decode_large_groups_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 1, 3), (16, 1, 2), (6, 2, 8)] {
@@ -53,9 +54,9 @@ fn decode_large_groups_match_reference() {
     }
 }
 
-/// The tiles have 16, 32 and 64 rows in half precision, and are full or partly filled. Depending on the shape, a warp
-/// computes all columns of a head, half of the columns, or part of the inner dimension. The cases have all options that
-/// hide keys. Keys past a sequence's length are NaN.
+/// Checks the tiles of 16, 32 and 64 rows that half precision uses, full or partly filled. Depending on the head size, a warp
+/// computes all output columns of a head, half of the columns, or a part of each dot product. Each tile is tested with all
+/// options that hide keys, and keys past a sequence's length are NaN.
 #[test]
 fn decode_half_precision_tiles_match_reference() {
     for (q_heads, kv_heads, q_len) in [(4, 1, 3), (2, 2, 16), (8, 1, 4), (8, 1, 7)] {
@@ -89,7 +90,8 @@ fn decode_half_precision_tiles_match_reference() {
     }
 }
 
-/// The lengths are 0, fewer keys than a split, fewer keys than queries, and all keys.
+/// Checks that NaN keys past a sequence's length do not matter. The lengths are 0, fewer keys than a split, fewer keys than
+/// queries, and all keys.
 #[test]
 fn decode_kv_lengths_hide_nan_keys() {
     for q_len in [1, 4] {
@@ -173,7 +175,7 @@ fn decode_segments_match_reference() {
     .check();
 }
 
-/// The batch is so large that its cubes exceed one dimension of the launch grid.
+/// Checks a batch of 66,000 sequences. Its cubes exceed the limit of one dimension of the launch grid.
 #[test]
 fn decode_more_cubes_than_one_grid_dimension_matches_values() {
     for device in cube_devices() {
@@ -182,7 +184,7 @@ fn decode_more_cubes_than_one_grid_dimension_matches_values() {
             .unwrap_or_else(|error| panic!("{}: {error}", device.name));
         let profile = explain(&problem, &device.device).device;
         if profile.is_some_and(|profile| profile.cube_count <= u32::from(u16::MAX)) {
-            // Each sequence has one key, so its output equals that key's value.
+            // Each sequence has one key, so its output must equal that key's value.
             let values = Dense::from_fn([66_000, 1, 1, 4], |[batch, _, _, _]| batch as f64);
             let tensor = values.tensor(&device.device, DType::F32);
             let (query, key) = (tensor.clone(), tensor.clone());

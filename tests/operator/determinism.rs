@@ -1,6 +1,6 @@
-//! Two runs of the same call give the same bits, in the output and in every gradient. With
-//! `ATTENTION_TEST_REPEATS=1000` the test runs each call a thousand times. It then also runs wide heads, and cases with
-//! more tiles than a GPU has multiprocessors.
+//! Tests that two runs of the same call give the same bits, in the output and in every gradient. With
+//! `ATTENTION_TEST_REPEATS=1000` the test runs each call a thousand times. It then also runs wide heads, and cases with more
+//! tiles than a GPU has multiprocessors.
 
 use crate::case::{Case, FULL};
 use crate::devices::devices;
@@ -8,7 +8,7 @@ use crate::run::Operator;
 use attention_cube::CausalAlignment;
 use std::env;
 
-/// The environment variable that sets the number of runs per call, if more than two are wanted.
+/// The environment variable that sets the number of runs per call. Without it, each call runs twice.
 const REPEATS: &str = "ATTENTION_TEST_REPEATS";
 
 #[test]
@@ -30,8 +30,8 @@ fn repeated_call_gives_equal_bits() {
         bias: None,
         ..prefill.clone()
     };
-    // The gradients of these two biases are sums that are computed in parts. Each part covers several scores for the
-    // first bias, and several queries for the second.
+    // The gradients of these two biases are sums that kernels divide into partial sums. A partial sum covers several scores for
+    // the first bias, and several queries for the second.
     let [by_scores, by_queries] = [[false, false, false, true], [false; 4]].map(|extent| Case {
         bias: Some(extent),
         q_len: 300,

@@ -1,5 +1,5 @@
-//! Queries that see no key, for every cause. Such a query has an output of 0, a logsumexp of −∞ (or its sink), and
-//! gradients of 0. NaN in such a query, or in the gradient of its output, changes no other result.
+//! Tests of queries that see no key, for every reason why a query may see none. Such a query has an output of 0, a logsumexp of
+//! −∞ (or its sink), and gradients of 0. NaN in such a query, or in the gradient of its output, changes no other result.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -10,8 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks the case with NaN in the queries that `blind` selects, and with NaN in the gradients of these queries'
-/// outputs.
+/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects and in their output
+/// gradients. The reference gets the inputs `clean`.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -48,7 +48,7 @@ fn empty_row_by_length_zero_ignores_nan() {
     }
 }
 
-/// Every sequence has a length of 0.
+/// Checks a batch in which every sequence has a length of 0, so that no query sees a key.
 #[test]
 fn empty_row_by_all_lengths_zero_with_sinks_ignores_nan() {
     for q_len in [70, 3] {
@@ -93,7 +93,7 @@ fn empty_row_by_window_past_the_end_ignores_nan() {
     check_blind(&case, &case.inputs(), |[_, _, query]| query >= 66 + 9);
 }
 
-/// The bias has one value per head, and hides all keys from one head.
+/// Checks a bias with one value per head, which hides all keys from one head.
 #[test]
 fn empty_row_by_bias_of_a_head_ignores_nan() {
     for q_len in [70, 3] {
@@ -127,7 +127,8 @@ fn empty_row_by_unmatched_segment_ignores_nan() {
     }
 }
 
-/// With sinks, the logsumexp of a query that sees no key equals the sink. The sink gets the gradient of that logsumexp.
+/// Checks queries that see no key in a call with sinks. The logsumexp of such a query equals the sink, and the sink gets the
+/// gradient of that logsumexp.
 #[test]
 fn empty_row_with_sinks_ignores_nan() {
     let masked = Case {
@@ -147,7 +148,7 @@ fn empty_row_with_sinks_ignores_nan() {
     check_blind(&causal, &causal.inputs(), |[_, _, query]| query < 150 - 66);
 }
 
-/// A sink of −∞ counts as no sink: a query that sees no key then has an output of 0 and a logsumexp of −∞.
+/// Checks that a sink of −∞ counts as no sink: a query that sees no key has an output of 0 and a logsumexp of −∞.
 #[test]
 fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     for q_len in [150, 2] {
@@ -160,7 +161,8 @@ fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
         let sinks = inputs.sinks.as_mut().expect("the case has sinks");
         sinks.values[1] = f64::NEG_INFINITY;
         let mask = inputs.mask.as_mut().expect("the case has a mask");
-        // Both heads have queries that see no key and queries that see all keys.
+        // The mask hides all keys from every other query, so both heads have queries that see no key and queries that see all
+        // keys.
         for (index, visible) in mask.values.iter_mut().enumerate() {
             *visible = f64::from(index % 2 == 0);
         }
@@ -169,8 +171,7 @@ fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
     }
 }
 
-/// If a query sees no key and its sink is −∞, the gradient of the sink is 0, even if the gradient of the logsumexp is
-/// NaN.
+/// Checks that a sink of −∞ gets a gradient of 0 if its query sees no key, even if the gradient of the logsumexp is NaN.
 #[test]
 fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     for device in devices() {
@@ -196,8 +197,9 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Every second query sees no key, and every other query sees a key and a value of NaN. A query that sees no key has an
-/// output and a gradient of 0, and its logsumexp is −∞ or the sink.
+/// Checks queries that see no key beside queries that see NaN. Every second query sees no key. The other queries see all keys,
+/// some of which are NaN and have NaN values. A query that sees no key must have an output and a gradient of 0, and the logsumexp
+/// −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -239,7 +241,8 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     }
 }
 
-/// Queries that see no key share a tile with queries that see NaN. With 2000 keys, they share tiles in every key split.
+/// Checks tiles that queries without keys share with queries that see NaN. In the case with 2000 keys, such queries share a tile
+/// in every split of the keys.
 #[test]
 fn empty_row_beside_rows_that_see_nan_is_zero() {
     for (q_len, kv_len, width) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {
@@ -270,8 +273,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// If a call has no keys or no queries, the reference still computes its output from the query, even from a NaN query.
-/// The query therefore gets a gradient of zeros instead of none.
+/// Checks the gradients of a reference call without keys or without queries. The reference computes its output of zeros from the
+/// query. Autodiff therefore gives the query a gradient of zeros instead of none, even for a query of NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

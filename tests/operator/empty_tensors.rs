@@ -1,6 +1,6 @@
-//! Tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of a
-//! query without keys is its sink, or −∞ without sinks. The gradient of a sink is the sum of the gradients of its
-//! logsumexps.
+//! Tests of tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of a
+//! query without keys is its sink, or −∞ without sinks. The gradient of a sink is the sum of the gradients of the logsumexps of
+//! its head.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, devices};
@@ -9,7 +9,7 @@ use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
 use attention_cube::{AttentionOptions, attention_with_lse};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// The sizes `[batch, q_heads, kv_heads, q_len, kv_len]`, each with a zero among them.
+/// The tested sizes `[batch, q_heads, kv_heads, q_len, kv_len]`. At least one size is zero in each.
 const SIZES: [[usize; 5]; 9] = [
     [2, 4, 2, 3, 0],
     [2, 2, 1, 3, 0],
@@ -46,7 +46,7 @@ const EXTRAS: [Extra; 7] = [
     Extra::Window,
 ];
 
-/// The results from which the loss is computed: output, logsumexp or both.
+/// The results on which the loss depends: the output, the logsumexp or both.
 #[derive(Clone, Copy, Debug)]
 enum Loss {
     Output,
@@ -54,7 +54,7 @@ enum Loss {
     Both,
 }
 
-/// One call of the operator.
+/// The sizes and options of one call of the operator, which always has sinks.
 #[derive(Clone, Copy, Debug)]
 struct Call {
     sizes: [usize; 5],
@@ -65,12 +65,12 @@ struct Call {
     operator: Operator,
 }
 
-/// Returns a sink for each head. Half precision represents all of these sinks exactly.
+/// Returns a sink for each head. Half precision can represent these sinks exactly, so results must equal them.
 fn sinks_of(heads: usize) -> Vec<f64> {
     (0..heads).map(|head| head as f64 * 0.75 - 1.0).collect()
 }
 
-/// Returns the weight of a logsumexp row in the loss. The weights are small integers, so that their sums are exact.
+/// Returns the weight of one logsumexp in the loss. The weights are small integers, so that sums of weights are exact.
 fn weight_of(row: usize) -> f64 {
     (row % 5) as f64 - 1.0
 }
@@ -149,7 +149,7 @@ impl Call {
         for row in (0..rows).filter(|_| sees_logsumexp) {
             sums[head_of(row)] += weights[row];
         }
-        // Burn's autodiff gives no gradient to a tensor that the reference does not read.
+        // The reference may give no gradient here, because Burn's autodiff gives none to a tensor that no operation reads.
         let is_fused = self.operator == Operator::Fused;
         match sinks.grad(&gradients) {
             Some(gradient) => {
@@ -173,7 +173,8 @@ impl Call {
     }
 }
 
-/// The call is causal, with values narrower than keys, with and without sinks.
+/// Checks causal calls of all empty sizes, with and without sinks. Values have fewer columns than keys, so that a mistaken shape
+/// is detected.
 #[test]
 fn empty_tensor_gives_zero_output_and_gradients() {
     for device in devices() {
@@ -233,7 +234,7 @@ fn empty_tensor_gives_zero_output_and_gradients() {
     }
 }
 
-/// All empty sizes run with every option, and with a loss of the output, of the logsumexp and of both.
+/// Checks the gradients of sinks for all empty sizes, with every option and every [`Loss`].
 #[test]
 fn empty_tensor_with_sinks_sums_sink_gradients() {
     for device in devices() {
@@ -257,7 +258,7 @@ fn empty_tensor_with_sinks_sums_sink_gradients() {
     }
 }
 
-/// The sinks, or the queries, keys and values, are in half precision. The logsumexp stays in f32.
+/// Checks calls in half precision, with sinks in half precision or in f32. The logsumexp stays in f32.
 #[test]
 fn empty_tensor_with_half_precision_sinks_sums_sink_gradients() {
     for device in devices() {
@@ -282,7 +283,7 @@ fn empty_tensor_with_half_precision_sinks_sums_sink_gradients() {
     }
 }
 
-/// One sink that is expanded to all heads gets the sum of all heads' sink gradients.
+/// Checks that one sink that is expanded to all heads gets the sum of the sink gradients of all heads.
 #[test]
 fn empty_tensor_with_expanded_sink_sums_sink_gradients() {
     for device in devices() {
@@ -303,7 +304,7 @@ fn empty_tensor_with_expanded_sink_sums_sink_gradients() {
     }
 }
 
-/// The forward over int8 keys and values without elements returns the sinks as logsumexps.
+/// Checks that a forward over int8 keys and values without elements returns the sinks as logsumexps.
 #[test]
 fn empty_tensor_int8_with_sinks_gives_sinks_as_lse() {
     for TestDevice { name, device } in devices() {

@@ -1,4 +1,4 @@
-//! Wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one. The
+//! Tests that wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one. The
 //! panicking functions panic with the same text, and the `try_` functions never panic.
 
 use crate::devices::{cube_devices, devices};
@@ -213,7 +213,7 @@ fn third_interval_is_refused() {
     }
 }
 
-/// A call is refused if one of its tensors is on another device than the query.
+/// Checks that a call is refused if one of its tensors is on another device than the query.
 #[test]
 fn argument_on_other_device_is_refused() {
     let flex = &Device::flex();
@@ -273,7 +273,7 @@ fn argument_on_other_device_is_refused() {
     }
 }
 
-/// A call may mix constants without autodiff with tensors that autodiff tracks.
+/// Checks that a call may mix constants without autodiff with tensors that autodiff tracks.
 #[test]
 fn autodiff_device_beside_plain_device_is_accepted() {
     for device in devices() {
@@ -298,8 +298,8 @@ fn autodiff_device_beside_plain_device_is_accepted() {
     }
 }
 
-/// All inputs under autodiff must have the same strategy of gradient checkpointing. Inputs without autodiff have no
-/// strategy.
+/// Checks that a call is refused if two of its inputs have different strategies of gradient checkpointing. Inputs without
+/// autodiff have no strategy.
 #[test]
 fn mixed_checkpointing_strategies_are_refused() {
     for device in devices() {
@@ -381,7 +381,8 @@ fn mixed_checkpointing_strategies_are_refused() {
     }
 }
 
-/// The operator has no implementation for Burn's other backends. The reference runs on them.
+/// Checks that a call on a backend for which the operator has no implementation, here NdArray, is refused with the backend's
+/// name. The reference still runs on such a backend.
 #[cfg(feature = "ndarray")]
 #[test]
 fn backend_without_kernels_is_refused_by_name() {

@@ -1,5 +1,5 @@
-//! `explain` names the engine that serves a problem, and the reason why each faster engine refused it. The operator
-//! never falls back without such a reason.
+//! Tests of `explain`, which names the engine that serves a problem, and the reason why each faster engine refused it. The
+//! operator never falls back without such a reason.
 
 use crate::devices::{cube_devices, devices};
 use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
@@ -17,7 +17,7 @@ fn problem(head_dim: usize) -> AttentionProblem {
         .unwrap_or_else(|error| panic!("{head_dim}: {error}"))
 }
 
-/// Layouts that every engine can read.
+/// Layouts of inputs that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
     tma: Operands::ALL,
@@ -90,7 +90,7 @@ fn explain_cube_device_selects_kernels() {
     }
 }
 
-/// `explain` names an unsupported dtype on every device.
+/// Checks that `explain` names a dtype that the device does not support.
 #[test]
 fn explain_unsupported_dtype_is_named() {
     for device in devices() {
@@ -123,7 +123,8 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
     refusal.map(|(_, refusal)| refusal)
 }
 
-/// Asserts that both passes of `problem` go to the reference, and that the unit engine's refusal contains `text`.
+/// Asserts that the reference serves both passes of `problem`, and that the unit engine's refusal satisfies `matches` and
+/// contains each `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -228,7 +229,7 @@ fn select_length_beyond_32_bits_is_refused() {
     );
 }
 
-/// A software driver ends long loops without an error, so problems with such loops go to the reference.
+/// Checks that the unit engine refuses problems with long loops on a software driver, which ends such loops without an error.
 #[test]
 fn select_long_loops_on_software_driver_are_refused() {
     let software = DeviceProfile {
@@ -250,9 +251,9 @@ fn select_long_loops_on_software_driver_are_refused() {
     assert!(text.contains("software driver ends"), "{text:?}");
 }
 
-/// On a software driver, one kernel computes all gradients if its two buffers fit the device. It then divides the
-/// query's gradient into partial gradients (`parts`), and uses fewer of them if the buffers are too small. If not even
-/// one fits, the query's gradient has its own kernel.
+/// Checks the number of partial gradients of the query (`parts`) if one kernel computes all gradients on a software driver. The
+/// kernel has a buffer of operands and a buffer of gradients. If the gradients exceed the largest buffer of the device, there are
+/// fewer parts. If not even one part fits, `parts` is `None` and the query's gradient has its own kernel.
 #[test]
 fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {
@@ -274,8 +275,8 @@ fn plan_joint_gradients_fit_the_largest_buffer() {
             other => panic!("{other:?}"),
         }
     };
-    // The query, keys and values of a head have 4.5 MB together. Each partial gradient of the query has 1 MB. The
-    // gradient of the keys has 1 MB, and so has that of the values.
+    // The operand buffer has 4.5 MB per head: query, keys, values and output gradient, in padded rows. In the gradient buffer,
+    // each partial gradient of the query has 1 MB, and the gradients of the keys and of the values have 1 MB each.
     assert_eq!(parts(1, 128), Some(4));
     assert_eq!(parts(1, 5), Some(3));
     assert_eq!(parts(1, 4), None);
@@ -283,7 +284,7 @@ fn plan_joint_gradients_fit_the_largest_buffer() {
     assert_eq!(parts(64, 128), None);
 }
 
-/// The limits that WebGPU guarantees are enough: 16 KB of shared memory, 256 units, 8 buffers.
+/// Checks that the limits that WebGPU guarantees (16 KB of shared memory, 256 units, 8 buffers) are enough for every head size.
 #[test]
 fn select_sixteen_kilobytes_serve_every_head_dim() {
     let small = DeviceProfile {
@@ -317,7 +318,7 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// A device runs an engine that it would not select by default if the faster engines are disabled.
+/// Checks that disabling an engine makes the device run the next one, here the reference, and that the refusal names the reason.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {
@@ -343,7 +344,7 @@ fn select_disabled_engine_is_refused() {
     }
 }
 
-/// If the build lacks an engine's kernels, the refusal names the missing Cargo feature and not the card.
+/// Checks that the refusal names the missing Cargo feature, and not the card, if the build lacks an engine's kernels.
 #[test]
 fn select_engine_not_built_names_the_feature() {
     let features = vec![
@@ -388,7 +389,8 @@ fn select_engine_not_built_names_the_feature() {
                 assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
             }
         }
-        // On another runtime, enabling the Cargo feature would not help, so the refusal does not name it.
+        // The runtime of this device is not CUDA, so enabling the Cargo feature would not help. The refusal names the missing
+        // feature of the card instead.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);
@@ -527,8 +529,8 @@ fn select_hopper_refusal_names_the_reason() {
     says(forward(&half(64), &little), "49152 bytes of shared memory");
 }
 
-/// Hopper's backward multiplies the gradients of the scores in the inputs' dtype. In f16 they may overflow, because
-/// the largest f16 number is 65504.
+/// Checks that a plan warns about the wgmma backward in f16. This backward rounds the gradients of the scores to the inputs'
+/// dtype, and gradients above 65504, the largest f16 number, overflow.
 #[test]
 fn select_hopper_backward_in_f16_warns() {
     let hopper = DeviceProfile {

@@ -1,8 +1,7 @@
-//! The cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without such
-//! fragments, the tests emulate them in f16. The cases of forward and backward have partly filled tiles, rows without
-//! keys, and row maxima that change or stay the same between blocks. Other cases have every option that hides keys,
-//! head sizes that no fragment divides, GQA groups, and decode. The last tests check that each refusal names its
-//! reason.
+//! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without such
+//! fragments, the tests emulate them in f16. The cases of forward and backward have partly filled tiles, rows without keys, and
+//! row maxima that change or stay the same between blocks. Other cases have every option that hides keys, head sizes that no
+//! fragment divides, GQA groups, and decode. The last tests check that each refusal names its reason.
 //!
 //! A process supports one shape of fragments only, so each test runs itself in a new process for every shape.
 
@@ -21,17 +20,18 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::DType;
 use std::env;
 
-/// The environment variable that is set in a process with emulated fragments.
+/// The environment variable that is set in the new process of a test, in which fragments are emulated.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
-/// A shared memory size in bytes that permits only the smallest tiles, which a software driver compiles fastest.
+/// A shared memory size in bytes that permits the smallest tiles only. A software driver compiles kernels with these tiles
+/// fastest.
 const LITTLE: usize = 16 << 10;
 
-/// A shared memory size in bytes that holds a block's queries, keys and values at once if the heads are narrow.
+/// A shared memory size in bytes that holds the queries, keys and values of a block at the same time if the heads are narrow.
 const ENOUGH: usize = 32 << 10;
 
-/// Runs `check` on every device that supports f16, in a new process for each pair of a fragment shape and a shared
-/// memory size in `shapes`. `test` is the name of the calling test.
+/// Runs `check` on every device that supports f16, in a new process for each pair in `shapes`. A pair is a fragment shape and a
+/// shared memory size. `test` is the name of the calling test.
 fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     let devices = cube_devices();
     let devices = devices.iter().filter(|device| device.supports(DType::F16));
@@ -53,7 +53,8 @@ fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks the case, and asserts that the cmma engine serves both passes.
+/// Checks `case` in f16, and asserts that the cmma engine serves both passes. The device gets the inputs `given`, and the
+/// reference the inputs `equivalent`.
 fn check(device: &TestDevice, case: &Case, given: &Inputs, equivalent: &Inputs) {
     let case = Case {
         dtype: DType::F16,
@@ -76,7 +77,7 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Returns the inputs with the key at each position multiplied by `factor(position)`.
+/// Returns a copy of the inputs in which the key at each position is multiplied by `factor(position)`.
 fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     let key = Dense::from_fn(inputs.key.shape, |[batch, head, j, column]| {
         inputs.key.at([batch, head, j, column]) * factor(j)
@@ -87,8 +88,8 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     }
 }
 
-/// The lengths are close to the tile sizes. Some cases have GQA groups, or few rows with split keys. The scores
-/// increase along the keys, so that some blocks raise the row maximum and others do not.
+/// Checks lengths close to the tile sizes, GQA groups, and few rows with split keys. One case also runs with scores that grow
+/// along the keys, so that some blocks raise the row maximum and others do not.
 #[test]
 fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     let shapes = [("16x16x16", LITTLE), ("16x16x16", ENOUGH)];
@@ -115,8 +116,8 @@ fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     );
 }
 
-/// The case has all options that hide keys, a bias and sinks. Some rows see no key, the scores grow along the keys,
-/// and the hidden keys are NaN.
+/// Checks all options that hide keys together, with a bias and sinks. Hidden keys are NaN, and queries of the sequence without
+/// keys too. The scores grow along the keys, so that row maxima change.
 #[test]
 fn fragments_all_options_ignore_hidden_nan() {
     let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
@@ -151,8 +152,8 @@ fn fragments_all_options_ignore_hidden_nan() {
     );
 }
 
-/// The first blocks' scores are the lowest finite number. Later scores exceed it by so much that the first blocks'
-/// contributions to the row sum vanish.
+/// Checks rows whose first blocks have the lowest finite number as scores. Later scores exceed it by so much that the first
+/// blocks' contributions to the row sum must vanish.
 #[test]
 fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     emulated(
@@ -178,8 +179,8 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     );
 }
 
-/// Queries, keys and values are staged in f32, for devices on which f16 fragments accumulate less accurately. The head
-/// sizes are odd.
+/// Checks kernels that stage queries, keys and values in f32, for devices on which f16 fragments accumulate less accurately. The
+/// head sizes are odd.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -193,7 +194,7 @@ fn fragments_operands_widened_to_f32_match_reference() {
     );
 }
 
-/// The kernels multiply int8 codes in fragments, and then multiply the results by the scales.
+/// Checks kernels that multiply int8 codes in fragments, and then multiply the results by the scales.
 #[test]
 fn fragments_int8_keys_and_values_match_reference() {
     emulated(
@@ -205,7 +206,8 @@ fn fragments_int8_keys_and_values_match_reference() {
     );
 }
 
-/// A probability times a value's scale can exceed the range of f16, so the unit engine serves f16.
+/// Checks which engine serves int8 keys and values on a card with fragments: cmma in bf16, but the unit engine in f16. A
+/// probability times a value's scale can exceed the range of f16.
 #[test]
 fn select_int8_with_f16_fragments_is_refused() {
     for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
@@ -217,7 +219,7 @@ fn select_int8_with_f16_fragments_is_refused() {
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
         let selection = select(&problem, Some(&card), layouts, Pass::Forward);
         assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
-        // This card has fragments, but lacks the features that the mma engine requires.
+        // This card has fragments, but lacks the features that the mma engine requires, so mma gives another reason.
         let is_told = |(engine, refusal): &(Engine, Refusal)| match engine {
             Engine::Mma => matches!(refusal, Refusal::MissingFeature(_)),
             _ => matches!(refusal, Refusal::Quantized(_)),
@@ -228,7 +230,7 @@ fn select_int8_with_f16_fragments_is_refused() {
     }
 }
 
-/// The output of these wide heads is staged in shared memory part by part.
+/// Checks wide values, whose output is staged in shared memory in several chunks of columns.
 #[test]
 fn fragments_wide_values_match_reference() {
     emulated(
@@ -286,7 +288,8 @@ fn selection(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> 
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// The cmma engine serves every fragment shape, plane size, shared memory size and head size, in forward and backward.
+/// Checks that the cmma engine serves every fragment shape, plane size, shared memory size and head size, in forward and
+/// backward.
 #[test]
 fn select_cmma_serves_all_fragment_shapes() {
     for shape in [[16, 16, 16], [16, 8, 16], [8, 8, 8]] {
@@ -326,7 +329,8 @@ fn select_cmma_serves_all_fragment_shapes() {
     }
 }
 
-/// The dtype of the fragments, not of the inputs, decides whether the gradients of the scores are in f16.
+/// Checks when a plan warns that gradients of the scores may overflow in f16. The dtype of the fragments decides, not the dtype
+/// of the inputs.
 #[test]
 fn select_f16_fragments_in_backward_warn() {
     for (own, staged, pass, warned) in [
@@ -349,7 +353,7 @@ fn select_f16_fragments_in_backward_warn() {
     }
 }
 
-/// A refusal of the cmma engine names its reason, and the unit engine serves the problem.
+/// Checks that a refusal of the cmma engine names its reason, and that the unit engine then serves the problem.
 #[test]
 fn select_cmma_refusal_names_the_reason() {
     let good = || card([16, 16, 16], DType::F16);

@@ -1,5 +1,5 @@
-//! Attention between elementwise operations that Burn fuses. The result equals that of a run in which every tensor is
-//! read back first.
+//! Tests of attention between elementwise operations that Burn fuses. The result must equal that of a run without fusion, in
+//! which every tensor is read to the host and written back.
 
 use crate::dense::{Dense, read};
 use crate::devices::devices;
@@ -7,15 +7,16 @@ use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Reads a tensor to the host and writes it back, which runs all pending operations.
+/// Reads a tensor to the host and writes it back. Burn then runs all pending operations and can fuse none of them with later
+/// ones.
 fn materialised(tensor: Tensor<4>) -> Tensor<4> {
     let device = tensor.device();
     let dtype = tensor.dtype();
     Tensor::from_data(tensor.into_data(), (&device, dtype))
 }
 
-/// Computes attention between operations on its inputs, on its output, and again on its inputs. It calls `between` at
-/// each point at which Burn could fuse two operations.
+/// Computes attention, with elementwise operations on its inputs before the call, and on its output and inputs after it. The
+/// function calls `between` at each point at which Burn could fuse two operations.
 fn block(inputs: &[Tensor<4>; 3], between: impl Fn(Tensor<4>) -> Tensor<4>) -> [Tensor<4>; 3] {
     let [query, key, value] = inputs.clone();
     let query = between(query * 0.5 + 0.25);
@@ -28,7 +29,7 @@ fn block(inputs: &[Tensor<4>; 3], between: impl Fn(Tensor<4>) -> Tensor<4>) -> [
         value.clone(),
         options,
     ));
-    // The inputs are used again here, which detects a kernel that has overwritten them.
+    // The next two results use the inputs again, which detects a kernel that has overwritten them.
     let first = between(output.clone() * query.clone() + query);
     let second = between((value - 1.0) * (key + 2.0));
     [first, second, output.tanh()]
@@ -47,7 +48,7 @@ fn attention_between_fused_operations_matches_unfused() {
         let stepwise = block(&tensors, materialised);
         for (index, (fused, stepwise)) in fused.into_iter().zip(stepwise).enumerate() {
             for (at, (fused, stepwise)) in read(fused).iter().zip(read(stepwise)).enumerate() {
-                // Fusion may contract a multiplication and an addition into one FMA.
+                // The tolerance is not 0, because fusion may contract a multiplication and an addition into one FMA.
                 assert!(
                     (fused - stepwise).abs() <= 1e-5 * (1.0 + stepwise.abs()),
                     "{}, result {index}, [{at}]: {fused} instead of {stepwise}",
@@ -58,7 +59,7 @@ fn attention_between_fused_operations_matches_unfused() {
     }
 }
 
-/// Many calls of different sizes run in sequence, and their results are read only after the last call.
+/// Checks many calls of different sizes in sequence, whose results are read only after the last call.
 #[test]
 fn attention_many_calls_in_a_row_matches_values() {
     for device in devices() {

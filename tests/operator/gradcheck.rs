@@ -1,4 +1,4 @@
-//! Runs of the program `examples/gradcheck` with command line arguments.
+//! Tests that run the program `examples/gradcheck` with command line arguments.
 
 use attention_workspace::testing::program::{Ended, example, run, succeed};
 
@@ -8,7 +8,7 @@ fn gradcheck(arguments: &[&str]) -> Ended {
         .args(arguments))
 }
 
-/// Splits the rows of the table that `gradcheck` prints into columns.
+/// Splits the table that `gradcheck` prints into rows, and each row into columns.
 fn rows(ended: &Ended) -> Vec<Vec<&str>> {
     let table = ended.stdout.lines().filter(|line| line.contains(" / "));
     table
@@ -38,8 +38,8 @@ fn gradcheck_prints_a_row_per_requested_case() {
         ended.stdout.contains("16 rows, all within tolerance"),
         "{ended:?}"
     );
-    // Each row shows the errors of the output, the logsumexp, dq, dk and dv, and those of the bias and sink gradients
-    // if the option has them.
+    // A row of the table has five errors: those of the output, the logsumexp, dq, dk and dv. An option with a bias or sinks adds
+    // one for each of their gradients.
     for (option, numbers) in [("causal", 5), ("bias", 6), ("sinks", 6), ("all", 7)] {
         let of_option = rows.iter().filter(|row| row[1] == option);
         for row in of_option {

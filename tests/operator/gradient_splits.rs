@@ -1,5 +1,5 @@
-//! Gradients with few keys and many queries, and with few queries and many keys. Few tiles would leave most of the
-//! device idle, so kernels split the sum of each tile over several cubes.
+//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles, which
+//! would leave most of the device idle. Kernels therefore split the sum of each tile over several cubes.
 
 use crate::case::{Case, FULL};
 use crate::cliffs::{chosen, hopper, problem};
@@ -12,7 +12,7 @@ use attention_cube::internals::select::Pass;
 use attention_cube::{AttentionProblem, CausalAlignment};
 use burn::tensor::DType;
 
-/// Returns the profile of a device whose matrix units the engine `mma` uses.
+/// Returns the profile of a card with matrix units on which the engine `mma` runs.
 fn ampere() -> DeviceProfile {
     DeviceProfile {
         features: vec![
@@ -33,7 +33,8 @@ fn planned_splits(problem: &AttentionProblem, device: &DeviceProfile) -> Gradien
     }
 }
 
-/// A kernel with few tiles is split until it fills the device. The problem's other gradient kernel stays unsplit.
+/// Checks that a kernel with few tiles is split until it fills the device, while the problem's other gradient kernel, which has
+/// many tiles, stays unsplit.
 #[test]
 fn plan_few_tiles_fill_the_device() {
     for device in [hopper(), ampere()] {
@@ -61,7 +62,7 @@ fn plan_few_tiles_fill_the_device() {
     }
 }
 
-/// Kernels whose tiles fill the device need no workspace.
+/// Checks that kernels whose tiles fill the device are not split and need no workspace.
 #[test]
 fn plan_full_grids_stay_whole() {
     let whole = GradientSplits {
@@ -80,8 +81,8 @@ fn plan_full_grids_stay_whole() {
     }
 }
 
-/// Returns three cases: few keys that several query heads share, few keys of one query head, and few queries. All of
-/// them have partly filled tiles.
+/// Returns three cases with partly filled tiles: few keys that three query heads share, few keys of one query head, and few
+/// queries.
 fn shapes(width: usize) -> [Case; 3] {
     [
         Case::new([1, 6, 2, 1111, 37, width, width]),
@@ -90,8 +91,8 @@ fn shapes(width: usize) -> [Case; 3] {
     ]
 }
 
-/// Returns cases with several sequences, with `value_dim` unequal to `head_dim`, with groups that the splits divide
-/// unevenly, and with odd head sizes.
+/// Returns uneven cases: several sequences, `value_dim` unequal to `head_dim`, GQA groups that the splits divide unevenly, and
+/// odd head sizes.
 fn uneven_shapes() -> [Case; 4] {
     [
         Case::new([2, 4, 2, 3001, 37, 64, 48]),
@@ -115,7 +116,7 @@ fn splits_of_case(case: &Case, device: &DeviceProfile) -> GradientSplits {
     planned_splits(&problem, device)
 }
 
-/// On a card, the engines plan splits for every case of this file, so the other tests here do cover splits.
+/// Checks that the engines of cards plan splits for the cases of this file. The other tests here then do cover splits.
 #[test]
 fn plan_compared_shapes_are_split() {
     for device in [hopper(), ampere()] {
@@ -132,7 +133,7 @@ fn plan_compared_shapes_are_split() {
     }
 }
 
-/// Head sizes for which each kernel in the engines' tile tables is used at least once.
+/// Head sizes that together use each kernel in the engines' tile tables at least once.
 const WIDTHS: [usize; 6] = [9, 64, 128, 200, 256, 320];
 
 fn check_each(width: usize, change: impl Fn(Case) -> Case) {
@@ -147,7 +148,7 @@ fn check_each(width: usize, change: impl Fn(Case) -> Case) {
     }
 }
 
-/// Defines one test per head size, because each head size compiles about twenty kernels.
+/// Defines one test per head size. A single test would take too long, because each head size compiles about twenty kernels.
 macro_rules! width_tests {
     ($($name:ident: $width:literal,)*) => {
         $(
@@ -182,8 +183,8 @@ fn gradient_splits_uneven_match_reference() {
     }
 }
 
-/// One sequence has no keys, or its keys end in the first of many splits. With a top-left causal mask the queries see
-/// one block.
+/// Checks splits without visible keys. In the first case, one sequence has no keys, and the keys of the other end in the first of
+/// many splits. In the second case, the queries see a single block, because the causal mask is aligned top-left.
 #[test]
 fn gradient_splits_without_keys_match_reference() {
     let [.., few_queries] = uneven_shapes();
@@ -229,7 +230,7 @@ fn gradient_splits_masks_and_biases_match_reference() {
         sinks: true,
         ..case
     });
-    // TMA loads these biases, whose row length is a multiple of eight.
+    // The number of keys is a multiple of eight here, so TMA loads the rows of the biases.
     for extent in [FULL, [false, true, true, true]] {
         check_each(64, |case| Case {
             bias: Some(extent),
@@ -254,7 +255,8 @@ fn gradient_splits_lengths_and_segments_match_reference() {
     });
 }
 
-/// Other attention calls run in between, so that the workspaces' memory contains other data.
+/// Checks that repeated calls give the same bits. Other attention calls run in between, so that the memory of the workspaces
+/// contains other data each time.
 #[test]
 fn gradient_splits_repeats_after_other_work_are_equal() {
     for case in shapes(64) {

@@ -1,6 +1,6 @@
-//! Attention inside an autodiff graph. In some tests the loss depends on the output or the logsumexp alone, few inputs
-//! require gradients, or two calls share their keys. The tests run under both checkpointing strategies, with other
-//! operations before and after attention.
+//! Tests of attention inside an autodiff graph. In some tests the loss depends on the output or the logsumexp alone, few inputs
+//! require gradients, or two calls share their keys. The tests run under both checkpointing strategies, with other operations
+//! before and after attention.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -36,7 +36,7 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks for errors that the rounding of the stored results cannot explain: see [`Definition::random_faults`].
+/// Checks a case for errors that are larger than the rounding of the stored results explains. See [`Definition::random_faults`].
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -46,8 +46,8 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// With scores in the hundreds, the last bits of a dot product change the probability. The backward must therefore
-/// accumulate each dot product in the same order as the forward, at every head size, even if another engine ran the
+/// Checks gradients of scores in the hundreds, where the last bits of a dot product change the probability. The backward must
+/// therefore accumulate each dot product in the same order as the forward, at every head size, even if another engine ran the
 /// forward.
 #[test]
 fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
@@ -72,7 +72,8 @@ fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     }
 }
 
-/// A sink takes nearly all of a row's probability, so the keys' probabilities are subnormal in half precision.
+/// Checks gradients of tiny probabilities. A sink takes nearly all of a row's probability, so the keys' probabilities are
+/// subnormal in half precision.
 #[test]
 fn gradient_of_small_probabilities_matches_stored_forward() {
     for dtype in [DType::F16, DType::BF16, DType::F32] {
@@ -99,7 +100,7 @@ fn random<const N: usize>(shapes: [[usize; 4]; N]) -> [Dense; N] {
 const QUERY: [usize; 4] = [2, 4, 66, 32];
 const KEY: [usize; 4] = [2, 2, 70, 32];
 
-/// Returns the gradients of all leaves on a device, for the loss that `graph` computes from the leaves.
+/// Returns the gradients of all leaves on a device. `graph` computes the loss from the leaves.
 fn gradients(
     leaves: &[Dense],
     device: &Device,
@@ -121,7 +122,7 @@ fn gradients(
     tensors.iter().map(named).collect()
 }
 
-/// Checks a graph on every device, with and without checkpointing, against the f64 reference.
+/// Checks the gradients of a graph on every device, with and without checkpointing, against the reference in f64.
 fn check_graph(name: &str, leaves: &[Dense], graph: impl Fn(Operator, &[Tensor<4>]) -> Tensor<1>) {
     let flex = Device::flex().autodiff();
     let reference = |dtype| gradients(leaves, &flex, dtype, |x| graph(Operator::Reference, x));
@@ -153,7 +154,7 @@ fn attend(operator: Operator, query: &Tensor<4>, key: &Tensor<4>, value: &Tensor
     }
 }
 
-/// Gradient checkpointing recomputes cheap operations, which here come before and after attention.
+/// Checks attention between cheap operations on its inputs and output, which gradient checkpointing recomputes.
 #[test]
 fn gradient_between_other_operations_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
@@ -176,7 +177,7 @@ fn gradient_of_two_calls_over_the_same_keys_matches_reference() {
     });
 }
 
-/// The output of one attention is the query of the next one.
+/// Checks two calls in a chain: the output of the first is the query of the second.
 #[test]
 fn gradient_of_chained_calls_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
@@ -187,7 +188,7 @@ fn gradient_of_chained_calls_matches_reference() {
     });
 }
 
-/// One tensor is query, key and value.
+/// Checks a call in which one tensor is query, key and value, so its gradient is the sum of three gradients.
 #[test]
 fn gradient_of_self_attention_of_one_tensor_matches_reference() {
     let leaves = random([QUERY, QUERY]);
@@ -196,7 +197,8 @@ fn gradient_of_self_attention_of_one_tensor_matches_reference() {
     });
 }
 
-/// Two attentions over halves of the keys, merged by their logsumexps, equal the attention over all keys.
+/// Checks two calls over halves of the keys, whose outputs are merged by their logsumexps. The result equals attention over all
+/// keys.
 #[test]
 fn gradient_of_halves_merged_by_logsumexp_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);
@@ -216,7 +218,7 @@ fn gradient_of_halves_merged_by_logsumexp_matches_reference() {
     });
 }
 
-/// Autodiff tracks one input at a time, while the other inputs are constants without autodiff.
+/// Checks calls in which autodiff tracks one input, while the other inputs are constants without autodiff.
 #[test]
 fn gradient_of_one_tracked_input_matches_reference() {
     let case = Case {
@@ -286,7 +288,8 @@ fn gradient_of_one_tracked_input_matches_reference() {
     }
 }
 
-/// Each gradient fits a buffer of a small device, such as a software driver, but all gradients together do not.
+/// Checks gradients that fit a buffer of a small device one by one, but not all together. A software driver is such a device. The
+/// last head must get the same gradients as in a call with this head alone.
 #[test]
 fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;

@@ -1,6 +1,6 @@
-//! A call whose launches are captured in a CUDA graph and replayed gives the bits of a direct call, forward and in
-//! every gradient. Other calls run between the replays. The tests run on CUDA only: other devices have no driver
-//! graphs, and the emulator has none.
+//! Tests that a call whose launches are captured in a CUDA graph and replayed gives the bits of a direct call, forward and in
+//! every gradient. Other calls run between the replays. The tests run on CUDA only, because other devices and the CUDA emulator
+//! have no CUDA graphs.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -13,11 +13,11 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// The environment variable of the process that captures. During a capture, no other thread of the process may allocate
-/// device memory or wait for the device.
+/// The environment variable that is set in a new process in which a test captures a graph. During a capture, no other thread of
+/// the process may allocate device memory or wait for the device, so other tests must not run in that process.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
-/// The environment variable that is set if the CUDA emulator runs the test.
+/// The environment variable that is set if an emulator of a CUDA card runs the test.
 const EMULATED: &str = "EMULATED_CARD";
 
 /// Number of runs before the capture. In these runs CubeCL and fusion compile, tune and allocate memory.
@@ -25,7 +25,7 @@ const WARM_UPS: usize = 3;
 
 const REPLAYS: usize = 3;
 
-/// Runs `check` on every CUDA card, in a process of its own. `test` is the calling test's name.
+/// Runs `check` on every CUDA card, in a new process that runs no other test. `test` is the name of the calling test.
 fn on_cards(test: &str, check: impl Fn(&TestDevice)) {
     let cards: Vec<TestDevice> = devices()
         .into_iter()
@@ -51,7 +51,7 @@ fn on_cards(test: &str, check: impl Fn(&TestDevice)) {
 /// The tensors of a case on a device.
 struct Operands {
     case: Case,
-    /// Query, keys, values, and the gradient of the output.
+    /// Query, keys, values, and the gradient of the output, each with four dimensions.
     tensors: [Tensor<4>; 4],
     /// The gradient of the logsumexp.
     weights: Option<Tensor<4>>,
@@ -76,7 +76,7 @@ impl Operands {
         }
     }
 
-    /// Returns the output, the logsumexp, and the gradients of all differentiable inputs.
+    /// Returns the output, the logsumexp, and the gradients of all differentiable inputs, each as a flat tensor.
     fn attend(&self) -> Vec<Tensor<1>> {
         let [query, key, value, output_gradient] = self.tensors.clone();
         let options = self.case.options(self.extras.clone());
@@ -117,14 +117,15 @@ fn are_equal(left: &[TensorData], right: &[TensorData]) -> bool {
     left.len() == right.len() && pairs.all(|(left, right)| left.as_bytes() == right.as_bytes())
 }
 
-/// Captures a call with the operands `own`, and compares its replays with the direct call.
+/// Captures a call with the operands `own`, and checks that each replay gives the bits of the direct call. The operands `other`
+/// belong to calls that run before the capture and between the replays.
 fn check<O>(
     device: &TestDevice,
     context: &str,
     [own, other]: [O; 2],
     call: impl Fn(&O) -> Vec<Tensor<1>>,
 ) {
-    // These results stay alive, so no graph can reuse their memory.
+    // The tensors of these results stay alive to the end, so a graph cannot reuse their memory.
     let [direct, direct_of_other] = [call(&own), call(&other)];
     let [expected, of_other] = [data(&direct), data(&direct_of_other)];
     assert!(
@@ -135,8 +136,8 @@ fn check<O>(
     let dispatch = device.device.as_dispatch();
     Dispatch::graph_prepare(dispatch).expect("the device supports CUDA graphs");
     for _ in 0..WARM_UPS {
-        // The warm-up runs use other inputs, so that the memory that the graph writes does not already contain the
-        // expected results.
+        // The warm-up runs use the operands `other`. The memory that the graph writes thus does not contain the expected results
+        // yet.
         let results = call(&other);
         Dispatch::sync(dispatch).expect("the device synchronizes");
         drop(results);
@@ -155,7 +156,8 @@ fn check<O>(
     }
 }
 
-/// Returns problems of every engine and pass: long and short, with split keys, and with each option that hides keys.
+/// Returns problems for every engine, forward and backward: long and short ones, with split keys, and with each option that hides
+/// keys.
 fn cases() -> Vec<Case> {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 40).collect();
     let causal = Case {
@@ -200,7 +202,8 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // The rows of these inputs are not aligned, so the operator copies them before the kernels run.
+        // The rows of these inputs do not start at multiples of 16 bytes. The operator copies the inputs before the kernels run,
+        // so the graph contains the copies too.
         Case {
             head_dim: 100,
             value_dim: 33,
@@ -220,8 +223,8 @@ fn graph_replay_gives_the_bits_of_direct_calls() {
     });
 }
 
-/// Keys and values in int8. Kernels for few rows read the packed int8 directly. Kernels for many rows read a
-/// dequantized copy.
+/// Checks captured calls over int8 keys and values. The kernels for few rows read the packed int8 directly. The kernels for many
+/// rows read a dequantized copy, which the graph makes too.
 #[test]
 fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
     on_cards(

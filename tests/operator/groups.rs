@@ -1,5 +1,5 @@
-//! GQA: every ratio of query heads to key heads, in prefill and decode. The gradients of keys and values are summed
-//! over the group.
+//! Tests of GQA with every ratio of query heads to key heads, in prefill and decode. The gradients of keys and values are sums
+//! over the query heads of a group.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -32,8 +32,8 @@ fn gqa_decode_matches_reference() {
     }
 }
 
-/// The f64 reference treats a group as a key head that is repeated per query head. The gradients of the repetitions are
-/// summed to the key head's gradient.
+/// Checks that the f64 reference treats a group as a key head that is repeated for each of the group's query heads. The gradients
+/// of the repeated heads add up to the gradient of the key head.
 #[test]
 fn gqa_reference_equals_repeated_keys() {
     let grouped = Case::new([2, 6, 2, 5, 7, 8, 4]);

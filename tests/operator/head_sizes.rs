@@ -1,5 +1,5 @@
-//! Every kind of head size: powers of two, odd sizes, sizes between two tile widths, values wider or narrower than
-//! keys, up to 1024. All cases are causal, forward and backward, at lengths that fill no tile.
+//! Tests of every kind of head size up to 1024: powers of two, odd sizes, sizes between two tile widths, and values wider or
+//! narrower than keys. All cases are causal and run forward and backward. Their lengths fill no tile.
 
 use crate::case::Case;
 use attention_cube::CausalAlignment;
@@ -39,7 +39,7 @@ fn value_dim_unlike_head_dim_matches_reference() {
     check(&[(576, 512), (192, 128), (1, 64), (40, 5), (30, 128)]);
 }
 
-/// A single query row runs the decode kernel.
+/// Checks the decode kernel, which runs for a single query, at every head size.
 #[test]
 fn decode_every_head_dim_matches_reference() {
     for (head_dim, value_dim) in [

@@ -1,5 +1,5 @@
-//! Intervals of keys per query (`visible_between`). A query sees a key if at least one of its intervals contains the key, and if
-//! all other options also show the key. The reference gets the equivalent mask instead.
+//! Tests of intervals of keys per query (`visible_between`). A query sees a key if at least one of its intervals contains the
+//! key, and if all other options also show the key. The reference gets the equivalent mask instead of intervals.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -7,10 +7,11 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// First keys and ends of all queries, one sequence after the other.
+/// The first keys and the ends (one past the last key) of an interval per query, sequence after sequence.
 type Interval = (Vec<i64>, Vec<i64>);
 
-/// Checks intervals on the devices against the equivalent mask in the reference. Keys that no query sees are NaN on the devices.
+/// Checks that the devices, with intervals, match the reference, with the equivalent mask. Keys that no query sees are NaN on the
+/// devices.
 fn check(case: Case) {
     let masked = Case {
         intervals: Vec::new(),
@@ -37,7 +38,8 @@ fn check(case: Case) {
     case.check_inputs(&poisoned, &equivalent);
 }
 
-/// Returns the interval that `keys` gives to each query of each sequence, as first key and end.
+/// Returns an interval for each query of each sequence. `keys(b, i)` gives the first key and the end for query `i` of sequence
+/// `b`.
 fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, usize)) -> Interval {
     let queries = (0..batch).flat_map(|b| (0..q_len).map(move |i| (b, i)));
     queries
@@ -46,10 +48,11 @@ fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, u
         .unzip()
 }
 
-/// The image blocks of the tests: the tokens of an image see each other, and all tokens see the tokens before them.
+/// The first token and the end of each image in the tests. The tokens of an image see each other, and all tokens see the tokens
+/// before them.
 const IMAGES: [(usize, usize); 3] = [(20, 84), (100, 101), (120, 200)];
 
-/// Returns the first key and the end of the keys that query `i` sees in causal attention with images.
+/// Returns the first key and the end (one past the last key) that query `i` sees in causal attention with images.
 fn causal_with_images(i: usize) -> (usize, usize) {
     let image = IMAGES
         .iter()
@@ -89,7 +92,8 @@ fn intervals_of_a_window_with_image_blocks_equal_a_mask() {
 
 #[test]
 fn intervals_of_two_ranges_equal_a_mask() {
-    // A query sees the first tokens (attention sinks) and a window of its own.
+    // The first interval of a query holds the sequence's first tokens (attention sinks), and the second a window that ends at the
+    // query.
     let first = interval(2, 230, |b, _| (0, 5 + b));
     let window = interval(2, 230, |_, i| (i.saturating_sub(30), i + 1));
     check(Case {
@@ -114,7 +118,8 @@ fn intervals_without_order_equal_a_mask() {
     }
 }
 
-/// The case has empty intervals, intervals past the keys, and bounds that only just fit in 32 bits.
+/// Checks empty intervals, intervals past the keys, and bounds that only just fit in 32 bits. All of them are clamped to the
+/// keys.
 #[test]
 fn intervals_out_of_range_are_clamped() {
     let values = [
@@ -160,7 +165,7 @@ fn intervals_with_all_other_options_equal_a_mask() {
     });
 }
 
-/// The cases have one query, a few queries whose heads share a tile, and more queries than a tile.
+/// Checks one query, a few queries whose heads share a tile, and more queries than a tile holds.
 #[test]
 fn intervals_of_few_queries_equal_a_mask() {
     for (q_len, kv_len) in [(1, 700), (3, 300), (12, 300)] {
@@ -175,8 +180,8 @@ fn intervals_of_few_queries_equal_a_mask() {
     }
 }
 
-/// The head sizes are those for which matrix units have kernels. The dtype bf16 excludes software Vulkan, which takes seconds to
-/// compile a kernel.
+/// Checks the head sizes for which matrix units have kernels. The dtype is bf16, which software Vulkan does not support. It would
+/// take seconds to compile each of these kernels.
 #[test]
 fn intervals_of_wide_heads_in_bf16_equal_a_mask() {
     let length = 300;

@@ -1,5 +1,5 @@
-//! Scores of 10⁸ and more. At this size, f32 rounds the product of a QK product with the scale, and the sum of a score
-//! with a logarithm.
+//! Tests of scores of 10⁸ and more. Neighbouring f32 numbers are 8 or more apart there. Rounding to f32 then changes the scaled
+//! dot product, and the sum of a score with a logarithm.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -11,7 +11,7 @@ const Q_HEADS: usize = 2;
 /// The value of every element in the output's gradient.
 const OUTPUT_GRADIENT: f64 = 1.0 / 64.0;
 
-/// Returns a tensor in which all elements of row `i` equal `of(i)`. Rows are counted through sequences and heads.
+/// Returns a tensor in which all elements of row `i` equal `of(i)`. The index `i` counts the rows of all sequences and heads.
 fn tensor_of_rows(
     shape: [usize; 4],
     of: impl Fn(usize) -> f64,
@@ -23,22 +23,22 @@ fn tensor_of_rows(
     Tensor::from_data(data, (on, dtype)).require_grad()
 }
 
-/// The optional input that a case has.
+/// The option of a case besides its scores.
 #[derive(Clone, Copy, Debug)]
 enum Extra {
     Nothing,
     Causal,
-    /// An explicit mask that hides no key, so that all blocks are fully visible.
+    /// A mask tensor that hides no key, so that the kernels find all blocks fully visible.
     Mask,
-    /// Two segments.
+    /// Two segments, with the boundary at two fifths of the rows.
     Segments,
     Lengths,
-    /// A sink as large as the scores of small queries.
+    /// A sink as large as the largest score of the small queries.
     Sink,
 }
 
-/// The test data. Most keys are equal, some are half as large, and the last key is negative. Every second query is
-/// huge, so that a tile contains both small and huge queries.
+/// The data of a test. Every second query is huge and the others are small, so that a tile contains both kinds. Most keys are
+/// equal, some are half as large, and the last key is negative.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     head_dim: usize,
@@ -82,12 +82,12 @@ impl Case {
         self.score(self.query(0, 1), self.magnitude)
     }
 
-    /// Returns the segment of a row.
+    /// Returns the segment id of a row.
     fn document(&self, row: usize) -> i32 {
         i32::from(row >= self.length * 2 / 5)
     }
 
-    /// Returns the number of keys that are within the sequence's length.
+    /// Returns the sequence's length for the option `Lengths`: four fifths of the keys.
     fn keys(&self) -> usize {
         self.length * 4 / 5
     }
@@ -122,8 +122,8 @@ impl Case {
             .collect()
     }
 
-    /// Returns the gradients of query, key and value, as one value per row. Each value comes with the sum of the
-    /// absolute values of its addends, from which the tolerance follows.
+    /// Returns the gradients of query, key and value. All elements of a row are equal, so each gradient has one value per row.
+    /// Each value comes with the sum of the absolute values of its addends, from which the tolerance follows.
     fn gradients(&self) -> [Vec<[f64; 2]>; 3] {
         let mut query_gradient = vec![[0.0; 2]; Q_HEADS * self.length];
         let mut key_gradient = vec![[0.0; 2]; self.length];
@@ -215,7 +215,7 @@ impl Case {
     }
 }
 
-/// Cases of one tile. Each head size selects another plan, and each extra input another kernel.
+/// Cases of one tile, as `(head_dim, length, extra)`. Each head size selects another plan, and each `Extra` another kernel.
 const SHORT: [(usize, usize, Extra); 4] = [
     (64, 40, Extra::Nothing),
     (80, 40, Extra::Causal),
@@ -223,7 +223,8 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with fully visible blocks, which only the engines with matrix units treat differently.
+/// Cases with several blocks, some of which are fully visible, as `(head_dim, length, extra)`. Only the engines with matrix units
+/// treat a fully visible block differently from others.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),
     (64, 256, Extra::Mask),
@@ -240,7 +241,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
             continue;
         }
         let on = &device.device.clone().autodiff();
-        // The dtype bf16 excludes software Vulkan, which takes seconds to compile a kernel.
+        // The kernels with matrix units support half precision. Software Vulkan is excluded because it has no bf16. It would take
+        // seconds to compile a kernel.
         let has_matrix_units = dtype != DType::F32 && device.supports(DType::BF16);
         let long = LONG.iter().filter(|_| has_matrix_units);
         for (head_dim, length, extra) in SHORT.iter().chain(long).copied() {
@@ -257,8 +259,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
     }
 }
 
-/// Checks a single far query: a query with a huge score. It is in the last head and sequence, after many queries near
-/// zero. The kernels search for far queries in one block only.
+/// Checks a single far query, that is, a query whose scores are too large for a precise f32 logsumexp. It is in the last head and
+/// the last sequence, after many queries of zeros, so the kernels find a far query in one block only.
 fn check_one_far_query(dtype: DType, tolerance: f64) {
     const LENGTH: usize = 1100;
     const FAR_QUERY: usize = 1090;
@@ -283,7 +285,8 @@ fn check_one_far_query(dtype: DType, tolerance: f64) {
             let output =
                 fused_attention(query, key.clone(), value.clone(), AttentionOptions::new());
             let gradients = (output.cast(DType::F32).sum() * OUTPUT_GRADIENT).backward();
-            // All queries attend to all keys equally, and two query heads share each key head.
+            // The scores of a query are all equal, so each key has the probability 1 / `LENGTH`. A value's gradient sums over
+            // `LENGTH` queries of each of the two heads that share a key head.
             let expected = 2.0 * OUTPUT_GRADIENT;
             let found = read(value.grad(&gradients).expect("the values have a gradient"));
             for (index, found) in found.iter().enumerate() {

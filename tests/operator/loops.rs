@@ -1,9 +1,9 @@
-//! Problems near the limit of a software driver, which silently ends each loop of a unit after 65,535 iterations.
+//! Tests of problems near the limit of a software driver, which silently ends each loop of a unit after 65,535 iterations.
 
 use crate::case::Case;
 
-/// The loop that marks a masked tile's used columns has more iterations than the loop of the QK products: 90 instead of
-/// 81 for each of 740 blocks.
+/// Checks a masked forward whose longest loop exceeds the limit. The loop that marks the used columns of a masked tile has 90
+/// iterations for each of 740 blocks, 66,600 in total. The loop of the QK products has only 81 per block, 59,940 in total.
 #[test]
 fn masked_forward_beyond_the_loop_limit_matches_reference() {
     Case {

@@ -1,4 +1,4 @@
-//! Options that hide keys: causal masks with both alignments, windows, bool masks of every broadcast shape, and lengths
+//! Tests of options that hide keys: causal masks with both alignments, windows, bool masks of every broadcast shape, and lengths
 //! of every integer dtype. Some cases combine all of these options. Hidden keys may contain any value.
 
 use crate::case::{Case, FULL};
@@ -101,8 +101,8 @@ fn mask_causal_window_and_lengths_together_match_reference() {
     }
 }
 
-/// Checks the case with infinite keys and NaN values at the positions that `hide` selects. The reference gets finite
-/// keys and values.
+/// Checks that hidden keys do not matter. On the devices, the keys that `hide` selects are infinite and their values NaN. The
+/// reference gets finite keys and values.
 fn check_poisoned(case: &Case, hide: impl Fn(usize) -> bool) {
     let clean = case.inputs();
     let mut given = clean.clone();
@@ -125,7 +125,8 @@ fn causal_mask_hides_nan_right_of_the_diagonal() {
 
 #[test]
 fn window_hides_nan_outside_of_the_window() {
-    // Query 0 stands at key 40 and the last query at key 129. Each query sees 10 keys to its left.
+    // Query 0 is at the position of key 40, and the last query at that of key 129. Each query sees 10 keys to its left, so the
+    // keys before 30 are hidden from all queries.
     let windowed = Case {
         window: (Some(10), Some(5)),
         ..case(90, 130)
@@ -139,7 +140,7 @@ fn window_hides_nan_outside_of_the_window() {
     check_poisoned(&windowed, |key| key >= 90);
 }
 
-/// The hidden keys lie between visible keys, in prefill and in decode.
+/// Checks hidden NaN keys that lie between visible keys, in prefill and in decode.
 #[test]
 fn mask_hides_nan_between_visible_keys() {
     let hidden = |key: usize| key.is_multiple_of(3) || (64..128).contains(&key);
@@ -163,11 +164,11 @@ fn mask_hides_nan_between_visible_keys() {
     }
 }
 
-/// A bias of −∞ hides some keys from all queries, and all keys from some queries. The contents of the hidden keys, and
-/// of the queries without keys, must not change any result.
+/// Checks a bias of −∞ that hides some keys from all queries, and all keys from some queries. NaN in the hidden keys, and in the
+/// queries without keys, must not change any result.
 #[test]
 fn bias_of_minus_infinity_hides_nan() {
-    // In the long cases, only the bias hides keys of some blocks.
+    // The cases with 270 keys have blocks that no option but the bias makes partly visible.
     for (q_len, kv_len, extent, sinks, softcap) in [
         (66, 70, FULL, false, None),
         (66, 70, FULL, true, Some(9.0)),
@@ -208,7 +209,8 @@ fn bias_of_minus_infinity_hides_nan() {
     }
 }
 
-/// [`AttentionProblem::visible_pairs`], from which the number of operations follows, equals a count by loops.
+/// Checks [`AttentionProblem::visible_pairs`], from which the number of floating-point operations follows, against a count by
+/// loops.
 #[test]
 fn visible_pairs_equal_a_count_by_loops() {
     let windows = [
@@ -247,8 +249,8 @@ fn visible_pairs_equal_a_count_by_loops() {
     }
 }
 
-/// Lengths of every integer dtype that a device supports are clamped to the number of keys. A length may exceed i32. A
-/// narrow dtype may be unable to represent the number of keys.
+/// Checks that lengths are clamped to the number of keys, for every integer dtype that a device supports. Some lengths exceed
+/// i32. The narrowest dtypes cannot represent the number of keys, 300.
 #[test]
 fn kv_lengths_of_every_integer_dtype_are_clamped() {
     const KEYS: usize = 300;

@@ -1,4 +1,4 @@
-//! Softcap, sinks, scale and biases with their gradients, one at a time and all together, in every dtype. In half
+//! Tests of softcap, sinks, scale and biases with their gradients, one at a time and all together, in every dtype. In half
 //! precision, the scores of some cases exceed what half precision can represent.
 
 use crate::case::{Case, FULL};
@@ -53,7 +53,7 @@ fn sinks_match_reference() {
     }
 }
 
-/// The gradient of a broadcast bias has the bias's own shape.
+/// Checks biases of every broadcast shape. The gradient of a bias must have the shape of the bias before the broadcast.
 #[test]
 fn bias_of_every_broadcast_shape_matches_reference() {
     for bits in 0..16 {
@@ -135,7 +135,7 @@ fn half_precision_with_f32_bias_and_sinks_matches_reference() {
     }
 }
 
-/// Here a QK product reaches about 10⁵, while the largest f16 number is 65504.
+/// Checks scores that f16 cannot represent. A QK product reaches about 10⁵, while the largest f16 number is 65504.
 #[test]
 fn half_precision_with_scores_beyond_f16_matches_reference() {
     for dtype in HALVES {
@@ -152,8 +152,7 @@ fn half_precision_with_scores_beyond_f16_matches_reference() {
     }
 }
 
-/// The shapes are those of Gemma 4's full (global) attention layers, which normalize queries and keys and have a
-/// scale of 1.
+/// Checks a scale of 1 with head size 512, as in Gemma 4's full (global) attention layers, which normalize queries and keys.
 #[test]
 fn half_precision_at_scale_one_matches_reference() {
     for dtype in HALVES {
@@ -168,7 +167,7 @@ fn half_precision_at_scale_one_matches_reference() {
     }
 }
 
-/// On a device with f64, the operator runs the reference for f64 tensors.
+/// Checks f64 tensors on devices that support f64. The operator runs the reference for them.
 #[test]
 fn f64_matches_reference() {
     for device in crate::devices::devices() {

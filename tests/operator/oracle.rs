@@ -12,7 +12,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 use std::iter;
 
-/// Returns the output and the logsumexp, computed by loops.
+/// Returns the output and the logsumexp, computed by plain loops over queries and keys.
 fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     let (mut output, mut logsumexp) = (Vec::new(), Vec::new());
     let group = case.q_heads / case.kv_heads;
@@ -41,7 +41,8 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             .collect();
         let sink = inputs.sinks.as_ref().map(|sinks| sinks.at([0, h, 0, 0]));
         let all = seen.iter().map(|(_, score)| *score).chain(sink);
-        // The largest score is subtracted from all scores to avoid overflow. The subtraction cancels in the result.
+        // The largest score is subtracted from all scores, so that the exponentials do not overflow. The subtraction cancels in
+        // the result.
         let reference = all.clone().fold(f64::NEG_INFINITY, f64::max);
         if reference == f64::NEG_INFINITY {
             logsumexp.push(reference);
@@ -79,8 +80,8 @@ fn loss(case: &Case, inputs: &Inputs) -> f64 {
     dot(&output, &inputs.output_gradient.values) + of_lse
 }
 
-/// Returns the central differences of the loss with respect to each element of the input that `part` selects. Returns
-/// `None` if the case lacks that input.
+/// Returns the gradient of the loss by central differences, for each element of the input that `part` selects. Returns `None` if
+/// the case lacks that input.
 fn differences(
     case: &Case,
     inputs: &Inputs,
@@ -117,7 +118,7 @@ fn is_near(got: f64, expected: f64, tolerance: f64) -> bool {
     got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs())
 }
 
-/// Returns small problems that together use every option.
+/// Returns small problems. Each option occurs in at least one of them.
 fn cases() -> Vec<Case> {
     let plain = Case {
         dtype: DType::F64,
@@ -217,9 +218,9 @@ fn reference_forward_equals_loops() {
     }
 }
 
-/// Random problems with all data that the contract allows. Biases and sinks may be −∞ or the lowest finite number,
-/// queries may see no key, and lengths may be huge. Autodiff through the reference gives the same gradients as the
-/// explicit backward.
+/// Checks the reference on random problems with all data that the contract allows: biases and sinks of −∞ or of the lowest finite
+/// number, queries that see no key, and huge lengths. The forward must agree with loops. The gradients by autodiff must agree
+/// with those of the explicit backward.
 #[test]
 fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();
@@ -285,7 +286,8 @@ fn reference_gradients_equal_finite_differences() {
                 }),
             ),
         ];
-        // The first run computes gradients by autodiff through the reference, the second run by the explicit backward.
+        // [`Operator::Reference`] computes gradients by autodiff through the reference, [`Operator::Fused`] by the explicit
+        // backward.
         for operator in [Operator::Reference, Operator::Fused] {
             let got = case.run(&inputs, &Device::flex(), DType::F64, operator);
             for (name, expected) in &expected {

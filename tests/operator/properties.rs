@@ -1,10 +1,10 @@
-//! Random combinations of shapes, options, layouts, data and dtypes, forward and backward, against the reference. A
-//! repeated call gives the same bits.
+//! Tests of random combinations of shapes, options, layouts, data and dtypes, forward and backward, against the reference. A
+//! repeated call must give the same bits.
 //!
 //! `PROPTEST_CASES` sets the number of problems, which is 24 by default, and `ATTENTION_TEST_SEED` the seed. With
-//! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than
-//! a card has multiprocessors. The number of processes is `ATTENTION_TEST_JOBS`, and they end after
-//! `ATTENTION_TEST_SECONDS`. On a machine with a card and sixteen processor cores:
+//! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than a card
+//! has multiprocessors. `ATTENTION_TEST_JOBS` sets the number of processes, which end after `ATTENTION_TEST_SECONDS`. On a
+//! machine with a card and sixteen processor cores:
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
@@ -12,8 +12,8 @@
 //!     --exact properties::random_problem_matches_reference --nocapture
 //! ```
 //!
-//! Each wrong problem prints a line with its number. `ATTENTION_TEST_PROBLEM` with that number checks the problem and
-//! shrinks it.
+//! Each wrong problem prints a line with the problem's number. A run with `ATTENTION_TEST_PROBLEM` set to that number checks this
+//! problem alone and shrinks it.
 
 use crate::case::seed;
 use crate::random::{Sizes, Target, bundle, numbered};
@@ -23,7 +23,7 @@ use proptest::strategy::ValueTree;
 use proptest::test_runner::{Config, TestCaseError};
 use std::time::{Duration, Instant};
 
-/// Reads a number from the environment.
+/// Reads a number from the environment variable `name`. Returns `None` if the variable is not set.
 fn number<N: std::str::FromStr>(name: &str) -> Option<N> {
     let text = std::env::var(name).ok()?;
     let number = text.parse().ok();
@@ -38,7 +38,7 @@ fn sizes() -> Sizes {
     }
 }
 
-/// Returns the environment variables that repeat one problem.
+/// Returns the environment variables with which a run of the test repeats the problem `number`.
 fn again(number: u64) -> String {
     let variables = [
         "ATTENTION_TEST_DEVICES",
@@ -59,7 +59,7 @@ fn config() -> Config {
     }
 }
 
-/// Checks the problems in sequence, and shrinks the first wrong one.
+/// Checks the problems with the given numbers in sequence. The first wrong problem is shrunk and ends the test.
 fn one_by_one(sizes: Sizes, numbers: impl Iterator<Item = u64>) {
     let targets = Target::all();
     for number in numbers {

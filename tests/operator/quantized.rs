@@ -1,7 +1,7 @@
-//! Attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
-//! read the packed int8 in place; those for many rows read a dequantized copy. The cases cover every option, lengths
-//! that fill no tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales.
-//! Other tests cover the quantizer's error, the query's gradient, and wrong arguments.
+//! Tests of attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows read
+//! the packed int8 in place; those for many rows read a dequantized copy. The cases cover every option, lengths that fill no
+//! tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales. Other tests cover the
+//! quantizer's error, the query's gradient, and wrong arguments.
 
 mod case;
 mod many_rows;
@@ -28,8 +28,8 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Checks few rows in f16, whose products must run in fragments. The keys are split, and some keys lie past the
-/// sequences' lengths.
+/// Checks few rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split, and some keys lie
+/// past the sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {
         dtype: DType::F16,
@@ -47,8 +47,8 @@ pub fn check_in_fragments(device: &TestDevice) {
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// The first cases have few rows that share a tile. The others have more rows, for which keys and values are copied.
-/// Some cases have split keys.
+/// Checks few rows (queries times heads of a group), which share a tile, and many rows, for which keys and values are dequantized
+/// to a copy. In some cases the keys are split.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [
@@ -115,7 +115,7 @@ fn int8_every_option_matches_reference() {
     }
 }
 
-/// Some rows have only zero codes, others a scale of 0. Other rows have a tiny or a huge scale.
+/// Checks keys and values with extreme scales. Some have only zero codes, some a scale of 0, and others a tiny or a huge scale.
 #[test]
 fn int8_rows_of_any_scale_match_reference() {
     for q_len in [1, 40] {
@@ -136,9 +136,10 @@ fn int8_rows_of_any_scale_match_reference() {
             .value
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
-        // Without the zero rows of keys, no query would attend mainly to the huge values.
+        // `huge` is the scale of every seventh value. The rows of zeros in the keys make some queries attend mainly to these huge
+        // values.
         let huge = match quantized.case.dtype {
-            // The f16 output cannot hold larger numbers.
+            // A larger scale would overflow the output, which is in f16.
             DType::F16 => 400.0,
             _ => f64::from(1e30f32),
         };
@@ -155,7 +156,8 @@ fn int8_rows_of_any_scale_match_reference() {
     }
 }
 
-/// Past a sequence's length the scales are NaN or infinite, and the codes are −128.
+/// Checks that keys and values past a sequence's length are not read. Their scales are NaN or infinite there, and their codes are
+/// −128, which the quantizer never gives.
 #[test]
 fn int8_hidden_rows_are_not_read() {
     for q_len in [1, 3, 40] {
@@ -175,8 +177,8 @@ fn int8_hidden_rows_are_not_read() {
     }
 }
 
-/// The packed codes and the scales are views of a longer, wider buffer with heads last. Keys and values share its
-/// slots.
+/// Checks keys and values that are views of a larger tensor of codes and a larger tensor of scales, both with heads last. Keys
+/// are the columns 32 to 95 and values the columns 0 to 63 of the same rows.
 #[test]
 fn int8_views_match_reference() {
     for TestDevice { name, device } in devices() {
@@ -212,8 +214,8 @@ fn int8_views_match_reference() {
     }
 }
 
-/// Each code is the nearest multiple of its row's scale, in every dtype and for every stride. The dequantized number is
-/// the code times the scale.
+/// Checks the quantizer in every dtype and with two memory layouts. Each code times its row's scale is at most half a scale away
+/// from the number. The dequantized number is the code times the scale.
 #[test]
 fn quantized_rows_err_by_at_most_half_a_scale() {
     for device in devices() {
@@ -282,7 +284,7 @@ fn quantized_rows_err_by_at_most_half_a_scale() {
     }
 }
 
-/// A row with NaN or infinity gets the scale NaN. The rows beside it keep their scales.
+/// Checks that a row with NaN or infinity gets the scale NaN, and that the rows beside it keep their scales.
 #[test]
 fn quantized_row_with_nan_or_infinity_has_nan_scale() {
     for TestDevice { name, device } in devices() {
@@ -299,7 +301,7 @@ fn quantized_row_with_nan_or_infinity_has_nan_scale() {
     }
 }
 
-/// The error of attention over quantized normal numbers stays below the bound in the documentation.
+/// Checks that quantizing normally distributed keys and values changes the output by less than 2 % of its root mean square.
 #[test]
 fn int8_attention_is_near_the_unquantized() {
     for TestDevice { name, device } in devices() {
@@ -317,13 +319,13 @@ fn int8_attention_is_near_the_unquantized() {
         let output = quantized_attention(query, key, value, options());
         let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
         let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
-        // A code errs by a scale / √12, and a scale is a 127th of about three standard deviations. This error is less
+        // The rounding error of a code is the scale / √12. A scale is about three standard deviations / 127, so the error is less
         // than a hundredth of a standard deviation.
         assert!(error < 0.02 * size, "{name}: {error} of {size}");
     }
 }
 
-/// Packed codes and scales have no gradients, even if they come from an autodiff device. They also have no
+/// Checks that packed codes and scales have no gradients, even if they come from an autodiff device. They also have no
 /// checkpointing strategy that could differ from the query's.
 #[test]
 fn int8_parts_are_detached_from_autodiff() {
@@ -354,7 +356,7 @@ fn int8_parts_are_detached_from_autodiff() {
     }
 }
 
-/// The query's gradient equals the gradient over the dequantized copy.
+/// Checks that the query's gradient over int8 keys and values equals the gradient over the dequantized keys and values.
 #[test]
 fn int8_query_gradient_equals_that_over_dequantized_rows() {
     for TestDevice { name, device } in devices() {
@@ -391,7 +393,7 @@ fn int8_query_gradient_equals_that_over_dequantized_rows() {
     }
 }
 
-/// The cases have no keys, no queries, or no sequences.
+/// Checks calls without sequences, without queries and without keys, whose outputs are empty or 0.
 #[test]
 fn int8_empty_tensors_give_zero_output() {
     for TestDevice { name, device } in devices() {
@@ -472,7 +474,7 @@ fn int8_wrong_arguments_are_refused() {
     }
 }
 
-/// `explain` names the engine that reads the packed int8, and the reason why others do not.
+/// Checks that `explain` names the engine that reads the packed int8 for 32 rows, and the reason why no engine does for 34 rows.
 #[test]
 fn int8_explain_names_engine_or_reason() {
     for device in devices().into_iter().filter(TestDevice::is_cube) {

@@ -1,4 +1,4 @@
-//! Calls that are refused: the call, the expected error, and the check of every function of the operator.
+//! Helpers for tests of calls that are refused: the call, the expected error, and the check of every function of the operator.
 
 use attention_cube::{
     AttentionError, AttentionOptions, attention_with_lse, fused_attention, reference,
@@ -69,7 +69,8 @@ pub enum Kind {
     Value,
 }
 
-/// The expected error: its variant, its argument, and all texts that its message contains.
+/// The expected error of a refused call: the error's variant, the name of the wrong argument, and texts that the message must
+/// contain.
 pub struct Expected {
     pub kind: Kind,
     pub argument: &'static str,
@@ -87,7 +88,8 @@ fn kind_and_argument(error: &AttentionError) -> (Kind, &'static str) {
     }
 }
 
-/// Returns the error of a wrong shape. It names the wrong dimension by number and name, and the expected size.
+/// Returns the expected error of a wrong shape. The error's message names the wrong dimension by number and name, and the
+/// expected size.
 pub fn shape(
     argument: &'static str,
     has: &[usize],

@@ -1,12 +1,12 @@
-//! Packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order. The
-//! reference gets a block-diagonal mask instead.
+//! Tests of packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order. The
+//! reference gets a block-diagonal mask instead of segments.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 
-/// Checks segments on the devices against the equivalent mask in the reference.
+/// Checks that the devices, with segments, match the reference, with the equivalent mask and with segments.
 fn check(case: Case) {
     let (queries, keys) = case.segments.clone().expect("the case has segments");
     let masked = Case {
@@ -39,7 +39,7 @@ fn case(length: usize, ids: Vec<i64>) -> Case {
     }
 }
 
-/// Returns the segment ids of two sequences of `length` tokens, with documents that end at `ends`.
+/// Returns the segment ids of two sequences of `length` tokens. `ends` holds the ends of the documents in each sequence.
 fn documents(length: usize, ends: [&[usize]; 2]) -> Vec<i64> {
     ends.into_iter()
         .flat_map(|ends| {
@@ -92,8 +92,9 @@ fn segments_with_lengths_and_window_equal_a_mask() {
     });
 }
 
-/// Each document has a few tokens, so a tile sees few of many blocks. The queries are in order or backwards, or few.
-/// Other cases have padding that repeats an id, or keys that belong to no query.
+/// Checks documents of nine tokens, so that a tile of queries sees few of the many blocks of keys. The queries' documents are in
+/// order, reversed, or a single document for two queries. In one case, padding tokens share an id. The last documents of the keys
+/// have no queries.
 #[test]
 fn segments_of_many_documents_equal_a_mask() {
     let (q_len, kv_len) = (400, 460);

@@ -1,5 +1,5 @@
-//! Devices whose default bool and integer dtypes are configured, so masks, lengths and ids have these dtypes. The
-//! reference gives the same results with any of these dtypes, called directly and as the fallback of the operator.
+//! Tests of devices whose default bool and integer dtypes are configured. Masks, lengths and segment ids then have these dtypes.
+//! The reference must give the same results with any of these dtypes, called directly and as the fallback of the operator.
 //!
 //! A device is configured once in a process, so each test runs itself in a new process for every dtype.
 
@@ -12,7 +12,8 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
 use std::env;
 
-/// Environment variable of a process with a configured device: the name of the dtype.
+/// The environment variable that is set in the new process of a test, to the name of the dtype for which the device is
+/// configured.
 const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
 
 fn config(dtype: DType) -> DeviceConfig {
@@ -22,8 +23,8 @@ fn config(dtype: DType) -> DeviceConfig {
     }
 }
 
-/// Runs `check` on every device, in one process for each of these dtypes that the device supports. The operator runs
-/// the reference there. `test` is the calling test's name.
+/// Runs `check` on every device, in one new process for each dtype in `dtypes` that the device supports. The operator falls back
+/// to the reference in the new process. `test` is the name of the calling test.
 fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     let own = env::var(CONFIGURED).ok();
     for device in devices() {
@@ -49,8 +50,8 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks how many keys each query sees under all options that hide keys. With scores of 0, the logsumexp is the
-/// logarithm of that number.
+/// Checks the number of keys that each query sees under all options that hide keys. The queries are zeros, so all scores are 0
+/// and the logsumexp is the logarithm of that number.
 fn check_counts(device: &TestDevice) {
     let (q_len, kv_len) = (170, 150);
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 60).collect();
@@ -86,8 +87,8 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// A mask has the bool store, that is, the type in which a tensor stores bools, to which its device is configured. The
-/// reference's own conditions may have another store.
+/// Checks masks in every bool store, which is the type in which a tensor stores bools. The masks have the store for which the
+/// device is configured, while comparisons inside the reference may give another store.
 #[test]
 fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);
@@ -98,7 +99,8 @@ fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     );
 }
 
-/// Positions before the first key are negative, and the narrowest integer dtypes cannot hold all positions.
+/// Checks lengths and segment ids in unusual integer dtypes. Unsigned dtypes cannot represent the positions before the first key,
+/// and the narrowest dtypes cannot represent all positions.
 #[test]
 fn settings_integers_of_every_dtype_hide_the_same_keys() {
     let dtypes = [DType::U32, DType::I64, DType::I8];

@@ -1,5 +1,5 @@
-//! Shards of the keys: merged results equal attention over all keys, and the shards' gradients add up to the gradients over all
-//! keys.
+//! Tests of keys that are divided into shards. The merged results equal attention over all keys, and the shards' gradients add up
+//! to the gradients over all keys.
 
 use crate::case::seed;
 use crate::devices::{TestDevice, devices};
@@ -12,11 +12,11 @@ const Q_HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const Q_LEN: usize = 70;
 const WIDTH: usize = 32;
-/// The first keys of the shards, and the end of the last shard. The shards have unequal sizes.
+/// The first key of each shard, and the end of the last shard. The shards have unequal sizes.
 const SHARDS: [usize; 4] = [0, 40, 97, 150];
 const KV_LEN: usize = SHARDS[SHARDS.len() - 1];
 
-/// The data of a problem, in f64, and its results.
+/// The inputs of a problem and the gradients of its output and logsumexp, in f64.
 struct Problem {
     query: TensorData,
     key: TensorData,
@@ -28,7 +28,7 @@ struct Problem {
 
 impl Problem {
     fn new(dtype: DType) -> Self {
-        // Values are rounded to the dtype, so that the f64 reference computes with the same numbers.
+        // The data are rounded to the dtype, so that the f64 reference computes with the same numbers as the device.
         let mut salt = seed();
         let mut random = |shape: [usize; 4]| {
             salt += 1;
@@ -55,7 +55,8 @@ impl Problem {
     }
 }
 
-/// Returns a number of a normal distribution (a sum of twelve uniform numbers), which depends only on the arguments.
+/// Returns a pseudo-random number that is approximately normally distributed: a sum of twelve uniform numbers, minus 6. It
+/// depends only on the arguments.
 fn normal(salt: u64, index: u64) -> f64 {
     let uniform = |part: u64| {
         // The mixing function is that of SplitMix64 (Steele et al.).
@@ -67,8 +68,8 @@ fn normal(salt: u64, index: u64) -> f64 {
     (0..12).map(uniform).sum::<f64>() - 6.0
 }
 
-/// Returns the keys of query `i`, which differ by query: the first queries see no key of the last shards, and query 5 sees no
-/// key at all.
+/// Returns the first key and the end of the keys that query `i` sees. The first queries see no key of the last shards, and query
+/// 5 sees no key at all.
 fn keys_of(i: usize) -> (usize, usize) {
     match i {
         5 => (0, 0),
@@ -76,7 +77,8 @@ fn keys_of(i: usize) -> (usize, usize) {
     }
 }
 
-/// Returns the options of the shard with the keys `first..end`: its intervals, and the sinks if it is the first shard.
+/// Returns the options of the shard with the keys `first..end`: the queries' intervals within the shard. The first shard also has
+/// the sinks, which must count once.
 fn options(first: usize, end: usize, sinks: &Tensor<1>, device: &Device) -> AttentionOptions {
     let side = |key: fn(usize) -> usize| {
         let keys = (0..BATCH * Q_LEN).map(|query| key(query % Q_LEN).clamp(first, end) - first);
@@ -100,10 +102,10 @@ fn read<const D: usize>(tensor: Tensor<D>) -> Vec<f64> {
     data.try_into_vec().expect("the data is f64")
 }
 
-/// The results of a run: output, logsumexp, and the gradients of query, keys, values and sinks.
+/// The results of a run: the output, the logsumexp, and the gradients of query, keys, values and sinks.
 type Results = [Vec<f64>; 6];
 
-/// The method that computes the results.
+/// The way in which a run computes the results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Method {
     /// The reference computes one call over all keys.
@@ -204,7 +206,7 @@ fn run(problem: &Problem, method: Method, device: &Device, dtype: DType) -> Resu
         ]
     } else {
         let weighted = (output.clone().cast(lse_dtype) * output_gradient.cast(lse_dtype)).sum();
-        // Query 5 sees no key but has a sink, so its logsumexp is finite.
+        // All logsumexps are finite: query 5 sees no key but has a sink.
         let loss = weighted + (logsumexp.clone() * lse_gradient).sum();
         let gradients = loss.backward();
         let of = |leaf: &Tensor<4>| read(leaf.grad(&gradients).expect("the leaf has a gradient"));
@@ -217,7 +219,7 @@ fn run(problem: &Problem, method: Method, device: &Device, dtype: DType) -> Resu
     [plain(output), lse, dq, dk, dv, dsinks]
 }
 
-/// Returns the root mean square of the differences.
+/// Returns the root mean square of the differences between two results.
 fn error(found: &[f64], exact: &[f64]) -> f64 {
     assert_eq!(found.len(), exact.len());
     let squares = found.iter().zip(exact).map(|(a, b)| (a - b) * (a - b));
@@ -232,8 +234,8 @@ fn check(device: &TestDevice, dtype: DType) {
         let found = run(&problem, method, &device.device, dtype);
         let names = ["output", "logsumexp", "query", "key", "value", "sinks"];
         for (index, name) in names.into_iter().enumerate() {
-            // A result of a few f32 roundings may be exact by chance, so an error of one rounding is always allowed. The few
-            // sinks sum terms that cancel, and each shard's output is rounded once more, so their error varies by more.
+            // The error over all keys may be 0 by chance, so an error of one f32 rounding is always allowed. The gradients of the
+            // few sinks get more slack: their sums have addends that cancel, and each shard's output is rounded once more.
             let scale = error(&exact[index], &vec![0.0; exact[index].len()]);
             let slack = match (name, dtype) {
                 ("sinks", DType::F32) => 1e-6,
@@ -263,7 +265,7 @@ fn shards_merged_equal_attention_over_all_keys() {
     }
 }
 
-/// If a query sees no key of any shard and has no sink, its output is 0, its logsumexp is −∞, and its gradients are 0.
+/// Checks queries that see no key of any shard and have no sink. The output is 0, the logsumexp is −∞, and the gradients are 0.
 #[test]
 fn shards_without_visible_keys_give_zeros() {
     for device in devices() {
@@ -363,7 +365,8 @@ fn shards_that_do_not_fit_are_refused() {
     assert!(refused);
 }
 
-/// The gradient of a bias with one element per query is the sum over all shards, as by autodiff.
+/// Checks the gradient of a bias with one element per query in the explicit backward of shards. The sum of the shards' gradients
+/// must equal the gradient by autodiff.
 #[test]
 fn shards_backward_bias_of_queries_equals_autodiff() {
     for device in devices() {
@@ -415,7 +418,8 @@ fn shards_backward_bias_of_queries_equals_autodiff() {
                     .expect("there is a bias"),
             )
         });
-        // A bias that is constant over all keys has no gradient, but each shard's part is not zero.
+        // The whole gradient of a bias that is constant over all keys is 0, but the gradient from a single shard is not. The test
+        // would be useless if that gradient were 0 too.
         assert!(found[0].iter().any(|x| x.abs() > 1e-3), "{}", device.name);
         for (index, expected) in expected.into_iter().enumerate() {
             let sum: f64 = found.iter().map(|shard| shard[index]).sum();

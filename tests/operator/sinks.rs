@@ -1,15 +1,15 @@
-//! Sinks as large as the largest scores. If the logsumexp is a single f32, rounding loses the keys' share beside such a
-//! sink.
+//! Tests of sinks as large as the largest scores. Beside such a sink, the keys add so little to the row sum that a logsumexp in
+//! one f32 loses their contribution.
 
 use crate::dense::read;
 use crate::devices::devices;
 use attention_cube::{AttentionOptions, attention_with_lse, fused_attention};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Number of columns of queries, keys and values, which every engine serves.
+/// Number of columns of queries, keys and values. Every engine serves this number.
 const WIDTH: usize = 16;
 
-/// Returns a row that starts with `columns`, followed by zeros.
+/// Returns a tensor `[1, 1, 1, WIDTH]` that starts with `columns`, followed by zeros.
 fn row(columns: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
     let mut values = vec![0.0; WIDTH];
     values[..columns.len()].copy_from_slice(columns);
@@ -17,14 +17,14 @@ fn row(columns: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
     Tensor::from_data(data.convert_dtype(dtype), (device, dtype))
 }
 
-/// Returns the sink of the only head.
+/// Returns the sinks of a call with one head.
 fn sink(value: f64, device: &Device) -> Tensor<1> {
     let data = TensorData::new(vec![value as f32], [1]);
     Tensor::from_data(data, (device, DType::F32))
 }
 
-/// The sink equals the only score, so the sink and the key have a probability of ½ each. For a value that sums to 1,
-/// the sink's gradient is −½ · ½.
+/// Checks the gradient of a sink that equals the only score. The sink and the key then have a probability of ½ each. The elements
+/// of the value sum to 1, so the sink's gradient is −½ · ½.
 #[test]
 fn sink_equal_to_the_only_score_has_half_of_the_row() {
     for device in devices() {
@@ -52,9 +52,9 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
     }
 }
 
-/// A key with a score of 3 below a large sink has the value 0. The output equals that of a query without keys, and the
-/// value's gradient is the key's probability. In half precision the case has a bias, for which the backward keeps row
-/// maximum and logarithm apart.
+/// Checks the gradient of a value whose key has a score of 3 below a large sink. The gradient is the key's probability. The value
+/// is 0, so the output does not show that the query sees a key. In half precision the case has a bias, for which the backward
+/// keeps row maximum and logarithm apart.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());
@@ -90,8 +90,8 @@ fn sink_above_a_key_keeps_the_value_gradient() {
     }
 }
 
-/// A key's score is so far below a sink that f32 loses the key's share of the row sum. The values are 0, so the
-/// gradients are small but not 0. The output equals that of a query without keys, so only the saved logsumexp
+/// Checks gradients of a key whose score is so far below the sink that f32 loses the key's contribution to the row sum. The
+/// gradients are small but not 0. The value is 0, so the output equals that of a query without keys, and only the saved logsumexp
 /// distinguishes the two cases.
 #[test]
 fn sink_far_above_a_key_keeps_small_gradients() {
@@ -123,7 +123,7 @@ fn sink_far_above_a_key_keeps_small_gradients() {
                 let first = |tensor: &Tensor<4>, column: usize| {
                     read(tensor.grad(&gradients).expect("the leaf has a gradient"))[column]
                 };
-                // The gradients flow through the output and through the logsumexp.
+                // The value gets its gradient through the output, the query and the key get theirs through the logsumexp.
                 for (name, found) in [
                     ("value", first(&value, 0)),
                     ("query", first(&query, 1)),

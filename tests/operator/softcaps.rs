@@ -1,5 +1,5 @@
-//! Softcaps of every size: far below the scores, close to them, and so far above that they have no effect in the
-//! dtype's precision. They combine with added biases, and run in every engine.
+//! Tests of softcaps of every size: far below the scores, close to them, and so far above that they have no effect in the dtype's
+//! precision. Some cases also have a bias. All engines run.
 
 use crate::case::{Case, FULL};
 use crate::compare::assert_close;
@@ -8,7 +8,7 @@ use crate::run::Operator;
 use attention_cube::CausalAlignment;
 use burn::tensor::{DType, Device};
 
-/// The softcaps range from a hundredth to the largest f32.
+/// The tested softcaps, from a hundredth to the largest f32.
 const SOFTCAPS: [f64; 16] = [
     1e-2,
     0.1,
@@ -35,7 +35,7 @@ fn case() -> Case {
 #[test]
 fn softcap_of_every_size_matches_reference() {
     for softcap in SOFTCAPS {
-        // The scores are about 1 with the first amplitude, and about 100 with the second.
+        // The scores are about 1 with the amplitude 1, and about 100 with the amplitude 10.
         for amplitude in [1.0, 10.0] {
             Case {
                 softcap: Some(softcap),
@@ -58,7 +58,7 @@ fn softcap_with_other_options_matches_reference() {
             ..case()
         }
         .check();
-        // This case is a decode call.
+        // The next case has a single query, so it runs the kernels of decode.
         Case {
             softcap: Some(softcap),
             q_len: 1,
@@ -70,7 +70,8 @@ fn softcap_with_other_options_matches_reference() {
     }
 }
 
-/// Half precision has other kernels on some devices. The widths are those that these kernels split differently.
+/// Checks softcaps in half precision, for which some devices have other kernels. These kernels divide each of the tested head
+/// sizes into different tiles.
 #[test]
 fn softcap_in_half_precision_matches_reference() {
     let case = |width, dtype, softcap| Case {
@@ -95,8 +96,8 @@ fn softcap_in_half_precision_matches_reference() {
     }
 }
 
-/// The softcap is so much smaller than the scale that scale / softcap, times log2 e, overflows f32. Scores of 0 stay 0,
-/// and their gradient is the scale. All other scores reach the cap.
+/// Checks a softcap so much smaller than the scale that scale / softcap · log2(e) overflows f32. Scores of 0 must stay 0, with
+/// the scale as their gradient. All other scores reach the cap.
 #[test]
 fn softcap_far_below_the_scale_matches_reference() {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -115,7 +116,7 @@ fn softcap_far_below_the_scale_matches_reference() {
     }
 }
 
-/// A softcap far above the scores changes no result, of the operator or of the reference.
+/// Checks that a softcap far above the scores changes no result of the operator or of the reference.
 #[test]
 fn softcap_far_above_the_scores_has_no_effect() {
     let without = case();

@@ -1,4 +1,4 @@
-//! Inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last dimension
+//! Tests of inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last dimension
 //! that is not contiguous. The result equals that of the contiguous copy, and every gradient has its input's shape.
 
 use crate::case::{Case, FULL};
@@ -12,7 +12,7 @@ fn case(q_len: usize) -> Case {
     Case::new([2, 4, 2, q_len, 70, 32, 32])
 }
 
-/// All three inputs have the same layout.
+/// Checks each layout for query, keys and values at the same time.
 #[test]
 fn strides_of_every_layout_match_contiguous() {
     for layout in Layout::ALL {
@@ -26,7 +26,7 @@ fn strides_of_every_layout_match_contiguous() {
     }
 }
 
-/// One input has another layout than the other inputs. The test detects a kernel that applies one input's strides to
+/// Checks inputs of which one has another layout than the others, which detects a kernel that applies one input's strides to
 /// another.
 #[test]
 fn strides_of_one_input_apart_match_contiguous() {
@@ -87,7 +87,7 @@ fn strides_of_all_inputs_apart_match_contiguous() {
     .check();
 }
 
-/// The caller expanded the bias. Its gradient sums over the expanded dimensions.
+/// Checks biases that the caller expanded. The gradient of the bias before the expansion is a sum over the expanded dimensions.
 #[test]
 fn strides_of_expanded_bias_sum_its_gradient() {
     for bias in [
@@ -105,7 +105,7 @@ fn strides_of_expanded_bias_sum_its_gradient() {
     }
 }
 
-/// These head sizes are not multiples of four, so consecutive rows start at different alignments.
+/// Checks head sizes that are not multiples of four, so that consecutive rows start at different alignments.
 #[test]
 fn strides_of_odd_columns_match_contiguous() {
     for layout in [
@@ -124,11 +124,12 @@ fn strides_of_odd_columns_match_contiguous() {
     }
 }
 
-/// A dimension of size 1 may have any stride. A kernel must not compute an address from that stride.
+/// Checks dimensions of size 1, which may have any stride. A kernel must not compute an address from such a stride.
 #[test]
 fn strides_of_a_single_row_are_not_read() {
     for (q_len, kv_len) in [(1, 70), (3, 1), (70, 1)] {
-        // In half precision, rows of the last two widths start at multiples of 8 and of 16 bytes.
+        // The widths differ in the alignment of rows. In bf16, rows of 100 columns start at multiples of 8 bytes, and rows of 64
+        // columns at multiples of 16 bytes.
         for width in [33, 261, 100, 64] {
             for layout in [Layout::Contiguous, Layout::Transposed] {
                 for dtype in [DType::F32, DType::BF16] {
@@ -144,7 +145,8 @@ fn strides_of_a_single_row_are_not_read() {
     }
 }
 
-/// The lengths, ids and sinks of one sequence or head are expanded to all.
+/// Checks lengths and segment ids of one sequence that are expanded to all sequences, and the sink of one head that is expanded
+/// to all heads.
 #[test]
 fn strides_of_expanded_lengths_segments_and_sinks_match_contiguous() {
     let ids = |length: i64| -> Vec<i64> { (0..length).map(|token| token / 40).collect() };
@@ -167,7 +169,7 @@ fn strides_of_expanded_lengths_segments_and_sinks_match_contiguous() {
     }
 }
 
-/// The lengths, ids and sinks are columns of wider tensors. The mask is a transposed view.
+/// Checks lengths, segment ids and sinks that are columns of wider tensors, and a mask that is a transposed view.
 #[test]
 fn strides_of_sliced_lengths_segments_sinks_and_masks_match_contiguous() {
     for device in devices() {
@@ -178,7 +180,7 @@ fn strides_of_sliced_lengths_segments_sinks_and_masks_match_contiguous() {
             Tensor::<4>::from_data(data, on)
         };
         let (query, key) = (normal(4, 66), normal(2, 70));
-        // Each value is the first of `wide` columns; the other columns are −9.
+        // Each value becomes the first column of a row with `wide` columns. The other columns hold −9, which must not be read.
         let spread = |values: Vec<i64>, wide: usize| -> Vec<i64> {
             let row = |value| iter::once(value).chain(iter::repeat(-9)).take(wide);
             values.into_iter().flat_map(row).collect()

@@ -1,5 +1,5 @@
-//! Lengths that fill no tile, and the memory beyond them: keys past a sequence's length, and rows and columns around a
-//! slice. That memory is NaN or infinite here, and no result may depend on it.
+//! Tests of lengths that fill no tile, and of the memory beyond them: keys past a sequence's length, and rows and columns around
+//! a slice. That memory is NaN or infinite here, and no result may depend on it.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};
@@ -41,7 +41,7 @@ fn lengths_around_tile_sizes_with_causal_mask_match_reference() {
     }
 }
 
-/// The sequences are so long that one loop over the keys would exceed a software driver's limit of iterations.
+/// Checks sequences so long that one loop over the keys would exceed a software driver's limit of iterations.
 #[test]
 fn lengths_of_more_than_a_thousand_match_reference() {
     Case::new([2, 1, 1, 1500, 1300, 16, 16]).check();
@@ -49,7 +49,8 @@ fn lengths_of_more_than_a_thousand_match_reference() {
 
 const LENGTHS: [i64; 6] = [0, 1, 63, 64, 70, 101];
 
-/// Returns the inputs with NaN keys and infinite values past each sequence's length, and the same inputs without them.
+/// Returns two sets of inputs for `case`. In the first, keys past each sequence's length are NaN, and their values infinite. The
+/// second is equal but has finite keys and values there.
 fn poisoned(case: &Case) -> (Inputs, Inputs) {
     let clean = case.inputs();
     let mut given = clean.clone();
@@ -105,7 +106,7 @@ fn kv_lengths_beyond_the_keys_are_clamped() {
     case.check_inputs(&given, &clamped);
 }
 
-/// A sequence with a length gives the same results as a sequence that is trimmed to that length.
+/// Checks that a sequence with a length gives the same results as a sequence that is trimmed to that length.
 #[test]
 fn kv_lengths_equal_trimmed_sequences() {
     let case = Case {
@@ -149,8 +150,8 @@ fn kv_lengths_equal_trimmed_sequences() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // The values are one sequence's part of each result. A key gradient has only the rows of the trimmed
-                // keys, since there is one key head.
+                // Take the part of the results that belongs to this sequence. The case has one key head, so the gradients of the
+                // trimmed keys are the first rows of that part.
                 let precision = Precision {
                     dtype: case.dtype,
                     terms: 101,

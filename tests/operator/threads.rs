@@ -1,4 +1,4 @@
-//! Several threads and devices at the same time: forward and backward give the bits of serial runs.
+//! Tests of several threads and devices at the same time: forward and backward give the bits of serial runs.
 
 use crate::case::{Case, FULL};
 use crate::devices::{TestDevice, devices};
@@ -9,10 +9,10 @@ use burn::tensor::{Device, DeviceType, TensorData};
 use std::sync::Barrier;
 use std::thread;
 
-/// The number of runs of each thread, while the other threads run.
+/// The number of runs of each thread. Other threads run at the same time.
 const RUNS: usize = 3;
 
-/// Returns two problems with different kernels, so launches of both are in flight.
+/// Returns two problems that use different kernels, so that threads launch both kinds at the same time.
 fn cases() -> [(Case, Inputs); 2] {
     let causal = Case {
         causal: Some(CausalAlignment::BottomRight),
@@ -36,7 +36,8 @@ fn run((case, inputs): &(Case, Inputs), device: &TestDevice) -> Vec<(&'static st
     prepared.run(Operator::Fused)
 }
 
-/// Runs each pair in its own thread, all at the same time, and compares with the result of a run alone.
+/// Runs each pair of a problem and a device in its own thread, all at the same time. The results must equal those of a run while
+/// no other thread runs.
 fn check(pairs: &[(&(Case, Inputs), &TestDevice)]) {
     let alone: Vec<_> = pairs.iter().map(|(case, on)| run(case, on)).collect();
     let start = Barrier::new(pairs.len());
@@ -77,7 +78,7 @@ fn threads_on_all_devices_give_the_bits_of_serial_runs() {
     check(&pairs);
 }
 
-/// Returns the kind of a device under test if a machine may have several devices of that kind.
+/// Returns the kind of the device `device` if a machine may have several devices of that kind, and `None` for other kinds.
 fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     match device.name {
         #[cfg(feature = "cuda")]
@@ -88,7 +89,7 @@ fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     }
 }
 
-/// Returns the devices of each kind under test, for the kinds of which this machine has several devices.
+/// Returns the devices of this machine by kind. Kinds with a single device are left out.
 fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     let kinds = devices().into_iter().filter_map(|device| {
         let of_kind = Device::enumerate(kind_of(&device)?).into_vec().into_iter();
@@ -101,7 +102,7 @@ fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     kinds.filter(|kind| kind.len() > 1).collect()
 }
 
-/// Both problems run on each device of a kind, all at the same time.
+/// Checks that both problems give the bits of serial runs if they run on each device of a kind at the same time.
 #[test]
 fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
     let [first, second] = cases();

@@ -1,13 +1,12 @@
-//! Faults of Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them.
-//! Each test passes as long as Burn has the fault. Once Burn is fixed, the test fails and names the workaround to
-//! remove.
+//! Tests of faults in Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them. A
+//! test of a fault passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// Returns the sum over `axis` of a random tensor of shape `stored` permuted by `order`, computed on `device` and on
-/// the processor.
+/// Returns a sum over the dimension `axis`, computed on `device` and on the processor. The summed tensor is random, has the shape
+/// `stored` in memory, and its dimensions are permuted by `order`.
 fn sums<const D: usize>(
     device: &Device,
     stored: [usize; D],
@@ -41,7 +40,8 @@ fn sum_of_a_permuted_tensor_of_rank_4_is_wrong_in_burn() {
     }
 }
 
-/// The gradient of `x.sum_dim(1).permute(…) * w` contains such a sum, without any attention.
+/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The gradient contains a sum of a permuted tensor,
+/// without any attention.
 #[test]
 fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     let flex = Device::flex();
@@ -64,7 +64,8 @@ fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     }
 }
 
-/// The model sums permuted tensors only if they have at most three dimensions.
+/// Checks that sums of permuted tensors with three dimensions are right. The model's own sums of permuted tensors need no
+/// workaround: they have at most three dimensions, or are over contiguous columns (see the next test).
 #[test]
 fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     let orders = [
@@ -85,8 +86,8 @@ fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     }
 }
 
-/// A sum over the dimension that is contiguous in memory is right at any rank. An example is a norm over permuted
-/// heads.
+/// Checks that a sum over the dimension that is contiguous in memory is right with four dimensions too. The norms over permuted
+/// heads are such sums.
 #[test]
 fn sum_over_contiguous_columns_of_rank_4_is_right_in_burn() {
     for TestDevice { name, device } in cube_devices() {

@@ -1,6 +1,6 @@
-//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling
-//! takes longer than running, so several processes are faster. All workers use the same device. A worker that ends or
-//! hangs at a problem is replaced.
+//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling takes longer
+//! than running, so several processes are faster. All workers use the same device. A worker that ends or hangs at a problem is
+//! replaced by a new one.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -13,23 +13,23 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Environment variable that is set in a worker process.
+/// The environment variable that is set in a worker process.
 const WORKER: &str = "ATTENTION_TEST_WORKER";
 
-/// Time without an answer after which a worker counts as hung. A problem takes seconds if all its kernels must be
+/// Time without an answer after which a worker counts as hung. An answer may take seconds, if all kernels of a problem must be
 /// compiled.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// The number of checked problems is printed after each multiple of this number.
+/// A line with the number of checked problems is printed each time this number of problems was checked.
 const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
 pub enum Verdict {
-    /// The results are right. The texts name the kinds of the problem, for the counts.
+    /// The results are right. The texts name the kinds of the problem, by which the tally counts problems.
     Right(Vec<String>),
     /// The results are wrong, as the text says.
     Wrong(String),
-    /// The operator panicked. The device may refuse all later calls.
+    /// The operator panicked with this text. The device may refuse all later calls, so the worker ends.
     Panicked(String),
 }
 
@@ -62,7 +62,7 @@ pub fn is_worker() -> bool {
 /// # Panics
 /// Panics if a line of the input is not a range of numbers.
 pub fn work<P: Debug>(draw: impl Fn(u64) -> P, check: impl Fn(&P) -> Verdict) {
-    // The test harness may have printed the start of a line.
+    // The test harness may have printed the start of a line, which must not precede the first answer.
     println!();
     for line in std::io::stdin().lines() {
         let line = line.expect("the standard input is readable");
@@ -94,7 +94,7 @@ fn one_line(text: &str) -> String {
     text.replace('\n', " ")
 }
 
-/// A process that runs the calling test in [`work`].
+/// A process that runs the calling test, which answers through [`work`].
 struct Worker {
     process: Child,
     orders: ChildStdin,
@@ -106,10 +106,10 @@ impl Worker {
         let mut process = Command::new(std::env::current_exe().expect("the test has a path"))
             .args(["--exact", test, "--nocapture"])
             .env(WORKER, "1")
-            // The reference runs on the processor, and each core runs one worker.
+            // One thread computes the reference, because there is a worker for each processor core.
             .env("RAYON_NUM_THREADS", "1")
-            // The worker often frees and allocates tensors. With its defaults, glibc would return the pages to the
-            // system each time.
+            // The worker often frees and allocates tensors. Without these settings, glibc would return the memory to the system
+            // each time.
             .envs([
                 ("MALLOC_ARENA_MAX", "1"),
                 ("MALLOC_MMAP_MAX_", "0"),
@@ -134,8 +134,8 @@ impl Worker {
         }
     }
 
-    /// Sends `numbers` to the worker and waits for its verdicts. Returns the numbers that the worker left unchecked, or
-    /// `None` if the worker never started.
+    /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left unchecked.
+    /// Returns `None` if the worker has checked no problem and the deadline has not passed, because it probably cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,
@@ -169,8 +169,8 @@ impl Worker {
                 }
             }
         }
-        // A worker that ended between two problems is replaced, and the next worker continues. After the deadline no
-        // worker continues.
+        // No further answer came. If the worker ended or hung at a problem, that problem counts as wrong, unless the deadline has
+        // passed. A worker that ended between two problems leaves the rest to the worker that replaces it.
         let in_time = left().is_none_or(|left| !left.is_zero());
         if let Some(problem) = begun.filter(|_| in_time) {
             let fault = match self.process.try_wait() {
@@ -187,14 +187,14 @@ impl Worker {
 
     fn end(mut self) {
         drop(self.orders);
-        // The worker is idle or hangs at this point, so it is ended.
+        // The worker is idle or hangs at this point, so it can be killed.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// Checks all numbers below `count` in `jobs` processes, `bundle` numbers at a time, until the time is up. The
-/// processes run `test`, which calls [`work`].
+/// Checks all numbers below `count` in `jobs` worker processes, which get `bundle` numbers at a time, until `time` has passed.
+/// Each worker runs the test `test`, which calls [`work`].
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
     let deadline = time.map(|time| Instant::now() + time);
@@ -210,7 +210,8 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
                     }
                     let mut left = first..(first + bundle).min(count);
                     while !left.is_empty() && !is_late() {
-                        // A worker that cannot start prints the reason on its standard error.
+                        // A worker that cannot start has printed the reason on its standard error. Another one would fail too, so
+                        // the thread ends.
                         let Some(rest) = worker.check(left, &tally, deadline) else {
                             return worker.end();
                         };

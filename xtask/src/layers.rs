@@ -187,7 +187,7 @@ pub fn check() -> Result<()> {
         for file in files(&folder)? {
             let text = fs::read_to_string(&file)
                 .map_err(|error| format!("{}: {error}", file.display()))?;
-            // These files are skipped: the layers do not apply to tests or to files that emit kernels as text.
+            // Skip files of tests and files that emit kernels as text, because the layers do not apply to them.
             let name = file.file_name().unwrap_or_default();
             if name == "tests.rs" || name == "source.rs" {
                 continue;

@@ -98,8 +98,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the number of valid keys per sequence, `[batch]`. No query sees a key at or after this position, whatever the key
-    /// holds. Lengths are clamped to `0..=kv_len`.
+    /// Sets the number of valid keys per sequence, `[batch]`. For a sequence with `n` valid keys, no query sees the keys from
+    /// position `n` on, whatever elements these keys have. Lengths are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
         self

@@ -135,7 +135,7 @@ pub struct ShardGradients {
 /// The function recomputes only the scores of the shard. Autodiff does not track the results.
 ///
 /// Scores of one shard and the logsumexp may come from kernels that sum `q·k` in different orders. For scores beyond some
-/// hundreds, this costs a few of f32's digits.
+/// hundreds, the probabilities then lose a few of f32's digits.
 ///
 /// NaN in the shard's keys, in its values or in the output's gradient may also reach the gradients of queries that see no key of
 /// the shard.

@@ -40,7 +40,7 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The compile-time settings of a kernel.
+/// The compile-time settings of a kernel to write, parsed from the kernel's name.
 pub(crate) struct Wanted {
     pub head_dim: usize,
     pub value_dim: usize,

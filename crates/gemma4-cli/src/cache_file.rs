@@ -67,7 +67,8 @@ impl CacheFile {
         if path.is_dir() {
             return Err(refuse(&path, "is a folder; expected a file".into()));
         }
-        // Each write of the session will create a new file in the folder. So the check creates a temporary file there.
+        // Create a temporary file in the folder, to check that the folder is writable. Each write of the session will create a
+        // new file there.
         tempfile::Builder::new()
             .prefix("partial-")
             .tempfile_in(folder_of(&path))

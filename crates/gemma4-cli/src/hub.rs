@@ -128,7 +128,8 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// Creates a cache with one model that has these snapshots.
+    /// Creates a Hub cache with one model. `snapshots` are the names of the model's snapshots, and `main` is the contents of
+    /// its file `refs/main`. Returns the cache and the model's folder.
     fn cache(snapshots: &[&str], main: Option<&str>) -> (TempDir, PathBuf) {
         let cache = TempDir::new().expect("a folder");
         let folder = cache.path().join("models--google--gemma-4-E2B-it");

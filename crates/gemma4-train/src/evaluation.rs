@@ -293,7 +293,8 @@ mod tests {
                 assert_eq!(tokens.len(), window.len());
                 assert!(tokens.len() <= windows.length);
                 assert_eq!(tokens[0], 0);
-                // The tokens after the first one are consecutive tokens of the document.
+                // A window may skip tokens only between its first token and the rest. The rest must be consecutive tokens of
+                // the document.
                 assert!(tokens[1..].windows(2).all(|pair| pair[1] == pair[0] + 1));
                 for (token, learned) in tokens.into_iter().zip(learned) {
                     counted[token as usize] += usize::from(learned);

@@ -122,8 +122,8 @@ impl MetricsRendererTraining for ProgressLines {
             // A final entry is skipped, because its value is the mean over an interval.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
-            // Burn reports the learning rate after the loss of the same part of a step. So the learning rate completes the
-            // part.
+            // Burn reports the learning rate after the loss of the same part of a step. So a part is complete when its learning
+            // rate arrives.
             value if self.is(&entry.metric_id, "Learning Rate") => self.part(value.current()),
             _ => (),
         }
@@ -180,7 +180,8 @@ impl TrainingProgressLogger for ProgressLines {
     fn log_event_training(&mut self, _event: String) {}
 }
 
-/// These methods do nothing, because a training run does not call them. Burn requires the trait for every metrics renderer.
+/// The methods of this trait do nothing, because a training run does not call them. Burn requires the trait for every metrics
+/// renderer.
 impl EvaluationProgressLogger for ProgressLines {
     fn start_global_progress(&mut self, _total_tests: usize) {}
 

@@ -252,7 +252,7 @@ impl InferenceStep for TrainableModel {
     }
 }
 
-/// This implementation differs from the one that Burn derives only in the record, which contains only trained parameters. So a
+/// The implementation differs from the one that Burn derives in one point: the record contains only trained parameters. So a
 /// checkpoint of an adapter is as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
@@ -396,7 +396,7 @@ mod tests {
         TrainableModel::new(model, &cli.arguments, None)
     }
 
-    /// A visitor that registers a gradient with the same value in every element.
+    /// A visitor that registers a gradient for each float parameter. Every element of the gradient is `value`.
     struct Everywhere {
         value: f32,
         gradients: GradientsParams,
@@ -446,7 +446,7 @@ mod tests {
     }
 
     /// Runs a step of gradient descent at a learning rate of 1, in which every element of the gradients is `value`. Returns the
-    /// updated model, and the distance by which the step moved the weights.
+    /// updated model, and the Euclidean distance between the weights before and after the step.
     fn step(trainee: TrainableModel, value: f32) -> (TrainableModel, f64) {
         step_by(&mut sgd(), trainee, value)
     }
@@ -473,14 +473,15 @@ mod tests {
     fn gradients_are_clipped_by_their_global_norm() {
         let (_, moved) = step(trainee("0.5", DType::F32), 3.0);
         assert!((moved - 0.5).abs() < 1e-3, "{moved}");
-        // Gradients whose norm is below the limit are not clipped.
+        // Every element of these gradients is 1e-5, which gives a norm below the limit, so the gradients must not be clipped.
         let trainee = trainee("0.5", DType::F32);
         let norm = 1e-5 * (Module::num_params(&trainee.model) as f64).sqrt();
         let (_, moved) = step(trainee, 1e-5);
         assert!((moved / norm - 1.0).abs() < 0.02, "{moved}, not {norm}");
     }
 
-    /// The models of this test have no loss scale. One of them does not clip gradients.
+    /// Checks that a step with NaN or infinite gradients changes no weight and is counted. The models are in f32 or bf16, so
+    /// they have no loss scale. With the last setting, gradients are not clipped.
     #[test]
     fn step_with_nan_or_infinite_gradients_is_skipped() {
         for (dtype, clip) in [(DType::F32, "1"), (DType::BF16, "1"), (DType::F32, "0")] {

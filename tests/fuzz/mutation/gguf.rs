@@ -1,4 +1,4 @@
-//! Mutations of GGUF files by their keys and tensors.
+//! Mutations of GGUF files that change a metadata value or a tensor.
 
 use super::{bytes, json};
 use attention_workspace::testing::gguf::Gguf;
@@ -7,8 +7,8 @@ use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 /// The upper bound of a random tensor type: the number of known types plus one, so that the type may also be unknown.
 const TYPES: u32 = 43;
 
-/// Returns `input` with one key or tensor broken, possibly by replacing it by one of the file `other`. Returns `None`
-/// if `input` is no longer a GGUF file.
+/// Returns `input` with one metadata value or tensor broken, possibly replaced by one of the file `other`. Returns `None` if
+/// `input` is not a readable GGUF file any more, because an earlier mutation broke it.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();
@@ -33,8 +33,8 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // The bytes that are overwritten are the value's number, or the length at the beginning of a text or a
-            // list.
+            // Eight bytes are overwritten. They begin at byte 0, which is the value's number or the length of a text, or at byte
+            // 4, which is the count of a list.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

@@ -1,9 +1,9 @@
-//! Mutations of JSON texts by their values.
+//! Mutations of JSON texts that change, replace or remove a value.
 
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::{Map, Number, Value, json};
 
-/// Numbers at the limits of types and buffers.
+/// Numbers at the limits of integer types and of buffer sizes, where overflows occur.
 const NUMBERS: &[u64] = &[
     0,
     1,
@@ -39,15 +39,16 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// Largest depth at which a value is nested. serde_json itself reads at most 128 levels.
+/// Upper bound of the depth at which a value is nested. serde_json reads at most 128 levels, so both accepted and refused depths
+/// occur.
 const DEEPEST: usize = 140;
 
-/// Returns a number at a limit.
+/// Returns a random number at a limit of a type or buffer, from [`NUMBERS`].
 pub fn number(random: &mut StdRng) -> u64 {
     *NUMBERS.choose(random).expect("NUMBERS is not empty")
 }
 
-/// Breaks one of the values in `root`, possibly by a value of `other`.
+/// Breaks one random value in `root`, possibly replacing it by a value of `other`.
 pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
     let place = random.random_range(0..count(root));
     let value = nth(root, &mut place.clone()).expect("the index is within the values");
@@ -69,7 +70,7 @@ pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
     }
 }
 
-/// Counts the values, including `value`.
+/// Counts the values in `value`, including `value` and all nested values.
 fn count(value: &Value) -> usize {
     let inner: usize = match value {
         Value::Array(values) => values.iter().map(count).sum(),
@@ -79,7 +80,7 @@ fn count(value: &Value) -> usize {
     1 + inner
 }
 
-/// Returns the value after `left` other values, in depth-first order.
+/// Returns the value that comes after `left` other values in depth-first order. The function counts `left` down.
 fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     if *left == 0 {
         return Some(value);
@@ -92,7 +93,8 @@ fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Replaces a value by another one of the same kind.
+/// Changes a value within its kind: a number to another number, a list to another list and so on. Null becomes a value of any
+/// kind.
 fn change(value: &mut Value, random: &mut StdRng) {
     match value {
         Value::Null => *value = any(random),
@@ -158,7 +160,7 @@ fn changed(text: &str, random: &mut StdRng) -> String {
         }
         2 if at < characters.len() => drop(characters.remove(at)),
         3 if at < characters.len() => {
-            // The character is replaced by the next one in Unicode, which turns most digits into another digit.
+            // The character is replaced by its successor in Unicode, which turns most digits into another digit.
             let next = u32::from(characters[at]) + 1;
             characters[at] = char::from_u32(next).unwrap_or('\u{FFFD}');
         }

@@ -1,5 +1,5 @@
-//! Mutations of inputs by their structure: JSON by values, templates by words, tensor files by headers or keys, and all
-//! formats by bytes.
+//! Mutations of inputs that follow the structure of the format: values in JSON, words in templates, and headers or keys in tensor
+//! files. Inputs of all formats are also broken byte by byte.
 
 mod gguf;
 mod json;
@@ -8,27 +8,27 @@ mod text;
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 use serde_json::Value;
 
-/// The structure of inputs.
+/// The structure of a format's inputs, which decides how inputs are broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// A JSON text.
     Json,
-    /// A JSON text in every line.
+    /// A text with a JSON value in each line.
     JsonLines,
     /// A Jinja template.
     Template,
     /// A header length in 8 bytes, a JSON header of that length, and the tensors' bytes.
     Safetensors,
-    /// A JSON text, a byte of 0, and [`Format::Safetensors`].
+    /// A JSON text, then the byte [`BETWEEN`], then a file in [`Format::Safetensors`].
     JsonAndSafetensors,
-    /// Keys with values, descriptions of tensors, and the tensors' bytes.
+    /// A GGUF file: metadata keys with values, descriptions of tensors, and the tensors' bytes.
     Gguf,
 }
 
-/// The byte between the two files of an input.
+/// The byte that separates the two files in an input of [`Format::JsonAndSafetensors`].
 pub const BETWEEN: u8 = 0;
 
-/// Returns a copy of one of `inputs` that one or several mutations have broken.
+/// Returns a copy of a random element of `inputs` that one or several mutations have broken.
 pub fn broken(format: Format, inputs: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut input = one(inputs, random).clone();
     let mut more = true;
@@ -130,7 +130,7 @@ fn of_safetensors(input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> 
     [&length.to_le_bytes()[..], &header, &numbers].concat()
 }
 
-/// Breaks bytes without regard to their meaning.
+/// Removes, repeats, replaces or changes bytes of `input` without regard to their meaning. The replacements come from `other`.
 fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
     let (from, to) = stretch(input.len(), random);
     match random.random_range(0..6) {
@@ -156,7 +156,8 @@ fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
     input
 }
 
-/// Returns the bounds of a random part of `count` elements, often a short one.
+/// Returns the start and the end of a random range within `count` elements. At least seven of ten ranges have at most 16
+/// elements.
 fn stretch(count: usize, random: &mut StdRng) -> (usize, usize) {
     let from = random.random_range(0..=count);
     let most = match random.random_bool(0.7) {

@@ -1,9 +1,9 @@
-//! Mutations of templates by their words.
+//! Mutations of chat templates that remove, add or change words.
 
 use super::{json, stretch};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// Parts of chat templates, and templates that would exceed the limits.
+/// Words that are inserted into templates: parts of chat templates, and templates that would exceed the limits of a rendering.
 const WORDS: &[&str] = &[
     "{{ messages }}",
     "{{ messages[0]['content'] }}",
@@ -50,7 +50,7 @@ const WORDS: &[&str] = &[
     ".split('').strip().items().get(0)",
 ];
 
-/// Returns `template` with words removed, added or changed, possibly with words of `other`.
+/// Returns `template` with words removed, added or changed. Some added words come from the template `other`.
 pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     let (mut words, other) = (words(template), words(other));
     let (from, to) = stretch(words.len(), random);
@@ -65,7 +65,7 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
             words.splice(from..to, other[start..end].iter().cloned());
         }
         3 => {
-            // A loop is put around the words `from..to`. These words may contain further loops, so loops may be
+            // A loop is put around the words `from..to`. These words may contain a loop from an earlier mutation, so loops may be
             // nested.
             words.insert(to, "{% endfor %}".into());
             words.insert(
@@ -90,7 +90,8 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     words.concat()
 }
 
-/// Splits a text into runs of letters and digits, runs of spaces, and single signs. No part is empty.
+/// Splits a text into words, which together are the text: runs of letters and digits, runs of spaces, and single signs. No word
+/// is empty.
 fn words(text: &str) -> Vec<String> {
     let kind = |character: char| match character {
         _ if character.is_alphanumeric() => 0,

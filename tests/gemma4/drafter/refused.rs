@@ -23,7 +23,8 @@ fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     }
 }
 
-/// Sets a field of the configuration of the drafter's own layers.
+/// Returns a change of a drafter's folder that sets a field of `text_config`, the configuration of the drafter's
+/// layers.
 fn text(field: &'static str, value: serde_json::Value) -> impl FnOnce(&Folder) {
     move |folder| {
         let path = folder.file("config.json");
@@ -112,7 +113,7 @@ fn drafter_with_unsupported_configuration_is_refused() {
         "{error}"
     );
     refused(|folder| folder.write("config.json", "{"), &["config.json"]);
-    // A head without token groups has no centroids.
+    // The folder's weights include centroids of token groups, but a head without token groups has no centroids.
     refused(
         top("use_ordered_embeddings", json!(false)),
         &["masked_embedding.centroids.weight is not part of the model"],
@@ -126,7 +127,7 @@ fn drafter_with_unsupported_configuration_is_refused() {
         config.expect("the drafter is valid").ordered_embeddings,
         None
     );
-    // Both dialects of the configuration file have the same meaning.
+    // The configuration file of the hub and that of transformers 5 give the same configuration.
     for (name, _) in PAIRS {
         let [hub, saved] = ["config.json", "config.transformers5.json"]
             .map(|file| DrafterConfig::from_file(folder(name).join(file)).expect("is valid"));

@@ -33,13 +33,13 @@ fn gguf_truncated_file_is_refused() {
     error(&whole[..whole.len() - 1]);
 }
 
-/// Returns a header that claims these numbers of tensors and keys, followed by `rest`.
+/// Returns the bytes of a header that claims `tensors` tensors and `keys` metadata keys, followed by `rest`.
 fn header(tensors: u64, keys: u64, rest: &[u8]) -> Vec<u8> {
     let counts = [tensors, keys].map(u64::to_le_bytes).concat();
     [b"GGUF", &3u32.to_le_bytes()[..], &counts, rest].concat()
 }
 
-/// Returns a key followed by the number of its value's type.
+/// Returns the bytes of the metadata key `a`, followed by the number `kind` of its value's type.
 fn key(kind: u32) -> Vec<u8> {
     [text_bytes("a"), kind.to_le_bytes().into()].concat()
 }
@@ -51,8 +51,8 @@ fn gguf_huge_counts_are_refused() {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // The huge number is the length of a key, of a text, of lists of bytes, numbers and texts, and of a tensor's
-        // name.
+        // The huge number is in turn the length of a key, of a text, of lists of bytes, numbers and texts, and of a
+        // tensor's name.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
         for kind in [0u32, 4, 8, 12] {
@@ -60,7 +60,8 @@ fn gguf_huge_counts_are_refused() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // The huge number is one of a tensor's dimensions or its offset.
+        // The huge number is a dimension or the offset of a tensor. The last tensors have a wrong number of dimensions,
+        // or no elements.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();

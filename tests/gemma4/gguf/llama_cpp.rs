@@ -9,9 +9,9 @@ use burn_gemma4::Gemma4;
 use serde::Deserialize;
 use std::{fs, ops::ControlFlow};
 
-/// Every kind of model and of file. E2B has per-layer embeddings and shared KV layers. 31B has no separate values in
-/// full layers, and 26B has experts. One model has heads of 256 and 512. The numbers are in f16, bf16, blocks and
-/// super-blocks.
+/// Files of every kind of model and number format. E2B has per-layer embeddings and shared KV layers. 31B has no
+/// separate values in full layers, and 26B has experts. One model has heads of 256 and 512. The numbers are in f16,
+/// bf16, blocks and super-blocks.
 const FILES: [&str; 8] = [
     "dense-keqv.F16",
     "realhead-ple.BF16",
@@ -34,7 +34,7 @@ struct LlamaCpp {
 struct Continuation {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
-    /// The logits after the prompt, and after all tokens but the last. They are of the dequantized file, in f32.
+    /// The logits of the dequantized model in f32: after the prompt, and after all tokens but the last.
     logits: [Vec<f32>; 2],
 }
 

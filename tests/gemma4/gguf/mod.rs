@@ -1,6 +1,6 @@
-//! GGUF files that llama.cpp's converter and quantizer made of tiny checkpoints. They equal the dequantized checkpoints
-//! in every weight bit and every token. Their tokenizers and defaults are equal too. `tests/fixtures/gguf` describes
-//! how the files are made, and their contents.
+//! GGUF files that llama.cpp's converter and quantizer made of tiny checkpoints. A loaded file gives the same weight
+//! bits, generated tokens, tokenizer and defaults as the dequantized checkpoint. `tests/fixtures/gguf` describes how
+//! the files are made, and their contents.
 
 mod hostile;
 mod llama_cpp;
@@ -23,8 +23,8 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// The files, and the fixtures that they were made of, if any. One is like E2B, one like 26B, and one has rows that are
-/// wide enough for every type.
+/// The GGUF files, each with the fixture from which it was made, if any. The first is like E2B, the second like 26B,
+/// and the third has rows that are wide enough for every block type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),
@@ -35,11 +35,11 @@ const FILES: [(&str, Option<&str>); 3] = [
 #[derive(Deserialize)]
 struct Reference {
     prompt: Vec<u32>,
-    /// The tokens of transformers, in f32, with the dequantized weights.
+    /// The tokens that transformers generates in f32 with the dequantized weights.
     generated: Vec<u32>,
     /// The logits of the last position of the prompt.
     logits: Vec<f32>,
-    /// The tokens of llama.cpp with the file itself.
+    /// The tokens that llama.cpp generates with the GGUF file.
     llama_cpp: Vec<u32>,
     /// The type and the CRC-32 of each tensor. The CRC-32 is that of the tensor's elements in f32.
     tensors: BTreeMap<String, (String, u32)>,
@@ -80,7 +80,7 @@ impl Copy {
     }
 }
 
-/// Returns the parts of a fixture.
+/// Reads a fixture's GGUF file into its metadata values and tensors.
 fn parts(name: &str) -> Gguf {
     Gguf::read(&fs::read(path(name)).expect("the fixture is readable"))
         .expect("the file is complete")
@@ -195,7 +195,7 @@ fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     }
 }
 
-/// The default dtype of a GGUF model is bf16, the dtype of the original checkpoints.
+/// The written dtype of a GGUF model is bf16, the dtype of the original checkpoints before quantization.
 #[test]
 fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {
@@ -236,7 +236,7 @@ fn gguf_progress_reaches_the_end() {
         .map(|(_, tensor)| tensor.bytes.len().div_ceil(32) * 32)
         .sum();
     let read = seen.last().expect("progress is reported").1;
-    // Tensors are padded up to the beginning of the next tensor.
+    // A tensor is padded to a multiple of 32 bytes in the file. The reported bytes may include this padding or not.
     assert!((whole - 32 * gguf.tensors.len()..=whole).contains(&read));
 }
 

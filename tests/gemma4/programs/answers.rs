@@ -131,7 +131,7 @@ fn program_generation_options_are_obeyed() {
     let stopped = tokens(&["--stop", "zz", "--stop", "bc"]);
     assert_eq!(stopped["text"], "abc");
     assert_eq!(stopped["finish_reason"], "stop");
-    // The token after `b` is `c`. With a penalty on `c`, which the prompt contains, it is `a`.
+    // The token after `b` is `c`. With a penalty on `c`, which the prompt contains, the token after `b` is `a`.
     let penalty = ["--repetition-penalty", "1000000"];
     assert_eq!(tokens_after("cxb", &[])["text"], "cddd");
     let penalized = tokens_after("cxb", &penalty);
@@ -169,7 +169,7 @@ fn program_generation_options_are_obeyed() {
     assert_eq!(ended.stdout, "abcd\n");
     assert!(ended.stderr.contains("\"b\" "), "{ended:?}");
 
-    // The checkpoint's defaults apply.
+    // Without arguments, the defaults of the checkpoint's `generation_config.json` apply.
     for (field, value, text) in [
         ("stop_strings", json!(["ab"]), "ab"),
         ("suppress_tokens", json!([282]), "aa"),
@@ -306,7 +306,8 @@ fn program_sampling_uses_the_checkpoints_options() {
     assert_ne!(others, greedy);
 }
 
-/// The fixture has 512 positions.
+/// A text that reaches the model's last position ends with a note. The fixture has 512 positions, and the prompt has
+/// 505 tokens.
 #[test]
 fn program_end_of_positions_is_reported() {
     let prompt = vec!["50"; 505].join(",");

@@ -47,7 +47,7 @@ impl Folder {
         Self::copy_of(name, &FILES)
     }
 
-    /// Returns a copy of the embedded model, which has been trained, in bf16.
+    /// Returns a copy of the small trained bf16 checkpoint that `burn-gemma4` embeds.
     pub fn embedded() -> Self {
         let files = [
             "config.json",
@@ -111,10 +111,11 @@ impl Folder {
         folder
     }
 
-    /// Returns the drafter that drafts this chain. It reads only the first columns of a token's embedding.
+    /// Returns a drafter whose draft tokens follow the chain of [`Folder::that_writes`]. The drafter reads only the
+    /// first columns of a token's embedding.
     pub fn drafter_of_chain(&self) -> Self {
         let folder = Self::drafter("assistant-ple");
-        // The drafter searches all groups of tokens.
+        // The drafter searches all of its 16 groups of tokens, so it finds every token of the chain.
         folder.set("config.json", "centroid_intermediate_top_k", 16);
         let embedding = tensors(self.path())["model.embed_tokens.weight"].clone();
         folder.edit(|tensors| {

@@ -37,7 +37,7 @@ impl Tuning {
         self.folder.path().join(name)
     }
 
-    /// Returns the command; `model` replaces the base checkpoint if given.
+    /// Returns the command that runs `finetune`. If `model` is given, it replaces the base checkpoint.
     fn command(&self, model: Option<&Path>, out: &str, arguments: &[&str]) -> Command {
         let data = self.out("data.jsonl");
         // A row of 48 tokens holds a whole conversation.
@@ -96,7 +96,8 @@ fn tensors_of(adapter: &Path) -> PathBuf {
     adapter.join("adapter_model.safetensors")
 }
 
-/// The merged checkpoint has the dequantized weights over which the adapter was trained.
+/// `--merge` after training over quantized weights writes an unquantized checkpoint: the dequantized weights with the
+/// adapter added.
 #[test]
 fn finetune_merge_over_quantized_weights_is_unquantized() {
     let tuning = Tuning::new();
@@ -113,7 +114,8 @@ fn finetune_merge_over_quantized_weights_is_unquantized() {
             .all(|name| !name.contains("packed") && !name.contains("lora"))
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
-    // The cost equals that of the same adapter over the quantized weights, except for rounding of the merged weights.
+    // The cross entropy of the merged checkpoint equals that of the same adapter over the quantized weights, except for
+    // rounding of the merged weights.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);

@@ -51,7 +51,8 @@ fn processes_give_the_losses_of_one_process() {
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
     let in_parts = [&short[..], &["--shard-optimizer"]].concat();
     let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
-    // The sum of the gradients is the same whichever process updates a parameter.
+    // With a sharded optimizer, each parameter is updated by one of the processes. The sum of its gradients is the
+    // same, so the losses are equal.
     assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
@@ -59,7 +60,7 @@ fn processes_give_the_losses_of_one_process() {
     ] {
         let [alone, together]: [Vec<(usize, f64)>; 2] =
             [&alone, &together].map(|ended: &Ended| kind(&ended.stdout, "  loss "));
-        // Only one process prints.
+        // Only one of the three processes prints, so each loss appears once.
         assert_eq!(together.len(), count, "{together:?}");
         for ((step, alone), (other, together)) in alone.into_iter().zip(together) {
             assert_eq!(step, other);
@@ -78,8 +79,8 @@ fn processes_give_the_losses_of_one_process() {
     assert_eq!(files("together"), files("alone"));
 }
 
-/// One process has the long answers of a step, the other the short ones. The gradient is the mean over all their
-/// tokens.
+/// The gradient of a step is the mean over the tokens of all processes. In each step, one process has the long answers
+/// and the other the short answers, so their numbers of tokens differ.
 #[test]
 fn processes_weigh_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
@@ -213,7 +214,8 @@ fn processes_with_devices_option_are_refused() {
     assert!(!out.join("run").join("settings.json").exists());
 }
 
-/// Another launcher than MPI's starts two processes of a build for the processor, which has no NCCL.
+/// Two processes that another launcher than MPI's starts are refused, because processes without MPI need NCCL. This
+/// build is for the processor and has no NCCL.
 #[test]
 fn processes_without_nccl_or_mpi_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");

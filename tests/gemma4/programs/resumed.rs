@@ -27,7 +27,8 @@ fn written(folder: &Path) -> Vec<u8> {
     fs::read(path.expect("the weights file exists")).expect("the file is readable")
 }
 
-/// Returns true if a checkpoint has all its records. They are written at the same time, in any order.
+/// Returns true if a checkpoint is complete, which means that its three files exist. A run writes them at the same
+/// time, in any order.
 fn is_whole(step: &Path) -> bool {
     ["model", "optimizer", "schedule"]
         .iter()
@@ -44,7 +45,7 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let mut command = if is_begun { go_on() } else { begin() };
         let mut child = command.spawn().expect("the process starts");
         let mut lines = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
-        // The delay starts at the run's first step, or at its end.
+        // The delay before the kill starts when the run prints its first loss, or when the run ends.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
         thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
@@ -129,7 +130,8 @@ fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
     assert!(4 * size("adapter-whole") < size("full-whole"));
 }
 
-/// Waits for a line, and sends the program a signal.
+/// Runs a program until it prints a line that begins with `line`, and then sends the program a signal. Returns all
+/// printed lines.
 #[cfg(unix)]
 fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ended) {
     let mut child = command.spawn().expect("the process starts");
@@ -171,7 +173,7 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // The recorded settings are now those of the longer run.
+    // The run's recorded settings are now those of the longer run, so a shorter run is refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

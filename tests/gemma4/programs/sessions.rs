@@ -16,7 +16,8 @@ use std::{
 #[cfg(unix)]
 use std::{thread, time::Duration};
 
-/// A second run prefills only new tokens, and a chat continues its conversation.
+/// With a session file, a second run of `run` prefills only new tokens, and a second chat continues the conversation of
+/// the first.
 #[test]
 fn program_session_file_is_continued() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -45,7 +46,8 @@ fn program_session_file_is_continued() {
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
-    // The session's cache has the first prompt without its last 8 tokens.
+    // The session reuses the first prompt without its last 8 tokens. These 6 tokens leave 10 of the longer prompt's 16
+    // tokens to prefill.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([
@@ -99,14 +101,14 @@ fn program_session_file_is_continued() {
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
-    // Another program continues from the keys and values, and leaves the conversation unchanged.
+    // The command `run` continues from the chat's keys and values, and leaves the conversation in the file unchanged.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
 
-    // A chat without messages leaves the other program's session unchanged.
+    // A chat that ends without messages leaves the session that the command `run` has saved unchanged.
     let path = folder.path().join("session.safetensors");
     let nothing = chat_in(&path, &[], b"");
     assert_eq!(nothing.code, Some(0), "{nothing:?}");
@@ -132,7 +134,7 @@ fn chat_with(cache: &Path) -> Command {
     command
 }
 
-/// Reads one line of an answer.
+/// Reads one line from the chat's standard output.
 fn answer(child: &mut Child) -> String {
     line(child.stdout.as_mut().expect("stdout is piped"))
 }
@@ -146,7 +148,7 @@ fn line(pipe: &mut impl Read) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
-/// Reads the notes of a chat until it has read its file.
+/// Reads lines from the chat's standard error until one tells that the chat has read its session file.
 fn wait_until_resumed(child: &mut Child) {
     let notes = child.stderr.as_mut().expect("stderr is piped");
     loop {

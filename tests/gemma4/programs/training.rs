@@ -36,7 +36,8 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
         ])
         .args(["--checkpoint-every", "5", "--device", "flex"])
         .args(arguments)
-        // Burn restores an optimizer's state on its default device, so that device must be one that opens.
+        // Burn restores an optimizer's state on its default device, so the default must be a device that this machine
+        // has.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -56,7 +57,7 @@ pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
-/// Checks that losses are equal except for sums in another order.
+/// Checks that losses are equal except for the rounding of sums in another order.
 #[track_caller]
 pub fn assert_same_losses(name: &str, found: &[(usize, f64)], expected: &[(usize, f64)]) {
     for ((step, expected), (_, found)) in expected.iter().zip(found) {
@@ -188,7 +189,8 @@ pub fn finetune(base: &Folder, data: &Path, out: &Path, arguments: &[&str]) -> C
         .args(["--checkpoint-every", "2", "--device", "flex"])
         .args(["--learning-rate", "0.01", "--warmup", "1"])
         .args(arguments)
-        // Burn restores an optimizer's state on its default device, so that device must be one that opens.
+        // Burn restores an optimizer's state on its default device, so the default must be a device that this machine
+        // has.
         .env("BURN_DEVICE", "flex");
     command
 }
@@ -216,7 +218,7 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // A table on the host works with the default `--checkpointing`, and with `layers` below.
+    // A per-layer table on the host works with the default `--checkpointing`, and below with `--checkpointing layers`.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);

@@ -1,4 +1,4 @@
-//! Biases: loaded by threads or by the copy engine (TMA), broadcast biases, and biases of −∞.
+//! Tests of biases: loaded by threads or by the copy engine (TMA), broadcast biases, and biases of −∞.
 
 use super::{WIDTHS, check, check_with, each_width};
 use crate::case::{Case, FULL};
@@ -15,8 +15,8 @@ fn wgmma_bias_with_softcap_matches_reference() {
     });
 }
 
-/// The row length of these biases allows TMA loads. The biases are per sequence or broadcast, in partial tiles, and
-/// with several tiles per CTA. A bias of −∞ hides NaN keys and values.
+/// Checks biases whose row length allows TMA loads. The biases are per sequence or broadcast. The cases have partial tiles or
+/// several tiles per CTA. A bias of −∞ hides NaN keys and values.
 #[test]
 fn wgmma_bias_loaded_by_tma_matches_reference() {
     for (head_dim, value_dim) in WIDTHS {
@@ -57,7 +57,7 @@ fn wgmma_bias_loaded_by_tma_matches_reference() {
         );
     }
     for width in [64, 128, 256] {
-        // The rows have an odd length, but start at multiples of 16 bytes if their allocation is padded.
+        // Biases with 391 keys are loaded by TMA only if padding makes each row start at a multiple of 16 bytes.
         check(Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 391, width, width])
@@ -69,7 +69,8 @@ fn wgmma_bias_loaded_by_tma_matches_reference() {
     }
 }
 
-/// The gradient of a broadcast bias is summed in parts, or computed from other gradients without the scores.
+/// Checks the gradient of a bias that is broadcast along each combination of dimensions. The gradient is a sum of partial sums,
+/// or is computed from other gradients without the scores.
 #[test]
 fn wgmma_broadcast_bias_gradient_matches_reference() {
     for bits in 0..16 {
@@ -84,8 +85,8 @@ fn wgmma_broadcast_bias_gradient_matches_reference() {
     }
 }
 
-/// A bias with one value per head hides all keys from one head of a group, or from both heads. The hidden heads'
-/// queries, keys and values are NaN or infinite.
+/// Checks a bias with one value per head. A bias of −∞ hides all keys from one head of a group, or from both heads. The query of
+/// such a head is NaN, and keys and values that neither head sees are NaN or infinite.
 #[test]
 fn wgmma_bias_that_hides_heads_ignores_nan() {
     let extents = [[false, true, false, false], [true, true, false, false]];
@@ -101,7 +102,8 @@ fn wgmma_bias_that_hides_heads_ignores_nan() {
                 dtype: DType::BF16,
                 ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
             };
-            // A bias that is broadcast over the batch hides the heads of every sequence.
+            // The heads 2 and 3 are hidden in the second sequence. If the bias is broadcast over the batch, they are hidden in
+            // the first sequence too.
             let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
                 0 => false,
                 1 => true,

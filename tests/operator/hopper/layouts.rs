@@ -1,11 +1,11 @@
-//! Head sizes and layouts that TMA loads directly, and those that the operator first copies to another layout.
+//! Tests of head sizes and layouts that TMA loads directly, and of those that the operator first copies to another layout.
 
 use super::{check, sized};
 use crate::case::Case;
 use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 
-/// Rows that do not start at multiples of 16 bytes, and operands in other layouts.
+/// Checks rows that do not start at multiples of 16 bytes, and inputs in every layout of [`Layout::ALL`].
 #[test]
 fn wgmma_any_head_dim_and_layout_matches_reference() {
     for (head_dim, value_dim) in [

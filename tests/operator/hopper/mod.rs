@@ -1,7 +1,7 @@
-//! The engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
-//! have several tiles of queries and blocks of keys with tails, and every option that hides keys, shares tiles or
-//! splits them. Each check asserts that this engine serves the case forward and backward; without a Hopper device the
-//! tests do nothing. For few rows the operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is
+//! Tests of the engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases have
+//! several tiles of queries and several blocks of keys, the last of which are partly filled. They cover every option that hides
+//! keys, shares tiles or splits keys. Each check asserts that this engine serves the case forward and backward; without a Hopper
+//! device the tests do nothing. For few rows the operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is
 //! needed to test the forward of this engine.
 
 mod biases;
@@ -35,7 +35,7 @@ const WIDTHS: [(usize, usize); 8] = [
 /// Number of rows (queries times heads of a group) up to which the operator prefers the mma engine's forward.
 const FEW_ROWS: usize = 32;
 
-/// Largest head size that the backward has tiles for.
+/// Largest head size for which the backward has tiles.
 const WIDEST_GRADIENT: usize = 512;
 
 fn hopper_devices() -> Vec<TestDevice> {
@@ -50,7 +50,7 @@ fn hopper_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(is_hopper).collect()
 }
 
-/// Checks `case` in bf16 if a device has the engine.
+/// Checks `case` in bf16. The check does nothing if no device has the engine.
 fn check(case: Case) {
     let case = Case {
         dtype: DType::BF16,
@@ -59,13 +59,14 @@ fn check(case: Case) {
     check_poisoned(&case, |_| {});
 }
 
-/// Checks `case`. `poison` changes the devices' inputs, but not the reference's.
+/// Checks `case` with inputs that differ between the devices and the reference. `poison` changes the devices' inputs, for example
+/// to NaN in hidden keys, and the reference keeps the original ones.
 fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
     check_with(case, |_| {}, poison);
 }
 
-/// Checks `case`. `change` changes the inputs of the devices and of the reference, and `poison` changes the devices'
-/// inputs only.
+/// Checks `case`. `change` changes the inputs of the devices and of the reference. `poison` then changes the inputs of the
+/// devices only.
 fn check_with(case: &Case, change: impl Fn(&mut Inputs), poison: impl Fn(&mut Inputs)) {
     let devices = hopper_devices();
     if devices.is_empty() {

@@ -1,4 +1,4 @@
-//! Scores with a scale of any sign and size, and NaN scores.
+//! Tests of scores with a scale of any sign and size, of NaN scores, and of the lowest finite number as a score.
 
 use super::{WIDTHS, check, check_poisoned, hopper_devices, sized};
 use crate::biases::check_lowest;
@@ -6,7 +6,8 @@ use crate::case::{Case, FULL};
 use crate::empty_rows::check_beside_nan;
 use burn::tensor::DType;
 
-/// With a scale of zero or below, the largest QK product does not give the largest score.
+/// Checks negative, zero, common and tiny scales. With a scale of zero or below, the largest QK product does not give the largest
+/// score, so kernels cannot take the row maximum before they scale.
 #[test]
 fn wgmma_any_scale_matches_reference() {
     for scale in [-0.3, 0.0, 1.0, 1e-31] {
@@ -19,7 +20,7 @@ fn wgmma_any_scale_matches_reference() {
     }
 }
 
-/// Some queries of a tile see NaN, and biases hold the lowest finite number.
+/// Checks tiles in which some queries see NaN and others see no key, and biases that hold the lowest finite number.
 #[test]
 fn wgmma_nan_and_lowest_bias_match_reference() {
     if hopper_devices().is_empty() {
@@ -47,7 +48,7 @@ fn wgmma_nan_and_lowest_bias_match_reference() {
     }
 }
 
-/// The scores are far beyond the range of half precision.
+/// Checks scores far beyond the range of half precision.
 #[test]
 fn wgmma_scores_beyond_half_precision_match_reference() {
     for dtype in [DType::F16, DType::BF16] {

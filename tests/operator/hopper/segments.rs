@@ -1,4 +1,4 @@
-//! Packed documents (segments): document boundaries inside and between blocks, and more documents than a single tile
+//! Tests of packed documents (segments): document boundaries inside and between blocks, and more documents than a single tile
 //! covers.
 
 use super::{check, each_width};
@@ -14,12 +14,13 @@ fn wgmma_segments_match_reference() {
     });
 }
 
-/// Returns the segment ids of consecutive documents of `size` tokens.
+/// Returns the segment ids of `length` tokens in consecutive documents of `size` tokens.
 fn ids(length: usize, size: i64) -> Vec<i64> {
     (0..length as i64).map(|i| i / size).collect()
 }
 
-/// Documents begin and end inside blocks, with and without a mask. There are far more documents than a tile sees.
+/// Checks documents that begin and end inside blocks, with and without a mask. There are far more documents than a single tile
+/// covers.
 #[test]
 fn wgmma_many_segments_match_reference() {
     for causal in [None, Some(CausalAlignment::BottomRight)] {
@@ -34,8 +35,8 @@ fn wgmma_many_segments_match_reference() {
     }
 }
 
-/// There are more tiles than multiprocessors, and documents of one token up to the whole length. CTAs therefore fetch
-/// their tiles one by one.
+/// Checks the dynamic scheduler, with which CTAs fetch their tiles one by one. It runs here because there are more tiles than
+/// multiprocessors and the documents have very different lengths.
 #[test]
 fn wgmma_uneven_segments_with_dynamic_scheduler_match_reference() {
     let uneven = |length: usize| {
@@ -59,7 +60,7 @@ fn wgmma_uneven_segments_with_dynamic_scheduler_match_reference() {
     }
 }
 
-/// The documents consist of whole tiles. In another case, a decode, the keys are split over CTAs.
+/// Checks documents that consist of complete tiles. A second case is a decode call, whose keys are split over CTAs.
 #[test]
 fn wgmma_segments_of_whole_tiles_match_reference() {
     for width in [64, 128, 256, 512] {

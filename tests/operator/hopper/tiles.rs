@@ -1,12 +1,12 @@
-//! Assignment of tiles to CTAs: several tiles to one CTA, several heads to one tile, and tiles without keys.
+//! Tests of the assignment of tiles to CTAs: several tiles to one CTA, several heads to one tile, and tiles without keys.
 
 use super::{check, hopper_devices};
 use crate::case::Case;
 use attention_cube::{AttentionOptions, CausalAlignment, attention_with_lse};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// There are more tiles than multiprocessors, so persistent CTAs process several tiles each, in pairs under a causal
-/// mask. The number of tiles may be odd.
+/// Checks cases with more tiles than multiprocessors, in which persistent CTAs process several tiles each. Under a causal mask a
+/// CTA takes tiles in pairs, and in some cases the number of tiles per head is odd.
 #[test]
 fn wgmma_persistent_ctas_match_reference() {
     for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
@@ -27,9 +27,9 @@ fn wgmma_persistent_ctas_match_reference() {
     }
 }
 
-/// Persistent CTAs process tiles without visible keys between other tiles. A mask hides the first keys, as left padding
-/// does, or hides all keys from the last queries. A single sequence has fewer tiles than CTAs and must give the same
-/// bits.
+/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A mask hides the first keys, as left
+/// padding does, or hides all keys from the last queries. A sequence alone has fewer tiles than CTAs and must give the same bits
+/// as in the batch.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);
@@ -55,7 +55,8 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
                 random(8, value_dim),
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
-            // Each of the two masks hides more than two tiles of keys or of queries.
+            // The mask `keys` hides the first 70 % of the keys, which are more than two tiles. The mask `queries` hides all keys
+            // from the queries from 130 on, which are more than two tiles too.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)
@@ -93,7 +94,8 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
     }
 }
 
-/// The heads of a group share a tile even if they do not fill it, and the keys are split over CTAs.
+/// Checks few queries per head, where the heads of a group share a tile even if they do not fill it. The keys are split over
+/// CTAs.
 #[test]
 fn wgmma_few_queries_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 2, 5), (10, 1, 30), (3, 3, 2), (64, 1, 3)] {

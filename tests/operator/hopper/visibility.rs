@@ -1,4 +1,4 @@
-//! Options that hide keys: causal masks, windows, and masks packed to bits and blocks, of any size.
+//! Tests of options that hide keys: causal masks, windows, and masks of any size, which are packed to bits and blocks.
 
 use super::{WIDTHS, check, check_poisoned, check_with, each_width, hopper_devices, sized};
 use crate::case::{Case, FULL};
@@ -6,7 +6,7 @@ use crate::dense::{Dense, read};
 use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// More pairs of `(head_dim, value_dim)`, which one test uses.
+/// Further pairs of `(head_dim, value_dim)`, which only the test without options uses.
 const OTHER_WIDTHS: [(usize, usize); 6] = [
     (8, 8),
     (80, 80),
@@ -65,7 +65,8 @@ fn wgmma_masks_and_sinks_match_reference() {
     });
 }
 
-/// A mask that the caller expanded is packed once, and all heads and sequences read that copy.
+/// Checks masks that the caller expanded along any dimensions. Such a mask is packed once, and all heads and sequences read the
+/// packed copy.
 #[test]
 fn wgmma_expanded_masks_match_reference() {
     for bits in 0..16 {
@@ -78,8 +79,8 @@ fn wgmma_expanded_masks_match_reference() {
     }
 }
 
-/// Keys and values past the lengths, or of segments without queries, are NaN or infinite. They lie in the middle and at
-/// the end of blocks.
+/// Checks that hidden keys and values are not read. Keys and values past a sequence's length, or of segments without queries, are
+/// NaN or infinite. They lie in the middle and at the end of blocks.
 #[test]
 fn wgmma_hidden_nan_keys_are_not_read() {
     for (head_dim, value_dim) in WIDTHS {
@@ -111,8 +112,9 @@ fn wgmma_hidden_nan_keys_are_not_read() {
     }
 }
 
-/// The mask hides whole blocks, leaves other blocks visible, hides some keys from all queries, and other keys from some
-/// queries. The keys that no query sees are NaN.
+/// Checks masks in which kernels may skip blocks. The first mask hides all keys of some blocks, shows all keys of others, and
+/// hides some keys of the rest. The second mask hides some keys from all queries, and others from some queries. Keys that no
+/// query sees are NaN.
 #[test]
 fn wgmma_masks_by_blocks_ignore_hidden_nan() {
     let nobody_sees = |key: usize| key % 16 == 5 || (200..290).contains(&key);
@@ -135,8 +137,8 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // The keys 200 to 289 are hidden in all blocks. A fully visible block shows all its other keys,
-                        // even those that the mask hides in partly visible blocks.
+                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. Other keys that
+                        // `nobody_sees` hides in partly visible blocks are visible in fully visible blocks.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },
@@ -164,7 +166,7 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
     }
 }
 
-/// One head has a sink of −∞, and some queries see no key.
+/// Checks a sink of −∞ in one head. Some queries of this head see no key.
 #[test]
 fn wgmma_sink_of_minus_infinity_matches_reference() {
     each_width(|case| Case {
@@ -190,8 +192,8 @@ fn wgmma_sink_of_minus_infinity_matches_reference() {
     }
 }
 
-/// The kernels index a mask with more elements than 32 bits can count, without copying it, in forward and backward. The
-/// last head gets the same results as in a call with that head's mask only.
+/// Checks a mask with more elements than 32 bits can count, which the kernels index without copying it, in forward and backward.
+/// The last head must get the same results as in a call with that head and its mask only.
 #[test]
 fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];

@@ -1,5 +1,5 @@
-//! Int8 codes and scales on the host and on a device, and the check of attention over them against the reference over
-//! the dequantized numbers.
+//! Int8 codes and scales on the host and on a device. Attention over them is checked against the reference over the dequantized
+//! numbers.
 
 use crate::case::{Case, seed};
 use crate::compare::Named;
@@ -12,17 +12,17 @@ use attention_cube::{AttentionProblem, Explanation, explain};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Int8 codes with their scales, on the host.
+/// Rows of int8 codes on the host, with a scale for each row.
 #[derive(Clone)]
 pub struct Rows {
-    /// Codes `[batch, kv_heads, kv_len, columns]`.
+    /// The codes, `[batch, kv_heads, kv_len, columns]`.
     pub codes: Dense,
-    /// Scales `[batch, kv_heads, kv_len, 1]`, in f32.
+    /// The scales in f32, `[batch, kv_heads, kv_len, 1]`.
     pub scales: Dense,
 }
 
 impl Rows {
-    /// Returns random codes and scales. A code times its scale is about 1.
+    /// Returns random codes and scales, chosen so that the dequantized numbers are about 1 in size.
     pub fn random(shape: [usize; 4], rng: &mut StdRng) -> Self {
         let [batch, heads, length, _] = shape;
         Self {
@@ -33,7 +33,7 @@ impl Rows {
         }
     }
 
-    /// Returns the dequantized elements: each code times its scale, exactly.
+    /// Returns the dequantized elements: each code times the scale of its row, without rounding.
     pub fn numbers(&self) -> Dense {
         Dense::from_fn(self.codes.shape, |[b, h, j, c]| {
             self.codes.at([b, h, j, c]) * self.scales.at([b, h, j, 0])
@@ -60,13 +60,13 @@ impl Rows {
     }
 }
 
-/// A case whose keys and values are quantized.
+/// A case with int8 keys and values, which replace the keys and values in `inputs`.
 pub struct Quantized {
     pub case: Case,
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// True if the call states that its lengths are on the device before the launch.
+    /// True if the call sets the option `kv_lengths_ahead`, which promises that the lengths are on the device before the launch.
     pub lengths_ahead: bool,
 }
 
@@ -91,7 +91,7 @@ impl Quantized {
         self.check_on(&devices(), given_key, given_value);
     }
 
-    /// Returns the explanation of the call over contiguous int8 rows.
+    /// Returns the explanation of this call on a device, with contiguous int8 keys and values.
     pub fn explain_on(&self, TestDevice { device, .. }: &TestDevice) -> Explanation {
         let extras = untracked(&self.inputs, device, self.case.extras_dtype());
         let problem = AttentionProblem::quantized(
@@ -141,7 +141,7 @@ impl Quantized {
     }
 }
 
-/// Returns the optional inputs without autodiff.
+/// Returns the optional inputs of a call as tensors without autodiff.
 fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
     let extras = inputs.extras(&device.clone().autodiff(), dtype);
     let plain = |(queries, keys): (Tensor<2, Int>, Tensor<2, Int>)| {

@@ -1,6 +1,6 @@
-//! Calls with more rows than the int8 kernels read directly. Such a call dequantizes keys and values to a copy. The
-//! copy covers only the keys and values that at least one query sees by causal mask, window and length. All other
-//! keys and values have NaN scales here, which must not affect a result.
+//! Tests of calls with more rows than the int8 kernels read directly. Such a call dequantizes keys and values to a copy. The copy
+//! covers only the keys and values that at least one query sees by causal mask, window and length. All other keys and values have
+//! NaN scales here, which must not affect a result.
 
 use super::case::Quantized;
 use super::causal;
@@ -8,7 +8,7 @@ use crate::case::Case;
 use attention_cube::CausalAlignment::TopLeft;
 use burn::tensor::DType;
 
-/// Returns true if no query of the sequence sees the key by causal mask, window and length.
+/// Returns true if the causal mask, the window or the length hides the key from all queries of its sequence.
 fn is_unseen(case: &Case, [batch, _, key]: [usize; 3]) -> bool {
     let end = match &case.kv_lengths {
         Some(lengths) => lengths[batch],

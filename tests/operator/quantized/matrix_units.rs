@@ -1,7 +1,7 @@
-//! The mma engine's kernel that reads packed int8 directly, on the devices that support it. The cases cover every head
-//! size of the tile table and sizes in between. The number of rows is at most 32. The rows belong to one head or to a
-//! group of heads, and the keys have one split or many. The cases also cover all options that hide keys, with NaN
-//! scales of hidden keys, and views whose rows start anywhere.
+//! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support it. The cases cover every head
+//! size of the tile table and sizes in between. The number of rows is at most 32. The rows belong to one head or to a group of
+//! heads, and the keys have one split or many. The cases also cover all options that hide keys, with NaN scales of hidden keys,
+//! and views whose rows start at any address.
 
 use super::case::{Quantized, Rows};
 use super::causal;
@@ -17,8 +17,8 @@ use attention_cube::{
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Pairs of `(head_dim, value_dim)`, in whole pieces of 16 codes: every row of the tile table, and sizes that fill
-/// neither a tile nor a subtile.
+/// Pairs of `(head_dim, value_dim)`: every row of the tile table, and sizes that fill neither a tile nor a subtile. All sizes are
+/// multiples of 16 codes.
 const WIDTHS: [(usize, usize); 9] = [
     (48, 32),
     (64, 64),
@@ -46,8 +46,8 @@ fn matrix_unit_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(has_engine).collect()
 }
 
-/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the rows that the devices get,
-/// but only where keys are hidden.
+/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the keys and values that the devices get,
+/// but only where keys are hidden, because the reference gets the original ones.
 fn check_given(case: Case, given: impl Fn(&mut Rows, &mut Rows)) {
     let devices = matrix_unit_devices();
     if devices.is_empty() {
@@ -90,7 +90,7 @@ fn int8_mma_rows_of_two_fragments_match_reference() {
     }
 }
 
-/// For head sizes above 256, 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query heads
+/// Checks head sizes above 256, for which 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query heads
 /// that share keys, or several queries of one head.
 #[test]
 fn int8_mma_wide_heads_with_several_tiles_match_reference() {
@@ -111,8 +111,8 @@ fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     }
 }
 
-/// The keys have many splits, and the causal mask and the lengths leave some splits empty. Other cases have fewer keys
-/// than a block.
+/// Checks keys with many splits, some of which the causal mask and the lengths leave empty. Other cases have fewer keys than a
+/// block.
 #[test]
 fn int8_mma_splits_and_lengths_match_reference() {
     for head_dim in [64, 256, 512] {
@@ -165,7 +165,8 @@ fn int8_mma_every_option_matches_reference() {
     }
 }
 
-/// Past a sequence's length and outside of its window the scales are NaN or infinite, and the codes are −128.
+/// Checks that keys and values past a sequence's length and outside of its window are not read. Their scales are NaN or infinite,
+/// and their codes are −128.
 #[test]
 fn int8_mma_hidden_scales_are_not_read() {
     for head_dim in [64, 256, 512] {
@@ -191,7 +192,8 @@ fn int8_mma_hidden_scales_are_not_read() {
     }
 }
 
-/// The views' rows start at multiples of 4 and of 16 bytes in a longer, wider buffer with heads last.
+/// Checks keys and values that are views of a larger tensor with heads last. The rows of the views start at multiples of 4 or of
+/// 16 bytes.
 #[test]
 fn int8_mma_views_match_dequantized_attention() {
     for TestDevice { name, device } in matrix_unit_devices() {

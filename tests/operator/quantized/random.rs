@@ -1,5 +1,5 @@
-//! Random combinations of options over int8 keys and values. In every second problem the lengths are on the device
-//! before the launch.
+//! Tests of random combinations of options over int8 keys and values. Every second problem sets the option `kv_lengths_ahead`, so
+//! its lengths are on the device before the launch.
 
 use super::case::Quantized;
 use crate::case::Case;
@@ -8,7 +8,7 @@ use crate::random::{Sizes, numbered};
 use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 
-/// Returns the problem with this number, with head sizes rounded up to multiples of four codes.
+/// Returns the random problem `number`, with head sizes rounded up to multiples of the four codes in a word.
 fn problem(number: u64) -> Case {
     let drawn = numbered(Sizes::Small, number, Config::default());
     let case = drawn.1.current().case;

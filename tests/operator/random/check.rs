@@ -1,4 +1,4 @@
-//! The check of a random problem on a device. The results must match the reference, and two runs must give equal bits.
+//! The check of a random problem on a device: the results must match the reference, and two runs must give equal bits.
 
 use super::{BOXES, Problem, Sizes, variant};
 use crate::case::{Case, Extent, seed};
@@ -18,8 +18,8 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the number of consecutive problems that share one variant. A variant determines the compiled kernels.
-/// Compiling a kernel takes longer than running it, so a variant serves several problems.
+/// Returns the number of consecutive problems with the same variant. A variant determines the compiled kernels. Compiling a
+/// kernel takes longer than running it, so several problems share a variant.
 pub fn bundle(sizes: Sizes) -> u64 {
     match sizes {
         Sizes::Small => 1,
@@ -27,7 +27,7 @@ pub fn bundle(sizes: Sizes) -> u64 {
     }
 }
 
-/// Returns a test runner whose random numbers depend only on the arguments and on `ATTENTION_TEST_SEED`.
+/// Returns a proptest runner whose random numbers depend only on the arguments and on `ATTENTION_TEST_SEED`.
 fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     let mut bytes = [0; 32];
     for (place, part) in bytes.chunks_mut(8).zip([seed(), what, number]) {
@@ -36,8 +36,8 @@ fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
 }
 
-/// Returns the problem with this number and the runner that shrinks it. Both depend only on the number, `sizes` and
-/// `ATTENTION_TEST_SEED`.
+/// Returns the proptest runner and the value tree of the problem `number`. Together they can shrink the problem. Both depend only
+/// on the number, `sizes` and `ATTENTION_TEST_SEED`.
 pub fn numbered(
     sizes: Sizes,
     number: u64,
@@ -52,7 +52,7 @@ pub fn numbered(
     (runner, tree.expect("the strategy filters no value"))
 }
 
-/// A device on which problems are checked.
+/// A device under test, with the profile from which the engines plan kernels.
 pub struct Target {
     /// The device under test.
     pub device: TestDevice,
@@ -72,7 +72,8 @@ impl Target {
         devices().into_iter().map(target).collect()
     }
 
-    /// Fills memory that kernels will reuse with NaN: freed buffers, and the shared memory of every multiprocessor.
+    /// Writes NaN to memory that later kernels reuse: to buffers, which are then freed, and to the shared memory of every
+    /// multiprocessor.
     fn dirty(&self) {
         let Some(profile) = &self.profile else {
             return;
@@ -104,8 +105,8 @@ impl Target {
 }
 
 impl Problem {
-    /// Checks output, logsumexp and gradients. A second run, after other kernels have written to the device's memory,
-    /// must give the same bits.
+    /// Checks output, logsumexp and gradients on each device against the reference. A second run, after other kernels have
+    /// written to the device's memory, must give the same bits.
     ///
     /// # Errors
     /// Returns a text that names the wrong results.
@@ -126,7 +127,8 @@ impl Problem {
             let first = run();
             target.dirty();
             let repeat = differences(&first, &run());
-            // The results must be the same if the call states that its lengths are on the device before the launch.
+            // The option `kv_lengths_ahead`, which promises that the lengths are on the device before the launch, must not change
+            // the results.
             let ahead = case.kv_lengths.as_ref().and_then(|_| {
                 differences(&first, &case.run_ahead(&drawn.given, device))
                     .map(|found| format!("lengths ahead: {found}"))
@@ -147,8 +149,7 @@ impl Problem {
         target.device.supports(self.case.dtype)
     }
 
-    /// Returns the problem's dtype with its head sizes, and the kernel of its forward. The test counts how often each
-    /// occurs.
+    /// Returns two names by which the test counts problems: the dtype with the head sizes, and the kernel of the forward.
     pub fn kinds(&self, target: &Target) -> [String; 2] {
         let Case {
             dtype,
@@ -161,13 +162,13 @@ impl Problem {
     }
 }
 
-/// Describes the kernel of `case`'s forward on a device.
+/// Returns the name of the kernel that runs the forward of `case` on a device.
 fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     if !case.layouts[..3]
         .iter()
         .all(|layout| BOXES.contains(layout))
     {
-        // TMA cannot load these rows, so the selected kernel depends on the rows' addresses.
+        // TMA cannot load rows in these layouts, so the addresses of the rows decide which kernel is selected.
         return "rows that TMA cannot load".into();
     }
     let problem = problem(case);
@@ -203,7 +204,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     format!("{engine} {tiles}{particulars}")
 }
 
-/// Returns the problem from which the engines plan kernels.
+/// Returns the attention problem of `case`, from which the engines plan kernels.
 fn problem(case: &Case) -> AttentionProblem {
     let scores = case.scores();
     let shape = |extent: Extent| {
@@ -237,7 +238,7 @@ fn problem(case: &Case) -> AttentionProblem {
     }
 }
 
-/// Returns a text that names the results whose bits differ.
+/// Returns a text that names the results whose bits differ between two runs, or `None` if no bits differ.
 fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     let same = |(a, b): (&f64, &f64)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
     let different = |(first, second): (&Named, &Named)| {
@@ -253,7 +254,8 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
 }
 
-/// The problems drawn for cards also reach the engines of cards without Hopper's instructions.
+/// Checks that the problems drawn for [`Sizes::Every`] reach each engine of cards without Hopper's instructions: mma, cmma and
+/// unit.
 #[test]
 fn random_problems_reach_every_engine() {
     let mut ways = BTreeSet::new();
@@ -301,7 +303,8 @@ fn random_problems_reach_every_engine() {
     }
 }
 
-/// The problems drawn for cards cover every row of the tile tables, and every variant of the kernels over these tiles.
+/// Checks that the problems drawn for [`Sizes::Every`] reach every row of the wgmma tile tables, and every variant of the kernels
+/// over these tiles.
 #[test]
 fn random_problems_reach_every_wgmma_kernel() {
     let h200 = hopper();

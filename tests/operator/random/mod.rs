@@ -1,5 +1,5 @@
-//! Random problems. The variant, which determines the compiled kernels, is drawn first. The sizes, parameters and data
-//! of a problem are then drawn for that variant.
+//! Random problems. The variant, which determines the compiled kernels, is drawn first. The sizes, option values and data of a
+//! problem are then drawn for that variant.
 
 mod check;
 mod patterns;
@@ -17,7 +17,7 @@ use proptest::sample::select;
 use std::fmt;
 use std::ops::RangeInclusive;
 
-/// The sizes of problems.
+/// The range from which the sizes of problems are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sizes {
     /// Three head sizes and short sequences. Each head size needs another kernel, which a software driver compiles for
@@ -31,16 +31,16 @@ pub enum Sizes {
 /// One random problem.
 #[derive(Clone)]
 pub struct Problem {
-    /// The sizes and options.
+    /// The sizes and options of the problem.
     pub case: Case,
-    /// The patterns of the data.
+    /// The patterns of the mask, the bias and the sinks, and the places of NaN.
     pub data: Data,
 }
 
 impl fmt::Debug for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { case, data } = self;
-        // Segment ids and intervals are left out: they are many, and the problem's number determines them.
+        // Segment ids and intervals are not printed, because they are long lists that the problem's number determines.
         let ids = case.segments.as_ref().map(|_| (vec![], vec![]));
         let case = Case {
             segments: ids,
@@ -51,28 +51,29 @@ impl fmt::Debug for Problem {
     }
 }
 
-/// The properties that determine the compiled kernels. All problems of a variant have the same options, layouts, head
-/// sizes and GQA group.
+/// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group. All problems of a
+/// variant have the same properties.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// A case with one sequence and one key head. All problems of the variant have its options, with other values.
+    /// A case with one sequence and one key head. All problems of the variant have its options, with values of their own, for
+    /// example another softcap.
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
-    /// Every problem's number of keys is a multiple of this number.
+    /// The number of keys of every problem is a multiple of this number.
     key_step: usize,
     sizes: Sizes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Crowd {
-    /// A few heads, so few tiles.
+    /// The problem has a few heads, and so a few tiles.
     Few,
-    /// More tiles than multiprocessors.
+    /// The problem has more tiles than a card has multiprocessors.
     Tiles,
 }
 
-/// Pairs of `(head_dim, value_dim)`: each row of the tile tables of the split-M and split-D kernels.
+/// Pairs of `(head_dim, value_dim)`, one for each row of the tile tables of the split-M and split-D kernels.
 const TABLE_WIDTHS: [(usize, usize); 9] = [
     (64, 64),
     (128, 128),
@@ -85,7 +86,7 @@ const TABLE_WIDTHS: [(usize, usize); 9] = [
     (576, 512),
 ];
 
-/// Pairs of `(head_dim, value_dim)` between the rows of the tile tables, in whole vectors.
+/// Pairs of `(head_dim, value_dim)` between the rows of the tile tables. All sizes are multiples of a vector of 8 elements.
 const OTHER_WIDTHS: [(usize, usize); 10] = [
     (8, 8),
     (40, 24),
@@ -99,8 +100,8 @@ const OTHER_WIDTHS: [(usize, usize); 10] = [
     (448, 264),
 ];
 
-/// Pairs of `(head_dim, value_dim)` that only the portable engines serve: no whole vectors, or wider than any matrix
-/// unit's tiles.
+/// Pairs of `(head_dim, value_dim)` outside of the tile tables: sizes that are not multiples of a vector, or that are wider than
+/// the tiles of any matrix unit. Engines for matrix units refuse such inputs or need aligned copies of them.
 const ODD_WIDTHS: [(usize, usize); 8] = [
     (1, 1),
     (5, 5),
@@ -112,7 +113,7 @@ const ODD_WIDTHS: [(usize, usize); 8] = [
     (1024, 1024),
 ];
 
-/// Layouts that TMA can load: their rows start at multiples of 16 bytes if the rows of the contiguous layout do.
+/// Layouts that TMA can load. Their rows start at multiples of 16 bytes if the rows of a contiguous tensor do.
 const BOXES: [Layout; 6] = [
     Layout::Contiguous,
     Layout::HeadsLast,
@@ -128,16 +129,16 @@ const BOXES: [Layout; 6] = [
     Layout::SharedHeads,
 ];
 
-/// Number of multiprocessors of the largest card that these problems are for.
+/// Number of multiprocessors of the largest card for which these problems are drawn.
 const MULTIPROCESSORS: usize = 132;
 
-/// Number of query elements that a problem of few heads may have.
+/// Maximum number of elements in the query of a problem of the kind [`Crowd::Few`].
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
-    /// Returns the maximum number of multiplications (scores times columns) and of elements in all tensors of a
-    /// problem. Within these limits, a processor core draws a problem and computes its f64 reference in a fraction of a
-    /// second.
+    /// Returns the limits of a problem: the maximum number of multiplications (scores times columns), and the maximum number of
+    /// elements in all tensors. Within these limits, a processor core draws a problem and computes its f64 reference in a
+    /// fraction of a second.
     const fn room(self) -> (usize, usize) {
         match self {
             Self::Few => (40_000_000, 1_500_000),
@@ -145,7 +146,7 @@ impl Crowd {
         }
     }
 
-    /// Returns the number of keys that a problem may always have, even beyond the limits.
+    /// Returns a number of keys that a problem may always have, even if it exceeds the limits of [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,
@@ -154,7 +155,7 @@ impl Crowd {
     }
 }
 
-/// Returns `Some` with the probability `likely`.
+/// Returns a strategy that draws `Some` with the probability `likely`, and otherwise `None`.
 fn perhaps<S: Strategy>(likely: f64, strategy: S) -> impl Strategy<Value = Option<S::Value>> {
     option::weighted(likely, strategy)
 }
@@ -163,9 +164,10 @@ fn extent() -> impl Strategy<Value = Extent> {
     proptest::array::uniform4(prop::bool::weighted(0.7))
 }
 
-/// Returns the strategy of variants.
+/// Returns the strategy that draws variants.
 pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
-    // These probabilities of an option give variants with few options, with some options, and with nearly all options.
+    // `likely` is the probability of each option. Its values give variants with few options, with some options, and with nearly
+    // all options.
     (load(sizes), select(vec![0.1, 0.3, 0.3, 0.9])).prop_flat_map(|(variant, likely)| {
         let case = Just(variant.case.clone())
             .prop_flat_map(move |case| structure(case, likely))
@@ -178,7 +180,7 @@ pub fn variant(sizes: Sizes) -> impl Strategy<Value = Variant> {
     })
 }
 
-/// Returns the strategy of head sizes, heads and lengths, without options.
+/// Returns the strategy that draws head sizes, heads and lengths of a variant without options.
 fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
     let widths = match sizes {
         Sizes::Small => select(vec![(16, 16), (16, 32), (5, 5)]).boxed(),
@@ -219,8 +221,9 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Returns the strategy of query heads per key head, and of query lengths. Kernels are compiled for the number of heads
-/// that share a tile, so a variant whose heads may share a tile has one length.
+/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. Kernels are compiled
+/// for the number of heads that share a tile, which depends on the length. A variant whose heads may share a tile therefore has
+/// one length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
     let one = |lengths: RangeInclusive<usize>| lengths.prop_map(|length| length..=length);
@@ -272,7 +275,8 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
 
 fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
     (
-        // Kernels may apply a positive scale after the row maximum, so positive and negative scales differ.
+        // A kernel may take the row maximum before it applies a positive scale, but not before a negative one. Positive and
+        // negative scales thus need different kernels.
         perhaps(0.4, select(vec![1.0, 1.0, -1.0])),
         perhaps(likely, Just(1.0)),
         perhaps(likely, extent()),
@@ -302,7 +306,7 @@ fn layouts(case: Case) -> impl Strategy<Value = Case> {
         Layout::SharedBatch,
         Layout::SharedHeads,
     ]);
-    // `boxes` draws layouts that TMA can read, `any_layout` any layout.
+    // The closure `boxes` draws layouts that TMA can read, and `any_layout` draws any layout.
     let boxes = || select(BOXES.to_vec());
     let any_layout = || select(Layout::ALL.to_vec());
     let contiguous = Just([Layout::Contiguous; 3]);
@@ -321,14 +325,14 @@ fn layouts(case: Case) -> impl Strategy<Value = Case> {
 }
 
 impl Variant {
-    /// Returns the strategy of problems of this variant.
+    /// Returns the strategy that draws problems of this variant.
     pub fn problem(&self) -> impl Strategy<Value = Problem> + use<> {
         (self.sized(), data())
             .prop_flat_map(|(case, data)| (numbers(case), Just(data)))
             .prop_map(|(case, data)| Problem { case, data })
     }
 
-    /// Draws the sizes. Their limits keep the time of the f64 reference short.
+    /// Returns the strategy that draws the sizes of a problem. The sizes are limited to keep the time of the f64 reference short.
     fn sized(&self) -> impl Strategy<Value = Case> + use<> {
         let variant = self.clone();
         let parts = 0.0..1.0f64;
@@ -354,8 +358,8 @@ impl Variant {
             )
     }
 
-    /// Returns the case with the given numbers of sequences, key heads and queries. `key_part` is the number of keys as
-    /// a fraction of the maximum.
+    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from 0 to
+    /// 1. Its square times the maximum number of keys gives the number of keys.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
@@ -400,7 +404,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // The tile tables have these numbers of rows per tile.
+        // The number of rows per tile, as in the tile tables.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,
@@ -418,7 +422,7 @@ impl Variant {
     }
 }
 
-/// Returns the strategy that draws the parameters of the options that `case` has.
+/// Returns the strategy that draws the values of the options that `case` has, such as the softcap or the window.
 fn numbers(case: Case) -> impl Strategy<Value = Case> {
     let Case {
         batch,
@@ -445,9 +449,10 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
             (1 << 32) + 3,
         ]),
     ];
-    // The segments are packed documents of one length, or ids without order.
+    // The segments of a problem are either packed documents of one length, or ids in no order.
     let document = (1..=kv_len.max(q_len), prop::bool::weighted(0.3), 0..1000u64);
-    // The intervals are wide with ends that grow, or of any size and place. Some are empty or reach past the keys.
+    // The intervals of a problem either grow with the query, like a causal window, or have random bounds. Some are empty or reach
+    // past the keys.
     let intervals = (prop::bool::weighted(0.5), 0..1000u64);
     let amplitude = select([vec![1.0; 19], vec![8.0]].concat());
     (
@@ -469,7 +474,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                 (grow, salt),
                 amplitude,
             )| {
-                // An expanded tensor is stored for one sequence only.
+                // An expanded tensor is stored for one sequence only, so its data have one sequence.
                 let sequences = if case.expanded { 1 } else { batch };
                 let ids = |end: usize, length: usize| -> Vec<i64> {
                     let (run, scattered, salt) = document;

@@ -1,4 +1,4 @@
-//! The patterns of a random problem's data: masks, biases, sinks, and NaN in places that no kernel may read.
+//! The patterns of a random problem's data: masks, biases, sinks, and NaN in rows that no kernel may read.
 
 use crate::case::Case;
 use crate::compare::Named;
@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// The patterns of a problem's data. `salt` varies the data of equal patterns.
+/// The patterns of a problem's data. Problems with the same patterns get different data, because `salt` differs.
 #[derive(Clone, Copy, Debug)]
 pub struct Data {
     mask: MaskPattern,
@@ -20,62 +20,62 @@ pub struct Data {
 
 #[derive(Clone, Copy, Debug)]
 enum MaskPattern {
-    /// The mask as it is drawn: seven of ten pairs of a query and a key are visible.
+    /// The mask of [`Case::inputs`]: seven of ten pairs of a query and a key are visible.
     Random,
-    /// One of sixteen pairs is visible.
+    /// One of sixteen pairs of a query and a key is visible.
     Sparse,
-    /// Sequences have different lengths, and all end at the last key.
+    /// The first keys of each sequence are hidden, as padding is. Sequences have different lengths, and all end at the last key.
     LeftPadded,
-    /// A run of queries in each sequence sees no key.
+    /// Several consecutive queries in each sequence see no key.
     BlindQueries,
-    /// Some blocks are hidden, some visible, some mixed.
+    /// All pairs in some blocks are hidden, all in others visible, and some in the rest.
     Blocks,
-    /// Some keys are hidden from all queries, single keys and a run of keys.
+    /// Some keys are hidden from all queries: single keys and many consecutive keys.
     UnseenKeys,
-    /// All pairs are visible.
+    /// All pairs of a query and a key are visible.
     Open,
-    /// All pairs are hidden.
+    /// All pairs of a query and a key are hidden.
     Closed,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum BiasPattern {
-    /// The bias as it is drawn, from a normal distribution.
+    /// The bias of [`Case::inputs`], which is normally distributed.
     Normal,
-    /// −∞ for one of eight pairs.
+    /// The bias is −∞ for one of eight pairs of a query and a key.
     Hides,
-    /// −∞ for a run of queries in each sequence.
+    /// The bias is −∞ for several consecutive queries in each sequence, which then see no key.
     BlindQueries,
-    /// −∞ for some keys.
+    /// The bias is −∞ for some keys, which no query then sees.
     UnseenKeys,
-    /// The lowest finite number, which is an ordinary score, for one of four pairs.
+    /// The bias is the lowest finite number for one of four pairs. Such a bias is an ordinary number and hides no key.
     Lowest,
-    /// The lowest finite number for all keys of a run of queries, which then see only such scores.
+    /// The bias is the lowest finite number for all keys of several consecutive queries, whose scores are then all that low.
     LowestQueries,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum SinkPattern {
-    /// The sinks as they are drawn, from a normal distribution.
+    /// The sinks of [`Case::inputs`], which are normally distributed.
     Normal,
-    /// −∞ for every other head.
+    /// The sink is −∞ for every other head.
     SomeInfinite,
-    /// −∞ for all heads.
+    /// The sink is −∞ for all heads.
     AllInfinite,
-    /// Larger than most scores.
+    /// The sinks are larger than most scores.
     Large,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Poison {
     None,
-    /// Unused rows are NaN or infinite: hidden keys and values, and queries without keys.
+    /// Keys and values that no query sees, and queries that see no key, are NaN or infinite. They must not change any result.
     Unused,
-    /// A key or a value that some query sees is NaN. It must not change the results of queries that see no key.
+    /// A key or a value that some query sees is NaN. The NaN must not change the results of queries that see no key.
     Seen,
 }
 
-/// Returns the strategy of patterns. Plain data are the most frequent.
+/// Returns the strategy that draws patterns. Data without special values are the most frequent.
 pub fn data() -> impl Strategy<Value = Data> {
     use {BiasPattern as B, MaskPattern as M, SinkPattern as S};
     (
@@ -137,7 +137,7 @@ pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     })
 }
 
-/// Returns true if `row` is in the run of rows that is randomly chosen for sequence `b`.
+/// Returns true if `row` is one of the consecutive rows that are randomly chosen for sequence `b`.
 fn in_run(salt: u64, b: usize, row: usize, rows: usize) -> bool {
     let drawn = |what| mix(salt, [b, what]) as usize % rows;
     let start = drawn(0);
@@ -148,7 +148,7 @@ fn is_unseen_key(key: usize) -> bool {
     key % 16 == 5 || (60..150).contains(&key)
 }
 
-/// Returns the lowest finite number of the bias's dtype. For f32, half of the salts give that of bf16.
+/// Returns the lowest finite number of the bias's dtype. For an f32 bias, an even `salt` gives the lowest number of bf16 instead.
 fn lowest(dtype: DType, salt: u64) -> f64 {
     let bf16 = f64::from(f32::from_bits(0xFF7F_0000));
     match dtype {
@@ -213,8 +213,8 @@ impl SinkPattern {
     }
 }
 
-/// Returns the marks of the rows `[batch, heads, length]`. If the layout stores a row once for several heads or
-/// sequences, the row is marked only if it is marked for each of them.
+/// Returns the marks of the rows of a tensor in `layout`. `marked` has a mark for each row of `[batch, heads, length]`. If the
+/// layout stores one row for several heads or sequences, the row is marked only if it is marked for each of them.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -236,15 +236,15 @@ fn is_shared(layout: Layout) -> bool {
     matches!(layout, Layout::SharedBatch | Layout::SharedHeads)
 }
 
-/// The inputs of a problem.
+/// The inputs of a problem, one set for the device and one for the reference.
 pub struct Drawn {
-    /// The inputs that the device gets.
+    /// The inputs that the device gets, in which some rows may be NaN or infinite.
     pub given: Inputs,
-    /// The inputs without NaN in unused rows, which must give the same results.
+    /// The inputs that the reference gets, without NaN in unused rows. `given` and `clean` must give the same results.
     pub clean: Inputs,
-    /// The plane `[batch, kv_heads]` in which a visible key or value is NaN.
+    /// The sequence and the key head, `[batch, kv_heads]`, in which a visible key or value is NaN, or `None` without such a NaN.
     tainted: Option<[usize; 2]>,
-    /// True for each query that sees no key.
+    /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.
     blind: Vec<bool>,
 }
 
@@ -305,9 +305,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got`, with the results that the contract leaves undefined replaced by the expected results. A visible
-    /// key or value that is NaN makes the outputs undefined for all queries of its heads that see a key. The gradients
-    /// of these heads' keys and values, and the sums over queries, are undefined too.
+    /// Returns `got` with some results replaced by the expected results: those that the contract leaves undefined. A visible key
+    /// or value that is NaN makes the outputs undefined for all queries of its heads that see a key. The gradients of these
+    /// heads' keys and values, and the sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

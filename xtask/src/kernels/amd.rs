@@ -17,7 +17,8 @@ use crate::process::{self, Result};
 /// The resources of a card's compute unit, which limit the number of waves in flight. On RDNA the unit is a workgroup processor.
 struct Card {
     architecture: &'static str,
-    /// The number of registers per lane of a SIMD, which all of its waves share, and the granularity of their allocation.
+    /// Two numbers: the registers per lane of a SIMD, which all waves of the SIMD share, and the granularity with which they
+    /// are allocated to a wave.
     registers: [usize; 2],
     /// The largest number of waves per SIMD.
     waves: usize,

@@ -9,8 +9,8 @@ pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
     let installed = |package: &str| {
         let mut query = Command::new("dpkg-query");
         query.args(["--show", "--showformat=${db:Status-Status}", package]);
-        // Only the beginning of the output is compared, because it repeats the status if a package is installed for two
-        // architectures.
+        // Compare only the beginning of the output. If a package is installed for two architectures, dpkg-query prints the
+        // status twice.
         process::output(&mut query).is_some_and(|status| status.starts_with("installed"))
     };
     packages
@@ -45,7 +45,7 @@ pub fn install(packages: &[&str]) -> Result<()> {
 
 fn apt_get() -> Command {
     let mut command = Command::new("apt-get");
-    // This option keeps dpkg's progress bars out of logs.
+    // `Dpkg::Use-Pty=0` keeps dpkg's progress bars out of logs.
     command
         .args(["-qq", "-o", "Dpkg::Use-Pty=0"])
         .env("DEBIAN_FRONTEND", "noninteractive");

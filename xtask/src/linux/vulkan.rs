@@ -173,7 +173,7 @@ fn is_manifest(path: &Path) -> bool {
 }
 
 fn has_loader() -> bool {
-    // The full path is also tried, because ldconfig is often outside the PATH of ordinary users.
+    // The full path of ldconfig is tried too, because its folder is often not in the PATH of ordinary users.
     let cached = ["ldconfig", "/sbin/ldconfig"].iter().any(|program| {
         output(Command::new(program).arg("-p")).is_some_and(|cache| cache.contains(LOADER))
     });

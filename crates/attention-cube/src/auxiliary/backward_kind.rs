@@ -1,4 +1,4 @@
-//! Compile-time settings of the backward kernels that compute on the units' tiles ([`UnitTiles`]).
+//! Compile-time settings of the backward kernels whose tile sizes are given as [`UnitTiles`].
 
 use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::visibility::Structure;

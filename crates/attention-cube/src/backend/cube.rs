@@ -155,7 +155,7 @@ fn forward_of_seen(
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
     let inputs = QuantizedInputs {
-        // The converted lengths replace the original ones, so that attention does not convert them again.
+        // The converted lengths replace the original lengths, so that the forward does not convert the lengths a second time.
         kv_lengths: lengths.clone().into(),
         ..inputs
     };

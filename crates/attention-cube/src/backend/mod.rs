@@ -27,8 +27,8 @@ const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
     (false, false) => "no device: enable a backend feature such as `cuda`, `wgpu` or `flex`",
 };
 
-/// Returns [`AttentionError::Backend`] if attention does not support the device's backend, because Burn's dispatch would
-/// panic there.
+/// Returns [`AttentionError::Backend`] if attention does not support the device's backend, because Burn's dispatch would panic
+/// for such a backend.
 pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {

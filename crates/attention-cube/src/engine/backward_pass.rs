@@ -102,7 +102,8 @@ impl<'a> BackwardPass<'a> {
     }
 
     /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. One buffer holds the
-    /// sequence lengths and the segment bounds, and `offsets` locates both there for the bias kernel.
+    /// sequence lengths and the segment bounds. The argument `offsets` gives the positions in this buffer at which the bias
+    /// kernel reads both.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,

@@ -26,7 +26,7 @@ use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 /// interleaved by length, so that the tiles that start last are short.
 const CACHE_BYTES: usize = 34 << 20;
 
-/// The fewest key blocks per split.
+/// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
 const BLOCKS_PER_SPLIT: usize = 2;
 
 /// Returns the number of query heads of a group that are packed into a tile of `rows` rows. The number is 1 if each tile has

@@ -11,9 +11,9 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     pub key: OwnedTensor<Vector<K, W>>,
     /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V has four codes packed in each `u32`.
     pub value: OwnedTensor<Vector<K, W>>,
-    /// The scales of an int8 K, one per row.
+    /// The scales of an int8 K, one per row: `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The scales of an int8 V, one per row.
+    /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn operand<'a, E: Numeric, N: Size>(
     Operand::<'a, E, N> { tensor, rows }
 }
 
-/// Builds the operand for one head. Only its rows `first..end` may be read.
+/// Builds the operand for one head. Kernels may read only the head's rows `first..end`.
 #[cube]
 pub(crate) fn head_operand<'a, E: Numeric, N: Size>(
     tensor: &'a Tensor<Vector<E, N>>,
@@ -54,7 +54,7 @@ pub(crate) fn head_operand<'a, E: Numeric, N: Size>(
     operand(tensor, head_rows(tensor, batch, head, first, end, columns))
 }
 
-/// Returns the rows of one head. Only its rows `first..end` may be read.
+/// Returns the rows of one head. Kernels may read only the head's rows `first..end`.
 #[cube]
 pub(crate) fn head_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,

@@ -32,7 +32,7 @@ pub(crate) struct Grid {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Schedule {
-    /// The number of work items.
+    /// The number of work items. An item is a tile, or a pair of tiles if `paired` is 1.
     pub items: u32,
     /// The number of launched cubes. Each cube processes every `launched`-th item.
     pub launched: u32,
@@ -83,8 +83,8 @@ pub(crate) struct Assignment {
 
 /// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
 ///
-/// Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. Both together cost the same
-/// for every pair. Cubes with equally many pairs therefore end at the same time.
+/// Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of both tiles' costs
+/// is the same for every pair. Cubes with equally many pairs therefore end at the same time.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {

@@ -40,7 +40,7 @@ pub(crate) fn saw_no_key(logarithm: f32) -> bool {
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreArguments {
     pub scale: f32,
-    /// The softcap. The kernel reads it only if it is compiled with a softcap.
+    /// The softcap. Kernels read this value only if they are compiled for scores with a softcap.
     pub softcap: f32,
     /// The value −∞, which is the score of a hidden key and the logsumexp of a query without keys. It is a kernel argument
     /// because some shading languages have no literal for it.
@@ -100,14 +100,14 @@ fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usiz
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = if comptime!(kind.bias && !kind.softcap) {
-        // This is a plain multiplication, which the compiler fuses with the addition of the bias into one FMA. The forward of
-        // tensor-core engines is compiled in the same way. A backward must round its scores like the forward, so it must also
-        // fuse both operations.
+        // The compiler fuses this plain multiplication with the addition of the bias into one FMA. The forward of tensor-core
+        // engines is compiled in the same way. A backward must round its scores like the forward, so the backward must also fuse
+        // both operations.
         dot * arguments.scale
     } else {
-        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the
-        // reference score. The reference score is rounded, but a fused product would not be rounded. For large scores, P
-        // would then contain this rounding error.
+        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the reference
+        // score. The reference score is a rounded product, but the product in a fused subtraction is not rounded. For large
+        // scores, P would then contain the rounding error of the reference score.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {

@@ -275,8 +275,8 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
 /// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest segment id,
 /// the largest segment id, a bit set of the ids modulo 32, and a range of blocks of the other side (two values).
 ///
-/// The bit set excludes documents whose id lies between the smallest and the largest id but does not occur in the block. For
-/// example, a block that ends in padding may hold ids that are far apart.
+/// By the bit set, kernels rule out documents whose id lies between the smallest and the largest id but does not occur in the
+/// block. For example, a block that ends in padding may hold ids that are far apart.
 ///
 /// Only blocks of the stationary side have a range of blocks of the other side. The range holds the first block that segments
 /// and intervals may leave visible, and one past the last.
@@ -307,7 +307,7 @@ fn bounds_of(
     start + comptime!(structure.bounds_of_side(side)) * (batch * blocks + block)
 }
 
-/// A range of blocks, all of them on the side that the kernel streams.
+/// A range of blocks of the side that the kernel streams (queries or keys).
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Blocks {

@@ -37,8 +37,8 @@ pub(crate) fn backward<B: Backend>(
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
     // For a query that sees no key, the rows of output gradient and output are set to zero, even if they contain NaN. A query
-    // that sees no key of this shard may see keys of another shard. Its rows then stay, because they count for the gradient
-    // of the sinks.
+    // that sees no key of this shard may see keys of another shard. The rows of such a query are kept, because the gradient of
+    // the sinks depends on them.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),

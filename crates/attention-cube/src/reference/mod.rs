@@ -105,8 +105,9 @@ fn forward_and_blind<B: Backend>(
     (output, weights.blind)
 }
 
-/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole
-/// logsumexp, and the second part is 0 or −0.
+/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole logsumexp.
+/// The second part is −0 for a query that sees no key, and otherwise +0. In a problem without queries or keys, the second part is
+/// always +0.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,

@@ -50,8 +50,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
         B::int_reshape(code, words_shape.clone())
     };
-    // The code in the highest byte keeps its sign. The codes in the other bytes are masked to 8 bits, so that the sum of all
-    // bytes is the word.
+    // The code in the highest byte keeps its sign. The codes in the three lower bytes are masked to 8 bits, so that the sum of
+    // all shifted codes is the word.
     let highest = CODES - 1;
     let words = (0..highest).fold(
         B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),

@@ -19,7 +19,7 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the offset of `row`, or of the nearest row that may be read if `row` may not be read.
+/// Returns the offset of `row` if kernels may read this row, or else the offset of the nearest row that they may read.
 #[cube]
 fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     let nearest = max(min(max(row, rows.first), rows.end - 1i32), 0i32);

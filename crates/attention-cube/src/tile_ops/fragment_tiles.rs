@@ -19,14 +19,16 @@ pub struct FragmentTiles {
     pub plane: usize,
     /// The number of output fragments per plane along a row of O.
     pub output_fragments: usize,
-    /// The number of output fragments, per plane and row of O, whose right operands are in shared memory at the same time.
+    /// The width of the column chunks in which B (such as V) is copied to shared memory, for the second product. The product is
+    /// `O += P B`. The width counts fragments of a plane: each chunk serves `staged_fragments` of the plane's `output_fragments`
+    /// fragments along a row of O.
     pub staged_fragments: usize,
-    /// The number of stationary operands of the first product that stay in shared memory with all columns. The remaining
-    /// stationary operands are copied again for each block.
+    /// The number of stationary operands of the first product (`S = A Bᵀ`) that stay in shared memory with all columns. The
+    /// remaining stationary operands are copied again for each block.
     pub held: usize,
-    /// The number of left operands of the second product (P or dS) that are in shared memory at the same time, if streamed
-    /// operands are resident. Resident means that both streamed operands of a block are copied to shared memory once, with all
-    /// columns, and serve both products.
+    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same time, if
+    /// streamed operands are resident. Resident means that both streamed operands of a block are copied to shared memory once,
+    /// with all columns, and serve both products.
     ///
     /// The number is 0 if streamed operands are not resident but overwrite each other in shared memory.
     pub resident: usize,
@@ -85,9 +87,9 @@ impl UnitTiles {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the last streamed operand of the first products is complete in shared memory when the second product begins.
-    /// This is the case in the backward if both stationary operands stay in shared memory, and one chunk of `depth` columns
-    /// is as wide as the output.
+    /// True if the last streamed operand of the first products (S and dP) is complete in shared memory when the second product
+    /// (`O += P B`) begins. This is the case in the backward if both stationary operands stay in shared memory, and one chunk of
+    /// `depth` columns is as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -98,7 +100,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of left operands of the second product that are in shared memory at the same time.
+    /// Returns the number of left operands of the second product (`O += P B`) that are in shared memory at the same time.
     pub const fn left_tiles(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) if tiles.resident > 0 => tiles.resident,
@@ -116,7 +118,7 @@ impl UnitTiles {
         self.rows * self.depth_pitch()
     }
 
-    /// Returns the offset of the first product's streamed rows in the stage, in vectors.
+    /// Returns the offset in the stage, in vectors, of the streamed rows of the first product (`S = A Bᵀ`).
     pub const fn streamed_at(&self) -> usize {
         match self.held() {
             0 => self.stationary_vectors(),
@@ -124,18 +126,18 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset of the second product's streamed rows in the stage, in vectors. These rows overwrite both operands of
-    /// the first product, except stationary operands that stay in shared memory.
+    /// Returns the offset in the stage, in vectors, of the streamed rows of the second product (`O += P B`). These rows overwrite
+    /// both operands of the first product (`S = A Bᵀ`), except stationary operands that stay in shared memory.
     pub const fn accumulated_at(&self) -> usize {
         self.held() * self.stationary_vectors()
     }
 
-    /// Returns the number of vectors of shared memory that the second product's streamed rows may take.
+    /// Returns the number of vectors of shared memory that the streamed rows of the second product (`O += P B`) may take.
     pub const fn accumulated_vectors(&self) -> usize {
         self.transposed_vectors() - self.accumulated_at()
     }
 
-    /// Returns the number of copies in which the second product brings a block's rows to shared memory.
+    /// Returns the number of copies in which the second product (`O += P B`) brings a block's rows to shared memory.
     pub const fn accumulated_parts(&self) -> usize {
         let tiles = self.fragment_tiles();
         self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
@@ -240,7 +242,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of rows per flag.
+    /// Returns the number of neighbouring rows that share one flag for changed row maxima.
     pub const fn group_rows(&self) -> usize {
         self.rows / self.row_groups()
     }

@@ -32,7 +32,8 @@ use crate::math::layout::Operand;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The largest number of vectors (of both streamed operands) that a unit loads into registers before it stores them.
+/// The largest number of vectors (of both streamed operands) that a unit loads into registers before it stores the vectors to
+/// shared memory.
 const AHEAD: usize = 16;
 
 /// Copies a stationary operand to its region of shared memory. The caller must sync the cube before the copy is read.

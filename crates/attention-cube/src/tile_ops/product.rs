@@ -44,7 +44,7 @@ pub(crate) enum Stage<C: Float> {
     Fragments(FragmentStage<C>),
 }
 
-/// A tile of S's shape in shared memory, such as P: the left operand of the second product.
+/// A tile of S's shape in shared memory, such as P: the left operand of the second product (`O += P B`).
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
@@ -57,7 +57,7 @@ pub(crate) enum LeftTile<C: Float> {
     Fragments(Shared<[Four<C>]>),
 }
 
-/// The accumulator O of the second product, in registers.
+/// The accumulator O of the second product (`O += P B`), in registers.
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
@@ -94,9 +94,9 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
 /// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// A backward has two first products, for S and dP. The argument `stationary`, 0 or 1, is the number of the first product.
-/// `a` and `b` are then the stationary operand and the streamed operand of this number. If the tiles keep stationary operands
-/// in shared memory, `a` and `a_first` must be the same for every block.
+/// A backward computes two first products, S and dP. The argument `stationary`, 0 or 1, says which of the two products to
+/// compute. The operands `a` and `b` are the stationary and the streamed operand with this index. If the tiles keep stationary
+/// operands in shared memory, `a` and `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -125,8 +125,8 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// Copies a stationary operand of the first product to shared memory, if the tiles keep the operand there. The copy is visible
-/// to all units when the first product reads it.
+/// Copies a stationary operand of the first product (`S = A Bᵀ`) to shared memory, if the tiles keep the operand there. The copy
+/// is visible to all units when the first product reads it.
 #[cube]
 pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -183,8 +183,8 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds to the tile's element type. Writes them to shared memory like [`store_tile`], from
-/// vector `at` on.
+/// Rounds the elements that a unit holds to the tile's element type, and writes the rounded elements to shared memory like
+/// [`store_tile`], from vector `at` on.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
@@ -211,8 +211,8 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile and the second product, in the two cases in which the second product
-/// needs this sync:
+/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), in the two cases in which the second
+/// product needs this sync:
 ///
 /// - The rows of B are already in shared memory. The second product then copies nothing, and reads the tile without a sync.
 /// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores, and a plane may still be
@@ -326,7 +326,8 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row to shared memory. The caller must sync the cube before the factors are read.
+/// Writes one factor for every row of O to shared memory. Row `i` gets the argument `factor` of unit `i` (modulo the number of
+/// units). The caller must sync the cube before the factors are read.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
@@ -340,7 +341,7 @@ pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[
     factors
 }
 
-/// Multiplies each row of O by its factor in shared memory, and writes O to the rows of a contiguous tensor.
+/// Multiplies each row of O by the row's factor, which is in shared memory, and writes O to the rows of a contiguous tensor.
 ///
 /// A row with factor 0 is written as 0, because its accumulators may contain NaN from keys that only other rows see. Factors
 /// and stage must be visible to all units.

@@ -14,7 +14,7 @@ pub(crate) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the unit's column index in the grid of units of the first product.
+/// Returns the unit's column index in the grid of units of the first product (`S = A Bᵀ`).
 #[cube]
 pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     if comptime!(tiles.owns_scores()) {

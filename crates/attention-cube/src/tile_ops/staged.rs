@@ -14,8 +14,8 @@ use cubecl::prelude::*;
 /// which matters for scores so large that their last bit changes a probability.
 const SUM: usize = 16;
 
-/// The number of vectors that a unit loads at once. It is so large that a copy waits for memory only once, yet needs few
-/// registers.
+/// The largest number of vectors that a unit loads before it stores these vectors. The unit waits once for all of their loads,
+/// and the vectors take few registers.
 const IN_FLIGHT: usize = 8;
 
 /// Loads four columns of a row, from `column` on. If the row is not `wanted`, the result is zeros.
@@ -39,7 +39,7 @@ fn load_if<E: Numeric, C: Float, N: Size>(
     values
 }
 
-/// The position of a vector in staged rows.
+/// The position of a vector in rows that are copied to shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct RowVector {

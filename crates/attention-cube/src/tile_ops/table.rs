@@ -153,7 +153,7 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
-        // Take the next smaller number of vectors that divides the output evenly.
+        // Reduce the vectors per copy of B to the next smaller divisor of `output_vectors`, so that all copies have equal width.
         tiles.staged_vectors = (1..tiles.staged_vectors)
             .rev()
             .find(|staged| output_vectors.is_multiple_of(*staged))

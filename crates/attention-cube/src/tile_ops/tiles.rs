@@ -22,23 +22,26 @@ pub struct UnitTiles {
     pub units: usize,
     /// The number of rows that a tile keeps: queries in the forward, keys in the gradients of keys and values.
     pub rows: usize,
-    /// The number of units along a row of S in the first product.
+    /// The number of units along a row of S in the first product (`S = A Bᵀ`).
     pub column_units: usize,
-    /// The number of vectors of 4 columns of S per unit in the first product. A unit's vectors lie `column_units` vectors
+    /// The number of vectors (4 columns of S each) that a unit computes per row of S. A unit's vectors lie `column_units` vectors
     /// apart.
     pub column_vectors: usize,
-    /// The number of columns per chunk of the first product. The operands are copied to shared memory in such chunks.
+    /// The number of columns per chunk of the first product (`S = A Bᵀ`). The operands are copied to shared memory in such
+    /// chunks.
     pub depth: usize,
     /// The way in which tiles are multiplied.
     pub products: Products,
-    /// The number of units along a row of O in the second product.
+    /// The number of units along a row of O in the second product (`O += P B`).
     pub output_units: usize,
-    /// The number of vectors of 4 output columns per unit in the second product.
+    /// The number of vectors (4 columns of O each) that a unit computes per row of O.
     pub output_vectors: usize,
-    /// The number of a unit's output vectors for which the columns of B are in shared memory at the same time, in the second
-    /// product.
+    /// The width of the column chunks in which B (such as V) is copied to shared memory, for the second product `O += P B`. The
+    /// width counts vectors of a unit: each chunk serves `staged_vectors` of the `output_vectors` vectors that the unit computes
+    /// per row of O.
     pub staged_vectors: usize,
-    /// The number of streamed rows that are in shared memory at the same time in the second product.
+    /// The number of rows per chunk of B in the second product `O += P B`. B has [`columns`](Self::columns) rows per block, which
+    /// are copied to shared memory in chunks of this size.
     pub streamed_rows: usize,
     /// The number of elements per global load: 4, or 1 if strides or sizes do not allow 4.
     pub vector: usize,
@@ -92,7 +95,7 @@ impl UnitTiles {
         self.rows_per_unit() * self.columns_per_unit()
     }
 
-    /// Returns the number of units along a column of S in the first product.
+    /// Returns the number of units along a column of S in the first product (`S = A Bᵀ`).
     pub const fn row_units(&self) -> usize {
         self.units / self.column_units
     }
@@ -108,7 +111,7 @@ impl UnitTiles {
         self.rows.div_ceil(self.units)
     }
 
-    /// Returns the number of units along a column of O in the second product.
+    /// Returns the number of units along a column of O in the second product (`O += P B`).
     pub const fn output_row_units(&self) -> usize {
         self.units / self.output_units
     }
@@ -118,7 +121,7 @@ impl UnitTiles {
         self.rows / self.output_row_units()
     }
 
-    /// Returns the pitch of a first-product operand row in shared memory, in vectors.
+    /// Returns the pitch of an operand's rows in shared memory, in vectors, in the first product `S = A Bᵀ`.
     pub const fn depth_pitch(&self) -> usize {
         self.depth / 4 + self.padding()
     }
@@ -133,7 +136,7 @@ impl UnitTiles {
         self.column_units + 1
     }
 
-    /// Returns the number of vectors of a streamed row that are in shared memory at the same time.
+    /// Returns the number of vectors per row in a chunk of B, in shared memory, for the second product `O += P B`.
     pub const fn staged_width(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) => {
@@ -143,7 +146,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the pitch of a streamed row in shared memory, in vectors.
+    /// Returns the pitch of the rows in a chunk of B, in shared memory, for the second product `O += P B`. The unit is a vector.
     pub const fn staged_pitch(&self) -> usize {
         match self.products {
             Products::Fragments(_) => self.staged_width() + self.padding(),
@@ -151,8 +154,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the operands of the first product take in shared memory. If both streamed operands
-    /// are resident, the number includes both.
+    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. If both streamed
+    /// operands are resident, the number includes both.
     pub(crate) const fn transposed_vectors(&self) -> usize {
         let streamed = if self.is_resident() { 2 } else { 1 };
         self.streamed_at() + streamed * self.columns() * self.depth_pitch()
@@ -161,7 +164,8 @@ impl UnitTiles {
     /// Returns the number of vectors in the stage, the shared memory that holds the operands of one product after the other.
     pub const fn stage_vectors(&self) -> usize {
         if self.is_direct() {
-            // A direct product needs no stage. The size is 1, because CubeCL does not allow shared memory of size 0.
+            // Products that read operands from global memory need no stage. The size is 1, because CubeCL does not allow shared
+            // memory of size 0.
             return 1;
         }
         if self.is_resident() {
@@ -175,8 +179,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the two-part LSE and delta of a block's queries take in shared memory, or 1 if the
-    /// tile is not multiplied in fragments.
+    /// Returns the number of vectors that the two-part LSE and delta of a block's queries take in shared memory. If units
+    /// multiply instead of planes, kernels do not copy these values, and the result is the smallest size, 1.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,

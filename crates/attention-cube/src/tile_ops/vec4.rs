@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 /// Four elements, the width of every shared-memory access.
 pub(crate) type Four<C> = Vector<C, Const<4>>;
 
-/// Four f32.
+/// A vector of four f32 elements.
 pub(crate) type Vec4 = Four<f32>;
 
 /// Returns four zeros.

@@ -11,7 +11,7 @@ pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 /// after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
 pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 
-/// The properties of a device on which kernel selection depends.
+/// The properties of a device from which selection chooses kernels.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceProfile {
     /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
@@ -50,7 +50,8 @@ pub struct FragmentSupport {
     pub kinds: Vec<Fragments>,
     /// The smallest and the largest number of units per plane.
     pub plane_sizes: (usize, usize),
-    /// The reason why the driver's matrix multiplications are wrong, or `None` if no fault is known.
+    /// The reason why engines must not use the device's matrix multiplications, or `None` if engines may use them. The driver may
+    /// compute wrong products, or the products may be untested on the device.
     pub fault: Option<&'static str>,
 }
 

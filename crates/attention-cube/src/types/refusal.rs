@@ -93,7 +93,8 @@ pub enum Refusal {
         /// The number of units of the largest plane.
         most: usize,
     },
-    /// The driver is known to give wrong results.
+    /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason: wrong results of the
+    /// driver, or missing tests.
     #[error("{0}")]
     Fault(&'static str),
     /// Kernels on the device cannot read or write the dtype.
@@ -139,7 +140,7 @@ pub enum Refusal {
         /// The largest number of words that the engine can index.
         limit: usize,
     },
-    /// The engine's kernels do not read int8 keys and values in place.
+    /// The engine's kernels cannot read the int8 keys and values of this problem in place. The text gives the reason.
     #[error("keys and values are int8: {0}")]
     Quantized(&'static str),
     /// The sequences are longer than the engine's position counters allow.

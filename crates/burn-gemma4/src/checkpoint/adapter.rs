@@ -360,8 +360,8 @@ struct Merger<'a> {
     /// Tensors of the file that have not been assigned to a parameter yet.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
-    /// The last error from a lookup in the adapter's configuration, if one failed. A lookup finds the rank and scale for a
-    /// module.
+    /// The last error of a lookup in the adapter's configuration, or `None` if no lookup has failed. A lookup finds the rank
+    /// and scale for a module.
     refusal: Option<String>,
 }
 

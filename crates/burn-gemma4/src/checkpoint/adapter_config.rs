@@ -50,8 +50,8 @@ const WITHOUT_EFFECT: [&str; 20] = [
 ];
 
 /// The supported methods to initialize `A` and `B`. Each method either leaves the base weights unchanged, or is applied again
-/// when PEFT loads the adapter. All other methods subtract the initial `B · A` from the base weights, so the adapter does not
-/// fit the original weights.
+/// when PEFT loads the adapter. The methods that are not in this list subtract the initial `B · A` from the base weights, so
+/// the adapter does not fit the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.
@@ -305,7 +305,7 @@ mod tests {
             (r".*\.q_proj", true),
             ("k_proj|q_proj", true),
             (r"(?<!2\.self_attn\.)q_proj", true),
-            // A pattern must match complete dot-separated parts of a name. It must not match only the end of a part.
+            // A pattern must match complete dot-separated parts at the end of a name, so `proj` does not match `q_proj`.
             ("proj", false),
             ("attn.q_proj", false),
             ("layers.1.self_attn.q_pro", false),
@@ -387,7 +387,8 @@ mod tests {
         }
     }
 
-    /// The test's fields are those that PEFT 0.21 writes for `LoraConfig()`.
+    /// Checks that a configuration in which every switch is off is accepted without a warning. The fields are those that PEFT
+    /// 0.21 writes for `LoraConfig()`, and four unknown fields with values that mean "off".
     #[test]
     fn parse_of_disabled_switches_succeeds() {
         let off = r#"{

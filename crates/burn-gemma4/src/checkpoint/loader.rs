@@ -21,8 +21,8 @@ use std::{
 pub(super) enum WeightForm {
     /// All weights are unquantized.
     Whole,
-    /// Weights that are quantized in the checkpoint become packed words. All other weights are quantized to the given target,
-    /// or stay unquantized if the target is `None`.
+    /// Weights that are quantized in the checkpoint become packed words: 32-bit words of codes and scales. All other weights
+    /// are quantized to the given target, or stay unquantized if the target is `None`.
     Words(Option<QuantTarget>),
 }
 

@@ -468,7 +468,8 @@ mod tests {
         }
     }
 
-    /// The test matrix has two blocks per row. Each block has a scale and 32 equal elements, and all blocks differ.
+    /// Checks that an upload in several portions gives the same elements as one upload. The matrix has two Q8_0 blocks per row.
+    /// Each block has 32 equal elements and a scale of its own, so an exchanged block gives other elements.
     #[test]
     fn upload_of_blocks_in_portions_equals_upload_at_once() {
         let bytes: Vec<u8> = (0..6u8)

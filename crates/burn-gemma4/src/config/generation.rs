@@ -404,7 +404,8 @@ mod tests {
         assert!(!hostile.unsupported[0].contains(|one: char| one.is_control()));
     }
 
-    /// Each setting in the test's file has the value that transformers writes if the setting is off.
+    /// Checks that settings without an effect cause no warning. Each setting in the file has the value that transformers writes
+    /// if the setting is off.
     #[test]
     fn read_of_neutral_values_gives_no_warning() {
         let defaults = read(

@@ -153,8 +153,7 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // Some fields of the text model may stand at the top level of a multimodal model's file. Use these top-level values
-        // too.
+        // A multimodal model's file may have some fields of the text model at its top level. Read them from there too.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
@@ -289,8 +288,8 @@ impl Text {
             .collect()
     }
 
-    /// Returns the head size of full layers, and their number of KV heads. Only files in the dialect of `save_pretrained` give
-    /// the number of KV heads here.
+    /// Returns the head size of full layers, and their number of KV heads. The number of KV heads is `None` unless the file has
+    /// the field `per_layer_config`, as in the dialect of `save_pretrained`.
     fn global_heads(
         &self,
         layer_types: &[LayerType],

@@ -142,7 +142,8 @@ mod tests {
     use crate::model::Gemma4Model;
     use burn::{module::Module, tensor::Device};
 
-    /// The expected numbers are the parameter counts in transformers. These counts do not include the scalar of each layer.
+    /// Checks the presets' parameter counts against those of transformers. The counts of transformers do not include the scalar
+    /// of each layer, so one parameter per layer is subtracted.
     #[test]
     fn presets_have_published_parameter_counts() {
         let cases = [

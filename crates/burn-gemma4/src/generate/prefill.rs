@@ -28,8 +28,8 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
-/// Prefills the columns of the prompts that the cache does not hold yet. Returns the hidden state `[batch, 1, hidden]` of each
-/// prompt's last token, from which the first logits are computed, or `None` if the generation was cancelled.
+/// Prefills the prompts, except for the columns that the cache already holds. Returns the hidden state `[batch, 1, hidden]` of
+/// each prompt's last token, from which the first logits are computed, or `None` if the generation was cancelled.
 pub(super) fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],

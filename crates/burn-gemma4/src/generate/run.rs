@@ -154,8 +154,8 @@ pub(crate) fn run(
             on_token,
         )?;
         timings.decode = decoding.elapsed();
-        // Return here, without another look at the cancellation flag. If the flag was set and has been reset since, the
-        // cancelled sequences stay finished.
+        // Return before the loop below, which reads the cancellation flag again. The flag may have stopped the speculative loop
+        // and may have been reset since. In this case the loop below would continue the cancelled sequences.
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
@@ -165,8 +165,8 @@ pub(crate) fn run(
             decoder = decoder.with_samplers(&samplers(&sequences))?;
             may_draw = false;
         }
-        // A finished sequence stays in the batch until all sequences have finished. Queue a further decode step only if an
-        // unfinished sequence may gain at least two more tokens: the current step chooses one of them.
+        // A finished sequence stays in the batch until all sequences have finished. The current step chooses one more token of
+        // each sequence. Queue a further step only if an unfinished sequence may still get another token after that one.
         let goes_on = sequences
             .iter()
             .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);

@@ -121,8 +121,8 @@ impl Gemma4Model {
         if asked == 0 {
             return stream.into_rows().reshape([batch, count, hidden]);
         }
-        // Run the remaining layers only for the requested positions. The remaining layers are shared KV layers, which store no
-        // keys and values for other positions.
+        // Run the remaining layers only for the requested positions. The remaining layers are shared KV layers. They compute no
+        // keys and values, so their output at one position does not depend on their output at another position.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
         let (stream, embeddings) = (

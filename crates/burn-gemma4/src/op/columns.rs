@@ -46,7 +46,7 @@ pub(crate) fn columns_of_words(
     words.narrow(3, start, count)
 }
 
-/// The view as an operator of a backend.
+/// The view of a column range as an operator of a backend.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ColumnsBackend: Backend {

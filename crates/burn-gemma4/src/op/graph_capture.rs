@@ -33,7 +33,7 @@ pub(crate) trait Computation: 'static {
     fn device(&self) -> Device;
 }
 
-/// A computation with the captured graph of its launches, once it exists.
+/// A computation, and the CUDA graph of its launches once the launches have been captured.
 pub(crate) struct CapturedGraph<C: Computation> {
     pub computation: C,
     runs: usize,
@@ -69,7 +69,7 @@ impl<C: Computation> CapturedGraph<C> {
                 Ok(graph) => self.graph = Some(graph),
                 Err(error) => {
                     log::debug!("CUDA graph: capture failed, the launches run one by one: {error}");
-                    // Do not try again, because captures of other computations would fail too.
+                    // Stop all further captures, because captures of other computations would fail too.
                     *may_capture = false;
                 }
             }
@@ -87,7 +87,7 @@ impl<C: Computation> CapturedGraph<C> {
         graph.outputs.clone()
     }
 
-    /// Captures the launches without running them.
+    /// Runs the computation a few times to warm up. Then captures its launches in a graph, without running the captured launches.
     fn capture(&self) -> Result<Graph<C::Outputs>, ExecutionError> {
         let device = self.computation.device();
         let device = device.as_dispatch();

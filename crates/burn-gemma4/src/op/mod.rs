@@ -81,18 +81,19 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
 
 /// Lets the launches of the CUDA graph that is being captured overlap, if the device supports PDL: see [`cube_kit::pdl`]. The
 /// last launch of the graph must write `last`. Burn's fusion may not have issued this launch and some earlier launches yet, so
-/// this function first makes fusion issue them.
+/// this function first makes fusion issue all of them.
 #[cfg(feature = "cube")]
 pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // The graph edit selects kernels by name. On cards without PDL the kernels have the same names, but do not wait for the
-        // previous launch, so their launches must not overlap.
+        // Require PDL, because `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels only by `_pdl` in their
+        // names. On a card without PDL these kernels have the same names, but do not wait for the previous launch. If they
+        // overlapped the previous launch, they would read unfinished data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {
-            // Ignore an error of the synchronization: the later read of the tokens reports it.
+            // Ignore an error of the synchronization: the later read of the tokens reports the same error.
             let _ = last.client.try_sync(|| ());
         }
         let count = cube_kit::pdl::graph::make_edges_programmatic(device);

@@ -138,7 +138,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// The blocks are random. The expected elements were computed by the Python package `gguf`.
+    /// Checks the dequantization of random blocks in every format, bit by bit. The expected elements were computed by the
+    /// Python package `gguf`.
     #[test]
     fn dequantize_of_every_format_equals_gguf_package_bitwise() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");

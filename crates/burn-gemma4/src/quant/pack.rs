@@ -192,7 +192,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// The blocks are random. The packed words must dequantize to the same bits as the file's blocks.
+    /// Checks that packed words dequantize to the same bits as the blocks of a file from which they were packed. The blocks are
+    /// random.
     #[test]
     fn pack_of_blocks_dequantizes_to_same_bits() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
@@ -244,7 +245,8 @@ mod tests {
         assert_eq!(BlockFormat::Q4K.words(128), None);
     }
 
-    /// The cases cover both bit widths, groups and whole rows, matrices with and without zero points, and every dtype of scales.
+    /// Checks that rows of compressed-tensors dequantize to the same bits before and after they are packed for the device. The
+    /// cases cover both bit widths, groups and whole rows, matrices with and without zero points, and every dtype of scales.
     #[test]
     fn pack_of_packed_rows_dequantizes_to_same_bits() {
         use super::super::packed::Scheme;

@@ -176,7 +176,8 @@ impl Packed<'_> {
 mod tests {
     use super::*;
 
-    /// Neither the rows nor the columns fill whole words, so the last words are partly empty.
+    /// Checks dequantization if codes and zero points do not fill their last words. A row has 6 codes, and a word has room for
+    /// 8. The zero points of 9 rows fill one word and an eighth of the next.
     #[test]
     fn dequantize_with_partial_words_reads_zero_points_along_rows() {
         let scheme = Scheme {

@@ -122,8 +122,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// The expected codes are those of llama.cpp's `quantize_row_q4_0_ref` in f32. If `number * inverse` were exact, the second
-    /// element would get the code 3.
+    /// Checks the rounding of an element halfway between two codes. The expected codes are those of llama.cpp's
+    /// `quantize_row_q4_0_ref` in f32. If `number * inverse` were exact, the second element would get the code 3 instead of 4.
     #[test]
     fn write_of_numbers_halfway_between_codes_rounds_as_llama_cpp() {
         let mut numbers = [0f32; COLUMNS];
@@ -134,7 +134,8 @@ mod tests {
         assert_eq!([bytes[2] & 15, bytes[3] & 15, bytes[4]], [0, 4, 0x88]);
     }
 
-    /// The expected blocks were computed by the Python package `gguf`.
+    /// Checks the quantized blocks and their packed words bit by bit. The expected blocks were computed by the Python package
+    /// `gguf`.
     #[test]
     fn pack_and_write_equal_blocks_of_gguf_package() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
@@ -174,8 +175,8 @@ mod tests {
         assert_eq!(QuantTarget::Q4.layout(48), None);
     }
 
-    /// ggml's programs refuse weights that are not finite. In this crate every element of the affected block becomes NaN, so
-    /// the error stays visible.
+    /// Checks that NaN or an infinity in a block makes all elements of the block NaN, so that the error stays visible. ggml's
+    /// programs refuse such weights instead.
     #[test]
     fn pack_of_nonfinite_numbers_gives_nan_block() {
         for target in [QuantTarget::Q8, QuantTarget::Q4] {

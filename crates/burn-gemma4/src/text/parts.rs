@@ -93,7 +93,7 @@ impl<'a> Parts<'a> {
             return Ok(end);
         }
         let text = match self.tokenizer.special(token) {
-            // In a tool call, special tokens delimit the strings of its arguments. Keep them in the text.
+            // Keep special tokens in the text of a tool call, because they delimit the strings among the call's arguments.
             Some(special) if self.kind == TextKind::ToolCall => self.stream.finish()? + &special,
             _ => self.stream.push(token)?,
         };

@@ -325,7 +325,8 @@ mod tests {
         let device = Device::flex().autodiff();
         for device in [device.clone(), device.gradient_checkpointing()] {
             for softcap in [None, Some(2.0)] {
-                // Multiply the computed loss by 3. The backward must then multiply the gradients by 3 too.
+                // Multiply the loss by 3, in order to check that the backward multiplies the gradients by 3 too. The gradients
+                // are complete before the backward begins.
                 let [hidden, head] = leaves(&device);
                 let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
                 let gradients = expected.backward();
@@ -353,8 +354,8 @@ mod tests {
     fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // Divide the head by 256 to get small gradients: the gradient of a position is a linear combination of the head's
-            // rows.
+            // Divide the head by 256 to make the gradients small. The gradient of a hidden state is a linear combination of the
+            // head's rows.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;
@@ -378,7 +379,8 @@ mod tests {
         }
     }
 
-    /// The head's gradient is large in this test, because the gradients of thousands of rows have the same sign and add up.
+    /// Checks that the head's gradient does not overflow in f16. The gradients of 16,384 equal rows have the same sign, so
+    /// their sum before the division by the number of rows exceeds the largest f16.
     #[test]
     fn in_chunks_with_large_head_gradient_stays_finite_in_f16() {
         let device = Device::flex().autodiff();
@@ -397,8 +399,8 @@ mod tests {
         }
     }
 
-    /// The embedding table is tied to the head, so its gradient has two parts: one through the head, and one through the hidden
-    /// states.
+    /// Checks the gradient of an embedding table that is also the head. This gradient is the sum of two parts: one through the
+    /// head, and one through the hidden states.
     #[test]
     fn in_chunks_with_head_inside_hidden_adds_both_gradients() {
         let device = Device::flex().autodiff();

@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 /// The number of registers that a lane stores or loads at once.
 const FOUR: usize = 4;
 
-/// The size in bytes of four registers of all lanes.
+/// The size in bytes of four registers of all 32 lanes.
 pub const FOURS_BYTES: usize = 32 * 4 * FOUR;
 
 /// Returns the shared-memory address for this lane's registers, in an exchange area that starts at `start`.

@@ -1,8 +1,8 @@
 //! GEMV with tensor cores: matrix products with at most 8 rows, whose operands are loaded from global memory straight into
-//! registers. They use `mma.sync` of 16 × 8 × 16, without shared memory and without `ldmatrix`.
+//! registers. The products use `mma.sync` of 16 × 8 × 16, without shared memory and without `ldmatrix`.
 //!
 //! The left operand of `mma.sync` has 16 rows: the upper 8 are the rows to be multiplied, and the lower 8 are zeros. The right
-//! operand of `mma.sync` has 8 rows. Lane `l` holds parts of row `l / 4` of both operands. In row `l / 4` of the result, it
+//! operand of `mma.sync` has 8 rows. Lane `l` holds parts of row `l / 4` of both operands. In row `l / 4` of the result, the lane
 //! holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
 //! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may get any columns, if it
@@ -22,7 +22,8 @@ pub const PIECE_COLUMNS: usize = 32;
 /// Starts a load of `words` words at `offset` bytes after a global address. The loaded address must be aligned to the size of
 /// the load.
 ///
-/// The L1 cache does not keep the data, because they are read only once. Calls of this function stay in program order.
+/// The L1 cache does not keep the data, because the kernel reads the data only once. Calls of this function stay in program
+/// order.
 #[cube]
 pub fn stream<N: Size>(
     address: u64,
@@ -86,7 +87,7 @@ fn piece_text(offset: usize) -> String {
 }
 
 /// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand. Only the
-/// first two elements of the result are meaningful.
+/// first two elements of the result are meaningful, because the other two belong to the left operand's zero rows.
 #[cube]
 pub fn add_pairs(
     sums: Vector<f32, Const<4>>,

@@ -102,7 +102,7 @@ impl Sums {
 }
 
 impl SharedSums {
-    /// Returns the number of used registers of the result, for all fragments.
+    /// Returns the number of registers that the result uses, for all fragments. The register vector may be longer.
     pub const fn used_registers(&self) -> usize {
         self.fragments * self.steps * STEP / 2
     }

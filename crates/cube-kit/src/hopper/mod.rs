@@ -25,14 +25,14 @@ use cubecl::{client::Client, ir::features::Tma};
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
-    // Checks TMA, because CubeCL supports it only through CUDA C++. Then checks for sm_90 by name, because later architectures
+    // Checks TMA, because CubeCL supports TMA only through CUDA C++. Then checks for sm_90 by name, because later architectures
     // have other tensor-core instructions.
     cfg!(feature = "cuda")
         && properties.features.tma.contains(Tma::Base)
         && properties.identity.fingerprint == "ptx_sm90"
 }
 
-/// The number of multiprocessors assumed if the runtime does not report it.
+/// The number of multiprocessors assumed if the runtime does not report the number.
 pub const ASSUMED_MULTIPROCESSORS: usize = 132;
 
 /// Rows of one `wgmma`.

@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 pub struct PipelineState {
     /// Index of the stage.
     pub stage: u32,
-    /// 0 in even passes over the ring buffer, 1 in odd passes.
+    /// The parity of the phase: 0 in even passes over the ring buffer, 1 in odd passes.
     pub parity: u32,
 }
 

@@ -33,7 +33,8 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Sets a legal stride for a dimension of size 1, because TMA checks the stride although it does not use it.
+            // Sets a legal stride for a dimension of size 1. TMA checks the stride of such a dimension, although TMA never uses
+            // that stride.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -71,7 +72,7 @@ pub fn boxes(
 
 /// Copies `subtiles` subtiles to `target`, from row `row` and column `column` of the tensor on.
 ///
-/// If `whole`, a box of the tensor map contains all these subtiles, which one copy loads. Otherwise a box has 64 columns, and
+/// If `whole`, a box of the tensor map contains all these subtiles, so one copy loads them. Otherwise a box has 64 columns, and
 /// each subtile is copied separately.
 #[cube]
 pub fn load_subtiles(

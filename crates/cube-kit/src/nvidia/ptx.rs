@@ -69,7 +69,7 @@ pub fn fmin_nan(a: f32, b: f32) -> f32 {
 }
 
 /// Moves a value that is equal in all lanes of the warp into a uniform register. Values that are computed from the result are
-/// then also uniform.
+/// then also uniform. If the lanes have different values, the result is the bitwise or of these values.
 #[cube]
 pub fn uniform(x: u32) -> u32 {
     let y: u32;

@@ -20,8 +20,8 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Makes dependencies programmatic if a PDL kernel ([`pdl`](super)) waits for another kernel, and returns the number of changed
-/// dependencies.
+/// Makes each dependency of a CUDA graph programmatic in which a PDL kernel ([`pdl`](super)) waits for another kernel. Returns
+/// the number of changed dependencies.
 ///
 /// The function changes the graph that captures the calling thread's launches on `device`. It returns 0 if no graph is being
 /// captured, or if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
@@ -35,7 +35,8 @@ pub fn make_edges_programmatic(device: &CudaDevice) -> usize {
         // the stream meanwhile.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
-    // A panic is passed on to the caller, because a graph that has lost a dependency must not be replayed.
+    // If the closure has panicked, the panic is passed on to the caller, because a graph that has lost a dependency must not be
+    // replayed.
     edited.unwrap_or_resume().unwrap_or(0)
 }
 
@@ -49,8 +50,8 @@ struct Edge {
     reserved: [u8; 5],
 }
 
-/// A programmatic edge: the second kernel begins when every cube of the first kernel has allowed this or has ended. The values
-/// are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
+/// A programmatic edge: the second kernel begins when every cube of the first kernel has called `launch_dependents` or has ended.
+/// The values are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
 const OVERLAPPING: Edge = Edge {
     from_port: 1,
     to_port: 0,
@@ -72,7 +73,7 @@ struct KernelParameters {
     rest: [*mut c_void; 4],
 }
 
-/// The functions of the CUDA driver that this module calls. They are loaded by the names that they have since CUDA 12.3,
+/// The functions of the CUDA driver that this module calls. The functions are loaded by their names in CUDA 12.3 and later,
 /// because CubeCL's bindings contain only the functions of the CUDA version at build time.
 struct Driver {
     capture_info: unsafe extern "C" fn(
@@ -122,7 +123,8 @@ impl Driver {
         }
     }
 
-    /// Makes edges of the graph that captures `stream` programmatic, and returns the number of changed edges.
+    /// In the graph that captures `stream`, makes each edge programmatic that leads from a kernel to a PDL kernel. Returns the
+    /// number of changed edges.
     ///
     /// # Safety
     /// `stream` must be a stream of the current context that no other thread uses.

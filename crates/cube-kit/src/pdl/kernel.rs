@@ -10,8 +10,8 @@ use cubecl::prelude::*;
 /// The number of bytes that [`load_now()`] loads.
 pub const LOAD_BYTES: usize = 16;
 
-/// Allows the next launch to begin. The next launch begins as soon as every cube of this launch has either called this function
-/// from one unit, or ended.
+/// Allows the next launch to begin. The next launch begins as soon as every cube of this launch has ended, or has called this
+/// function from at least one unit.
 #[cube]
 pub fn launch_dependents(#[comptime] pdl: bool) {
     if pdl {
@@ -55,8 +55,8 @@ fn text(#[comptime] _text: String) {}
 
 /// Marks a tensor that an earlier launch may have written. Call this function after [`wait_prior_launch()`].
 ///
-/// If a kernel never writes a tensor, compilers assume that the tensor is constant. Unless the tensor is marked, they may move
-/// its loads before the wait, or load it through the read-only cache, which is not coherent.
+/// If a kernel never writes a tensor, compilers assume that the tensor is constant. Compilers may then move the loads of an
+/// unmarked tensor before the wait, or use the read-only cache, which is not coherent.
 #[cube]
 pub fn mark_volatile<T: CubePrimitive>(tensor: &Tensor<T>, #[comptime] pdl: bool) {
     if pdl {

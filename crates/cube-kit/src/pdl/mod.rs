@@ -38,11 +38,11 @@ use cubecl::ir::features::Tma;
 /// Suffix of the names of kernels that take part in PDL. CubeCL may append more to such a name.
 pub const SUFFIX: &str = "_pdl";
 
-/// True if the device supports PDL. Kernels are then compiled with its instructions.
+/// True if the device supports PDL. The caller then compiles its kernels with the instructions of PDL.
 pub fn supports_pdl(client: &Client) -> bool {
     #[cfg(feature = "cuda")]
     {
-        // PDL needs CUDA C++, and came with the same architecture as TMA.
+        // PDL needs CUDA C++, and came with the same architecture as TMA. A device that supports TMA therefore supports PDL.
         client.properties().features.tma.contains(Tma::Base)
     }
     #[cfg(not(feature = "cuda"))]

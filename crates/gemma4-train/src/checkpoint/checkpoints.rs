@@ -263,7 +263,8 @@ mod tests {
             fs::write(path, []).expect("a file");
         }
         assert_eq!(last(&folder, 1).expect("a folder"), Some(3));
-        // The optimizer's second part is missing, as after a process was killed before it had written this part.
+        // For a run with two optimizer parts, the checkpoint is incomplete. The file of the second part is missing, as if a
+        // process was killed before it had written the file.
         assert_eq!(last(&folder, 2).expect("a folder"), None);
         assert!(check(&folder, 3, 0).is_err());
 

@@ -184,8 +184,8 @@ mod tests {
         fs::write(path, []).expect("a file");
     }
 
-    /// A run with the same number of processes resumes. A run with another number of processes is refused, because it would
-    /// overwrite checkpoints.
+    /// Checks that a run resumes only from a checkpoint whose optimizer record has the run's number of parts. A new run is
+    /// refused for any number of parts, because it would overwrite the checkpoint.
     #[test]
     fn checkpoint_with_other_optimizer_parts_is_refused() {
         for (files, own, other) in [
@@ -232,8 +232,8 @@ mod tests {
         }
     }
 
-    /// The test writes float settings to the file and reads them back. A decimal parser with rounding errors would return a
-    /// neighbouring float for some values.
+    /// Checks that settings keep their exact values when they are written to the file and read back. A decimal parser with
+    /// rounding errors would return a neighbouring float for some of the 999 values.
     #[test]
     fn settings_read_back_equal_those_written() {
         let folder = tempfile::tempdir().expect("a folder");

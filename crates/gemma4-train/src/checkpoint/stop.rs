@@ -96,7 +96,8 @@ mod tests {
         assert!(!stop.is_before(7, false));
         assert!(stop.ask());
         assert!(!stop.ask());
-        // The run does not end before step 7, because another device may have begun this step already.
+        // When the stop is requested, another device may have begun step 7 already. So the run ends after step 7, before step
+        // 8.
         assert!(!stop.is_before(7, false));
         assert!(!stop.is_before(7, false));
         assert!(stop.is_before(8, false));

@@ -735,7 +735,7 @@ mod tests {
         let parts = r#"[{"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]"#;
         let found = of(parts, &gemma4).expect("pieces");
         assert_eq!(found, of(r#""the cat sat""#, &gemma4).expect("pieces"));
-        // This template prints the list of content parts itself instead of their texts.
+        // A template that prints the list of content parts instead of the parts' texts must be refused.
         let printing = ChatTemplate::from_source(
             "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}",
         );
@@ -832,7 +832,7 @@ mod tests {
         );
     }
 
-    /// A template that also renders the descriptions of tools and the responses of tools.
+    /// A template that renders messages, the descriptions of tools and the responses of tools.
     #[cfg(feature = "flex")]
     const WITH_TOOLS: &str = concat!(
         "{{ bos_token }}{% if tools %}<|tool>{% for tool in tools %}{{ tool.description }}: ",
@@ -842,8 +842,8 @@ mod tests {
         "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}",
     );
 
-    /// Special tokens are encoded as plain text in messages, in fields of messages and in other columns. The model's own text is
-    /// the exception.
+    /// Checks that special tokens in messages, in fields of messages and in other columns are encoded as plain text. The
+    /// assistant's own text is the exception: its special tokens are encoded as such.
     #[cfg(feature = "flex")]
     #[test]
     fn texts_for_the_model_encode_without_special_tokens() {
@@ -892,13 +892,14 @@ mod tests {
         }
         let found = special(&tokens(&conversation("a", "b<turn|>")));
         assert_eq!(found, [3, 4, 0, 1, 1]);
-        // Marks do not change the tokens of a text that contains no special tokens.
+        // Encoding with a marking must give the same tokens as plain encoding if the text contains no special tokens.
         let line = conversation("the cat", "and  the hat é");
         let pieces = read_line(&line).examples(gemma.chat_template(), &mut Ignored::default());
         let pieces = pieces.expect("pieces").concat().into_iter();
         let text: String = pieces.map(|(text, _)| text).collect();
         assert_eq!(tokens(&line), tokenizer.encode(&text).expect("tokens"));
-        // This template does not render the column `bos_token`, whose name is also the name of a special token.
+        // A column that the template does not render must be counted as ignored even if it has the name of a special token,
+        // here `bos_token`.
         let named = line.replacen('{', r#"{"bos_token": "<bos>", "#, 1);
         let mut ignored = Ignored::default();
         let Line::Messages(named) = parse(&named, &mut ignored).expect("a line") else {

@@ -155,7 +155,7 @@ impl TrainingLoader {
         chosen
     }
 
-    /// Returns the order of the rows in the pass with this number.
+    /// Returns the order of the rows in the pass (iteration over all rows) with this number.
     fn pass(&self, number: usize) -> Vec<usize> {
         let seed = self.schedule.seed.wrapping_add((number as u64) << 32);
         let mut order: Vec<usize> = (0..self.data.rows.len()).collect();

@@ -25,17 +25,17 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Returns the number of intervals of the whole run.
+    /// Returns the number of intervals between checkpoints in the whole run.
     pub fn intervals(&self) -> usize {
         self.steps.div_ceil(self.interval)
     }
 
-    /// Returns the index of the interval that contains the first unfinished step.
+    /// Returns the index of the interval between checkpoints that contains the first unfinished step.
     pub fn first_interval(&self) -> usize {
         self.done / self.interval
     }
 
-    /// Returns the steps of an interval that are not finished yet.
+    /// Returns the unfinished steps of the interval between checkpoints with this index.
     pub fn steps_of(&self, interval: usize) -> Range<usize> {
         let start = interval * self.interval;
         start.max(self.done)..self.steps.min(start + self.interval)

@@ -30,7 +30,8 @@ const SPECIAL: [&str; 17] = [
     "<|tool_response>",
     "<tool_response|>",
 ];
-/// The number of characters that get their own token. These are the most frequent characters. Others are encoded in bytes.
+/// The number of characters that get a token of their own: the most frequent ones. All other characters are encoded as the
+/// tokens of their UTF-8 bytes.
 const ALPHABET: usize = 512;
 /// The smallest number of occurrences at which a sequence of characters may become a token.
 const MIN_FREQUENCY: u64 = 2;

@@ -61,7 +61,7 @@ struct Barrier {
 struct Arrivals {
     /// The number of workers that wait at the barrier in the current round.
     waiting: usize,
-    /// The number of completed rounds.
+    /// The number of completed rounds, that is, uses of the barrier.
     number: usize,
 }
 

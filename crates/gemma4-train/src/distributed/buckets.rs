@@ -130,7 +130,7 @@ mod tests {
         ];
         for size in [1, 5, 1000] {
             let mut gradients = GradientsParams::new();
-            // The second parameter gets no gradient.
+            // Register no gradient for the second parameter, which the buckets must then skip.
             for param in [0, 2, 3].map(|index| &model[index]) {
                 gradients.register(param.id, param.val());
             }

@@ -219,7 +219,7 @@ mod tests {
             assert_eq!(found, Ok(expected));
         }
         assert_eq!(rank_of(&[]), Ok(SINGLE_PROCESS));
-        // These variables are the environment of a Slurm batch script, which is a single process.
+        // A Slurm batch script has these variables, but it is a single process.
         let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
         assert_eq!(rank_of(&script), Ok(SINGLE_PROCESS));
     }
@@ -244,7 +244,8 @@ mod tests {
         assert_eq!(found.kind, Kind::Slurm);
         let rank = rank_of(slurm).expect("a rank");
         assert_eq!((rank.global, rank.local), (3, 1));
-        // MPICH's mpiexec starts its processes by srun, so Slurm's variables are also set.
+        // MPICH's mpiexec starts its processes by srun. So the processes have Slurm's variables too, but the launcher must be
+        // MPI.
         let mpich = &[
             ("PMI_RANK", "3"),
             ("PMI_SIZE", "4"),

@@ -105,7 +105,7 @@ mod tests {
             own.map(|param| param.base().dims()[0]).collect::<Vec<_>>()
         };
         assert_eq!([own(0), own(1)], [vec![10], vec![3, 4, 1, 2]]);
-        // Every parameter must have an owner even if there are more processes than parameters.
+        // With 9 processes and 5 parameters, some processes own no parameter, but every parameter must have an owner.
         let owners = Owners::of(&model, 9);
         assert!(
             model

@@ -257,7 +257,8 @@ mod tests {
         gradients
     }
 
-    /// A thousand updates, each by 1/65536 of the weight, change the weight by about 1/65.
+    /// Checks that small updates are not rounded away. A thousand updates by 1/65536 change the weight from 1 to about 1 -
+    /// 1/65. Each single update would be lost in bf16 and in f16.
     #[test]
     fn small_updates_in_half_precision_accumulate() {
         for dtype in [DType::BF16, DType::F16] {

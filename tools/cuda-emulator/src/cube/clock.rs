@@ -1,7 +1,7 @@
-//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies.
-//! The clock of an actor, its owner, stores one time for each actor. All accesses of that actor up to this time
-//! happened before the owner's next access. A barrier joins the clocks of its warps. Two accesses that no barrier
-//! orders may happen in either order.
+//! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies. Each
+//! actor owns a clock, which has an entry for every actor. If the entry of actor `a` is the time `t`, all accesses of
+//! `a` up to time `t` happened before the owner's next access. A barrier joins the clocks of its warps. Two accesses
+//! that no barrier orders may happen in either order.
 
 #[derive(Clone, Debug)]
 pub struct Clock {
@@ -10,7 +10,8 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Returns the initial clock of the actor `owner`, with one entry for each of `actors` actors.
+    /// Returns the initial clock of the actor `owner`. It has one entry for each of `actors` actors: the warps, and one
+    /// actor for all copies.
     pub fn new(owner: usize, actors: usize) -> Self {
         let mut clock = Self {
             owner,

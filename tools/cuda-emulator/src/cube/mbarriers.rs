@@ -62,8 +62,8 @@ impl Mbarriers {
 }
 
 impl Mbarrier {
-    /// Counts `arrivals` arrivals by an actor whose vector clock is `times`. Returns the phase in which they are
-    /// counted.
+    /// Counts `arrivals` arrivals by an actor (a warp, or the copies) whose vector clock is `times`. Returns the phase
+    /// in which they are counted.
     ///
     /// # Errors
     /// Returns an error if fewer arrivals than `arrivals` are missing in the phase.

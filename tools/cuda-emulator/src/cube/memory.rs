@@ -325,8 +325,8 @@ impl Cube<'_> {
 /// Returns the memory space of the first lane in `mask`, and the lanes in the same space. Makes the addresses of these
 /// lanes relative to that space.
 fn in_one_space(addresses: &mut DoubleRow, named: Space, mask: u32) -> (Space, u32) {
-    // A kernel argument's address is an offset in the parameter space, which only the instruction names. After `cvta`
-    // it is a generic address.
+    // The address of a kernel argument is an offset in the parameter space. The offset does not show its memory space,
+    // so the instruction must name it. After `cvta` the address is generic and shows its space.
     if !matches!(named, Space::Generic | Space::Parameter) {
         return (named, mask);
     }

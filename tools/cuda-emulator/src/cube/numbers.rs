@@ -35,7 +35,7 @@ fn put<T: Copy>(row: &mut [T; LANES], values: [T; LANES], mask: u32) {
     }
 }
 
-/// Applies a function to two rows, lane by lane.
+/// Applies a function to the values of two register rows, lane by lane.
 #[inline(always)]
 fn of_rows<A: Copy, B: Copy, T: Copy + Default>(
     a: &[A; LANES],

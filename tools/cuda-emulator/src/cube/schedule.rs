@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of rounds over all warps without an event that the emulator tolerates while warps poll barriers. After
-/// more rounds, the emulator reports a deadlock.
+/// The patience with warps that poll barriers: the number of rounds over all warps without an event that are tolerated.
+/// After more rounds, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.

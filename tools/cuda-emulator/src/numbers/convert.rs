@@ -165,7 +165,8 @@ mod tests {
             single(4_294_967_296.0)
         );
         assert_eq!(of(Type::F32, Type::S32, 0xffff_ffff), single(-1.0));
-        // This value lies above a tie between two f32 values. Rounded to f64, it would be exactly that tie.
+        // This integer lies just above a tie between two f32 values, so it rounds up. A conversion to f64 first would
+        // round it to the tie, and the tie would then round down to the even f32.
         let x = (1u64 << 60) + (1 << 36) + 1;
         assert_eq!(
             of(Type::F32, Type::U64, x),

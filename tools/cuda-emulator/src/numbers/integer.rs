@@ -165,7 +165,7 @@ fn permute(bytes: u64, selectors: u64) -> u64 {
         let byte = bytes >> (8 * (selector & 7)) & 255;
         let byte = match selector & 8 {
             0 => byte,
-            // In this mode, the result byte repeats the sign bit of the selected byte eight times.
+            // If bit 3 of the selector is set, the result byte repeats the sign bit of the selected byte eight times.
             _ => (byte >> 7) * 255,
         };
         result | byte << (8 * k)

@@ -125,8 +125,8 @@ pub enum Space {
     Parameter,
 }
 
-/// The size of the range of generic addresses (window) that each emulated memory space has. The emulator's own process
-/// has lower addresses than the first window, and global memory has these addresses.
+/// The size of a window, the range of generic addresses of an emulated memory space. All addresses of the emulator's
+/// own process, and therefore of global memory, are below the first window.
 const WINDOW: u64 = 1 << 60;
 
 /// The address at which shared memory starts. It is above 0, so that address 0 is invalid in shared memory as well.

@@ -1,12 +1,12 @@
 //! Computes the gradient of a bias that is constant over keys, without computing any score.
 //!
-//! Such a bias shifts all scores of a query equally. Without a sink, this shift changes only the logsumexp. A sink is not
-//! shifted, so with a sink the bias also changes the sink's probability. The gradients of all scores of a query therefore sum to
-//! `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
+//! Such a bias shifts all scores of a query equally. Without a sink, this shift changes only the logsumexp, and no probability.
+//! The shift does not apply to a sink, so with a sink the bias also changes the probabilities. The gradients of all scores of a
+//! query therefore sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
 //!
-//! Schedule: the queries that read one bias element (all queries along which the element is broadcast) are divided into parts.
-//! Each unit adds up one part. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per
-//! query.
+//! Schedule: the queries that read one bias element (all queries to which the element is broadcast) are divided into parts. Each
+//! unit adds up the score gradients of one part. Budget: no shared memory and a few registers. Bound: memory, with at most four
+//! f32 values read per query.
 
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
@@ -25,12 +25,13 @@ pub(crate) struct Spread {
     pub repeated_queries: u32,
     /// The number of queries, over all heads and sequences, that read one bias element.
     pub repeats: u32,
-    /// The number of parts into which the queries that read one bias element are divided. One unit sums one part.
+    /// The number of parts into which the queries that read one bias element are divided. One unit adds up the score gradients of
+    /// one part.
     pub parts: u32,
 }
 
 /// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`. One
-/// unit adds the score gradients of every `parts`-th query that reads the element.
+/// unit adds the score gradients of every `parts`-th query that reads the bias element.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn constant_bias_gradient<S: Float>(
     rows: &Tensor<f32>,

@@ -30,7 +30,7 @@ pub(crate) struct Broadcast {
     pub queries: bool,
 }
 
-/// Runtime sizes of the bias gradient.
+/// The runtime sizes that the kernel `bias_gradient` needs in addition to its grid and head sizes.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BiasCounts {
@@ -76,7 +76,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let own_row_tile = (work_tile.tile / counts.key_tiles) as i32;
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
-    // The numbers of query tiles and heads over which the bias tile's gradient is summed.
+    // Two factors of the number of score tiles to sum: query tiles and query heads. A factor is 1 unless the bias is broadcast
+    // along queries or heads.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;

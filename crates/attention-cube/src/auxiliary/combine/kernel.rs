@@ -20,7 +20,7 @@ use cubecl::prelude::*;
 /// Units per cube.
 pub(crate) const UNITS: usize = 128;
 
-/// Division of splits among the units of a cube.
+/// The division of splits among units, if several units combine the splits of one vector of an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Sharing {
     /// The number of units among which the splits of one vector of an output row are divided.
@@ -31,7 +31,7 @@ pub(crate) struct Sharing {
     pub more: bool,
 }
 
-/// The runtime sizes of a combination.
+/// The runtime sizes of the kernel `combine_pdl`.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct CombineSizes {
@@ -80,7 +80,8 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     let row = index / row_vectors as usize;
     let column = index % row_vectors as usize;
     let exists = row < rows as usize;
-    // A unit whose row does not exist gets an empty range of splits. It does not return early, because the units sync later.
+    // A unit whose row does not exist gets an empty range of splits. The unit does not return early, because all units of the
+    // cube must reach the later sync.
     let own = joined::<N>(
         partial_output,
         partial_logsumexp,
@@ -158,8 +159,8 @@ fn joined<N: Size>(
     #[unroll]
     for index in 0..held {
         let split = first + comptime!((index * sharing.units) as u32);
-        // A unit that lacks this split loads split 0 instead and ignores the loaded values. With a branch around the load, the
-        // next load would not overlap this one.
+        // If the unit has no split with this index, the unit loads split 0 and ignores the loaded values. With a branch around
+        // the load, the next load would not overlap this load.
         let split = select(split < end, split, 0u32);
         let at = split as usize * rows + row;
         references[index] = partial_logsumexp[at];

@@ -21,7 +21,7 @@ const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
 /// The largest number of splits that a unit loads at once. A unit has more splits only if the number of units has reached
-/// `MOST_SHARING`. Below that limit, a unit has fewer than twice `PARTS_OF_A_UNIT` splits.
+/// `MOST_SHARING`. With fewer units than `MOST_SHARING`, a unit has fewer than twice `PARTS_OF_A_UNIT` splits.
 const MOST_HELD: usize = 2 * PARTS_OF_A_UNIT;
 
 fn sharing(splits: usize) -> Sharing {
@@ -29,7 +29,7 @@ fn sharing(splits: usize) -> Sharing {
         .next_power_of_two()
         .min(MOST_SHARING);
     let parts = splits.div_ceil(units);
-    // Rounds the number of splits per load up, so that different split counts share compiled kernels.
+    // Round the number of splits per load up, so that launches with different numbers of splits share one compiled kernel.
     let held = parts.next_multiple_of(PARTS_OF_A_UNIT).min(MOST_HELD);
     Sharing {
         units,

@@ -32,9 +32,9 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. The first `broadcast`
-/// dimensions may be broadcast: if one of them has stride 0 in the tensor, its data is copied once and the dimension has stride 0
-/// in the copy.
+/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. If one of the first
+/// `broadcast` dimensions has stride 0 in the tensor, the copy holds the repeated rows of this dimension only once, and has
+/// stride 0 there.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);
@@ -83,8 +83,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
 /// Sets the stride of every dimension of size 1 to 0. Burn allows any stride there, even one that is not a multiple of 16
 /// bytes.
 ///
-/// Kernels use these strides to compute addresses even of rows past the tensor's end. They copy nothing from such an address, but
-/// the address must still be a multiple of 16 bytes.
+/// Kernels use these strides to compute addresses even of rows past the tensor's end. The kernels copy nothing from such an
+/// address, but the address must still be a multiple of 16 bytes.
 fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
     for dim in 0..3 {
         if tensor.meta.shape()[dim] == 1 {

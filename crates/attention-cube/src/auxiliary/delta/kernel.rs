@@ -25,7 +25,7 @@ use crate::math::score::{is_hidden, saw_no_key};
 use crate::tile_ops::row_access::load_vec4;
 use cubecl::prelude::*;
 
-/// Units per cube, and units per row.
+/// Two numbers: the units per cube (`UNITS`), and the units that share one row of the output (`ROW_UNITS`).
 pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// The number of queries (rows of the output) per cube.

@@ -1,5 +1,6 @@
 //! Packs lengths, segment ids and intervals into one i32 buffer. Computes the bounds of every block of tokens, and the block
-//! range of every tile.
+//! range of every tile. The record of a query in the buffer is its segment id, then the first key and the end of each of its
+//! intervals.
 //!
 //! A tile of queries has a block range of keys, and a tile of keys has a block range of queries. The block range spans all blocks
 //! that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks, even with
@@ -13,8 +14,8 @@ use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
 use cubecl::prelude::*;
 
-/// Copies the integers of `source`, row by row, to `packed` from index `start` on. In `packed`, consecutive integers are `record`
-/// elements apart, because the intervals of a query follow its segment id.
+/// Copies the integers of `source` (lengths or segment ids), row by row, to `packed` from index `start` on. In `packed`,
+/// consecutive integers are `record` elements apart, because the intervals of a query follow its segment id.
 ///
 /// If `clamps`, the kernel clamps values to `0..=largest`. The type `I` of `source` must then be able to represent `largest`.
 #[cube(launch_unchecked)]
@@ -45,7 +46,8 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the intervals of all queries to the queries' records in `packed`, and clamps first keys and ends to `0..=kv_len`.
+/// Copies the intervals of all queries to the queries' records in `packed`, and clamps both ends of each interval to
+/// `0..=kv_len`.
 ///
 /// `source` is `[batch, q_len, 2 · intervals]`: first key and end of each interval. A type narrower than i32 is converted before
 /// the clamp, because it may not represent `kv_len`. All other types are converted after the clamp, because their values may
@@ -81,8 +83,8 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each interval of each block of `block` queries: see [`INTERVAL_BOUNDS`]. A key block has
-/// `keys` keys.
+/// Computes two ranges of key blocks for each block of `block` queries and each interval number (a query has up to two
+/// intervals): see [`INTERVAL_BOUNDS`]. A key block has `keys` keys.
 ///
 /// The records of the queries start at index `records` of `packed`, and the bounds of the query blocks at index `bounds`.
 #[cube(launch_unchecked)]
@@ -117,7 +119,8 @@ pub(crate) fn bound_intervals(
                 let last = packed[at + 1];
                 largest_first = max(largest_first, first);
                 smallest_end = min(smallest_end, last);
-                // An empty interval shows no key, so it does not widen the range.
+                // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no key
+                // through the interval.
                 if first < last {
                     smallest_first = min(smallest_first, first);
                     largest_end = max(largest_end, last);

@@ -4,10 +4,10 @@
 //! The record of a query has its segment id, then the first key and the end of each interval. Without segments, the record has no
 //! id.
 //!
-//! The bounds of a block are its smallest and largest segment id, a bit set of its ids modulo 32, and a range of opposite blocks (key
-//! blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and skip the pair if
-//! it has no common document. The range covers all opposite blocks that segments and intervals may leave visible to the block.
-//! Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
+//! The bounds of a block are its smallest and its largest segment id, a bit set of its ids modulo 32, and a range of opposite
+//! blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and skip
+//! the pair if it has no common document. The range covers all opposite blocks that segments and intervals may leave visible to
+//! the block. Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
 //!
 //! The bounds of a block of queries also have two ranges of key blocks per interval. The first range covers the key blocks of
 //! which at least one query sees a key through the interval. The second range covers the key blocks of which every query sees
@@ -63,7 +63,7 @@ impl Blocks {
     }
 }
 
-/// The offsets of ids and bounds in the packed buffer, for a kernel's block sizes.
+/// The offsets of segment ids and block bounds in the packed buffer, for the block sizes of one kernel.
 #[derive(Clone, Copy)]
 pub(crate) struct BoundsOffsets {
     blocks: Blocks,
@@ -128,8 +128,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // The kernels of this module read neither mask nor lengths. With both flags cleared, problems that differ only in mask or
-    // lengths share compiled kernels.
+    // Clear the flags of mask and lengths, because the kernels of this module read neither. Problems that differ only in mask or
+    // lengths then share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -278,8 +278,9 @@ pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) 
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers, in rows of `columns`, to the packed buffer from offset `start` on, `record` elements apart. If
-/// `largest` is given, integers of a type that may exceed i32 are first clamped to `0..=largest`.
+/// Copies `count` integers of `source`, which has `columns` integers per row, to the packed buffer from offset `start` on. In the
+/// buffer, consecutive integers are `record` elements apart. If `largest` is given, integers of a type that may exceed i32 are
+/// first clamped to `0..=largest`.
 fn pack(
     source: &CubeTensor,
     packed: &CubeTensor,
@@ -372,7 +373,8 @@ fn bound_records(
     }
 }
 
-/// Writes for each block of `side` the range of opposite blocks that may be visible to it, and sets the counter to 0.
+/// Writes for each block of `side` the range of opposite blocks that segments and intervals may leave visible to the block, and
+/// sets the counter of claimed tiles to 0.
 ///
 /// Each argument pair holds the offset of a side's bounds, and the side's number of blocks per sequence. The first pair belongs
 /// to `side`, and the second pair to the opposite side.
@@ -407,8 +409,9 @@ fn span(
     }
 }
 
-/// Writes the smallest id, the largest id and the bit set of ids of every block of `block` tokens, for `batch` sequences. The ids
-/// start at offset `ids`, `record` elements apart. The bounds start at offset `bounds`, with `block_bounds` values per block.
+/// Writes three bounds of every block of `block` tokens, for `batch` sequences: the smallest segment id, the largest segment id,
+/// and the bit set of ids modulo 32. The ids start at offset `ids` of the packed buffer, and are `record` elements apart. The
+/// bounds start at offset `bounds`, with `block_bounds` values per block.
 fn bound(
     packed: &CubeTensor,
     ids: usize,

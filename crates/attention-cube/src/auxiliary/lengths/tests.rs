@@ -1,4 +1,5 @@
-//! Tests of the block ranges: which blocks may share a document with a tile.
+//! Tests of the block ranges of tiles. A tile of queries visits blocks of keys, and a tile of keys visits blocks of queries. The
+//! tile's block range holds the blocks that may share a document with the tile.
 
 use super::*;
 use crate::options::AttentionOptions;
@@ -10,8 +11,9 @@ use burn::backend::{
 };
 use burn::tensor::{Tensor, TensorData};
 
-/// Returns the expected block range of each block of `size` tokens of `stationary_side`. The range consists of the first block
-/// of `others` that shares an id with the block, and one past the last such block.
+/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tiles' tokens,
+/// and `others` those of the tokens in blocks of `other_size`. A range is the first block that shares an id with the tile, and
+/// one past the last such block. The range is empty if no block shares an id.
 fn expected(
     stationary_side: &[i32],
     others: &[i32],
@@ -31,8 +33,8 @@ fn expected(
     stationary_side.chunks(size).map(span).collect()
 }
 
-/// Checks the block ranges of query tiles and of key tiles, for two sequences. `queries` and `keys` are the segment ids of each
-/// sequence.
+/// Checks the block ranges of query tiles and of key tiles, for two sequences. `queries` and `keys` hold the segment id of each
+/// token, one list per sequence.
 fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     let cube = cube_device();
     let (q_len, kv_len) = (queries[0].len(), keys[0].len());
@@ -109,11 +111,12 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     }
 }
 
-/// If every document is contiguous, the block range of a tile must cover only the blocks of the tile's documents.
+/// Checks that the block range of a tile covers only the blocks of the tile's documents. Every document is contiguous here, so
+/// that its blocks form one range.
 #[test]
 fn prepare_block_range_covers_only_own_documents() {
     let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);
-    // In the second sequence, the keys lack some documents that the queries have.
+    // In the second sequence, the keys lack the segment ids 21 to 29, which the queries have.
     let leaps = |id: i32| if id > 20 { id + 9 } else { id };
     check(
         [ids(1000, 7).collect(), ids(1000, 27).collect()],
@@ -121,7 +124,8 @@ fn prepare_block_range_covers_only_own_documents() {
     );
 }
 
-/// The last block of a document also contains padding with an unrelated id. This id must not widen the block range.
+/// Checks that padding does not widen a block range. The block in which the last document ends contains padding tokens too, with
+/// an id that no document has.
 #[test]
 fn prepare_padding_does_not_widen_block_range() {
     let ids = |padding: i32| -> Vec<i32> {

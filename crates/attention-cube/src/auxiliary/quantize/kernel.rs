@@ -18,7 +18,7 @@ pub(super) const UNITS: usize = 64;
 /// The number of units per cube in [`dequantize`].
 pub(super) const DEQUANTIZE_UNITS: usize = 256;
 
-/// The number of words that a unit loads at once.
+/// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
 /// The f32 bits of +∞. As integers, the bits of NaN are larger.
@@ -181,7 +181,7 @@ pub(super) fn dequantize<E: Float, N: Size>(
         let count = min(rows_of_cube, end - row) * words_of_row;
         let mut index = UNIT_POS;
         while index < count {
-            // Loads all words before it uses the first, so that the loads overlap.
+            // Load all words before using the first word, so that the loads overlap.
             let mut held = Vector::<u32, Const<WORDS_OF_UNIT>>::zeroed();
             let mut factors = Vector::<f32, Const<WORDS_OF_UNIT>>::zeroed();
             #[unroll]

@@ -1,4 +1,4 @@
-//! Tests that dequantization writes exactly the rows that queries see.
+//! Tests that `write_numbers`, which dequantizes int8 keys or values, writes the rows that queries see and no other rows.
 
 use super::*;
 use crate::auxiliary::lengths::lengths_as_read;
@@ -16,7 +16,7 @@ const HEADS: usize = 2;
 const LENGTH: usize = 700;
 const QUERIES: usize = 40;
 
-/// The value of every element before the kernel runs.
+/// The value of every element of the output before the kernel runs. A row with this value was not written.
 const BEFORE: f32 = -7.0;
 
 /// Reads the elements of a tensor from the device.
@@ -25,7 +25,8 @@ fn numbers(tensor: CubeTensor) -> Vec<f32> {
     data.try_into_vec().expect("the tensor has dtype f32")
 }
 
-/// Returns quantized rows of `words_of_row` words. No dequantized element equals [`BEFORE`].
+/// Returns quantized rows of `words_of_row` words each. No dequantized element equals [`BEFORE`], so the test can distinguish
+/// written rows from unwritten ones.
 fn rows(words_of_row: usize) -> QuantizedTensors<CubeBackend> {
     let device = cube_device();
     let count = BATCH * HEADS * LENGTH;
@@ -41,7 +42,7 @@ fn rows(words_of_row: usize) -> QuantizedTensors<CubeBackend> {
     }
 }
 
-/// Returns the range from the first to the last row that a query sees, in a sequence of `length` keys.
+/// Returns the range from the first to the last key that any query sees, in a sequence of `length` keys.
 fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     let length = length as i64;
     let offset = match problem.is_bottom_right() {
@@ -54,8 +55,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks that `write_numbers` writes the rows that queries see, and no other rows. `lengths` holds the length of each sequence,
-/// and true if the lengths are i64 instead of i32.
+/// Checks that `write_numbers` writes the rows that queries see, and no other rows. `lengths` holds the number of valid keys of
+/// each sequence, and true if the tensor of lengths is i64 instead of i32.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;
@@ -89,7 +90,7 @@ fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usiz
     }
 }
 
-/// The kernel must write the rows that causal mask, window and lengths leave visible, and no other rows.
+/// Checks that the kernel writes the rows that the causal mask, the window and the lengths leave visible, and no other rows.
 #[test]
 fn write_numbers_hidden_rows_stay_unwritten() {
     use CausalAlignment::{BottomRight, TopLeft};
@@ -109,7 +110,7 @@ fn write_numbers_hidden_rows_stay_unwritten() {
             ..problem([BATCH, HEADS, HEADS, QUERIES, LENGTH, 32])
         };
         for lengths in [None, Some(([37, 333], false)), Some(([0, LENGTH], true))] {
-            // Tests rows of one word, of several words, and of more words than a cube handles at once.
+            // A row has one word, several words, or more words than a cube handles at once.
             for words_of_row in [1, 33, 1100] {
                 check(&problem, words_of_row, lengths);
             }

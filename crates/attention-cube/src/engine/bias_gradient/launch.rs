@@ -29,8 +29,8 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient as planned. One buffer holds the sequence lengths and the segment bounds, and `offsets` locates
-/// both there for a kernel that recomputes scores.
+/// Computes the bias gradient as planned. One buffer holds the sequence lengths and the segment bounds. The argument `offsets`
+/// gives the positions in this buffer at which a kernel that recomputes scores reads both.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.

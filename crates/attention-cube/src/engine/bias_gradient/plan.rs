@@ -48,8 +48,8 @@ impl BiasTiles {
     }
 
     /// The fewest score tiles that one cube sums, if there are enough tiles. A cube on matrix units needs two tiles, because it
-    /// copies one tile while it multiplies another. The number limits how many partial sums there are, because each one costs a
-    /// write to memory and a read.
+    /// copies one tile while it multiplies another. This minimum limits the number of partial sums, because each partial sum
+    /// costs a write to memory and a read.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -57,8 +57,8 @@ impl BiasTiles {
         }
     }
 
-    /// The number of loop iterations that a unit runs for one tile of scores. Software drivers limit the loop iterations of a
-    /// unit, see [`SOFTWARE_ITERATIONS`].
+    /// The number of loop iterations that a unit runs for one tile of scores. The argument `columns` is `head_dim + value_dim`,
+    /// the columns over which S and dP sum. Software drivers limit the loop iterations of a unit, see [`SOFTWARE_ITERATIONS`].
     fn iterations(&self, columns: usize) -> usize {
         match self {
             // The scores stay in registers. The kernel therefore runs only the GEMMs that compute S and dP, and no GEMM that

@@ -35,11 +35,11 @@ pub struct GradientSplits {
 /// runs at once. The product of tiles and splits is thus at most this multiple of a wave.
 pub(crate) const MOST_ROUNDS: usize = 2;
 
-/// The fewest blocks per split.
+/// The fewest blocks that a split processes, if a tile is split at all.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split costs in addition to its blocks: it writes a partial gradient, which the second kernel reads. The
-/// unit is the time of one block.
+/// The time that each split costs in addition to its blocks: the split writes a partial gradient, which the second kernel reads.
+/// The unit is the time of one block.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {

@@ -33,7 +33,8 @@ pub(in crate::tile_ops) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> S
     )
 }
 
-/// Returns the placement of `count` rows of a first-product operand in the stage, from vector `at` on.
+/// Returns the placement in the stage of `count` rows of an operand of the first product (`S = A Bᵀ`). The first row starts at
+/// vector `at`.
 pub(super) fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
     StagedRows {
         at,

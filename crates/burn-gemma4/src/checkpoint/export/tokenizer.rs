@@ -134,7 +134,7 @@ impl Tokens {
         let texts = texts.into_iter().enumerate();
         let merges = file.model.merges.into_iter();
         Ok(Self {
-            // Some ids have no token in the `tokenizer.json`. They get the texts that llama.cpp's converter gives them.
+            // An id without a token in the `tokenizer.json` gets the text that llama.cpp's converter gives it.
             texts: texts
                 .map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")))
                 .collect(),

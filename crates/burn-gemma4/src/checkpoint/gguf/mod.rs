@@ -186,8 +186,9 @@ impl WeightSource for Gguf {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let is_ignored = |name: &str| {
-            // These tensors are not reported as unknown, although the model has no parameter for them. The rotary divisors are
-            // already part of the configuration. K and V tensors may exist for layers that share an earlier layer's KV cache.
+            // The rotary divisors, and the K and V tensors that no layer uses, are not reported as unknown, although the model
+            // has no parameter for them. The divisors are already part of the configuration. Files contain K and V tensors even
+            // for layers that share an earlier layer's KV cache.
             name == "rope_freqs.weight"
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())

@@ -63,8 +63,8 @@ const OF_LAYER: [(&str, &str); 25] = [
 
 /// The path of the stacked parameter that holds the gate and up projections of all experts. Some files store it as two tensors.
 const GATE_UP: &str = "experts.gate_up_proj";
-/// The names of the two tensors that may store [`GATE_UP`]. An expert's slice of the parameter holds the rows of the gate
-/// tensor, followed by the rows of the up tensor.
+/// The names of the two tensors that may store [`GATE_UP`]. For each expert, the parameter holds the expert's rows of the gate
+/// tensor, followed by its rows of the up tensor.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
 /// Returns the names of the tensors that store the parameter at `path`. `has` returns true for each tensor that the file

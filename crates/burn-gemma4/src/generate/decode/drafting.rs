@@ -31,7 +31,8 @@ impl<'a> Decoder<'a> {
     }
 
     /// Runs the [drafter](Self::with_drafter), which proposes `count` draft tokens after `token`. `token` is the next token,
-    /// which the cache does not hold yet. The result is that of [`Drafter::draft`]. A CUDA graph is captured for each `count`.
+    /// which the cache does not hold yet. The result is that of [`Drafter::draft`]. A CUDA graph is captured for each value of
+    /// `count`.
     ///
     /// # Shapes
     /// `hidden`: `[1, hidden]`, the normalised hidden state from which `token` was chosen.
@@ -133,8 +134,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs, because they hold the cache's rotated buffers, in which slot 0 is each
-                    // sequence's first token. The call of `turn_back` below undoes the rotation.
+                    // Drop the captured graphs. They read the cache's buffers in rotated form, with each sequence's first token
+                    // in slot 0, and the call of `turn_back` below undoes the rotation.
                     graph.release();
                 }
             }

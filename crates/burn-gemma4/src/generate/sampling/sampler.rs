@@ -321,7 +321,8 @@ mod tests {
     fn sample_with_temperature_scales_probabilities() {
         let logits = logits(&[0.5, 0.25, 0.25]);
         assert_frequencies(&sampling(1.0, None, None), &logits, &[0.5, 0.25, 0.25]);
-        // A temperature of 0.5 squares the probabilities, which are normalised afterwards.
+        // A temperature of 0.5 squares the probabilities and normalises the squares: 1/4, 1/16 and 1/16 become 2/3, 1/6 and
+        // 1/6.
         assert_frequencies(
             &sampling(0.5, None, None),
             &logits,
@@ -362,12 +363,13 @@ mod tests {
     #[test]
     fn sample_with_top_p_counts_after_temperature_and_top_k() {
         let logits = logits(&[0.1, 0.3, 0.2, 0.4]);
-        // Top-k keeps the tokens with the probabilities 0.4, 0.3 and 0.2. The first two of these make up 7/9 of the sum 0.9,
-        // and 7/9 is more than the `top_p` of 0.75. Without top-k the first two would make up only 0.7.
+        // Top-k keeps the tokens with the probabilities 0.4, 0.3 and 0.2, whose sum is 0.9. The first two make up 7/9 of this
+        // sum, which exceeds the `top_p` of 0.75, so the third token is dropped. Without top-k the first two would make up only
+        // 0.7.
         let expected = [0.0, 3.0 / 7.0, 0.0, 4.0 / 7.0];
         assert_frequencies(&sampling(1.0, Some(3), Some(0.75)), &logits, &expected);
-        // The temperature of 0.5 squares the probabilities to 0.16, 0.09, 0.04 and 0.01. The first of these is 0.53 of their
-        // sum, so it alone reaches the `top_p` of 0.5.
+        // The temperature of 0.5 squares the probabilities to 0.16, 0.09, 0.04 and 0.01. The first square is 0.53 of the sum of
+        // all squares, so the first token alone reaches the `top_p` of 0.5.
         assert_frequencies(
             &sampling(0.5, None, Some(0.5)),
             &logits,
@@ -375,7 +377,8 @@ mod tests {
         );
     }
 
-    /// The sampler sorts only a part of the candidates. It must keep the same candidates as with a full sort.
+    /// Checks that top-p keeps exactly the first candidates of a full sort, although the sampler sorts the candidates only
+    /// piece by piece.
     #[test]
     fn sample_with_large_top_p_keeps_the_prefix_of_a_full_sort() {
         let logits = vocabulary();

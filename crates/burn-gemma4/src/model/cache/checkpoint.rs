@@ -63,8 +63,9 @@ impl Cache {
     /// If the cache is padded. A padded cache has one padding mask for all columns that were ever written.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // Treat a ring buffer as overwritten once all slots are written, although it may still hold every token of the text.
-        // After a restore all slots count as written, but the first tokens can be missing.
+        // Count a ring buffer as complete only while it has an unwritten slot. A ring buffer without unwritten slots may still
+        // hold every token of the text. But after a restore all slots count as written, although the first tokens can be
+        // missing.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {

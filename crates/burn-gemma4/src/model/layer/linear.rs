@@ -86,7 +86,8 @@ mod tests {
         tensor::Distribution,
     };
 
-    /// A mapper that fills both LoRA matrices with random values, because one of them is initialised with zeros.
+    /// A mapper that fills both LoRA matrices with random values. One of the two is initialised with zeros, so without the
+    /// mapper their product would be zero.
     struct Drawn;
 
     impl ModuleMapper for Drawn {
@@ -141,7 +142,8 @@ mod tests {
         assert!(base.grad(&found).is_none());
     }
 
-    /// In half precision, f32 LoRA matrices are rounded to the dtype of the rows, and their gradients are in f32.
+    /// Checks the output and the gradients of an adapter for rows in half precision against a computation in f32. The LoRA
+    /// matrices stay in f32: the product rounds them to the dtype of the rows, but their gradients must be in f32.
     #[cfg(feature = "cube")]
     #[test]
     fn lora_product_in_half_precision_has_f32_gradients() {
@@ -178,8 +180,8 @@ mod tests {
                 let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (found, expected) in found.iter().zip(expected) {
                     let error = (found - expected).abs();
-                    // Allow for four rounded values: an element of each of the two LoRA matrices, the adapter's output, and the
-                    // sum with the base output.
+                    // Allow for the rounding of four values: one element of each of the two LoRA matrices, the adapter's
+                    // output, and the sum of this output and the base output.
                     assert!(
                         error <= 4.0 * rounding * largest,
                         "{dtype:?}: found {found}, expected {expected}"
@@ -189,7 +191,7 @@ mod tests {
         }
     }
 
-    /// A base weight that is trained gets a gradient, and so does its adapter.
+    /// Checks that a trained base weight under an adapter gets its gradient, and that the input's gradient is correct too.
     #[test]
     fn lora_product_with_trained_base_gives_its_gradient() {
         let device = Device::flex().autodiff();

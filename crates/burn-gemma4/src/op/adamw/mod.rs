@@ -174,7 +174,7 @@ impl AdamW {
         if serve(&gradient.device(), [gradient.dtype(), dtype]) {
             return by_kernel(gradient, factor, trained, formula, dtype);
         }
-        // Select the old state for a factor of 0, because multiplying would not skip the step: 0 × NaN is NaN.
+        // If the factor is 0, keep the old state. Multiplying the gradient by 0 would not skip the step, because 0 × NaN is NaN.
         let trained = match factor.clone().into_scalar::<f32>() == 0.0 {
             true => trained,
             false => {
@@ -400,7 +400,8 @@ mod tests {
         }
     }
 
-    /// Tests tensors whose number of elements is odd or a multiple of the vector width, and a transposed gradient.
+    /// Compares three AdamW steps with a reference in f64. The numbers of elements are odd or a multiple of 64, so that the
+    /// kernel uses different vector widths. The gradients are transposed, so their elements are not contiguous.
     #[test]
     fn step_matches_reference() {
         for (device, dtype) in everywhere() {
@@ -438,7 +439,8 @@ mod tests {
         }
     }
 
-    /// Tests gradients that contain NaN and infinities.
+    /// Checks that a step with a factor of 0 changes neither the weights nor the running means. The gradient contains NaN and
+    /// infinities, which a multiplication by 0 would turn into NaN.
     #[test]
     fn step_with_factor_zero_is_skipped() {
         for (device, dtype) in everywhere() {
@@ -466,7 +468,7 @@ mod tests {
         }
     }
 
-    /// Compares every bf16 weight with the host's rounding. Weights in f16 must round to nearest.
+    /// Checks that every device rounds f32 weights to bf16 with the same bits as the host, and to f16 to nearest.
     #[test]
     fn rounded_is_equal_on_all_devices() {
         for device in devices() {
@@ -521,7 +523,8 @@ mod tests {
             let mut sum = SumOfSquares::new();
             assert!(sum.clone().sum().is_none());
             let mut expected = 0.0;
-            // Use more tensors than one launch takes; some tensors in the middle have another dtype.
+            // Add 27 tensors, because one launch takes only six. Tensors 10 to 19 are in f16 on devices that support f16, because
+            // one launch takes only tensors of one dtype.
             let shapes = [[1, 1], [3, 5], [300, 257], [1024, 640]].into_iter();
             for (index, shape) in shapes.cycle().take(27).enumerate() {
                 let dtype = match index / 10 == 1 && device.supports_dtype(DType::F16) {

@@ -91,8 +91,9 @@ mod tests {
         assert!(neighbour(f32::from_bits(0x7F80_0001), 3).is_nan());
     }
 
-    /// Moves master weights from one bf16 value to the next in sixteen steps. After `k` steps about the fraction `k / 16` of the
-    /// weights must round to the next value. A weight that has rounded to the next value stays there.
+    /// Checks that the fraction of weights that round to the next bf16 value grows in proportion to the distance. All master
+    /// weights move from one bf16 value to the next in sixteen equal steps. After `k` steps about the fraction `k / 16` of the
+    /// bf16 weights must be at the next value. No bf16 weight may go back.
     #[test]
     fn neighbour_rounds_up_in_proportion_to_distance() {
         const WEIGHTS: u32 = 1 << 14;
@@ -114,7 +115,8 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // The bound is four standard deviations of the fraction, for `WEIGHTS` independent thresholds.
+                // With `WEIGHTS` independent thresholds the standard deviation of the fraction is at most 0.004. The bound is
+                // four times that.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

@@ -23,8 +23,8 @@ pub(super) struct Kind {
 #[cube]
 fn bounded<N: Size>(logits: Vector<f32, N>, cap: f32) -> Vector<f32, N> {
     let mut ratios = logits / Vector::cast_from(cap);
-    // Drivers may compute tanh through exponentials that overflow. Limit the argument: beyond this range tanh is 1 in f32 anyway.
-    // NaN fails both comparisons, and stays NaN.
+    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow. Beyond ±15 tanh is
+    // ±1 in f32 anyway. NaN fails both comparisons, and stays NaN.
     #[unroll]
     for lane in 0..ratios.vector_size().comptime() {
         let ratio = ratios.extract(lane);

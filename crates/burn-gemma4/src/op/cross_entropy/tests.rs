@@ -1,15 +1,15 @@
-//! Tests that the kernel's losses and gradients agree with an f64 reference for several sizes, caps and targets.
+//! Tests that the kernel's losses and gradients agree with an f64 reference, for several sizes, soft caps and targets.
 
 use super::*;
 use crate::op::dequantize::tests::devices;
 use burn::tensor::TensorData;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The tested numbers of rows and vocabulary sizes. Some vocabulary sizes are a multiple of the vector width and some are not.
-/// Some are smaller than the number of units in a cube and some are larger.
+/// The tested pairs of a number of rows and a vocabulary size. Some vocabulary sizes are a multiple of the vector width and some
+/// are not. Some are smaller than the number of units in a cube and some are larger.
 const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
 
-/// Returns the exact losses, and the exact gradients row by row.
+/// Returns the exact losses, one per row, and the exact gradients of the logits, row by row.
 fn exact(logits: &[f64], targets: &[i32], words: usize, cap: Option<f64>) -> (Vec<f64>, Vec<f64>) {
     let (mut losses, mut gradients) = (Vec::new(), Vec::new());
     for (row, target) in logits.chunks_exact(words).zip(targets) {
@@ -60,8 +60,8 @@ fn cross_entropy_matches_reference() {
                     .collect();
                 let (losses, gradients) = exact(&values(logits.clone()), &targets, words, cap);
                 let targets = Tensor::<1, Int>::from_data(&targets[..], &device);
-                // Compute the gradient twice. The first call must not overwrite the logits, because another handle shares their
-                // buffer. The second call may overwrite the logits.
+                // Compute the gradient twice. The first call must not overwrite the logits, because `kept` shares their buffer.
+                // The second call may overwrite the logits, because no other handle to the buffer is left.
                 let kept = logits.clone();
                 let before = values(kept.clone());
                 let (alone, none) = cross_entropy(logits.clone(), targets.clone(), cap, false);
@@ -105,8 +105,8 @@ fn cross_entropy_matches_reference() {
     }
 }
 
-/// Checks that NaN passes through the soft cap, although the kernel clamps the argument of tanh. Rows with negative targets
-/// give zero, even if the rows contain NaN.
+/// Checks that NaN logits give a NaN loss, although the kernel clamps the argument of the soft cap's tanh. Rows with negative
+/// targets give a loss and gradients of 0, even if the rows contain NaN.
 #[test]
 fn cross_entropy_with_cap_propagates_nan() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
@@ -153,8 +153,8 @@ fn cross_entropy_of_ignored_rows_is_zero() {
     }
 }
 
-/// Checks that small gradients are not lost. Each probability is far below the rounding error of 1, but the probabilities of a
-/// row sum to 1. The gradients of a row must therefore sum to 0.
+/// Checks that small gradients are not lost in rounding. All 8192 probabilities of a row are equal, and each is far below the
+/// dtype's rounding error at 1. The probabilities sum to 1, so the gradients of a row must sum to 0.
 #[test]
 fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     for device in devices() {
@@ -173,7 +173,8 @@ fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     }
 }
 
-/// Tests more rows than one dimension of a grid allows. The number of rows is prime.
+/// Checks more rows than one dimension of a launch grid allows. The number of rows is prime, so no grid of two dimensions fits
+/// exactly.
 #[test]
 fn cross_entropy_of_many_rows_covers_all() {
     const ROWS: usize = 65_537;

@@ -15,14 +15,15 @@ use cubecl::{
     prelude::*,
 };
 
-/// The stride of rows, and the offsets of the upper bits and scales within a row, in words.
+/// The layout of packed rows: the row stride, and the offsets of the codes' upper bits and of the scales within a row. All three
+/// are numbers of 32-bit words.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(in crate::op) struct RowParts {
-    /// The distance from one row to the next.
+    /// The distance from one row to the next, in words.
     pub stride: u32,
-    /// The offset of the upper bits within a row.
+    /// The offset of the codes' upper bits from the start of the row, in words.
     pub top: u32,
-    /// The offset of the scales within a row.
+    /// The offset of the scales from the start of the row, in words.
     pub scales: u32,
 }
 
@@ -45,13 +46,13 @@ impl Format {
         }
     }
 
-    /// True if dequantization adds a minimum (`least`).
+    /// True if dequantization adds a minimum per group (`least`) to the scaled codes.
     fn has_least(self) -> bool {
         matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
     }
 
-    /// True if each dequantized value of a group is the scale times the code, counted from the zero point. Then a weighted sum of
-    /// values equals the scale times the weighted sum of these codes.
+    /// True if each dequantized value is exactly its group's scale times the code minus the zero point. A weighted sum of the
+    /// values of a group then equals the scale times the weighted sum of these differences.
     pub(in crate::op) fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }
@@ -227,7 +228,7 @@ pub(in crate::op) fn group_of_column(
         let groups = comptime!((SUPER / 16) as u32);
         let at = scales + (group / groups) as usize * SUPER_WORDS;
         let byte = byte_of(words, at + 1, group % groups);
-        // Interpret the byte as a signed integer.
+        // Interpret the byte as a signed integer, because scales of this format may be negative.
         found.scale = half(words[at], converts_f16) * (f32::cast_from(byte ^ 128u32) - 128.0f32);
     } else {
         let groups = comptime!((SUPER / 32) as u32);

@@ -56,7 +56,8 @@ impl DequantizeBackend for CubeBackend {
     }
 }
 
-/// Returns the row stride, and the offsets of the upper bits and scales within a row, as a kernel argument.
+/// Returns the layout of the packed rows as a kernel argument: the row stride, and the offsets of the codes' upper bits and of
+/// the scales within a row.
 pub(in crate::op) fn row_parts(words: &CubeTensor, layout: Layout) -> RowPartsLaunch {
     RowPartsLaunch::new(
         words.meta.strides()[0] as u32,

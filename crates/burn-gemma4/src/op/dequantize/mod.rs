@@ -53,7 +53,8 @@ pub(super) mod tests {
     use crate::quant::rows::dequantized;
     use burn::tensor::{Device, TensorData};
 
-    /// Returns pseudorandom words. The bits of scales are restricted, so that no scale is NaN.
+    /// Returns the words of `rows` packed rows, filled with pseudorandom bits. The bits of the scales are restricted, so that no
+    /// scale is NaN.
     pub(crate) fn words(layout: Layout, rows: usize) -> Vec<u32> {
         let mut state = 7u32;
         let mut random = || {
@@ -81,7 +82,7 @@ pub(super) mod tests {
         words
     }
 
-    /// Returns the output of [`words`], with the scales restricted to magnitudes that real weights have.
+    /// Returns the rows of [`words`], with the scales further restricted to magnitudes that real weights have.
     pub(crate) fn even_words(layout: Layout, rows: usize) -> Vec<u32> {
         let mut words = words(layout, rows);
         for row in words.chunks_exact_mut(layout.words()) {

@@ -60,7 +60,7 @@ pub(super) fn choose_groups_pdl<E: Float, I: Int>(
     let mut before = 0u32;
     let mut behind = 0u32;
     while behind < groups {
-        // Wait, because some units may still read the previous `STRETCH` scores in shared memory.
+        // Wait before the loads below overwrite the previous `STRETCH` scores in shared memory, which some units may still read.
         sync_cube();
         let count = min(groups - behind, comptime!(STRETCH as u32));
         let mut at = UNIT_POS;
@@ -159,7 +159,8 @@ pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
         let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
             * comptime!(teams as u32)
             + of_cube;
-        // Read the last candidate token again in a team of units that has no candidates left.
+        // Repeat the last candidate token in a team of units that has no candidates left. A repeated token cannot change the
+        // maximum.
         let candidate = min(candidate, last);
         let rank = candidate / candidates.of_group;
         let group = u32::cast_from(chosen[(row * candidates.groups + rank) as usize]);

@@ -20,12 +20,12 @@ pub(super) const UNITS: usize = 128;
 pub(super) struct Joined {
     /// The index of the first row's token in the tensor of tokens.
     pub first: u32,
-    /// The strides of the rows of the table and of the rows of the streams, in vectors.
+    /// Two strides, in vectors: the distance between rows of the table, and the distance between rows of the streams.
     pub table_stride: u32,
     pub stream_stride: u32,
-    /// The number of vectors in an embedding, which is also the number in a stream.
+    /// The number of vectors in an embedding. A row of the residual stream has the same number of vectors.
     pub vectors: u32,
-    /// The number of vectors in all output rows.
+    /// The total number of vectors in all output rows.
     pub all: u32,
 }
 

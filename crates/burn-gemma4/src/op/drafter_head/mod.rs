@@ -116,7 +116,8 @@ pub(crate) fn guess_of_logits(logits: Tensor<2>, places: TokensAt) -> Tensor<1, 
     ))
 }
 
-/// True if the kernels support the tensors of this clustered LM head.
+/// True if the kernels support this clustered LM head: `table` must be in floats, and the token ids in `ordering` must have the
+/// kernels' dtype.
 pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
     matches!(table, Matrix::Whole(_)) && ordering.dtype() == NUMBERS
 }
@@ -126,7 +127,7 @@ pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
 pub struct JoinOptions {
     /// The scale of the table's embeddings, or `None` if row `i` of the table is the embedding of output row `i`.
     pub scale: Option<f64>,
-    /// The index of the first row's token.
+    /// The index of the first row's token in the tensor of tokens.
     pub first: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Tests that `join` agrees with tables and streams, that chosen groups agree with a sort, and that draft tokens agree with an
-//! f64 reference.
+//! Tests of the drafter's input and output. `join` must agree with a concatenation of the table's rows and the streams. Chosen
+//! groups must agree with a sort, and draft tokens with an f64 reference.
 
 use super::*;
 use crate::op;
@@ -33,7 +33,7 @@ fn join_concatenates_embeddings_and_streams() {
         for (rows, columns) in [(1, 64), (3, 10), (2, 7)] {
             let table = drawn([9, columns], &device, dtype);
             let streams = drawn([rows, columns], &device, dtype);
-            // Append NaN columns, because other columns may follow a stream in its rows.
+            // Append columns of NaN to each stream. The kernel must read `columns` columns of each row and ignore the others.
             let others = Tensor::<2>::full([rows, columns + 2], f32::NAN, &device).cast(dtype);
             let wide = Tensor::cat(vec![streams.clone(), others], 1);
             let mut numbers = vec![i32::MAX; 2 + rows];
@@ -90,7 +90,8 @@ fn join_concatenates_embeddings_and_streams() {
     }
 }
 
-/// Returns the indices of the largest scores in descending order. Among equal scores the lower index comes first. NaN comes last.
+/// Returns the indices of the `count` largest scores in descending order. Among equal scores the lower index comes first. NaN
+/// counts as −∞.
 fn sorted(scores: &[f64], count: usize) -> Vec<i64> {
     let number = |place: &i64| match scores[*place as usize] {
         score if score.is_nan() => f64::NEG_INFINITY,
@@ -110,7 +111,7 @@ fn choose_groups_matches_sort() {
             continue;
         }
         for (rows, groups, top_k) in [(1, 5, 3), (2, 16, 16), (3, 300, 32), (1, 2500, 7)] {
-            // Round the scores so that many of them are equal.
+            // Round the scores to multiples of 1/20, so that many scores are equal and the order of equal scores is tested.
             let scores = drawn([rows, groups], &device, DType::F32);
             let scores = ((scores * 20.0).round() / 20.0).cast(dtype);
             let first = Tensor::<2>::full([rows, 3], f32::NAN, &device).cast(dtype);
@@ -140,10 +141,10 @@ fn choose_groups_puts_nan_last() {
     assert_eq!(found, [4, 2, 0, 1, 3, 5]);
 }
 
-/// The initial value of the tensor of draft tokens. Positions that belong to no row must keep this value.
+/// The initial value of every element in the tensor of draft tokens. Elements that belong to no row must keep this value.
 const OTHERS: i32 = -7;
 
-/// Returns the draft tokens of `rows` rows, which begin at position 2. Checks that no other position changed.
+/// Returns the draft tokens of `rows` rows, which begin at index 2 of the tensor. Checks that no other element changed.
 #[track_caller]
 fn guesses_of(found: Tensor<1, Int>, rows: usize) -> Vec<i64> {
     let found = integers(found);
@@ -161,7 +162,7 @@ fn places(rows: usize, device: &Device) -> TokensAt {
     }
 }
 
-/// Checks that the found token has the largest logit of all candidates, apart from f32 rounding.
+/// Checks that the token `found` has the largest logit of all candidates, apart from f32 rounding.
 #[track_caller]
 fn assert_best(hidden: &[f64], table: &[f64], candidates: &[i64], found: i64, what: &str) {
     assert!(candidates.contains(&found), "{what}: {found}");
@@ -188,7 +189,7 @@ fn guess_of_groups_is_best_candidate() {
             let tokens = groups * of_group;
             let hidden = drawn([rows, columns], &device, dtype);
             let table = drawn([tokens, columns], &device, dtype);
-            // Reverse the tokens, so that a group's index differs from the ids of its tokens.
+            // Assign the tokens to groups in reverse, so that a group's index differs from the ids of its tokens.
             let ordering: Vec<i32> = (0..tokens as i32).rev().collect();
             let chosen: Vec<i32> = (0..rows * top_k)
                 .map(|place| (place * 3 % groups) as i32)

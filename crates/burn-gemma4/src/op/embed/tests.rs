@@ -1,5 +1,5 @@
-//! Tests that the fused embedding kernels agree with Burn's operators. The earlier contents of the output buffers must not
-//! matter.
+//! Tests that the fused embedding kernels agree with Burn's operators. Output buffers contain NaN before a launch, which must not
+//! change the results.
 
 use super::{NormWeight, OfTokens, PerLayerFactors, TokenRows, embed, per_layer};
 use crate::op;
@@ -35,7 +35,8 @@ fn tokens(rows: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(data, (device, DType::I32))
 }
 
-/// Creates a table in which the rows of all tokens but `TOKENS` are NaN.
+/// Creates an embedding table in which only the rows of the tokens in `TOKENS` are random. All other rows are NaN, to detect a
+/// read of a wrong row.
 fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     let row = |row: usize| match TOKENS.contains(&(row as i32)) {
         true => drawn([1, columns], device, dtype),
@@ -44,7 +45,7 @@ fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     Tensor::cat((0..TABLE_ROWS).map(row).collect(), 0)
 }
 
-/// Fills a buffer of the size of `shape` with NaN and frees the buffer, so that the next output may reuse it.
+/// Fills a buffer with NaN and frees the buffer. An output of the same `shape` may then reuse its memory.
 fn dirty(shape: [usize; 2], device: &Device, dtype: DType) {
     let poison = Tensor::<2>::full(shape, f32::NAN, device).cast(dtype) * 2.0;
     drop(poison.into_data());
@@ -79,7 +80,8 @@ fn embed_matches_separate_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Allow a small difference: compilers may contract the sums of squares differently.
+                // Allow a difference of two roundings: compilers may contract the multiplications and additions in the sums of
+                // squares differently.
                 let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());
@@ -94,7 +96,8 @@ fn embed_matches_separate_operators() {
     }
 }
 
-/// Computes the reference in f64. The columns of all layers follow one another.
+/// Computes the expected per-layer inputs in f64. Each row of `projected` and of `of_tokens` has the columns of layer 0, then
+/// those of layer 1, and so on.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],

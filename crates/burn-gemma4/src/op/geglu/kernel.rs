@@ -26,7 +26,8 @@ fn place(row: u32, column: u32, columns: GateUpColumns) -> usize {
 #[cube]
 fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let inner = (x + x * x * x * Vector::cast_from(CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
-    // Drivers may compute tanh through exponentials that overflow. Clamp the argument: beyond this range tanh is 1 in f32 anyway.
+    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow. Beyond ±15 tanh is
+    // ±1 in f32 anyway.
     inner
         .clamp(Vector::cast_from(-15.0f32), Vector::cast_from(15.0f32))
         .tanh()
@@ -79,7 +80,8 @@ pub(super) fn gate_gradients<E: Float, N: Size>(
         let half = Vector::<f32, N>::cast_from(0.5f32);
         let t = bent(x);
         let open = x * (t + one) * half;
-        // Clamp x, because squares of x may overflow. Beyond this range 1 - t² is 0, so the result does not change.
+        // Clamp x to ±16, because squares of large x may overflow. Beyond ±16 the factor 1 - t² is 0, so the clamp does not
+        // change the result.
         let near = x.clamp(Vector::cast_from(-16.0f32), Vector::cast_from(16.0f32));
         let inner = (one + near * near * Vector::cast_from(3.0f32 * CUBIC))
             * Vector::cast_from(SQRT_2_OVER_PI);

@@ -119,13 +119,15 @@ mod tests {
     /// Computes GeGLU by Burn's operators.
     fn composed(gate: Tensor<2>, through: Tensor<2>) -> Tensor<2> {
         let inner = gate.clone() + gate.clone().powi_scalar(3) * 0.044_715;
-        // Drivers may compute tanh through exponentials that overflow. Clamp the argument: beyond this range tanh is 1 anyway.
+        // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow. Beyond ±20 tanh
+        // is ±1 anyway.
         let tanh = (inner * 0.797_884_560_802_865_4).clamp(-20.0, 20.0).tanh();
         gate * 0.5 * (tanh + 1.0) * through
     }
 
-    /// Computes GeGLU of two leaf tensors, and the gradients with respect to both leaves. `through` is a slice of the second
-    /// leaf, which is wider.
+    /// Returns the output of the function `gated`, and the gradients with respect to the two tensors in `leaves`. The argument
+    /// `through` of `gated` is a column slice of the second leaf, so that the test covers inputs whose rows are not adjacent in
+    /// memory.
     fn outcome(
         leaves: [&Tensor<2>; 2],
         gradient: &Tensor<2>,
@@ -146,8 +148,8 @@ mod tests {
         numbers.fold(0.0, |most, number| most.max(number.abs()))
     }
 
-    /// Compares the kernel with Burn's operators in f32 on the CPU. The tolerance grows with the error of Burn's operators on the
-    /// device, because the device's tanh may be inaccurate.
+    /// Compares GeGLU and its gradients with Burn's operators in f32 on the CPU. The tolerance includes twice the error of Burn's
+    /// operators on the device, because the device's tanh may be inaccurate.
     #[test]
     fn gated_and_gradients_match_reference() {
         let device = Device::default();
@@ -165,7 +167,7 @@ mod tests {
                 };
                 let [gate, through, gradient] =
                     [random(columns), random(columns + 2), random(columns)];
-                // Scale the gate, so that it covers both ends of tanh's range.
+                // Scale the gate, so that its values reach both ends of tanh's range.
                 let gate = gate * 10.0;
                 let found = outcome([&gate, &through], &gradient, dtype, gated);
                 let whole = gate.clone().cast(dtype).cast(DType::F32);

@@ -52,9 +52,9 @@ pub(super) struct Side {
     pub cube: u32,
     /// The number of rows of the matrix, which is the number of its outputs.
     pub outputs: u32,
-    /// The first output column of the matrix.
+    /// The output column at which the outputs of the matrix begin.
     pub column: u32,
-    /// The number of output columns of all matrices.
+    /// The total number of output columns of all matrices.
     pub all_outputs: u32,
 }
 

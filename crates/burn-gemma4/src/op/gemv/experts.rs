@@ -67,8 +67,8 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the rank of an expert among the experts whose inner dimensions are concatenated: the expert to which a vector of the
-/// concatenation belongs.
+/// Returns the rank of the expert to which a vector belongs. The vector is counted over the concatenated inner dimensions of an
+/// item's experts, and the rank is the index of the expert among these experts.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 1) {
@@ -135,7 +135,7 @@ pub(super) struct Items {
     pub rows: usize,
     /// The number of outputs of an item for each concatenated matrix.
     pub sides: SideOutputs,
-    /// The number of output rows.
+    /// The number of rows in the GEMV's output.
     pub rows_out: usize,
     /// The number of experts whose inner dimensions are concatenated in an item; 0 without experts.
     pub ranks: usize,

@@ -131,7 +131,7 @@ impl AfterResidualBackend for CubeBackend {
 }
 
 impl Row {
-    /// Computes the stream and the GEMV's input in a separate launch.
+    /// Computes the stream and the GEMV's input in a separate launch, for a GEMV that is not fused with the residual addition.
     fn computed(self) -> (CubeTensor, CubeTensor) {
         let Self {
             stream,

@@ -52,9 +52,9 @@ impl ProjectPlan {
 /// The operations on the final sums, in the order in which they are applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Epilogue {
-    /// Applies GELU.
+    /// True if the epilogue applies GELU.
     pub gelu: bool,
-    /// Applies the soft cap `cap · tanh(x / cap)`.
+    /// True if the epilogue applies the soft cap `cap · tanh(x / cap)`.
     pub capped: bool,
 }
 

@@ -1,5 +1,5 @@
-//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The sizes are not multiples of the tiles.
-//! The rows include some that are shorter than a cube and some that are longer. Matrices are float or quantized.
+//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The numbers of outputs are not multiples of
+//! the tiles. Some input rows have fewer vectors than a cube has units, and some have more. Matrices are float or quantized.
 
 mod fused_residual;
 mod several_rows;
@@ -27,7 +27,7 @@ fn check(found: &Tensor<2>, expected: &[f64], tolerance: f64, what: &str) {
     }
 }
 
-/// Multiplies each input row by the transpose of each matrix, and concatenates the row's outputs.
+/// Multiplies each input row by the transpose of each matrix. The outputs of all matrices are concatenated per row.
 fn products(rows: &[f64], columns: usize, matrices: &[&Matrix]) -> Vec<f64> {
     let matrices: Vec<_> = matrices
         .iter()
@@ -62,7 +62,8 @@ impl Drawn<'_> {
     }
 }
 
-/// Checks all kinds of [`Factors`]. The closure `matrix` creates a matrix of the given number of rows.
+/// Checks all kinds of [`Factors`]. The closure `matrix` creates a matrix with the given number of rows and with `columns`
+/// columns.
 fn check_all(
     drawn: &Drawn<'_>,
     columns: usize,
@@ -151,7 +152,7 @@ fn multiply_quantized_matrices_matches_reference() {
         device: &device,
         dtype: DType::F32,
     };
-    // The chosen layouts are GGUF blocks, some with minima and upper bits, and packed groups with zero points.
+    // Four of all layouts are tested: GGUF blocks, some with minima and upper bits, and packed groups with zero points.
     let layouts = layouts();
     for layout in [1, 6, 7, 21].map(|index| layouts[index]) {
         check_all(
@@ -168,8 +169,8 @@ fn multiply_quantized_matrices_matches_reference() {
     }
 }
 
-/// Tests rows that are so long that a unit loads several vectors at once, in more than one iteration. The rows are long enough
-/// for devices with plane operations and for devices without.
+/// Checks rows that are so long that a unit loads several vectors at once, in more than one iteration. The lengths 3072 to 49,152
+/// include long enough rows for devices with plane operations and for devices without.
 #[test]
 fn multiply_long_quantized_rows_matches_reference() {
     let device = Device::default();
@@ -202,7 +203,8 @@ fn multiply_long_quantized_rows_matches_reference() {
 }
 
 /// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the tests cover
-/// both origins. The kernel reads weights before the wait for the previous launch only for a single row of parameters.
+/// both origins. Only with a single row and the origin `Parameters` does the kernel read weights before it waits for the previous
+/// launch.
 fn origin_of(rows: usize) -> Origin {
     match rows.is_multiple_of(3) {
         true => Origin::Computed,
@@ -210,7 +212,7 @@ fn origin_of(rows: usize) -> Origin {
     }
 }
 
-/// Tests matrices of two formats, which need separate launches.
+/// Checks the concatenated outputs of a quantized and a float matrix, which need separate launches.
 #[test]
 fn multiply_mixed_formats_matches_reference() {
     let device = Device::default();

@@ -461,7 +461,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind};
 
-    /// Tests more cubes than one dimension of a grid allows. The number of cubes is prime.
+    /// Checks a copy that needs more cubes than the 65,535 that WebGPU allows in one dimension of a grid. The number of cubes,
+    /// 65,537, is prime, so a grid of several dimensions has cubes without elements to copy.
     #[test]
     fn overwrite_floats_copies_large_tensors() {
         let device = Device::wgpu(DeviceKind::DefaultDevice);

@@ -211,7 +211,8 @@ mod tests {
 
     type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
 
-    /// Returns the output for two matrices that are computed from leaves, and the gradients with respect to the leaves.
+    /// Returns the output of `product`, and the gradients with respect to both leaf tensors. The multiplied matrices are computed
+    /// from the leaves, so that the gradients pass through further operators.
     fn outcome(product: Product, matrices: &[Tensor<2>; 2], device: &Device) -> Vec<Vec<f32>> {
         let leaves = matrices.each_ref().map(|matrix| {
             Tensor::<2>::from_data(matrix.clone().into_data(), device).require_grad()

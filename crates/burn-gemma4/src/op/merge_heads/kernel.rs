@@ -19,7 +19,7 @@ pub(super) struct Heads {
     pub of_sequence: u32,
     pub of_head: u32,
     pub of_position: u32,
-    /// The number of vectors in all heads together.
+    /// The total number of vectors in the tensor of heads.
     pub all: u32,
 }
 

@@ -83,7 +83,9 @@ pub(super) fn grouped<E: Float>(
     let first_place = u32::cast_from(starts[expert as usize]);
     let end_place = u32::cast_from(starts[expert as usize + 1]);
     let first_row = of_rows * comptime!(TILE as u32);
-    // Set the first row of the cube's tiles, and the range of inner elements.
+    // Set the range of output rows, `row..end_row`, and the inner dimension, `first_inner..end_inner`. The cube computes every
+    // `sizes.of_rows`-th tile of this range. In the forms `Rows` and `Columns` the output rows are the expert's (row, chosen
+    // expert) pairs. In the form `Weight` these pairs are the inner dimension.
     let mut row = first_place + first_row;
     let mut end_row = end_place;
     let mut first_inner = 0u32;

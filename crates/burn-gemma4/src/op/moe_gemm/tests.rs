@@ -1,5 +1,5 @@
 //! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes are not
-//! multiples of the tiles. Some experts are chosen by all rows, some by none, and some by more rows than a tile has.
+//! multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a tile has.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -7,7 +7,7 @@ use crate::op::gemv;
 use crate::quant::layout::Scales;
 use burn::tensor::{Device, Distribution, TensorData};
 
-/// A routing: the chosen experts of each row.
+/// The router's result: `top_k` chosen experts for each row.
 struct Case {
     experts: usize,
     top_k: usize,
@@ -27,7 +27,7 @@ impl Case {
 
 fn cases() -> [Case; 3] {
     [
-        // A single row.
+        // A single row chooses the experts 2 and 0.
         Case {
             experts: 3,
             top_k: 2,
@@ -65,9 +65,9 @@ fn check(found: &[f64], expected: &[f64], what: &str) {
     }
 }
 
-/// Computes the reference output, `[places, columns_out]`. A place is one (row, chosen expert) pair, and `of_row` consecutive
-/// places read the same input row. `input` is `[places / of_row, columns_in]`, and `weight` is
-/// `[experts, columns_out, columns_in]`.
+/// Computes the reference output, `[pairs, columns_out]`. A pair is a row with one of its chosen experts, and `of_row`
+/// consecutive pairs read the same input row. `input` is `[pairs / of_row, columns_in]`, and `weight` is `[experts, columns_out,
+/// columns_in]`.
 fn product(
     case: &Case,
     input: &[f64],
@@ -87,7 +87,7 @@ fn product(
     output
 }
 
-/// Computes the gradients of [`product`] with respect to its input and its weight.
+/// Computes the gradients of [`product`] with respect to its input and its weight. `gradient` is the gradient of the output.
 fn gradients(
     case: &Case,
     [gradient, input, weight]: [&[f64]; 3],
@@ -150,7 +150,7 @@ fn rows_and_gradients_match_reference() {
     }
 }
 
-/// Returns the quantized matrices of experts, and their dequantized values.
+/// Returns the quantized matrices of `experts` experts with `rows` rows each, and the same matrices in dequantized form.
 fn matrices(layout: Layout, experts: usize, rows: usize, device: &Device) -> [Matrices; 2] {
     let words = tests::even_words(layout, experts * rows);
     let words = TensorData::new(words, [experts * rows, layout.words()]);
@@ -205,7 +205,8 @@ fn rows_with_quantized_weight_match_dequantized_weight() {
     }
 }
 
-/// Computes `gelu(gate) · through`. Each row of `outputs` has `2 · columns` elements: first `gate`, then `through`.
+/// Computes `gelu(gate) · through`. Each row of `outputs` has `2 · columns` elements: first the elements of `gate`, then those of
+/// `through`.
 fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
     let gelu = |x: f64| {
         let inner = (x + 0.044715 * x.powi(3)) * (2.0 / std::f64::consts::PI).sqrt();
@@ -225,7 +226,8 @@ fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Computes, for each row, the sum of the outputs of its chosen experts, weighted by `shares`.
+/// Computes, for each row, the weighted sum of the outputs of its chosen experts. `shares` holds the router's weights, `[rows,
+/// top_k]`.
 fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     let columns = outputs.len() / case.chosen.len();
     let mut sums = vec![0.0; case.rows() * columns];
@@ -238,7 +240,8 @@ fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     sums
 }
 
-/// Checks the GEMVs with the matrices of the chosen experts, which decoding uses.
+/// Checks the two GEMVs that decoding uses: the gated product with the chosen experts' matrices, and the weighted sum over these
+/// experts.
 #[test]
 fn expert_gemv_matches_reference() {
     let device = Device::default();
@@ -255,7 +258,7 @@ fn expert_gemv_matches_reference() {
         let weight = weight.reshape([case.experts, columns_out, columns_in]);
         [Matrices::Whole(weight.clone()), Matrices::Whole(weight)]
     };
-    // Pad the rows of the matrix with NaN, to detect a read of the padding.
+    // Append columns of NaN to the matrix and take a view without them, to detect a read beyond the view.
     let padded = |columns_out, columns_in| {
         let [Matrices::Whole(weight), _] = whole(columns_out, columns_in) else {
             panic!("the matrices are floats")
@@ -301,7 +304,7 @@ fn expert_gemv_matches_reference() {
     }
 }
 
-/// Checks that the router's indices may have another integer dtype than the kernels' i32.
+/// Checks that rows are grouped by expert in the same way if the router's indices are i64 or u32 instead of the kernels' i32.
 #[test]
 fn groups_of_any_integer_dtype_are_equal() {
     let device = Device::default();

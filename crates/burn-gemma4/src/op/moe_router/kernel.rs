@@ -200,8 +200,8 @@ pub(super) fn choose(
     }
 }
 
-/// Maps a float to an integer with the order of `f32::total_cmp`. This order includes NaN, so every rank belongs to exactly one
-/// expert.
+/// Maps a float to an integer with the order of `f32::total_cmp`. This order is also defined for NaN, so every rank belongs to
+/// exactly one expert.
 #[cube]
 fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);

@@ -1,5 +1,5 @@
-//! Tests that GEMMs with quantized matrices, and the gradients of these GEMMs, are as exact as with dequantized matrices. A slice
-//! is a range of a matrix's rows, and the GEMMs run in one slice or in several.
+//! Tests that GEMMs with quantized matrices, and the gradients of these GEMMs, are as exact as with dequantized matrices. A GEMM
+//! dequantizes the matrix at once or in slices, where a slice is a range of the matrix's rows.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -20,7 +20,7 @@ fn values(tensor: Tensor<2>) -> Vec<f64> {
     tensor.into_data().iter::<f64>().collect()
 }
 
-/// The errors against an f64 reference, relative to the largest element of each row.
+/// The errors of a GEMM's outputs against an f64 reference, relative to the largest exact output of the same row.
 struct Errors {
     largest: f64,
     root_mean_square: f64,
@@ -49,7 +49,7 @@ impl Errors {
     }
 }
 
-/// Computes a GEMM with f32 accumulators, adding in column order.
+/// Computes a GEMM with f32 accumulators, adding the products in the order of the columns.
 fn in_order(input: &[f64], weight: &[f64], columns: usize) -> Vec<f64> {
     let sum = |row: &[f64], weight: &[f64]| -> f32 {
         let products = row.iter().zip(weight).map(|(x, w)| *x as f32 * *w as f32);
@@ -61,7 +61,7 @@ fn in_order(input: &[f64], weight: &[f64], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Multiplies by the transpose of a float matrix, with the GEMV kernel if it supports the shape.
+/// Multiplies `input` by the transpose of the float matrix `weight`. The GEMV kernel is used if it supports the shape.
 fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     #[cfg(feature = "cube")]
     if input.dims()[0] <= GEMV_MAX_ROWS && crate::op::serve(&input) {
@@ -70,15 +70,16 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     whole_rows(input, weight)
 }
 
-/// Checks two bounds. The root mean square error is at most twice that with float matrices. The largest error is at most twice
-/// the largest error of f32 sums in column order. The bounds have a factor of two, because the kernels add in different orders.
-/// The largest errors of two orders occur at different outputs, so one may be twice the other by chance.
+/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice that with the dequantized
+/// float matrix. The largest error is at most twice the largest error of f32 sums in column order. The factor of two is needed
+/// because the kernels add in different orders, whose largest errors occur at different outputs. One may be twice the other by
+/// chance.
 #[test]
 fn rows_are_as_exact_as_with_float_matrices() {
     let mut random = StdRng::seed_from_u64(3);
     for device in tests::devices() {
-        // Leave some layouts out, because every kernel takes time to compile. f16 rounds at the same point as bf16, so bf16
-        // suffices.
+        // Skip layouts with groups of 96 or with elements rounded to f16, because every kernel takes time to compile. Rounding to
+        // bf16 happens at the same point as rounding to f16, so the layouts with bf16 suffice.
         let is_another = |layout: &Layout| {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
@@ -123,8 +124,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
     }
 }
 
-/// Returns pairs of a number of rows and a dtype. Half precision is included if the device supports it, and only for GGUF
-/// blocks.
+/// Returns pairs of a number of input rows and their dtype. Half precision is included if the device supports it, and only for
+/// GGUF blocks.
 fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
     let halves = [DType::F16, DType::BF16].into_iter();
@@ -135,8 +136,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Tests GeGLU gates with two matrices of the same format, of different formats, and with one matrix in floats. Also tests a gate
-/// whose other factor is given, as a column range of a tensor that does not begin at column 0.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. The two matrices of a gate have the same
+/// format, different formats, or one is float. In a last case, the gate's other factor is a given tensor instead of a product,
+/// read from column 130 on.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {
@@ -214,7 +216,8 @@ fn rows_in_slices_are_as_exact_as_at_once() {
     }
 }
 
-/// Compares the gradient of the input with the gradient that the dequantized matrix gives, for several slice sizes.
+/// Compares the gradient of the input with the gradient that the dequantized matrix gives. The gradient is computed at once and,
+/// on the CPU, in slices of several sizes.
 #[test]
 fn columns_match_dequantized_matrix() {
     use burn::backend::{Flex, ops::FloatTensorOps};

@@ -16,7 +16,7 @@ use burn::{
 pub struct HeadOptions {
     /// The first column of the heads in the projection's output.
     pub start: usize,
-    /// The number of columns of all heads.
+    /// The number of columns of all heads together.
     pub count: usize,
     /// The number of rotated channel pairs for compact keys, or `None` for other layouts. A slot of compact keys holds the
     /// whole value, which begins with the rotated channels. After the value, the slot holds only the rotated channels of the

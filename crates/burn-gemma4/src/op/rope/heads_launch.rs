@@ -96,7 +96,7 @@ pub(super) struct HeadsLaunch {
     pub target: RopeTarget,
     pub own: Option<OwnHeads>,
     pub columns: RopeColumns,
-    /// The number of rotated channel pairs for compact keys.
+    /// The number of rotated channel pairs of compact keys; 0 for other layouts.
     pub rotated: usize,
     pub epsilon: f64,
     /// True if no launch writes the weights, tables and positions, so that the kernel may read them before the previous launch

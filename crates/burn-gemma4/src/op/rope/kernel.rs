@@ -115,7 +115,7 @@ pub(super) struct HeadSizes {
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
     pub pairs: u32,
-    /// The number of rotated channel pairs of compact keys.
+    /// The number of rotated channel pairs of compact keys; 0 for other layouts.
     pub rotated: u32,
 }
 

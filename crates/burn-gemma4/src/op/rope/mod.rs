@@ -22,7 +22,7 @@ use super::flat_rows;
 use super::norm::{norm, normalize};
 use burn::tensor::Tensor;
 
-/// The cosines and sines at a call's positions, for one layer type.
+/// The cosines and sines of RoPE at the token positions of one call of the model, for one layer type.
 #[derive(Clone, Debug)]
 pub(crate) struct Rotation {
     /// The cosines, `[batch or 1, 1, positions, head_dim / 2]`.

@@ -1,4 +1,4 @@
-//! Tests that one launch for a layer's queries, keys and values gives the same bits as three separate launches.
+//! Tests that one launch for the queries, keys and values of a layer gives the same bits as three separate launches.
 
 use super::{
     RotationTables,
@@ -15,12 +15,12 @@ const POSITIONS: usize = 9;
 
 struct Sizes {
     sequences: usize,
-    /// The number of projection rows per sequence.
+    /// The number of rows of the QKV projection per sequence.
     rows: usize,
     heads: usize,
     own_heads: usize,
     pairs: usize,
-    /// True if values are computed from the keys' columns.
+    /// True if the values are computed from the key columns of the projection, and not from columns of their own.
     values_are_keys: bool,
 }
 
@@ -56,7 +56,7 @@ fn check(sizes: Sizes, device: &Device, dtype: DType) {
         cos: drawn([POSITIONS, pairs]),
         sin: drawn([POSITIONS, pairs]),
     };
-    // Use positions beyond the number of slots, so that the ring buffer wraps around.
+    // Use positions that exceed the number of slots, so that the ring buffer wraps around.
     let positions: Vec<i32> = (0..sequences)
         .flat_map(|sequence| (0..rows).map(move |row| (3 + 2 * sequence + row) as i32))
         .collect();
@@ -155,8 +155,8 @@ fn layer_heads_match_separate_launches() {
     }
 }
 
-/// Checks two sequences of four rows, for keys and values without an existing buffer. `table_rows` is 4 if both sequences use the
-/// same rows of the tables, and 8 if each sequence has separate rows.
+/// Checks keys and values that are written to new tensors instead of an existing KV cache, for two sequences of four rows.
+/// `table_rows` is 4 if both sequences use the same rows of the rotation tables, and 8 if each sequence has its own rows.
 fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
     const SEQUENCES: usize = 2;
     const ROWS: usize = 4;
@@ -187,7 +187,7 @@ fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
         let shape = [SEQUENCES, ROWS, count, head_dim];
         heads.reshape(shape).swap_dims(1, 2)
     };
-    // Compute the expected heads as if each row were a separate sequence with a single slot.
+    // Compute the expected heads with the kernels that write to a cache, as if each row were a sequence with a cache of one slot.
     let slots = || Tensor::<4>::full([all, own_heads, 1, head_dim], f32::NAN, device).cast(dtype);
     let expected = [
         query_heads(

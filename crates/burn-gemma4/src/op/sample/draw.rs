@@ -300,7 +300,7 @@ pub(super) fn draw_pdl<E: Float>(
         number += 1u32;
     }
 
-    // Assign a consecutive range of columns to each unit.
+    // Assign a consecutive range of the section's columns to each unit, so that the running sum over units is in token order.
     let length = columns.div_ceil(stretches);
     let start = min(chosen * length, columns);
     let end = min(start + length, columns);

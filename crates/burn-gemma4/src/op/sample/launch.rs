@@ -319,8 +319,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 equal rows. A row has one section of columns for each element of `weights`. The element is
-    /// the summed weight of its section, in units of 2³².
+    /// Draws one token from each of 64 rows with the same `logits`. Each element of `weights` belongs to one section of a row's
+    /// columns. It is the summed weight that the first kernel would report for this section, in units of 2³².
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);
@@ -360,11 +360,13 @@ mod tests {
         words.iter().map(|word| i32::from_le_bytes(*word)).collect()
     }
 
-    /// Checks the draw when the sums of the two kernels differ. In practice they differ only by the rounding of exponentials,
-    /// but in this test they differ by a lot.
+    /// Checks that the draw gives the last token if the random number exceeds the running sum of all tokens. In practice the two
+    /// kernels' sums differ only by the rounding of exponentials. In this test the first kernel's sum is twice the second
+    /// kernel's.
     #[test]
     fn draw_beyond_last_sum_gives_last_token() {
-        // Each token has the weight 2⁴⁰. The ten weights sum to half of the section's weight in the summary.
+        // Each of the ten tokens has the weight 2⁴⁰, which is 256 in units of 2³². The summary holds twice the sum of these
+        // weights.
         let tokens = drawn(&[0.0; 10], &[2 * 10 * 256]);
         assert!(
             tokens.iter().all(|token| (0..10).contains(token)),

@@ -61,7 +61,7 @@ pub(super) fn bits(seed: Wide, position: u32) -> Wide {
 mod tests {
     use super::*;
 
-    /// Compares with the first two words of the test vectors in the paper.
+    /// Compares the random bits for seed 0 and position 0 with the first two words of the test vector in the Philox paper.
     #[test]
     fn random_bits_matches_test_vector() {
         assert_eq!(random_bits(0, 0), 0xE169_C58D_6627_E8D5);

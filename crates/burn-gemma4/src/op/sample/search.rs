@@ -136,7 +136,7 @@ pub(super) fn descend(
     #[comptime] target: SearchTarget,
 ) -> Found {
     let first = (stretch.row * stretches) as usize * comptime!(RECORD);
-    // Assign the bin of the largest keys to unit 0.
+    // Assign the bin of the largest keys to unit 0, so that the running sum over units goes from the largest keys down.
     let bin = comptime!(BINS as u32 - 1) - UNIT_POS;
     let mut low = 0u32;
     let mut high = 0u32;
@@ -182,7 +182,7 @@ pub(super) fn descend(
             low: 0u32,
             high: limits.top_p,
         });
-        // Round the target up.
+        // Round the target up: add 1 if the product has a fraction, which `share` has dropped.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {
@@ -194,7 +194,7 @@ pub(super) fn descend(
 
     let mut chosen = Shared::<[u32]>::new_slice(3usize);
     if UNIT_POS == 0 {
-        // Set defaults for a row without a bin that reaches the target, such as a row of NaN.
+        // Set defaults for a row in which no bin reaches the target, such as a row of NaN.
         chosen[0] = 0u32;
         chosen[1] = 0u32;
         chosen[2] = 0u32;

@@ -8,13 +8,13 @@ use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 pub(super) struct Cost(pub f64);
 
 impl Cost {
-    /// The cost of a draft token from prompt lookup.
+    /// The cost of a draft token from prompt lookup, as a fraction of the cost of a pass.
     pub const LOOKUP: Self = Self(0.05);
-    /// The cost of a draft token from the drafter.
+    /// The cost of a draft token from the drafter, as a fraction of the cost of a pass.
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The number of passes after which the weight of a pass in the running counts has fallen to 1/e.
+/// The running counts weigh older passes less. After this number of further passes, the weight of a pass has fallen to 1/e.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning (`FIRST_ACCEPTANCE`). The assumption counts as much as a measurement of
 /// `FIRST_DRAFTS` draft tokens.

@@ -62,7 +62,7 @@ mod tests {
         assert!(draft(&[], 3).is_empty());
         assert!(draft(&[1], 3).is_empty());
         assert!(draft(&[1, 2, 3, 4, 5], 3).is_empty());
-        // The last token of this text has occurred before. But the lookup needs more than one token, so it finds nothing.
+        // The last token of this text has occurred before, but the last two tokens have not. A match needs at least two tokens.
         assert!(draft(&[1, 2, 1], 3).is_empty());
     }
 

@@ -249,15 +249,15 @@ pub(crate) fn decode(
             guessers.streams.rows = hidden;
         }
         let chosen = Chosen::of(next, sequences, options)?;
-        // This call does not wait for the device: the copy of the draft tokens to the host ends before that of the chosen
-        // tokens.
+        // This call does not wait for the device. The copy of the draft tokens to the host ends before the copy of the model's
+        // choices, for which `Chosen::of` has waited.
         let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
             let first = index * count;
             if sequence.finished.is_some() {
                 // Ignore the drafter's tokens for a finished sequence. But select one of its hidden states, because the next
-                // run of the drafter still needs a valid row for it.
+                // run of the drafter needs a valid row for every sequence of the batch.
                 guessers.streams.of[index] = first;
                 continue;
             }

@@ -140,8 +140,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         places.clone().unsqueeze_dim::<2>(1),
         places.clone().unsqueeze_dim::<2>(0),
     ];
-    // Each element compares two scores, that of its column and that of its row. `before` is 1 if the column's score comes
-    // before the row's. `first` decides between equal scores.
+    // Compare all pairs of scores. Row `i` of `before` has a 1 in each column `j` whose score comes before score `i`. If two
+    // scores are equal, `first` decides by their indices.
     let first = columns
         .clone()
         .equal(rows.clone())

@@ -283,8 +283,8 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
     python::set(&mut environment);
     syntax::check(&source)?;
     let source = syntax::without_generation(&source).into_owned();
-    // This call checks the syntax of the template, but does not add the template to the environment. A template in the
-    // environment could include itself, and the included template would run without the sandbox.
+    // `template_from_named_str` checks the syntax of the template, but does not add the template to the environment. A template
+    // in the environment could include itself, and the included template would run without the sandbox.
     environment.template_from_named_str(NAME, &source)?;
     Ok(ChatTemplate {
         environment,

@@ -458,7 +458,7 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     }
     if is_sequence(first) || first.kind() == ValueKind::Map {
         return match name {
-            // These filters convert any value to text. `length` returns an error if that text is too long.
+            // The filters that are listed here convert any value to text. `length` returns an error if that text is too long.
             "safe" | "escape" | "e" | "upper" | "lower" | "title" | "capitalize" | "replace"
             | "trim" | "split" | "lines" | "indent" | "format" | "string" | "pprint" => {
                 length(first).map(drop)

@@ -250,8 +250,8 @@ fn multiply_tiles<N: Size>(
 
 #[cube]
 fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
-    // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are 64 rows of a subtile. Otherwise
-    // they are the 64 columns of a subtile.
+    // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are 64 rows of a subtile in shared
+    // memory. Otherwise they are the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
     if comptime!(tiles.lhs == Major::Inner) {
         uniform(descriptor(own))
@@ -269,7 +269,7 @@ fn right_operand(address: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     }
 }
 
-/// Copies the chunks of all tiles in order. This is the producer's loop.
+/// Copies the chunks of all tiles that this cube computes, in order. The function is the producer's loop.
 #[cube]
 fn fetch(
     lhs: u64,

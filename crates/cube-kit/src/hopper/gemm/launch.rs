@@ -18,7 +18,7 @@ use cubecl::prelude::{CubeDim, TensorMapArg, Tiled};
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MatrixError {
-    /// An operand's shape does not fit.
+    /// An operand is not a matrix, or the operands differ in inner size.
     #[error(
         "{argument} has shape {has:?}: its {dimension} is {found}, and it should be {expected}"
     )]
@@ -223,7 +223,7 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let count = CubeCount::Static(cubes as u32, 1, 1);
     let units = CubeDim::new_1d(MatrixTiles::UNITS as u32);
     let element = dtype_to_storage_type(lhs.dtype);
-    // If only two right operands exist, the third starts after the last column and is empty.
+    // If a right operand does not exist, its start is the end of the result's columns, so that no column belongs to it.
     let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
     let starts = StartsLaunch::new(start(0), start(1));
     // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside the shapes of its tensor maps.
@@ -300,7 +300,8 @@ fn map(
     };
     let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
     let row = match shape[apart] {
-        // Sets a legal stride for a dimension of size 1, because TMA checks the stride although it does not use it.
+        // Sets a legal stride for a dimension of size 1. TMA checks the stride of such a dimension, although TMA never uses that
+        // stride.
         1 => shape[together].next_multiple_of(SUBTILE),
         _ => strides[apart],
     };
@@ -322,8 +323,8 @@ mod tests {
     use burn_cubecl::cubecl::device::CudaDevice;
     use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 
-    /// Operands that do not fit each other must give an error that names the misfit, on every device. Operands that fit must
-    /// give a result or `None`.
+    /// Checks that operands that do not fit each other give an error on every device, and that the error names the misfit.
+    /// Operands that fit give a result or `None`.
     #[test]
     fn matrix_product_of_unfit_operands_is_an_error() {
         let device = CubeDevice::default();

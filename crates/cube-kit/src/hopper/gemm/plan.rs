@@ -29,15 +29,15 @@ pub struct MatrixTiles {
     pub half: Half,
 }
 
-/// Widths of tiles, each with the number of stages that fit beside the output's staging area.
+/// The widths of tiles, each with the number of ring buffer stages that fit in shared memory beside the output's staging area.
 const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 
 /// The time that a tile takes besides its multiplications, for filling the ring buffer and writing the output. The unit is the
 /// time to multiply one column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The width below which a tile takes no less time. A wgmma of 64 rows also reads its left operand from shared memory, which
-/// takes the same time for every width.
+/// The width in columns below which a narrower tile takes no less time. A wgmma of 64 rows also reads its left operand from
+/// shared memory, which takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows in flight at the same time, so that neighbouring tiles share their reads in the L2 cache.
@@ -77,7 +77,7 @@ impl MatrixTiles {
         let divides = |width: usize| starts.iter().all(|start| start.is_multiple_of(width));
         let widths = WIDTHS.into_iter().filter(|(width, _)| divides(*width));
         let [.., narrowest] = WIDTHS;
-        // Takes the first of equally fast widths, which is the widest.
+        // If several widths have the same time, `min_by_key` takes the first of them, which is the widest.
         let (columns, stages) = widths
             .min_by_key(|(width, _)| time(*width))
             .unwrap_or(narrowest);

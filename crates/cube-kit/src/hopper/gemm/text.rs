@@ -15,8 +15,7 @@ use cubecl::prelude::*;
 /// barrier. They are followed by the elected flag (nonzero in threads that arrive at empty barriers), the number of chunks,
 /// and stage and parity of the first chunk.
 ///
-/// The PTX issues the wgmma of a chunk and then waits for the wgmma of the previous chunk. Only then does it release the
-/// previous chunk's stage.
+/// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's stage.
 fn product_text(tiles: &MatrixTiles) -> String {
     let sums = tiles.columns / 2;
     let [lhs, rhs, full, empty, elected, chunks, stage, parity] =

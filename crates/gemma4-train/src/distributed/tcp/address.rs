@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(format_address("node-1", 29500), "node-1:29500");
     }
 
-    /// In this test, the first address of the name has no listener.
+    /// Checks that `reach` tries all addresses of a name. The first address has no listener, and the second one has.
     #[test]
     fn reach_with_several_addresses_connects_to_the_answering_one() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

@@ -407,7 +407,7 @@ mod tests {
                 });
             }
         });
-        // A process that has sent its farewell may end before the other processes.
+        // A process that has sent its farewell may end before the other processes, without an error in any of them.
         let mut all = all.into_iter();
         let (gone, _) = all.next_back().expect("there are four processes");
         gone.end();
@@ -438,7 +438,8 @@ mod tests {
         }
     }
 
-    /// The other peers still get the message if one peer cannot be reached.
+    /// Checks that a message is sent to all peers, even if the connection to one of them is broken. Here the first process
+    /// cannot send to the second process, and the third process must still get the message.
     #[test]
     fn message_reaches_other_peers_if_one_is_gone() {
         for fails in [true, false] {
@@ -570,7 +571,8 @@ mod tests {
         }
     }
 
-    /// One connection sends nothing, and another one sends a byte at a time. Other processes can connect while both stay open.
+    /// Checks that processes can connect while two slow connections are open: one that sends nothing, and one that sends a byte
+    /// every 50 ms.
     #[test]
     fn slow_connections_do_not_delay_the_rendezvous() {
         let (listeners, address) = listening();
@@ -580,7 +582,7 @@ mod tests {
             let mut slow = TcpStream::connect(address).expect("a connection");
             let is_joined = &is_joined;
             let dripping = scope.spawn(move || {
-                // These bytes are the beginning of a message with 1024 bytes.
+                // The bytes are a message's header for 1,024 bytes of contents, and then the contents.
                 let mut all = vec![0, 0, 4, 0, 0, 0, 0, 0, 0];
                 all.resize(9 + 1024, b' ');
                 let mut written = all.iter().map(|byte| slow.write_all(&[*byte]).is_ok());
@@ -597,7 +599,7 @@ mod tests {
                 is_joined.store(true, Ordering::Relaxed);
                 joined.expect("a link")
             });
-            // The pause ensures that the slow connections are accepted first.
+            // The pause lets the first process accept the slow connections before the connection of the second process.
             thread::sleep(Duration::from_millis(200));
             let second = Tcp::connect(rank_of(1, 2), RUN, address, SHORT, ear().0).expect("a link");
             assert!(
@@ -608,8 +610,8 @@ mod tests {
         });
     }
 
-    /// Processes may connect by IPv4 or by IPv6, because another machine may resolve the first process's name to either kind of
-    /// address.
+    /// Checks that processes can connect by IPv4 and by IPv6. Both are needed, because another machine may resolve the first
+    /// process's name to either kind of address.
     #[test]
     fn listen_accepts_ipv4_and_ipv6() {
         let Ok(free) = TcpListener::bind("[::1]:0") else {

@@ -4,7 +4,9 @@ use super::{Kernel, output};
 use crate::cube::TensorMap;
 use crate::fault::Fault;
 
-/// Returns a kernel in which each thread copies its 32-bit word to shared memory with `cp.async` and reads the copy.
+/// Returns a kernel in which each thread copies its 32-bit word to shared memory with `cp.async` and then reads the
+/// copy. The instructions `before_reading` are between the copy and the read. `read` is the end of the copy's operand
+/// list: empty, or an operand with the number of bytes to read.
 fn copied(before_reading: &str, read: &str) -> String {
     format!(
         ".shared .align 16 .b8 tile[128];
@@ -47,7 +49,8 @@ fn read_before_a_copy_is_reported() {
             "{:?}",
             outcome.races
         );
-        // A read before the copy is complete finds the initial NaN bits.
+        // The lanes read before the copy is complete, so they find the NaN bits with which shared memory is filled
+        // initially.
         assert_eq!(values, [u32::MAX; 32]);
     }
 }
@@ -79,7 +82,8 @@ fn copy_source_must_be_allocated() {
 
 #[test]
 fn copies_arrive_at_an_mbarrier() {
-    // The polling loop also contains an instruction that has no effect in the emulator. It must not delay the copies.
+    // The polling loop contains `beside`, an instruction without an effect in the emulator. This instruction must not
+    // delay the copies.
     for beside in ["", "fence.acq_rel.cta;", "bar.warp.sync 0xffffffff;"] {
         let wait = format!(
             ".shared .align 8 .b64 barrier; .reg .pred %p, %first;
@@ -147,7 +151,7 @@ fn turns(waits_for_reader: bool) -> String {
 
 #[test]
 fn mbarrier_phases_alternate() {
-    // The words are turn² + 1 for the turns 0 to 3, so the sum is 1 + 2 + 5 + 10.
+    // The reader sums the four words that the writer writes: turn² + 1 for the turns 0 to 3, that is, 1 + 2 + 5 + 10.
     assert_eq!(output(&turns(true), 64)[32..], [18; 32]);
 }
 

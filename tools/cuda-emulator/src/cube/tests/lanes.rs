@@ -4,7 +4,8 @@ use super::{Kernel, output};
 
 #[test]
 fn diverged_lanes_reconverge() {
-    // After the branches reconverge, all lanes are summed: 16 odd lanes contribute 1 each, and 16 even lanes 100 each.
+    // If the lanes reconverge after the branches, `redux` sums all of them: 16 odd lanes contribute 1 each, and 16 even
+    // lanes 100 each.
     let sums = output(
         ".reg .b32 %x, %y; .reg .pred %odd;
         and.b32 %x, %tid, 1;
@@ -76,7 +77,7 @@ fn shuffle_reads_within_its_segment() {
         shuffled("up", 2, 0),
         expected(|lane| if lane < 2 { lane + 100 } else { lane - 2 })
     );
-    // The shuffle runs within segments of eight lanes.
+    // With `24 << 8` in the last operand, the shuffle runs within segments of eight lanes.
     assert_eq!(
         shuffled("idx", 3, 24 << 8 | 31),
         expected(|lane| lane / 8 * 8 + 3)

@@ -34,8 +34,8 @@ fn product(rows: usize, columns: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Returns a kernel in which a warp copies a 16 × 16 matrix and an 8 × 16 matrix to shared memory. It multiplies the
-/// first matrix by the transpose of the second.
+/// Returns a kernel in which a warp copies a 16 × 16 matrix and an 8 × 16 matrix to shared memory. It then multiplies
+/// the first matrix by the transpose of the second. `half` is the PTX type of the elements, f16 or bf16.
 fn mma(half: &str) -> String {
     format!(
         ".shared .align 16 .b8 left[512]; .shared .align 16 .b8 right[256];
@@ -105,7 +105,7 @@ fn wmma_product_equals_the_scalar_product() {
             .map(|k| format!("%c{k}"))
             .collect::<Vec<_>>()
             .join(", ");
-        // The right matrix is stored transposed, so that the elements of a column are contiguous.
+        // The right matrix is stored column by column, as the modifier `col` of its load requires.
         let body = format!(
             ".reg .b64 %in; .reg .b32 %a<8>, %b<8>; .reg .f32 %c<8>;
             ld.param.u64 %in, [input0];
@@ -143,7 +143,8 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
         st.global.u32 [%own], %x;",
         32,
     );
-    // Lane 4r + k has the elements at row r and columns 2k and 2k + 1.
+    // Before the transposition, lane 4r + k stores two elements at row r: its index at column 2k, and 0 at column 2k +
+    // 1.
     let element = |row: usize, column: usize| match column % 2 {
         0 => (4 * row + column / 2) as u32,
         _ => 0,
@@ -156,7 +157,8 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
 }
 
 /// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both are in shared memory, in
-/// swizzled rows of 128 bytes.
+/// swizzled rows of 128 bytes. The instructions `fence` come after the copies to shared memory, and the instructions
+/// `wait` come after the multiplication is committed.
 fn wgmma(fence: &str, wait: &str) -> String {
     format!(
         ".reg .b64 %in, %word, %to, %a, %b; .reg .b32 %at, %x, %y, %row, %v<4>; .reg .f32 %d<4>; .reg .pred %p;
@@ -232,7 +234,8 @@ fn operand_overwritten_before_the_wait_is_reported() {
     };
     let races = overwritten("", WAIT);
     assert!(races[0].contains("is reading"), "{races:?}");
-    // This warp's wait covers only its own `wgmma`. Another warp's `wgmma` may still read the matrices.
+    // A warp's wait covers only its own `wgmma`. Without a barrier after the wait, the store may overwrite a matrix
+    // that another warp's `wgmma` still reads.
     let races = overwritten(WAIT, "");
     assert!(!races.is_empty());
     assert_eq!(

@@ -2,8 +2,8 @@
 
 use super::{Kernel, output};
 
-/// Returns a kernel in which each of two warps writes one word per thread to shared memory and reads the other warp's
-/// words.
+/// Returns a kernel in which each of two warps writes one word per thread to shared memory, and then reads the other
+/// warp's words. The instructions `between` are between the write and the read.
 fn exchange(between: &str) -> String {
     format!(
         ".shared .align 4 .b8 tile[256];
@@ -37,7 +37,7 @@ fn missing_barrier_is_reported() {
     assert!(!races.is_empty());
     assert!(races[0].contains(".shared.u32 ["), "{}", races[0]);
     assert!(races[0].contains("kernel"), "{}", races[0]);
-    // A warp barrier does not order the accesses of different warps.
+    // A warp barrier orders only the accesses of one warp, so the race between the two warps must still be reported.
     let races = Kernel::new(&exchange("bar.warp.sync 0xffffffff;"), 64).races();
     assert!(!races.is_empty());
 }
@@ -53,7 +53,8 @@ fn missing_barrier_before_a_write_is_reported() {
 
 #[test]
 fn arrival_orders_earlier_accesses() {
-    // The second warp waits for the first warp, but the first warp does not wait for the second.
+    // `bar.arrive` lets the second warp wait for the first warp, but not the first for the second. So the first warp's
+    // store after `bar.arrive` must be reported as a race.
     let body = |after: &str| {
         format!(
             ".shared .align 4 .b32 word;

@@ -168,7 +168,8 @@ impl Decoder<'_> {
             let address = self.address(1)?;
             let number = if parity { Type::U32 } else { Type::B64 };
             let state = self.source(2, number)?;
-            // The last operand limits how long the thread is suspended. It has no effect in the emulator.
+            // The optional last operand of `mbarrier.try_wait` limits how long the thread is suspended. It has no
+            // effect in the emulator.
             if self.operands.len() > 3 {
                 self.source(3, Type::U32)?;
             }

@@ -74,8 +74,8 @@ pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option
     }
 }
 
-/// Returns the rows of three operands. A missing operand gets the row of another operand, because the loop ignores its
-/// values.
+/// Returns the register rows of three operands. A missing operand gets the row of another operand, because the loop
+/// over the lanes ignores the values of a missing operand.
 fn rows(from: [Register; 4]) -> [u32; 3] {
     [0, 1, 2].map(|k| match from[k] {
         Register::Predicate(row) | Register::Word(row) | Register::Double(row) => row,

@@ -44,7 +44,8 @@ impl Decoder<'_> {
                 Ok(Operation::IsSpace { space, to, from })
             }
             "prefetch" | "prefetchu" | "discard" => Ok(self.nothing()),
-            // All other fences have no effect, because the emulator performs memory accesses in program order.
+            // Of the fences, only the fence of the async proxy has an effect. The emulator performs memory accesses in
+            // program order, so all other fences change nothing.
             _ => {
                 let of_proxies = self.takes("proxy") && self.takes("async");
                 self.modifiers.clear();

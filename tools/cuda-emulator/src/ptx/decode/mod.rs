@@ -204,7 +204,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Returns the row of an operand that is a 32-bit word.
+    /// Returns the register row of an operand that is a 32-bit word.
     fn word(&mut self, at: usize) -> Result<u32> {
         let operand = self.operand(at)?;
         self.word_of(&operand)
@@ -272,7 +272,7 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Returns the rows of an operand that is a list of 32-bit words.
+    /// Returns the register rows of an operand that is a list of 32-bit words.
     fn words(&mut self, at: usize) -> Result<Vec<u32>> {
         let list = self.list(at)?;
         list.iter().map(|operand| self.word_of(operand)).collect()

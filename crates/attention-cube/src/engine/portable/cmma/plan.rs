@@ -126,8 +126,8 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory if this does not raise the number of copies in which the second
-                // GEMM's operand arrives. Each copy costs a barrier.
+                // Keep the stationary operands in shared memory only if the streamed operand of the second GEMM (such as V) then
+                // needs no more copies per block. Each copy costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -150,9 +150,9 @@ impl Choice<'_> {
     }
 
     /// Returns the tiles of the first table entry that serves `width` columns and fits the device and its fragments. The
-    /// stationary operands stay in shared memory. With an entry of the first table, shared memory also holds both streamed
-    /// operands of a block and `left` left operands of the second GEMM. With an entry of the second table, the fallback, these
-    /// operands overwrite each other.
+    /// stationary operands stay in shared memory. Entries of the first table come first. With such an entry, shared memory also
+    /// holds both streamed operands of a block, and as many left operands of the second GEMM (P or dS) as `left` says. With an
+    /// entry of the second table, the fallback, these operands overwrite each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,
@@ -189,7 +189,8 @@ impl Choice<'_> {
         let Kept { held, resident } = kept;
         let planes = units / self.plane;
         let above = rows / m;
-        // `width` counts too, because the streamed operand of the second GEMM may be wider than the operands of the first.
+        // Take the output's `width` into account, because the streamed operand of the second GEMM (such as V) may be wider than
+        // the operands of the first GEMM.
         let all_columns = self.depth.max(width);
         // Refuse cubes of a single plane, because of a bug in Metal's compiler:
         // <https://github.com/tracel-ai/cubecl/issues/1636>.

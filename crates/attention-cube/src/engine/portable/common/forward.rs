@@ -228,8 +228,8 @@ pub(crate) fn forward<
             if comptime!(tiles.is_direct()) {
                 score_block(&mut s, rows, whole, &scoring, &seq_info, kind);
             } else if whole {
-                // Compile the call twice, with `whole` as a constant, so that a fully visible (whole) block needs no branch per
-                // score.
+                // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then
+                // needs no branch per score.
                 score_block(&mut s, rows, true, &scoring, &seq_info, kind);
             } else {
                 score_block(&mut s, rows, false, &scoring, &seq_info, kind);
@@ -393,8 +393,8 @@ fn score_block<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of S or P by the int8 scale of their key or value. Does nothing if keys and values are
-/// floats.
+/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of their
+/// values. If keys and values are floats, the function does nothing.
 ///
 /// With `zeros_stay`, a probability of 0 stays 0 even if the scale of its value is NaN. A value that no query sees thus has no
 /// effect.

@@ -15,7 +15,7 @@ pub(crate) use self::packing::Packing;
 /// The plan of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PortableForwardPlan {
-    /// The tiles.
+    /// The tile sizes of the forward kernel.
     pub tiles: UnitTiles,
     /// True if the query heads of a group share a tile (decoding).
     pub packed: bool,
@@ -147,7 +147,7 @@ pub(crate) fn forward_by(
     Ok(plan)
 }
 
-/// Returns the plan, or a refusal if its loops exceed a software driver's iteration limit.
+/// Returns the given plan of a backward, or a refusal if the plan's loops exceed a software driver's iteration limit.
 pub(crate) fn backward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -167,8 +167,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // Do not count the kernel of all gradients. Each of its launches covers only as many pairs of tiles as the iteration limit
-    // allows.
+    // Leave out the kernel that computes all three gradients. Each launch of that kernel covers only as many pairs of tiles as
+    // the iteration limit allows.
     let separate = match parts {
         Some(_) => 0,
         None => {
@@ -201,11 +201,13 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         + usize::from(problem.bias.is_some())
         + usize::from(problem.kv_lengths || problem.has_bounds());
     match pass {
-        // Count query, key, value, output and logsumexp as five. Int8 adds the scales of keys and of values.
+        // Every forward binds five buffers: query, key, value, output and logsumexp. Int8 keys and values add two buffers of
+        // scales.
         Pass::Forward => {
             5 + shared + usize::from(problem.sinks.is_some()) + 2 * usize::from(problem.quantized)
         }
-        // Count query, key, value, the output's gradient, the tensor of LSE and delta, and two gradients as seven.
+        // A backward kernel binds up to seven buffers: query, key, value, the output's gradient, the LSE/delta tensor, and two
+        // gradients.
         Pass::Backward => 7 + shared,
     }
 }

@@ -22,21 +22,23 @@ pub(crate) struct RowStatistics {
     /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, because an odd pitch
     /// avoids bank conflicts between rows.
     pub partial: Shared<[f32]>,
-    /// The running maximum of each row. If planes hold the output in fragments, these are the reference maxima, which change
-    /// only if the true maximum exceeds them by more than ln(2^8).
+    /// The running maximum of each row. If planes hold the output in fragments, the values are reference maxima instead. A
+    /// reference maximum changes only if the true maximum exceeds it by more than ln(2^8).
     pub maximum: Shared<[f32]>,
     /// The factor by which the results of earlier blocks are rescaled, for each row. At the end, this is the factor that
     /// normalises the output.
     pub factor: Shared<[f32]>,
-    /// One flag per group of rows, used only if planes hold the output in fragments. It is 1 if any row of the group has a factor
-    /// other than 1, so that its output needs a rescale.
+    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if any row of the group has a
+    /// factor other than 1. The output of that group then needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag of the unit, used only if planes hold the output in fragments. It is 1 if the unit's row has had a visible key. The
-    /// maximum cannot show this, because the lowest f32 is also a valid score.
+    /// A flag of the unit, used only if planes hold the output in fragments. The flag is 1 if the unit's row has had a visible
+    /// key. The maximum does not show whether the row has had one, because the initial maximum, the lowest f32, is also a valid
+    /// score.
     pub seen: Array<u32>,
 }
 
-/// Creates the statistics for rows before their first block. Other units may read the statistics after the next sync.
+/// Creates the row statistics with their values before the first block of keys. Other units may read the statistics after the
+/// next sync.
 #[cube]
 pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     let mut statistics = RowStatistics {

@@ -65,7 +65,7 @@ pub(super) fn backward(
 /// Returns the number of partial gradients of the query if one kernel should compute all three gradients.
 ///
 /// Several partial gradients keep the few processors of a software driver busy. All gradients must fit one buffer. The result is
-/// `None` on other devices, or if not even one partial gradient fits.
+/// `None` for a GPU, if the processors need more than [`MAX_PARTS`] partial gradients, or if not even one partial gradient fits.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

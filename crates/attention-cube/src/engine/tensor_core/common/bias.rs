@@ -120,7 +120,8 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(32 * vector)) {
                 let index = (lane + comptime!(32 * part as u32)) * comptime!(vector as u32);
-                // A lane past the end of the columns checks the last columns again.
+                // A lane whose columns would lie past `columns` checks the last columns again, so that its load stays inside the
+                // row.
                 let index = min(index, comptime!((columns - vector) as u32));
                 let column = first_column as usize + index as usize;
                 let values = bias[(row + column * bias.stride(3)) / vector];
@@ -135,7 +136,8 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
     smallest < LOWEST
 }
 
-/// Turns the dot products `s` into scores, with biases that were loaded before S was ready.
+/// Turns the dot products `s` into scores: applies the scale and the softcap, and adds the biases, which were loaded before S was
+/// ready. A bias of −∞ makes the score −∞, even if the dot product is NaN.
 #[cube]
 pub(crate) fn add_words<NS: Size>(
     s: Vector<f32, NS>,

@@ -23,8 +23,8 @@ pub(crate) struct BlockMask {
     pub mask_words: MaskWords,
 }
 
-/// Computes the visibility of a block of `size` columns. It also loads the mask bits of the thread's two rows. These bits cover
-/// `columns` columns, and the first of them is the block's column `32 · first_word`.
+/// Computes the visibility of a block of `size` columns. It also loads the mask bits of the thread's two rows. The bits cover
+/// `columns` columns of the block, from column `32 · first_word` on.
 ///
 /// Callers call this function before S is ready, so that its loads overlap the GEMM of S.
 #[cube]
@@ -43,7 +43,7 @@ pub(crate) fn block_mask(
     let size = comptime!(size as i32);
     let inside = is_inside(&tile_position.run, block * size, size);
     let mut whole = inside;
-    // The mask may hide a column from some rows, and the rows' visible ranges may hide it from all other rows. Such a column is
+    // The mask may hide a column from some rows, while the visible ranges of all other rows exclude this column. Such a column is
     // hidden from every row of the tile. With a mask, a block that is not `inside` all visible ranges may therefore have such
     // columns.
     let mut may_have_masked = false;

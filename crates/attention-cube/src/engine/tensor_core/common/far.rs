@@ -11,7 +11,8 @@
 //! The path subtracts the logarithm afterwards.
 //!
 //! If the tile holds keys, its blocks hold queries. The warp must then vote for each block whether the block holds a far query.
-//! The warp skips this vote if no flag marks a far query in any head that the tile visits.
+//! The `lse_delta` tensor also holds one flag per group of queries, which marks groups with a far query. The warp skips the vote
+//! if no flag is set for the queries of any head that the tile visits.
 //!
 //! Keys whose scaled dot products round to the same f32 get equal probabilities here, as in any softmax over f32 scores. The
 //! forward still distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's
@@ -45,7 +46,8 @@ pub(crate) fn has_far(
             let mut far = false.runtime();
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(64)) {
-                // A lane past the end of the columns checks the last two columns again.
+                // A lane whose columns would lie past `columns` checks the last two columns again, so that its load stays inside
+                // the block.
                 let column = UNIT_POS % 32u32 * 2u32 + comptime!(64 * part as u32);
                 let column = min(column, comptime!(columns as u32 - 2));
                 let own = load_shared_pair(lse_delta.references_at + 4u32 * column);
@@ -85,7 +87,8 @@ pub(crate) fn heads_have_far(
             }
             at += lse_delta.stride(1);
         }
-        // Lanes leave the loop at different times. `uniform` combines the results of all lanes of the warp by a bitwise or.
+        // Each lane has checked other flags, and may leave the loop earlier than other lanes. `uniform` waits for all lanes of
+        // the warp, and returns the bitwise or of their results.
         uniform(u32::cast_from(found != 0.0f32)) != 0u32
     } else {
         false.runtime()

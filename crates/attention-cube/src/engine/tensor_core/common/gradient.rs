@@ -117,8 +117,9 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one value (an LSE term or delta) for each register of the `pair`-th register pair. If the rows are queries, the
-/// values come from `rows`. Otherwise they come from shared memory at `address`.
+/// Returns one value for each register of the `pair`-th register pair: the LSE's reference, the LSE's logarithm, or delta of the
+/// register's query, depending on the arguments. If the rows are queries, the values come from `rows`. Otherwise they come from
+/// shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -141,7 +142,7 @@ fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] s
     }
 }
 
-/// Returns the logarithm term of the LSE for each register of the `pair`-th register pair, in log2 units.
+/// Returns the logarithm of row_sum, the second part of the LSE, for each register of the `pair`-th register pair, in log2 units.
 #[cube]
 fn logarithms_of(
     lse_delta: &LseDelta<'_>,
@@ -159,7 +160,8 @@ fn logarithms_of(
     }
 }
 
-/// The weights of a fragment. The struct also holds P as the left operand of a GEMM, if the caller requests P.
+/// The weights of a fragment's scores: P times the slope of the softcap. The struct also holds P, packed as the left operand of a
+/// GEMM, if the caller requests P.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct PAndDs<NS: Size, NP: Size> {
@@ -167,8 +169,9 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
     pub p: Vector<u32, NP>,
 }
 
-/// Computes the weights of the scores for `columns` columns from `first_column` on. `s` holds the dot products. The weight is 0
-/// where the row does not see the column. In a fully visible block, only a bias can hide a score.
+/// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s` holds
+/// the dot products. The weight is 0 where the row does not see the column. In a fully visible block, only a bias can hide a
+/// score.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -202,7 +205,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             }
             let slopes = scored.slopes;
             if comptime!(kind.has_own_biases()) {
-                // A key that a bias hides has probability 0, but its slope may be NaN. `sloped` gives it a weight of 0.
+                // A bias of −∞ may hide a score that is NaN. The probability is then 0, but the slope of the softcap is NaN, and
+                // 0 · NaN is NaN. `sloped` therefore returns a weight of 0 for a probability of 0.
                 w.insert(comptime!(2 * pair), sloped(own.first, slopes.first, kind));
                 w.insert(
                     comptime!(2 * pair + 1),
@@ -259,7 +263,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             if comptime!(gives_p) {
                 p.insert(pair, packed_p(own, half));
             }
-            // The slope of a hidden score may be NaN. `sloped` gives such a score a weight of 0.
+            // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
+            // `sloped` therefore returns a weight of 0 for a probability of 0.
             w.insert(
                 comptime!(2 * pair),
                 sloped(own.first, scored.slopes.first, kind),
@@ -291,8 +296,8 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
-/// True if the LSE must be loaded for the `pair`-th register pair, because its queries differ from those of the pair before it.
-/// If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
+/// True if the LSE must be loaded for the `pair`-th register pair, because the pair's queries differ from those of the pair
+/// before it. If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
 const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
     matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
 }
@@ -314,7 +319,8 @@ fn queries_of_pair(
     }
 }
 
-/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if its queries differ from those of the pair before it.
+/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the pair's queries differ from those of the pair before
+/// it.
 #[cube]
 fn look_up_logsumexps(
     logsumexps: &mut Logsumexps,
@@ -383,8 +389,8 @@ fn probability(
     let difference = if comptime!(!kind.raw) {
         value - reference
     } else if comptime!(apart) {
-        // The scaled dot product must be rounded as in the forward. `fma` with 0 rounds it, and keeps the compiler from fusing
-        // this multiplication with the subtraction.
+        // The scaled dot product must be rounded as in the forward. `fma` with 0 rounds the product, and keeps the compiler from
+        // fusing this multiplication with the subtraction.
         fma(value, arguments.scale, 0.0f32) - reference
     } else {
         fma(value, arguments.scale, -reference)
@@ -416,8 +422,8 @@ fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
     }
 }
 
-/// Returns the probability times the slope of the softcap. If the probability is 0, the result is 0, since the slope of a hidden
-/// score may be NaN.
+/// Returns the probability times the slope of the softcap. If the probability is 0, the result is 0. A plain product could be
+/// NaN, since the slope of a hidden score may be NaN.
 #[cube]
 fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
     if comptime!(kind.score.softcap) {
@@ -452,8 +458,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel uses the unscaled dot products. If the kernel loads biases before S is ready, `s` already holds scores.
-    // Neither kind of kernel needs slopes, so each slope is 1.
+    // A `raw` kernel uses the unscaled dot products. If the kernel loads biases before S is ready, `s` already holds scores. A
+    // kernel of either kind needs no slopes, so each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,
@@ -484,7 +490,7 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
     let tanh = if comptime!(kind.wide_softcap) {
         capped / arguments.softcap
     } else {
-        // The reciprocal is computed once. A division per score would compile to a function call per score.
+        // The reciprocal of the softcap is computed once. A division per score would compile to a function call per score.
         capped * (1.0f32 / arguments.softcap)
     };
     fma(-tanh, tanh, 1.0f32)

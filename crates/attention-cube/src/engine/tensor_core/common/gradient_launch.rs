@@ -58,7 +58,7 @@ pub(crate) struct GradientArguments<'a> {
     pub kind: TileKind,
     /// The element types of the operands, of the gradients, and of the bias.
     pub elements: [ElemType; 3],
-    /// The numbers of elements that one access to a gradient and one load of the bias move.
+    /// Two numbers of elements: those that one access to a gradient moves, and those that one load of the bias moves.
     pub vectors: [usize; 2],
 }
 

@@ -64,7 +64,7 @@ pub(crate) struct ForwardTiling {
 /// The ways in which a forward kernel can load biases before S is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BiasesAhead {
-    /// The kernel never loads biases before S is ready, since it has no registers to spare.
+    /// The kernel never loads biases before S is ready, since the kernel has no registers to spare.
     Never,
     /// Threads load two half-precision biases as one 32-bit word, if the layout of the bias allows it.
     ByTwos,
@@ -284,7 +284,7 @@ impl ForwardPass {
     }
 }
 
-/// Concatenates the two arrays.
+/// Concatenates two arrays of sizes into one array of `BOTH` = `FIRST` + `SECOND` sizes.
 pub(crate) fn joined_sizes<const FIRST: usize, const SECOND: usize, const BOTH: usize>(
     first: [usize; FIRST],
     second: [usize; SECOND],
@@ -388,7 +388,7 @@ pub(crate) fn gradients<T: BackwardTiles + Debug>(
     );
 
     let mut gradients = Gradients::default();
-    // If two consecutive kernels have the same block sizes, they share one packed mask.
+    // Two consecutive kernels with the same block sizes use the same packed mask, so the last mask is kept for the next kernel.
     let mut last_mask: Option<(Blocks, PackedMask)> = None;
     for (tiles, offsets) in kernels.into_iter().zip(&offsets) {
         let side = tiles.side();

@@ -79,8 +79,8 @@ pub(crate) fn mask_words(
 /// `first_column` on.
 ///
 /// `documents` holds the smallest and the largest segment id of the block. `share` is true if all rows of the tile and all
-/// columns of the block belong to the same segment. No bit is then cleared. If the whole block belongs to one segment, each row
-/// keeps either all of its bits or none.
+/// columns of the block belong to the same segment. If `share` is true, no bit is cleared. If the whole block belongs to one
+/// segment, each row keeps either all of its bits or none.
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
@@ -347,5 +347,6 @@ fn ballot(says: bool) -> u32 {
     plane_ballot(says).extract(0usize)
 }
 
-/// The number of a thread's register pairs, in both of its rows, that hold the 32 columns of a mask word.
+/// The number of register pairs, counted over both of a thread's rows, that hold the thread's columns among the 32 columns of a
+/// mask word.
 pub(crate) const PAIRS_PER_WORD: usize = 8;

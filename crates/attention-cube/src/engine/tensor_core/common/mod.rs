@@ -118,7 +118,8 @@ pub(crate) struct Known {
     pub bias_0: usize,
     pub bias_1: usize,
     pub bias_of_head: f32,
-    /// The first column of the problem's last pair of columns. The second column of this pair may lie past the end.
+    /// The first column of the problem's last pair of columns. The second column of this pair may lie past the end. For a pair
+    /// past the end, the kernel reads the biases of this last pair instead.
     pub last_pair: u32,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Finished<NO: Size> {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputRow {
-    /// The index in the tensor's first dimension: `batch + split · batches`.
+    /// The index in the tensor's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
     pub part: u32,
     pub head: u32,
     pub position: i32,
@@ -65,7 +65,7 @@ pub(crate) struct OutputPart<NO: Size> {
     pub factors: Pair,
 }
 
-/// The number of registers in which a thread holds 16 columns of a fragment.
+/// The number of a thread's registers for 16 columns of a fragment: four columns in each of two rows.
 pub(crate) const STEP_REGISTERS: usize = 8;
 
 /// Extracts the registers of columns `16 · step` to `16 · step + 15`.
@@ -85,8 +85,8 @@ pub(crate) fn step_of<NO: Size, N: Size>(
     }
 }
 
-/// Computes the factor that normalises each of the thread's two rows. Sets rows of O that see no key to 0. O has `columns`
-/// columns. If `writes_logsumexp`, also writes the LSE of both rows.
+/// Computes the factor that normalises each of the thread's two rows. Sets the elements of a row of O to 0 if the row sees no
+/// key. O has `columns` columns. If `writes_logsumexp`, also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
@@ -175,8 +175,8 @@ fn normalise<K: Float>(
             if row.exists {
                 let sink = f32::cast_from(sinks[row.head as usize * sinks.stride(0)]);
                 let keys = select(has_keys, base, negative_infinity);
-                // If the row sees no key and the sink is −∞, `finite` replaces the base −∞ by 0. Both exponentials are then 0,
-                // so row_sum stays 0.
+                // If the row sees no key and the sink is −∞, the maximum is −∞, and `finite` replaces it by 0. Both exponentials
+                // below are then 0, so row_sum stays 0.
                 base = finite(max(keys, sink), negative_infinity);
                 rescale = exp2((keys - base) * comptime!(std::f32::consts::LOG2_E));
                 sum = sum * rescale + exp2((sink - base) * comptime!(std::f32::consts::LOG2_E));
@@ -193,7 +193,8 @@ fn normalise<K: Float>(
 }
 
 /// Sets the elements of a row to 0 if the row's factor is 0. Such a row sees no key, so its P is 0, but its registers may hold
-/// NaN. The GEMM multiplies the zeros of P by values that other rows of the tile see, and these values may be NaN.
+/// NaN. The GEMM multiplies the zeros of P by values that other rows of the tile see, and these values may be NaN. The product
+/// 0 · NaN is NaN.
 #[cube]
 pub(crate) fn without_blind<NO: Size>(
     o: Vector<f32, NO>,

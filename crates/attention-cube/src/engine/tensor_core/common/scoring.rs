@@ -13,7 +13,8 @@ pub(crate) struct Masking {
     /// The sequence lengths, the segment ids and the segment bounds of each block, packed in one tensor. The bounds of a block
     /// are the range of its segment ids, and the range of opposite blocks (key blocks for a query block) that have these ids.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
-    /// The mask bits, and one summary of the mask for each pair of a tile and a block.
+    /// The mask bits, and one summary of the mask for each pair of a tile and a block. The summary tells whether the mask shows
+    /// the block in full, in part or not at all.
     pub mask: ComptimeOption<OwnedTensor<u32>>,
     pub mask_offsets: MaskOffsets,
 }

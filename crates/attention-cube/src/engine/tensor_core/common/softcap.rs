@@ -44,8 +44,9 @@ const LARGEST: f32 = f32::MAX;
 
 /// The factor that turns a dot product `q·k` into the exponent `2 · score / softcap`, in log2 units.
 ///
-/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`. An infinite factor times a dot product of 0
-/// would give NaN. Any other dot product gives the softcap (or its negative) with either factor.
+/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`. An infinite factor times a dot product of 0 would
+/// give NaN. A dot product other than 0 gives the softcap (or its negative) with the clamped factor, as it would with the
+/// infinite one.
 #[cube]
 fn softcap_power(arguments: &ScoreArguments) -> f32 {
     let scale_log2 =

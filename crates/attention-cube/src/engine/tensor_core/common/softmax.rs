@@ -222,7 +222,8 @@ const FAR: f32 = 2048.0;
 pub(crate) struct ExpScores {
     pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
-    /// A bit mask of the thread's columns that at least one of its two rows sees. It is 0 if the caller does not request it.
+    /// A bit mask of the thread's columns that at least one of its two rows sees. The bit mask is 0 if the caller does not
+    /// request it.
     pub used: u32,
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct Stationary {
     /// The first head whose blocks the tile visits: a KV head for a tile of queries, a query head for a tile of keys.
     pub first_head: u32,
     pub heads: u32,
-    /// The index in the gradient's first dimension: `batch + split · batches`.
+    /// The index in the gradient's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
     pub part: u32,
 }
 
@@ -64,12 +64,12 @@ pub(crate) fn stationary_tile(
     let first_row = (work_tile.tile * comptime!(rows as u32)) as i32;
     let size = comptime!(columns as i32);
     let existing = min(comptime!(rows as i32), rows_end(seq_lens, side) - first_row);
-    // Keys past the sequence's length are excluded, since no query sees them.
+    // The tile's keys past the sequence's length do not count as existing rows, since no query sees them.
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
-        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But
-        // they must not read biases. If each score has its own bias, no block therefore counts as fully visible for a partial
-        // tile.
+        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the
+        // bias tensor has no biases for such rows, so they must not read any. If each score has its own bias, no block therefore
+        // counts as fully visible for a partial tile.
         let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
         visible_keys(&seq_info, first_row, first_row + existing - 1i32, full)
     } else {
@@ -156,8 +156,8 @@ pub(crate) fn stationary_tile_split(
     }
 }
 
-/// Returns the work item of CTA `index`. Work items with the most blocks come first. Under a causal mask, these are the last
-/// queries, which see the most keys, or the first keys, which the most queries see.
+/// Returns the work item of CTA `index`. Work items with the most blocks come first. Under a causal mask, the first work items
+/// are tiles of the last queries, which see the most keys, or tiles of the first keys, which the most queries see.
 #[cube]
 pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Side) -> WorkTile {
     work_tile(grid, index, comptime!(side == Side::Queries))
@@ -167,7 +167,7 @@ pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Si
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Visit {
-    /// The index of the head, counted from the tile's `first_head`. After the last visit, it equals the tile's `heads`.
+    /// The index of the head, counted from the tile's `first_head`. After the last visit, the index equals the tile's `heads`.
     pub head: u32,
     pub block: i32,
 }
@@ -270,8 +270,8 @@ pub(crate) struct Seen {
     pub block_mask: BlockMask,
 }
 
-/// Computes the visibility of a block of `size` columns to the tile. It also loads mask bits for rows `row` and `row + 8`.
-/// These bits cover `columns` columns, and the first of them is the block's column `32 · first_word`.
+/// Computes the visibility of a block of `size` columns to the tile. It also loads mask bits for rows `row` and `row + 8`. The
+/// bits cover `columns` columns of the block, from column `32 · first_word` on.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
     tile: &Stationary,
@@ -344,7 +344,7 @@ pub(crate) fn lse_delta_of_tile<'a>(
 
 /// Returns the factor by which each of a thread's two gradient rows is multiplied. The factor is `factor`, or 0 for a query that
 /// sees no key. The dS of such a query is 0, but its gradient registers may hold NaN. The GEMM multiplies the zeros of dS by keys
-/// that other rows of the tile see, and these keys may be NaN.
+/// that other rows of the tile see, and these keys may be NaN. The product 0 · NaN is NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

@@ -26,7 +26,8 @@ impl TileKind {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
 
-    /// True if the launch has precomputed a summary of the mask for every pair of a tile and a block.
+    /// True if the launch has precomputed a summary of the mask for every pair of a tile and a block. The summary tells whether
+    /// the mask shows the block in full, in part or not at all.
     pub(crate) const fn sums_up_mask(&self) -> bool {
         self.fragment.structure.mask && self.heads == 1
     }
@@ -64,7 +65,7 @@ pub(crate) struct Tile {
     /// The index of the first block of keys in the tile's range.
     pub first_block: i32,
     pub end_block: i32,
-    /// The index in the output's first dimension: `batch + split · batches`.
+    /// The index in the output's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
     pub part: u32,
 }
 
@@ -74,7 +75,7 @@ pub(crate) struct Tile {
 pub(crate) struct AssignedTile {
     pub exists: bool,
     pub tile: Tile,
-    /// The first block that the tile visits, or `end_block` if it visits none.
+    /// The first block that the tile visits, or `end_block` if the tile visits no block.
     pub first: i32,
 }
 
@@ -146,8 +147,9 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But they
-    // must not read biases. If each score has its own bias, no block therefore counts as fully visible for a partial tile.
+    // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the bias
+    // tensor has no biases for such rows, so they must not read any. If each score has its own bias, no block therefore counts as
+    // fully visible for a partial tile.
     let mut full = true;
     if comptime!(kind.fragment.has_own_biases()) {
         full = existing == comptime!(rows as i32);

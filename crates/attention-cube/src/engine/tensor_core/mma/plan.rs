@@ -87,38 +87,39 @@ pub struct MmaForwardPlan {
 /// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. If there are two values, the first is
 /// without a mask and the second is causal.
 const FORWARD: &[Shape] = &[
-    // 316 TFLOP/s without a mask and 298 causal. Other tiles, causal: 294 with 32 keys; 302 with 128 keys; 295 with warps of 16
-    // rows; 289 with warps of 16 rows and 128 keys; 297 with one block of values in shared memory. Two CTAs share a
-    // multiprocessor.
+    // These tiles reach 316 TFLOP/s without a mask and 298 causal. Other tiles reach, causal: 294 with 32 keys; 302 with 128
+    // keys; 295 with warps of 16 rows; 289 with warps of 16 rows and 128 keys; 297 with one block of values in shared memory. Two
+    // CTAs share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // 362 TFLOP/s without a mask and 335 causal. An earlier version, whose copies recomputed their addresses for each block,
-    // had 330 causal. In that version, blocks of 64 keys had 341 causal, and 369 without a mask. Other tiles, causal: 326 with
-    // one block of values in shared memory; 317 with one block of keys and one of values; 295 with warps of 16 rows; 306 with 8
-    // warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
+    // These tiles reach 362 TFLOP/s without a mask and 335 causal. An earlier version, whose copies recomputed their addresses
+    // for each block, reached 330 causal. In that version, blocks of 64 keys reached 341 causal, and 369 without a mask. Other
+    // tiles reach, causal: 326 with one block of values in shared memory; 317 with one block of keys and one of values; 295 with
+    // warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
-    // 347 TFLOP/s without a mask and 328 causal. Other tiles: 340 and 318 with one buffer for P; 344 and 326 if each warp has
-    // 64 × 64 elements of the output; 323 and 308 with chunks of half the columns.
+    // These tiles reach 347 TFLOP/s without a mask and 328 causal. Other tiles reach: 340 and 318 with one buffer for P; 344 and
+    // 326 if each warp has 64 × 64 elements of the output; 323 and 308 with chunks of half the columns.
     split_d([256, 256], [128, 64, 4], [256, 64, 1, 3, 2]),
-    // 327 TFLOP/s without a mask and 312 causal. Other tiles: 320 and 302 with one buffer for P and five slots.
+    // These tiles reach 327 TFLOP/s without a mask and 312 causal. With one buffer for P and five slots, they reach 320 and 302.
     split_d([256, 256], [128, 64, 4], [128, 32, 1, 4, 2]),
-    // 282 TFLOP/s without a mask and 280 causal. Other tiles in 163 KB: 243 and 238 with 64 keys; 217 and 219 for split-D with
-    // 64 rows and 64 keys; 166 and 151 for split-D with 128 rows and two slots of 16 keys.
+    // These tiles reach 282 TFLOP/s without a mask and 280 causal. Other tiles that fit 163 KB of shared memory reach: 243 and
+    // 238 with 64 keys; 217 and 219 for split-D with 64 rows and 64 keys; 166 and 151 for split-D with 128 rows and two slots of
+    // 16 keys.
     split_m([256, 256], [4, 1, 32]),
     split_d([320, 320], [64, 128, 2], [128, 32, 1, 4, 2]),
     split_d([320, 320], [64, 128, 2], [64, 16, 1, 5, 2]),
     split_d([320, 320], [64, 64, 2], [64, 16, 1, 4, 2]),
-    // 346 TFLOP/s without a mask and 323 causal. Other tiles: 319 and 304 with one buffer for P; 304 and 286 with eight slots
-    // of half the columns.
+    // These tiles reach 346 TFLOP/s without a mask and 323 causal. Other tiles reach: 319 and 304 with one buffer for P; 304 and
+    // 286 with eight slots of half the columns.
     split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
-    // 299 TFLOP/s without a mask and 284 causal. Other tiles: 286 and 272 with one buffer for P and five slots.
+    // These tiles reach 299 TFLOP/s without a mask and 284 causal. With one buffer for P and five slots, they reach 286 and 272.
     split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
-    // 249 TFLOP/s without a mask and 245 causal. Other tiles: 146 and 152 with two slots and two buffers for P; 209 and 171
-    // with 32 rows and resident queries; 179 and 168 with 64 keys and values in two parts.
+    // These tiles reach 249 TFLOP/s without a mask and 245 causal. Other tiles reach: 146 and 152 with two slots and two buffers
+    // for P; 209 and 171 with 32 rows and resident queries; 179 and 168 with 64 keys and values in two parts.
     without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
-    // These tiles were not measured. The queries are not resident here: with resident queries only two slots fit. With two
-    // slots, head size 512 ran at 107 TFLOP/s without a mask and 96 causal.
+    // These tiles were not measured. The queries pass through the ring here: if they stayed in shared memory, only two ring slots
+    // would fit. At head size 512, tiles with two slots reached only 107 TFLOP/s without a mask and 96 causal.
     without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
@@ -169,7 +170,7 @@ pub(super) fn forward(
     })
 }
 
-/// Returns the tiles of the kernel that reads int8 keys and values without a conversion beforehand.
+/// Returns the tiles of the kernel that reads int8 keys and values directly, without a conversion to bf16 beforehand.
 fn int8_tiles(
     rows: usize,
     problem: &AttentionProblem,
@@ -177,8 +178,8 @@ fn int8_tiles(
     half: Half,
     limits: [usize; 2],
 ) -> Result<MmaForwardTiles, Refusal> {
-    // Refuse operands that would first need an aligned copy. Such a copy of all keys and values would cost more time than
-    // another engine takes, which reads the operands as they are.
+    // Refuse operands that would first need an aligned copy. Copying all keys and values would take longer than another engine
+    // takes to read the operands as they are.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
             "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
@@ -234,7 +235,8 @@ mod tests {
     use cube_kit::ampere::BARRIER_BYTES;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Every head size has tiles on every GPU, and every split-D tile divides evenly as its kernel assumes.
+    /// Checks that the table has forward tiles for every head size at each size of shared memory, and that the warps divide
+    /// split-D tiles without a remainder, as the kernel assumes.
     #[test]
     fn forward_tiles_every_width_divides_evenly() {
         for head_dim in NARROWEST..=WIDEST_DOTS {
@@ -263,8 +265,8 @@ mod tests {
             tiles.rows,
             "{context}"
         );
-        // A warp's output rows must be whole groups of score rows. The scores of these rows are then computed by warps of the
-        // same row group, so the warps synchronize only inside their row group.
+        // The number of output rows per warp must be a multiple of the number of score rows per warp. The scores of a warp's
+        // output rows are then computed by warps of the same row group, so the warps synchronize only inside their row group.
         assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
         assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
         assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
@@ -272,11 +274,11 @@ mod tests {
             tiles.part_columns() * tiles.value_parts >= tiles.value_dim,
             "{context}"
         );
-        // Each lane keeps the bits of a block's used keys in one word.
+        // A lane has four bits of used keys for each group of 16 keys. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
-        // A pass (main loop iteration) starts copies only for its own chunks and those of the next pass, so more slots would
-        // stay unused.
+        // A pass (main loop iteration) starts copies only for its own chunks and those of the next pass, so slots beyond
+        // `chunks + 1` would stay unused.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"
@@ -285,7 +287,7 @@ mod tests {
             tiles.vectors().iter().all(|&registers| registers <= 128),
             "{context}"
         );
-        // The swizzle permutes 16-byte pieces by the row number modulo 8. So each of these areas must start at a multiple of
+        // The swizzle permutes 16-byte pieces by the row number modulo 8. So each offset and size below must be a multiple of
         // eight rows of 128 bytes.
         let ring = tiles.ring();
         let permuted = [

@@ -70,7 +70,7 @@ fn supports_pdl() -> bool {
     shared_memory() == MOST_SHARED_MEMORY
 }
 
-/// Returns the compile-time settings of the wanted kernel. Biases are never prefetched.
+/// Returns the compile-time settings of the kernel that `wanted` describes. Biases are never prefetched.
 fn kind(wanted: &Wanted, side: Side) -> TileKind {
     let mut kind = wanted.kind(side);
     if kind.fragment.reads_ahead() {

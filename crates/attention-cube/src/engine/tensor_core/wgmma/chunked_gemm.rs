@@ -73,7 +73,7 @@ impl Walk {
         );
     }
 
-    /// Emits the wait until the current chunk is full.
+    /// Emits PTX that waits until the current chunk is full.
     fn wait(&mut self, label: usize) {
         self.text += &wait_text(&label.to_string(), "is_full", 8 * self.offset, "parity");
         self.text += "wgmma.fence.sync.aligned;\n";
@@ -84,7 +84,7 @@ impl Walk {
         units(self.offset * WgmmaSplitDTiles::STAGE_BYTES)
     }
 
-    /// Emits the step to the next chunk.
+    /// Emits PTX that moves on to the next chunk that the warpgroup uses.
     fn advance(&mut self) {
         let stages = self.ring.stages;
         if self.ring.whole_rounds {
@@ -294,8 +294,8 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After this wait, all wgmma that were issued before this GEMM are complete. They include the wgmma of S, so the
-            // last key chunk can be freed.
+            // After this wait, all wgmma that were issued before this GEMM are complete. Among them are the wgmma of S, which
+            // read the last key chunk, so that chunk can be freed.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );

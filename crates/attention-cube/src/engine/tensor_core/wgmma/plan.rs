@@ -56,8 +56,8 @@ pub enum Scheduler {
     SingleTile,
     /// A fixed number n of CTAs. CTA i processes the tiles i, i + n, i + 2n, ….
     StaticPersistent(usize),
-    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and its mirror image in the
-    /// sequence, so that all pairs have the same work under a causal mask.
+    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and the tile at the same
+    /// distance from the other end of the sequence. All pairs therefore have the same amount of work under a causal mask.
     StaticPersistentPairs(usize),
     /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory. This balances the CTAs when
     /// segments or intervals make tiles differ in work.
@@ -117,16 +117,17 @@ const fn split_m_shape(
 /// The split-M table. A problem takes the first entry whose sizes are large enough. Comments give TFLOP/s on one H200 in bf16, at
 /// 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // 463 TFLOP/s causal. Other tiles, causal: 449 with two stages; 414, 426 and 460 with 80, 112 and 128 keys; 450 without
-    // ping-pong.
+    // These tiles reach 463 TFLOP/s causal. Other tiles reach, causal: 449 with two stages; 414, 426 and 460 with 80, 112 and 128
+    // keys; 450 without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // 649 TFLOP/s causal, 691 without a mask, and 460 with a bias. Other tiles, causal: 629 with ping-pong; 622 and 618 with 112
-    // and 144 keys. Without a mask: 697 with 144 keys. With a bias: 461 with 96 keys and two stages.
+    // These tiles reach 649 TFLOP/s causal, 691 without a mask, and 460 with a bias. Other tiles reach, causal: 629 with
+    // ping-pong; 622 and 618 with 112 and 144 keys. Without a mask: 697 with 144 keys. With a bias: 461 with 96 keys and two
+    // stages.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // 788 TFLOP/s without a mask and 534 with a bias. Other tiles, without a mask: 796 with 64 keys; 779 without ping-pong. With
-    // a bias: 534 with one stage.
+    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Other tiles reach, without a mask: 796 with 64 keys; 779
+    // without ping-pong. With a bias: 534 with one stage.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
@@ -299,7 +300,8 @@ fn scheduler(
 mod tests {
     use super::*;
 
-    /// Every head size and value size up to the limit has tiles, and these tiles fit in a Hopper GPU's shared memory.
+    /// Checks that every head size up to 576 and every value size up to 512 has forward tiles, and that these tiles and the
+    /// mailbox fit in a Hopper GPU's shared memory.
     #[test]
     fn forward_tiles_of_every_width_fit_shared_memory() {
         let widths =

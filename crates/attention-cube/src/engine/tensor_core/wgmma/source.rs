@@ -102,7 +102,8 @@ impl Wanted {
                 };
             }
             let settings = settings(tiles.units());
-            // The split-M kernel has two gradient arguments and the split-D kernel has one, so the macro takes a list.
+            // The split-M kernel has two gradient arguments and the split-D kernel has one, so the macro takes a list of
+            // gradients.
             macro_rules! definition {
                 ($kernel:ident, $tiles:expr, [$($gradient:expr),*]) => {
                     $kernel::new(

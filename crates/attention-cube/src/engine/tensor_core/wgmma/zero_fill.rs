@@ -104,8 +104,8 @@ pub(crate) fn has_unseen(
 ///
 /// The block starts at position `first`. The call covers `count` rows of the block from row `first_row` on. These rows lie at
 /// `address` in shared memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group. If
-/// `masked`, the used words at `words` tell which rows are seen. Otherwise the tile's visible range `run` tells which rows are
-/// seen.
+/// `masked`, the used words at `words` tell which rows the tile sees. Otherwise the tile's visible range `run` tells which rows
+/// the tile sees.
 #[cube]
 pub(crate) fn zero_fill_unseen(
     address: u32,

@@ -228,7 +228,7 @@ pub(super) struct WordsFormat {
     pub format: Format,
     /// The number of words in a vector of codes.
     pub words_of_vector: usize,
-    /// See [`converts_f16`](crate::op::launch::converts_f16).
+    /// True if the device converts subnormal f16 exactly: see [`converts_f16`](crate::op::launch::converts_f16).
     pub converts_f16: bool,
 }
 

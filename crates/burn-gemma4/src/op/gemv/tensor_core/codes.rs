@@ -43,7 +43,8 @@ impl Codes {
         }
     }
 
-    /// A word with two equal 16-bit floats. Adding this float to the sum of base and code gives the signed value of the code.
+    /// A word with two equal 16-bit floats. Adding this float to the sum of the base and a code gives the code minus the zero
+    /// point.
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }

@@ -53,7 +53,7 @@ pub(super) fn plan_of_whole(
 }
 
 /// Returns the plan of a GEMV for [`multiply_after_residual`], or `None` if that function does not support this GEMV or would be
-/// slower.
+/// slower than two launches.
 pub(super) fn plan_after_residual(
     row: &Row,
     weight: &CubeTensor,

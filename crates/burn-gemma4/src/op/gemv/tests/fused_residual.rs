@@ -1,11 +1,11 @@
-//! Tests that GEMVs with a fused residual addition give the same bits as two separate launches, whatever memory around the row
-//! contains. The sums over a row with more vectors than a cube has units add up in another order, so for such rows the tests
-//! compare only accuracy.
+//! Tests that a GEMV with a fused residual addition gives the same bits as two separate launches, whatever memory around the
+//! input row contains. If a row has more vectors than a cube has units, the fused kernel adds in another order. For such rows the
+//! tests compare results up to rounding.
 
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};
 
-/// Computes the stream and the GEMV in two launches.
+/// Computes the residual stream in one launch and the GEMV in another. These are the expected results of the fused kernel.
 fn apart(added: ResidualAdd, next: Option<Next>, factors: Factors) -> (Tensor<2>, Tensor<2>) {
     let (stream, input) = match next {
         None => {
@@ -20,7 +20,7 @@ fn apart(added: ResidualAdd, next: Option<Next>, factors: Factors) -> (Tensor<2>
     (stream, multiply(input, factors, Origin::Parameters))
 }
 
-/// Creates a row with NaN in the memory around it.
+/// Creates a random row with NaN in the memory around it, to detect a read beyond the row.
 fn row(drawn: &Drawn<'_>, columns: usize) -> Tensor<2> {
     surrounded(&drawn.tensor([1, columns]))
 }

@@ -3,12 +3,14 @@
 
 use super::*;
 
-/// The number of padding elements after each row. The row stride stays aligned, so a device can read the rows without a copy.
+/// The number of padding elements after each row. The row stride stays aligned with this padding, so a device can read the rows
+/// without a copy.
 const BEHIND: usize = 512;
 /// The number of padding rows below the last row.
 const BELOW: usize = 16;
 
-/// Places rows of `columns` elements in a larger matrix whose other elements are `none`.
+/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns the elements and the shape of
+/// the larger matrix.
 fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) {
     let width = columns + BEHIND;
     let count = rows.len() / columns + BELOW;
@@ -35,7 +37,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks that errors are at most twice the rounding of the exact output to the dtype, plus the error of f32 sums.
+/// Checks that each error is at most twice the rounding of the exact output to the dtype, plus 1e-5 of the largest output for the
+/// f32 sums.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -50,13 +53,13 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// Checks all kinds of factors and the soft cap, for each of the given numbers of input rows. The numbers of outputs are not
+/// Checks all kinds of factors and the soft cap, once for each number of input rows in `numbers`. The numbers of outputs are not
 /// multiples of the tiles.
 fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(usize) -> Matrix) {
     let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
     let columns = first.whole(DType::F32).dims()[1];
     for &rows in numbers {
-        // Use small inputs to keep the gates within f16's range.
+        // The gates multiply two outputs, so inputs are small to keep the products within f16's range.
         let input = drawn.tensor([rows, columns]) * 0.0625;
         let row = values(&input);
         let input = surrounded(&input);
@@ -114,8 +117,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             device: &device,
             dtype,
         };
-        // The tested numbers of columns make a warp keep different numbers of columns in flight. Some are not a multiple of the
-        // columns that a warp multiplies at once.
+        // Each case is a number of input columns and the numbers of rows. With each number of columns, a warp keeps a different
+        // number of columns in flight. Some are not a multiple of the columns that a warp multiplies at once.
         let cases: [(usize, &[usize]); 4] = [
             (1536, &[2, 3, 4, 5, 6, 7, 8]),
             (512, &[3]),

@@ -105,7 +105,8 @@ mod tests {
     use crate::op::rope::Rotation;
     use burn::tensor::{DType, Device, Distribution};
 
-    /// Returns the rotated heads, and the gradient with respect to the heads. The gradient of the output is not contiguous.
+    /// Returns the rotated heads, and the gradient with respect to `heads`. The output has swapped dimensions, so that the
+    /// backward of the rotation gets a gradient that is not contiguous.
     fn outcome(
         heads: &Tensor<4>,
         [cos, sin]: [Tensor<4>; 2],
@@ -135,7 +136,7 @@ mod tests {
             if !device.supports_dtype(dtype) {
                 continue;
             }
-            // Test tables that all sequences share, and tables with separate positions per sequence.
+            // Test tables that all sequences share, and tables with separate rows for each sequence.
             for (batch, table_batch) in [(2, 1), (3, 3)] {
                 let (positions, heads, pairs) = (5, 3, 4);
                 let random = |shape: [usize; 4]| {

@@ -13,7 +13,8 @@ pub(super) struct Shape {
     pub rows: usize,
     /// The number of rows in a streamed block.
     pub columns: usize,
-    /// The largest number of columns of the operands of S that are multiplied at a time.
+    /// The largest number of columns that the GEMMs of the scores multiply at a time. Shared memory holds at most this many
+    /// columns of each operand.
     pub depth: usize,
 }
 
@@ -36,7 +37,7 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 //
 // Several cubes of few units on a multiprocessor are faster than one cube of many units.
 
-/// The tiles of the forward.
+/// The tiles of the forward if shared memory holds all operands of a block.
 pub(super) const RESIDENT_FORWARD: &[Shape] = &[
     // At head size 64, the forward runs at 135 TFLOP/s. Variants, in TFLOP/s: 108 with 256 units; 125 with 64 keys; 122 with 64
     // rows and 64 keys; 111 with 64 rows, 64 keys and 256 units; 81 with the tile of `HELD_FORWARD`.
@@ -50,7 +51,7 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
     shape(64, 256, 64, 64, 64),
 ];
 
-/// The tiles of the query's gradient.
+/// The tiles of the query's gradient if shared memory holds all operands of a block.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
     // At head size 64, the backward runs at 95 TFLOP/s with this tile. It runs at 108 if the kernel of keys and values also
     // uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64 rows and 64 keys.
@@ -73,7 +74,7 @@ pub(super) const RESIDENT_QUERY: &[Shape] = &[
     shape(128, 128, 32, 32, 128),
 ];
 
-/// The tiles of the gradients of keys and values.
+/// The tiles of the gradients of keys and values if shared memory holds all operands of a block.
 pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     // At head size 64, the backward runs at 99 TFLOP/s with this tile. Variants, in TFLOP/s: 92 with 64 rows; 89 with 64 rows
     // and 64 queries; 88 with 64 rows and 256 units; 75 with 128 rows and 256 units.

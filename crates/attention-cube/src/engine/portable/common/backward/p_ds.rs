@@ -1,4 +1,4 @@
-//! P and dS of a pair: a tile of keys and a block of queries.
+//! Computes P and dS for a pair: a tile of keys and a block of queries.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
@@ -116,7 +116,8 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             kind,
         );
     } else if pair.whole {
-        // Compile the call twice, with `whole` as a constant, so that a fully visible (whole) block needs no branch per score.
+        // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then needs no
+        // branch per score.
         block_gradients(
             rows,
             &*lse_delta,

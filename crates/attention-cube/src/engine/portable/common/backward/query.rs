@@ -178,8 +178,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                     &mut s, &dp, &lse_delta, &place, whole, &scoring, &seq_info, kind,
                 );
             } else if whole {
-                // Compile the call twice, with `whole` as a constant, so that a fully visible (whole) block needs no branch per
-                // score.
+                // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then
+                // needs no branch per score.
                 block_gradients(
                     &mut s, &dp, &lse_delta, &place, true, &scoring, &seq_info, kind,
                 );

@@ -62,8 +62,8 @@ impl Packing {
     }
 }
 
-/// The number of elements from one row of an operand to the next. It is an odd number of the processor's cache lines, so that
-/// neighbouring rows fall into different cache sets.
+/// The number of elements from one row of an operand to the next. The result is an odd multiple of 16 elements, the length of the
+/// processor's cache lines. Neighbouring rows then fall into different cache sets.
 fn pitch(columns: usize) -> usize {
     const LINE: usize = 16;
     (columns.div_ceil(LINE) | 1) * LINE

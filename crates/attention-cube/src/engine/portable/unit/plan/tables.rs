@@ -41,7 +41,7 @@ pub(super) const TOGETHER: &[Shape] = &[
 /// The tiles of the forward for few query rows, as in decoding. The bound of this kernel is reading the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
     // With the next tiles, the kernel loads operands from global memory without a copy in shared memory, as the backward does.
-    // The scores of forward and backward are then bitwise equal. This matters for large scores.
+    // The scores of forward and backward are then bitwise equal. For large scores, a difference in the last bit would change P.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
     // The next tiles are for graphics cards.

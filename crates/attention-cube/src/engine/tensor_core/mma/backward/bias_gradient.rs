@@ -232,8 +232,9 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all visits use the same biases. Their address is computed from the query tile of visit `first`,
-    // or of the last visit if the CTA has none.
+    // Load the biases once, since all visits use the same biases. The address of the biases is computed from the query tile of
+    // visit `first`. If this CTA has no visit, the address comes from the last visit of any CTA, so that the loads stay inside
+    // the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),

@@ -11,16 +11,17 @@
 //! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
-//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). It holds
-//! each of the tile's two operands in 64 KB, dS in 16 KB, and a ring of 4 slots of 16 KB. A thread uses 128 registers for the
-//! gradient, 32 for S and 32 for dP.
+//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). Shared
+//! memory holds each of the tile's two operands in 64 KB, dS in 16 KB, and a ring of 4 slots of 16 KB. A thread uses 128
+//! registers for the gradient, 32 for S and 32 for dP.
 //!
 //! Bound. The bandwidth of shared memory limits the kernel. For dQ or dK, a block of 128 columns takes 9,400 clocks of an
 //! H200's tensor core, and 13,300 clocks of its shared memory:
 //!
-//! - The reads of the operands of S take 4,100, and those of the operands of dP as many. Each warp computes 32 × 32 scores.
-//! - The reads for the gradient GEMM take 2,000. Each warp computes 64 × 64 elements.
-//! - The writes of the copies take 3,000.
+//! - The reads of the operands of S take 4,100 clocks, since each warp computes only 32 × 32 scores. The reads of the operands of
+//!   dP take another 4,100 clocks.
+//! - The reads for the gradient GEMM take 2,000 clocks, since each warp computes 64 × 64 elements.
+//! - The writes of the copies take 3,000 clocks.
 //!
 //! If an operand of the tile does not stay in shared memory, it is copied again for each block: 64 KB per operand.
 //!

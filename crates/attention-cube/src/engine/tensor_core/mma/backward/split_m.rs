@@ -307,8 +307,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
 }
 
 /// Multiplies P or dS (`left`) by a block's rows at address `right`, and adds the product to `sums`. If `may_have_masked`, rows
-/// of the block that are hidden from the whole tile may hold NaN. The GEMM then uses zeros for the rows that the warp does not
-/// use.
+/// of the block that are hidden from the whole tile may hold NaN. In that case, the GEMM reads a block row as zeros if the warp's
+/// part of `left` has only zeros for that row.
 #[cube]
 fn with_block<A: Size, AP: Size>(
     sums: Vector<f32, A>,

@@ -279,8 +279,8 @@ pub(crate) fn copy_section(
         + position as u64 * source.row_bytes
         + (column * 2u32) as u64
         + comptime!(2 * section.first_column as u64);
-    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If the window of
-    // a tile begins past the last key, none of the rows in the tile's one block exist.
+    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If the window of a
+    // tile begins past the last key, `end` is less than `first`, and no row of the tile's one block exists.
     let existing = max(source.end - source.first, 0i32) as u32;
     let own = (position - source.first) as u32;
     #[unroll]

@@ -9,12 +9,12 @@
 //! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The row maxima come first, then the natural logarithms of the row
 //!   sums.
 //!
-//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaSplitDTiles::shared_memory`]). It holds the
-//! queries in 64 KB, P of a block in 16 KB, and a ring of 4 slots of 32 KB. A thread uses 128 registers for O and 32 for S.
+//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaSplitDTiles::shared_memory`]). Shared memory holds
+//! the queries in 64 KB, P of a block in 16 KB, and a ring of 4 slots of 32 KB. A thread uses 128 registers for O and 32 for S.
 //!
 //! Bound. On an H200, the bandwidth of shared memory limits the kernel. A block of 128 keys takes 6,300 clocks of the tensor
-//! core, and 8,500 clocks of shared memory. The reads of the scores' operands take 4,100 of the latter, since each warp
-//! computes 32 × 32 scores. The reads of the output's operands take 2,000, since each warp computes 64 × 64 elements. The
+//! core, and 8,500 clocks of shared memory. The reads of the scores' operands take 4,100 clocks of shared memory, since each warp
+//! computes only 32 × 32 scores. The reads of the output's operands take 2,000, since each warp computes 64 × 64 elements. The
 //! writes of the copies take 2,000. On gaming GPUs, the tensor core is slower and becomes the limit.
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, keys in chunks of columns and values in chunks of
@@ -27,9 +27,9 @@
 //! other half after it. Each warp scheduler has one warp of each half, so the exponentials of one warp overlap with the `mma`
 //! of the other.
 //!
-//! Warps that share output rows form a row group, which has its own barriers. One signals that the row maxima are stored, and
-//! one that P is stored. If shared memory holds P of only one block, a third barrier signals that all warps have finished the
-//! GEMM with the previous P. Until then the new P stays in registers.
+//! Warps that share output rows form a row group, which has its own barriers. The first barrier signals that the row maxima are
+//! stored, the second that P is stored. If shared memory holds P of only one block, a third barrier signals that all warps have
+//! finished the GEMM with the previous P. Until then the new P stays in registers.
 
 mod chunks;
 mod mainloop;
@@ -148,7 +148,7 @@ pub(crate) fn forward_split_d<
             tiles,
             kind,
         );
-        // Wait until all warps have read the last rescale factors, since their memory is reused for the results.
+        // Wait until all warps have read the last rescale factors, since the results overwrite these factors.
         sync_cube();
         store_results::<AO>(&attended, &offsets, &roles, tiles);
         sync_cube();
@@ -206,8 +206,8 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores the reference maxima and the sums of a warp's rows in shared memory, for all warps. The stores overwrite the rescale
-/// factors and the row maxima.
+/// Stores the reference maxima and the partial row sums of a warp's rows in shared memory, where all warps read them. The stores
+/// overwrite the rescale factors and the row maxima.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,

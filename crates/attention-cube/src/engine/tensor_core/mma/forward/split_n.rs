@@ -22,9 +22,9 @@
 //! Int8. Blocks of [int8](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers, with 7
 //! instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches those of the next block
 //! into two more. The columns of the queries are reordered once to match the codes. Each byte from memory is written to shared
-//! memory once and read from there once, as in bf16. At head size 512, two bytes of queries are read per byte of keys, and no
-//! such bytes are read for the values. So shared memory moves 3 bytes on average per byte from memory. For 1 GB of keys and
-//! values, this traffic takes 0.11 ms at 28 TB/s of shared memory. The reads from memory take 0.25 ms at 4 TB/s.
+//! memory once and read from there once, as in bf16. At head size 512, two bytes of queries are read from shared memory per byte
+//! of keys. The values need no reads of queries. So shared memory moves 3 bytes on average per byte from memory. For 1 GB of keys
+//! and values, this traffic takes 0.11 ms at 28 TB/s of shared memory. The reads from memory take 0.25 ms at 4 TB/s.
 //!
 //! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all these heads.
 //! A key group consists of one or two warps, which process every `key_groups`-th block. Each warp copies its own operands, so

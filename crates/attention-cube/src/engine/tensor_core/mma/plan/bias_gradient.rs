@@ -162,7 +162,8 @@ mod tests {
                 let tiles = bias_gradient_tiles(&problem, &card(shared_memory));
                 let tiles = tiles.unwrap_or_else(|refusal| panic!("{width}: {refusal}"));
                 assert!(tiles.shared_memory() <= shared_memory, "{tiles:?}");
-                // The swizzle permutes a row's 16-byte pieces by the row number modulo 8.
+                // The swizzle permutes a row's 16-byte pieces by the row number modulo 8. So each stage, and the keys in a stage,
+                // must start at a multiple of eight rows.
                 assert!(
                     tiles.stage_bytes().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
@@ -172,7 +173,7 @@ mod tests {
                     "{tiles:?}"
                 );
                 // The kernel copies up to two chunks of the next visit (the next batch, head and query tile) ahead. So each visit
-                // needs at least that many chunks.
+                // needs at least two chunks.
                 assert!(tiles.chunks() >= BiasGradientTiles::STAGES - 1, "{tiles:?}");
                 let depth: usize = (0..tiles.dot_chunks())
                     .map(|chunk| BiasGradientTiles::depth(width, chunk))

@@ -48,7 +48,7 @@ const FEW_ROWS: &[Shape] = &[
     split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
 
-/// Returns the tiles for `rows` rows and these head sizes, or `None` if the table has none that fit. `limits` are the bytes of
+/// Returns the tiles for `rows` rows and these head sizes, or `None` if no tiles of the table fit. `limits` are the bytes of
 /// shared memory and the threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
@@ -116,8 +116,8 @@ pub(super) mod tests {
         few_rows_tiles(rows, head_dim, value_dim, Half::Bf16, [shared_memory, 1024])
     }
 
-    /// Every head size has tiles for few rows on every GPU, and every split-N and split-D tile divides evenly as its kernel
-    /// assumes.
+    /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows than
+    /// needed. The warps divide split-N and split-D tiles without a remainder, as the kernels assume.
     #[test]
     fn few_rows_tiles_every_width_has_the_fewest_rows() {
         for head_dim in NARROWEST..=576 {
@@ -145,10 +145,10 @@ pub(super) mod tests {
         let context = format!("{tiles:?}");
         assert!(matches!(tiles.fragments, 1 | 2), "{context}");
         assert!(matches!(tiles.column_groups, 1 | 2), "{context}");
-        // One 32-bit mask word covers the keys of a block.
+        // The mask word of a row has 32 bits, one per key of a block, so a block has at most 32 keys.
         assert!(matches!(tiles.keys, 16 | 32), "{context}");
         assert!(tiles.stages >= 2, "{context}");
-        // Each group of two warps has its own named barrier, and the hardware has 16.
+        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has the numbers 0 to 15.
         assert!(tiles.key_groups < 16, "{context}");
         // The key groups exchange their outputs through the memory of the stages, so a warp's output must fit that memory.
         assert!(tiles.output_bytes() <= tiles.warp_bytes(), "{context}");
@@ -173,7 +173,7 @@ pub(super) mod tests {
         );
     }
 
-    /// The profile of an H200 that serves bf16 problems.
+    /// Returns the device profile of an H200, with the features that the engine requires for bf16.
     pub(in super::super) fn h200() -> DeviceProfile {
         DeviceProfile {
             dtypes: vec![DType::BF16],
@@ -187,8 +187,9 @@ pub(super) mod tests {
         }
     }
 
-    /// Tests that the heads of a group share the smallest tile that holds all their rows. Keys are split if the tiles do not fill
-    /// the GPU, and prompts use the larger tiles of the table `FORWARD`.
+    /// Checks three results of the plan: the rows of a tile, the query heads per tile, and the key splits. The heads of a GQA
+    /// group share the smallest tile that holds all their rows. Keys are split if the tiles alone do not fill the GPU. Prompts
+    /// use the larger tiles of the table `FORWARD`.
     #[test]
     fn forward_few_rows_takes_the_smallest_tile() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [
@@ -213,7 +214,8 @@ pub(super) mod tests {
         }
     }
 
-    /// 33 rows use tiles of 64 rows at head sizes where prompts have tiles of more rows. For 65 rows, the table has no tiles.
+    /// Checks the table for few rows beyond 32 rows. At head sizes 64, 128 and 256, 33 rows get tiles of 64 rows, and 65 rows get
+    /// none. At head size 512, 33 rows get none either, because the table `FORWARD` already has tiles of 64 rows there.
     #[test]
     fn few_rows_tiles_33_rows_get_64_rows() {
         for width in [64, 128, 256] {
@@ -229,7 +231,9 @@ pub(super) mod tests {
         assert_eq!(tiles(33, [512, 512], SHARED_MEMORY[0]), None);
     }
 
-    /// On every GPU, enough bytes are in flight while a block is multiplied. All stages of a warp except one are in flight.
+    /// Checks that enough bytes are in flight on every GPU while a warp multiplies a block: 60, 30 and 15 KB per multiprocessor
+    /// at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one that the warp
+    /// multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

@@ -7,11 +7,11 @@ use cube_kit::nvidia::Half;
 
 /// The tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is wide enough and fits the shared
 /// memory. Each head size has entries for 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold
-/// the output of 32 rows. At head size 512 with 8 rows, the first tiles of that head size read at 81 % of the rate of a memory
-/// copy on an H200. The other tiles are not measured.
+/// the output of 32 rows. The first tiles for head size 512, with 8 query rows, read keys and values at 81 % of the rate of a
+/// memory copy on an H200. The other tiles are not measured.
 ///
-/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer. So the int8 tiles have more warps, which keep the
-/// same number of bytes in flight.
+/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer, since they first convert codes to bf16. So the
+/// int8 tiles have more warps, which keep the same number of bytes in flight.
 const WORDS: &[Shape] = &[
     split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
     split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
@@ -36,8 +36,8 @@ const WORDS: &[Shape] = &[
 /// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if the table has none that fit. `limits` are
-/// the bytes of shared memory and the threads per CTA.
+/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if no tiles of the table fit. `limits` are the
+/// bytes of shared memory and the threads per CTA.
 ///
 /// If the rows need two tiles, the second tile finds the keys in the L2 cache. A conversion of all keys to bf16 would move five
 /// times the bytes of the int8 keys. It would read the int8 keys once, and then write and read bf16 keys of twice the size.
@@ -64,8 +64,9 @@ mod tests {
         decode_int8_tiles(rows, widths, [shared_memory, 1024])
     }
 
-    /// Every head size has tiles of 16 rows on every GPU. Head sizes up to 256 also have tiles of 32 rows, and wider heads use
-    /// two tiles of 16. All tiles divide evenly as the kernel assumes.
+    /// Checks that the table has int8 tiles for every head size at each size of shared memory. Head sizes up to 256 have tiles of
+    /// 16 and of 32 rows. Wider heads use two tiles of 16 rows for 32 rows. The warps divide all tiles without a remainder, as
+    /// the kernel assumes.
     #[test]
     fn decode_int8_tiles_every_width_fits_and_divides_evenly() {
         for head_dim in (NARROWEST..=576).step_by(4) {
@@ -94,7 +95,9 @@ mod tests {
         }
     }
 
-    /// On every GPU, as many bytes are in flight as with bf16 keys. All stages of a warp except one are in flight.
+    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles must: 60, 30 and 15 KB per multiprocessor at
+    /// 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one that the warp
+    /// multiplies.
     #[test]
     fn decode_int8_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -109,7 +112,8 @@ mod tests {
                     };
                     let cubes =
                         MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
-                    // Count only the bytes of int8 codes, because narrow rows leave a part of a stage empty.
+                    // Count only the bytes of int8 codes and not whole stages, because narrow rows leave a part of each stage
+                    // empty.
                     let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
                     assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
                 }
@@ -117,7 +121,8 @@ mod tests {
         }
     }
 
-    /// The plan reads int8 keys in place if the GEMMs are in bf16 and the rows consist of whole 16-byte pieces.
+    /// Checks that the plan reads int8 keys without a copy if the GEMMs are in bf16 and the rows consist of whole 16-byte pieces.
+    /// Rows of 72 bytes and GEMMs in f16 are refused.
     #[test]
     fn forward_int8_keys_are_read_in_place_in_bf16_only() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, served) in [

@@ -109,7 +109,7 @@ pub(super) const fn split_n(
     })
 }
 
-/// A split-N shape for int8 keys and values.
+/// Returns a split-N shape for int8 keys and values.
 pub(super) const fn split_n_int8(
     widest: [usize; 2],
     warps: [usize; 3],
@@ -204,8 +204,8 @@ impl SplitDShape {
             shares: self.shares,
             holds_queries: self.holds_queries,
         };
-        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts copies only for its
-        // own chunks and for chunks of the next pass, so more slots would stay unused.
+        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts copies only for its own
+        // chunks and for chunks of the next pass, so slots beyond `chunks + 1` would stay unused.
         MmaSplitDTiles {
             slots: tiles.slots.min(tiles.chunks() + 1),
             ..tiles

@@ -21,7 +21,8 @@ pub struct MmaSplitDTiles {
     pub rows: usize,
     /// The number of keys per block: 64 or 128.
     pub keys: usize,
-    /// The number of row groups into which the output is divided. The warps of a row group divide its columns.
+    /// The number of row groups into which the output is divided. The warps of a row group share output rows, and divide the
+    /// columns of these rows.
     pub row_groups: usize,
     /// The number of columns in a chunk of keys, a multiple of a subtile's 64 columns.
     pub key_columns: usize,
@@ -178,7 +179,8 @@ impl MmaSplitDTiles {
         self.maxima_at() + 4 * self.key_groups() * self.rows
     }
 
-    /// The byte offset in shared memory of the rescale flags. Each flag covers 16 rows, and is 1 if their output needs a rescale.
+    /// The byte offset in shared memory of the rescale flags. Each flag covers 16 rows, and is 1 if the output of these rows
+    /// needs a rescale.
     pub const fn moved_at(&self) -> usize {
         self.factors_at() + 4 * self.rows
     }

@@ -286,7 +286,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             WgmmaGradientSplitDTiles::COLUMNS,
         );
         let has_far = has_far(&block_lse_delta, HALF_COLUMNS, kind.fragment);
-        // This call leaves at most one wgmma group in flight. So it waits for S, and for all chunks of dP except the last.
+        // This call leaves at most one wgmma group in flight. Each chunk of dP is one group. So the call waits for S, and for all
+        // chunks of dP except the last.
         let s = take_fragment::<NS>(
             started,
             used,

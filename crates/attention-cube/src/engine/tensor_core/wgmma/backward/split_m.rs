@@ -299,7 +299,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            // The operands are computed before the warpgroup's turn, since the other warpgroups wait during the turn.
+            // The descriptors of the operands are computed before the warpgroup's turn to issue GEMMs, since the other warpgroups
+            // wait during that turn.
             let summed = block_operands(
                 operands.summed_q_or_k,
                 operands.summed_v_or_do,

@@ -88,7 +88,8 @@ pub(super) fn receive_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(full(mailbox, message), turn / 2u32 % 2u32);
-        // `uniform` needs the value of every lane of the warp. When it returns, all lanes have read the message.
+        // `uniform` combines the values of all lanes of the warp. When `uniform` returns, all lanes have read the message, so one
+        // lane can free the message for the whole warp.
         let taken = uniform(load_shared(mailbox + 4u32 * message));
         barrier_arrive(empty(mailbox, message), elected);
         taken

@@ -207,8 +207,8 @@ pub(crate) fn forward_split_m<
                 );
                 visited = attended.visited.blocks;
                 masked = attended.visited.masked;
-                // The queries are no longer needed, so their buffer is freed here. If the buffer also stages the output, it is
-                // freed after the store instead.
+                // The queries are no longer needed, so their buffer is freed here. If the buffer also stages the output, the
+                // buffer is freed after the store instead.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(offsets.queries_empty, elected);
                 }

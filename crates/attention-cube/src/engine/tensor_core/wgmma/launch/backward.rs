@@ -137,7 +137,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                     map(v_or_do, [1, tiles.columns], Some(tiles.value_subtiles())),
                     match &bias {
                         Some(bias) if tiles.bias_boxes => map(bias, [1, tiles.bias_rows()], None),
-                        // The kernel's signature requires this tensor map, but without bias boxes the kernel does not read it.
+                        // The kernel's signature requires a tensor map of the bias. If TMA does not copy biases, the kernel does
+                        // not read this substitute.
                         _ => map(q_or_k, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     },
                     term_map(lse_delta, tiles.lse_delta, tiles.columns),
@@ -192,7 +193,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                         WgmmaGradientSplitDTiles::COLUMNS,
                     ),
                     boxes(tiles.stores_gradient_by_tma(), target),
-                    // The kernel computes one gradient only, so it does not use this second tensor map of a gradient.
+                    // The kernel computes one gradient only, so the kernel does not use this second tensor map of a gradient.
                     boxes(tiles.stores_gradient_by_tma(), target),
                     steps,
                 ),

@@ -83,7 +83,8 @@ pub(crate) fn forward(
         false => [1, tiles.rows()],
     };
     let count = cube_count(&client, cubes);
-    // The kernel's signature requires a tensor map, even if the kernel does not use it.
+    // The kernel's signature requires tensor maps of the output and of the bias. This map of the queries takes the place of a map
+    // that the kernel does not use.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_tma_tiles = match stores_output_by_tma {
         true => map(&pass.output, [1, PRODUCT_ROWS], None),

@@ -100,8 +100,8 @@ impl WgmmaGradientTiles {
     }
 }
 
-/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`.
-/// [`WgmmaGradientSplitMTiles`] explains them.
+/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`. The fields of
+/// [`WgmmaGradientSplitMTiles`] have the same names.
 type Shape = [usize; 5];
 
 /// One row of the split-M table: the kernels for operands of up to `width` columns.
@@ -222,8 +222,8 @@ pub(crate) fn gradient_tiles(
                 lse_delta,
                 stages,
             };
-            // With logarithms, each query has one more f32 in shared memory. For the widest operands, the ring then has one
-            // stage fewer.
+            // If the LSE is stored as two f32 (`has_logarithms`), each query has one more f32 in shared memory. For the widest
+            // operands, the ring then has one stage fewer.
             let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
             Some(WgmmaGradientTiles::SplitD(tiles(if fits {
                 most
@@ -278,7 +278,8 @@ mod tests {
     use super::*;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Every head size and value size up to the limit has tiles, and all tiles fit in a Hopper GPU's shared memory.
+    /// Checks that every head size and value size up to 512 has backward tiles, and that these tiles fit in a Hopper GPU's shared
+    /// memory.
     #[test]
     fn gradient_tiles_of_every_width_fit_shared_memory() {
         for head_dim in 1..=WIDEST {
@@ -295,8 +296,8 @@ mod tests {
                             assert!(tiles.has_bias_boxes(), "{tiles:?}");
                         }
                         if let WgmmaGradientTiles::SplitM(tiles) = tiles {
-                            // The swizzle of a row depends on the row's address, modulo 8 rows. So each block of biases must
-                            // start at a multiple of 8 rows.
+                            // The swizzle permutes a row by the row's address modulo 8 rows. So the first block of biases must
+                            // start at a multiple of 8 rows, and a block's size must be such a multiple.
                             let permuted = [tiles.biases_at(), tiles.bias_bytes()];
                             let whole = |bytes: usize| bytes.is_multiple_of(8 * ROW_BYTES);
                             assert!(permuted.into_iter().all(whole), "{tiles:?}");

@@ -61,8 +61,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             &own_seen.block_mask,
             &own_seen.rows,
             scoring,
-            // Pass `false`, because with a bias the LSE is always stored as row maximum and logarithm. No query is then marked as
-            // far (an LSE too large for one f32, see `common/far.rs`).
+            // Pass `has_far` = `false`. With a bias, the LSE of every query is stored as row maximum and logarithm, so no query
+            // is marked as far (an LSE too large for one f32, see `common/far.rs`).
             false,
             tiles.columns,
             false,

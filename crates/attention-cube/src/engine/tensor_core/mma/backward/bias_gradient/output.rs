@@ -14,7 +14,7 @@ pub(super) fn sum_of_queries<AS: Size>(
     start: u32,
     #[comptime] tiles: BiasGradientTiles,
 ) -> f32 {
-    // Wait until all warps have read the last chunk, since the sums overwrite it in shared memory.
+    // Wait until all warps have read the last chunk, since the sums overwrite that chunk in shared memory.
     sync_cube();
     let lane = UNIT_POS % 32u32;
     let warp = UNIT_POS / 32u32;

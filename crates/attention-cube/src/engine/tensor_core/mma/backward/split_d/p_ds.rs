@@ -130,8 +130,8 @@ pub(super) fn score_gradients<NS: Size, NP: Size, AS: Size, AP: Size>(
     joined::<u32, NP, AP>(first, second, tiles.score_fragments())
 }
 
-/// Stores a warp's P or dS in shared memory. All warps read it there as the left operand of the GEMM for one of the gradients,
-/// whose index is `gradient`.
+/// Stores a warp's P or dS in shared memory. From there, warps read P or dS as the left operand of the GEMM for one of the
+/// gradients. `gradient` is the index of that gradient.
 #[cube]
 pub(super) fn share<AP: Size>(
     pairs: Vector<u32, AP>,

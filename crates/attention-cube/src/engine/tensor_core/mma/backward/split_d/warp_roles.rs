@@ -21,7 +21,7 @@ pub(super) struct Roles {
     pub column_group: u32,
 }
 
-/// Returns the parts that the calling warp computes.
+/// Returns the rows and columns of the scores and of the gradients that the calling warp computes.
 #[cube]
 pub(super) fn assign_roles(#[comptime] tiles: MmaGradientSplitDTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);

@@ -101,7 +101,8 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
             weights.w,
             dp,
             &lse_delta,
-            // Pass the condition on which `weights` branches too, so that the compiler merges the branches of both functions.
+            // Pass the condition of the branch in `weights` here, so that the compiler merges that branch with the branch in
+            // `dot_gradients`.
             seen.block_mask.whole && !has_far,
             tiles.columns,
             tiles.half,

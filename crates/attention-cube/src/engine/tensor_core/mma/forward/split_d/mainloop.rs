@@ -154,7 +154,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         let mut used = 0u32;
         if has_values {
-            // Wait until all warps of the row group have stored P of the previous block, and the factors that rescale its rows.
+            // Wait until all warps of the row group have stored P of the previous block and the factors that rescale the output
+            // rows.
             await_phase(offsets.meetings + SHARED, parity ^ 1u32);
             if comptime!(kind.leaves_masked()) {
                 used = load_used_keys(offsets, roles, parity ^ 1u32, tiles);
@@ -233,8 +234,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         if has_keys {
             if comptime!(tiles.shares == 1) {
                 // With one buffer for P, wait until all warps have finished the GEMM with the previous P before overwriting it.
-                // With two buffers, the buffer was last read in the previous pass. A warp signals its row maxima of this pass
-                // only after these reads, and all warps have waited for that signal. So no barrier is needed here.
+                // With two buffers, the warps last read this pass's buffer in the previous pass. A warp signals its row maxima of
+                // this pass only after these reads, and all warps have waited for that signal. So no barrier is needed here.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }

@@ -177,7 +177,7 @@ fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplit
     }
 }
 
-/// Stores a warp's part of P in shared memory, for all warps.
+/// Stores a warp's part of P in shared memory, where all warps of its row group read it.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,

@@ -22,7 +22,7 @@ pub(super) struct Roles {
     pub row_group: u32,
 }
 
-/// Returns the parts that the calling warp computes.
+/// Returns the rows, keys and columns that the calling warp computes.
 #[cube]
 pub(super) fn assign_roles(#[comptime] tiles: MmaSplitDTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);

@@ -46,7 +46,8 @@ fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     }
 }
 
-/// The address of a group's words for a fragment in one of the tables. The first word belongs to the fragment's first row.
+/// Returns the address of a key group's words in one of the tables, for the rows of one fragment. The first word belongs to the
+/// fragment's first row.
 #[cube]
 fn words(
     table: u32,
@@ -99,8 +100,8 @@ fn together(
     }
 }
 
-/// Rescales a warp's output and stores it for all warps, in the shared memory of the warp's stages. Also stores the key group's
-/// reference maxima and sums.
+/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages, where other warps read it. Also
+/// stores the key group's reference maxima and sums.
 #[cube]
 pub(super) fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -141,7 +142,7 @@ pub(super) fn store_results<AO: Size>(
                 (factor.first, sums.first)
             };
             // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN. Other rows of the tile may see
-            // values that are NaN, and the GEMM P·V multiplies these values by the row's zeros.
+            // values that are NaN, and the GEMM P·V multiplies these values by the row's zeros (0 · NaN is NaN).
             let scaled = o.extract(register) * own;
             o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
         }

@@ -15,7 +15,7 @@ pub(super) struct ScaleSources {
     pub values: HeadSource,
 }
 
-/// Computes the addresses of a head's scales. They are unused if the operands have no scales.
+/// Computes the addresses of a head's scales. The addresses are not used if the operands have no scales.
 #[cube]
 pub(super) fn scale_sources(
     key_scales: &ComptimeOption<OwnedTensor<f32>>,

@@ -35,7 +35,7 @@ pub(super) struct Roles {
     pub stages: u32,
 }
 
-/// Returns the parts that the calling warp computes. The CTA's shared memory starts at `start`.
+/// Returns the keys, the columns and the shared-memory addresses of the calling warp. The CTA's shared memory starts at `start`.
 #[cube]
 pub(super) fn warp_roles(start: u32, #[comptime] tiles: MmaSplitNTiles) -> Roles {
     let warp = uniform(UNIT_POS / 32u32);

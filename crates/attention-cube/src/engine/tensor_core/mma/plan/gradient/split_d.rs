@@ -100,7 +100,7 @@ impl MmaGradientSplitDTiles {
         Self::WARPS / self.gradients() / self.row_groups()
     }
 
-    /// The number of columns in the wider gradient that the kernel computes.
+    /// The number of columns of the gradient that the kernel computes, or of the wider one if the kernel computes two.
     const fn width(&self) -> usize {
         match self.sums {
             Sums::QOrK => self.head_dim,
@@ -190,7 +190,7 @@ impl MmaGradientSplitDTiles {
         self.stationary_values_at() + self.value_bytes()
     }
 
-    /// Bytes of P of one tile and block. The matrix dS takes as many bytes.
+    /// Bytes of P for one tile and one block. dS takes the same number of bytes.
     pub const fn factor_bytes(&self) -> usize {
         self.rows * self.columns / SUBTILE * ROW_BYTES
     }

@@ -14,10 +14,10 @@ use cube_kit::nvidia::Half;
 /// The sizes of a kernel's tiles that a table chooses.
 #[derive(Clone, Copy)]
 enum Shape {
-    /// Split-M: the number of warps, of 16-row fragments per warp, and of columns per block.
+    /// Split-M, as three numbers: warps per CTA, 16-row fragments per warp, and columns per block.
     Rows([usize; 3]),
-    /// Split-D: the resident operands and five sizes. The sizes are rows, columns, columns per chunk for S or dP, rows per chunk
-    /// of the gradient GEMM's right operand, and the largest number of ring slots.
+    /// Split-D, as the resident operands and five sizes: rows, columns, columns per chunk for S or dP, rows per chunk of the
+    /// gradient GEMM's right operand, and the largest number of ring slots.
     Columns(Resident, [usize; 5]),
 }
 
@@ -28,8 +28,8 @@ struct Row {
     shared_memory: usize,
     query: Shape,
     key: Shape,
-    /// The tiles of a separate kernel for the values' gradient, if one kernel's registers cannot hold the gradients of keys and
-    /// values together.
+    /// The tiles of a separate kernel for the gradient of V, if the registers of one kernel cannot hold the gradients of both K
+    /// and V.
     value: Option<Shape>,
 }
 
@@ -85,8 +85,8 @@ const ROWS: &[Row] = &[
         Columns(QOrK, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
-    // This table row serves problems with a bias. With a bias, shared memory holds a third f32 value per query, so the table
-    // row above would have room for fewer than three ring slots.
+    // This table row serves problems with a bias. A bias needs a third f32 value per query in shared memory, so the tiles of the
+    // previous table row would leave room for fewer than three ring slots.
     row(
         [512, 227],
         Columns(All, [64, 128, 64, 16, 6]),
@@ -191,9 +191,10 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Sets the number of ring slots to at most the table's number, and to no more than fit `shared_memory`. The function takes the
-/// largest such number from 3 on that divides the number of chunks per block. Each chunk then has the same slot in every block,
-/// known at compile time. If no number divides it, the function takes as many slots as possible.
+/// Sets the number of ring slots to at most the table's number, and to no more than fit `shared_memory`. Among these numbers from
+/// 3 on, the function takes the largest that divides the number of chunks per block. Each chunk then has the same slot in every
+/// block, known at compile time. If none of these numbers divides the number of chunks, the function takes as many slots as
+/// possible.
 ///
 /// A bias leaves room for fewer slots, since it needs one more f32 value per query.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
@@ -208,7 +209,8 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The fewest ring slots: most warps read one, some warps still read the one before it, and one is being filled.
+/// The smallest number of ring slots. Most warps read one slot, slower warps still read the slot before it, and a third slot is
+/// being filled.
 const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]
@@ -222,8 +224,8 @@ mod tests {
     /// The largest head size.
     const WIDEST: usize = 512;
 
-    /// Every head size up to the limit has tiles for each shared-memory size of GPUs since Ampere. The tiles divide evenly as the
-    /// kernels assume.
+    /// Checks that the table has backward tiles for every head size at each size of shared memory, and that the warps divide
+    /// these tiles without a remainder, as the kernels assume.
     #[test]
     fn gradient_tiles_every_width_fits_and_divides_evenly() {
         for shared_memory in SHARED_MEMORY {
@@ -257,8 +259,8 @@ mod tests {
         }
     }
 
-    /// True if a subtile may start at this byte offset. The swizzle permutes a row's 16-byte pieces by the row's number in its
-    /// subtile modulo 8.
+    /// True if a subtile may start at byte offset `place`, which must be a multiple of eight rows. The swizzle permutes a row's
+    /// 16-byte pieces by the row's number in its subtile modulo 8.
     fn is_subtile(place: usize) -> bool {
         place.is_multiple_of(8 * ROW_BYTES)
     }
@@ -280,15 +282,15 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // A warp's gradient rows must be whole groups of score rows. The warps that compute the scores store the bits of used
-        // columns, with one set of bits per group of score rows.
+        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. The warps that compute
+        // scores store one set of bits of used columns per group of score rows, so a set never covers rows of two gradient warps.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // An iteration of the main loop starts copies only for its own chunks and for those of the next iteration, so more
-        // slots than chunks would stay unused.
+        // An iteration of the main loop starts copies only for its own chunks and for those of the next iteration, so slots
+        // beyond the number of chunks would stay unused.
         assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let offsets = [
@@ -301,7 +303,8 @@ mod tests {
             tiles.slot_bytes(),
         ];
         assert!(offsets.into_iter().all(is_subtile), "{tiles:?}");
-        // The kernels copy LSE and delta in pieces of 16 bytes.
+        // The kernels copy LSE and delta in pieces of 16 bytes, so the offset and the size of these values must be multiples of
+        // 16.
         assert!(tiles.lse_delta_at().is_multiple_of(16), "{tiles:?}");
         assert!(tiles.term_bytes().is_multiple_of(16), "{tiles:?}");
         assert!(

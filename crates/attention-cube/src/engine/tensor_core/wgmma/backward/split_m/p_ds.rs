@@ -18,7 +18,8 @@ use cube_kit::hopper::wgmma::{STEP, free_chunk, load_columns_as_rows, load_rows,
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// P and dS, packed as left operands of the gradient GEMMs. Each is computed only if a gradient of this kernel needs it.
+/// P and dS, packed as left operands of the gradient GEMMs. P and dS are each computed only if a gradient of this kernel needs
+/// it.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Made<NP: Size> {

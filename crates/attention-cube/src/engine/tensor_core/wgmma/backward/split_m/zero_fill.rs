@@ -22,7 +22,7 @@ use cubecl::prelude::*;
 /// in such a row would give `0 · NaN = NaN`.
 ///
 /// If `may_have_masked`, the block may have such rows between visible rows. `masked` is the number of earlier blocks of the tile
-/// that may have had such rows, and selects the block's used words.
+/// that may have had such rows, and selects the block's used words (bits that tell which rows of the block the tile sees).
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -66,8 +66,9 @@ pub(super) fn zero_fill_block<NP: Size>(
     }
 }
 
-/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words` tell
-/// which rows are seen. Otherwise the tile's visible range tells which rows are seen.
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words` have
+/// one bit per row of the block, which tells whether the tile sees that row. Otherwise the tile's visible range tells which rows
+/// the tile sees.
 ///
 /// Without `masked`, another warpgroup may still read these rows for its S and dP of the block. That warpgroup may read old
 /// values, zeros, or a mix of both. This does not change the result, because a row of the block affects only one column of S

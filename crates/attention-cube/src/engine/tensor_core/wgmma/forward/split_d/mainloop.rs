@@ -130,7 +130,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             tiles,
             kind,
         );
-        // O is still 0 after the first block's softmax, so it needs no rescale.
+        // O is still 0 after the first block's softmax, so O needs no rescale.
         softmax_state.moved = false.runtime();
         softmax_state.factor = pair(1.0f32, 1.0f32);
 
@@ -288,8 +288,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         count += 1u32;
     }
 
-    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. After the barrier, the
-    // exchange buffer may be overwritten, since both warpgroups have read the row maxima of the last exchange.
+    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. At the barrier, both
+    // warpgroups have read the row maxima of the last exchange, so the exchange buffer may be overwritten.
     let sums = quad_sum(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     MainloopOutput::<NO> {

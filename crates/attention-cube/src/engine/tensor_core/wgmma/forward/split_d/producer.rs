@@ -153,9 +153,10 @@ pub(super) fn fetch(
             );
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
-            // The tile has no blocks. The consumers may still stage its output in the buffer of the queries. So the producer
-            // waits until that buffer is free and signals that it is full, as for any tile. This keeps producer and consumers
-            // at most one tile apart, as a barrier's parity requires: it only distinguishes adjacent phases.
+            // Although the tile has no blocks, the consumers may stage its output in the buffer of the queries. The producer
+            // waits until that buffer is free, and then signals that the buffer is full, as for any tile. Producer and consumers
+            // therefore stay at most one tile apart. This is necessary because the parity of a barrier can only distinguish
+            // adjacent phases.
             await_queries_empty(offsets, tiles_done);
             barrier_arrive(offsets.queries_full, 1u32);
         }

@@ -71,8 +71,8 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Arrives a second time at the empty barrier of the second warpgroup's first value chunk. This second arrival replaces that of
-/// the first warpgroup, which does not wait for that chunk.
+/// Arrives a second time at the empty barrier of the second warpgroup's first value chunk. The second arrival replaces the
+/// arrival of the first warpgroup, which does not wait for that chunk.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -132,7 +132,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         // The loop carries the copy `running` instead of `softmax_state`. If the loop carried `softmax_state` itself, register
         // moves would cost 5 % of the speed at head size 128 (docs/forward-split-m.md).
         let mut running = made.softmax_state;
-        // O is still 0 after the first block's softmax, so it needs no rescale.
+        // O is still 0 after the first block's softmax, so O needs no rescale.
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
         let mut p = packed::<NS, NP>(made.exp_scores, tiles);
@@ -165,7 +165,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // The loads and waits come before the warpgroup's turn, since the other warpgroups wait during the turn.
+                // The biases are loaded, and the barriers are awaited, before the warpgroup's turn to issue GEMMs, since the
+                // other warpgroups wait during that turn.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,

@@ -31,8 +31,8 @@ pub(super) struct SharedOffsets {
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// The address of three barriers for the used words of three blocks. Such a barrier completes when all consumer warps have
-    /// set the used bits of their keys.
+    /// The address of three barriers, one for each set of used words (bits that tell which keys of a block the tile sees). Such a
+    /// barrier completes when all consumer warps have set the used bits of their keys.
     pub used_ready: u32,
     /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
@@ -160,9 +160,10 @@ pub(super) fn fetch(
             );
         } else {
             if assigned_tile.exists {
-                // The tile has no blocks. The consumers may still stage its output in the buffer of the queries. So the
-                // producer waits until that buffer is free and signals that it is full, as for any tile. This keeps producer
-                // and consumers at most one tile apart, as a barrier's parity requires: it only distinguishes adjacent phases.
+                // Although the tile has no blocks, the consumers may stage its output in the buffer of the queries. The producer
+                // waits until that buffer is free, and then signals that the buffer is full, as for any tile. Producer and
+                // consumers therefore stay at most one tile apart. This is necessary because the parity of a barrier can only
+                // distinguish adjacent phases.
                 await_queries_empty(offsets, tiles_done);
                 barrier_arrive(offsets.queries_full, 1u32);
             }

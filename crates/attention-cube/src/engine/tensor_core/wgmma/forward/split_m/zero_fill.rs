@@ -65,8 +65,8 @@ pub(super) fn may_have_masked_in(
     }
 }
 
-/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait.
-/// Among the blocks that may have keys hidden from the whole tile, this is the `count`-th.
+/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait. The
+/// block is the `count`-th of those blocks that may have keys hidden from the whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -125,8 +125,8 @@ pub(super) fn zero_fill_values(
     }
 }
 
-/// Writes zeros over the values of a block that no row of the tile sees. If `masked`, the used words at `words` tell which rows
-/// are seen. Otherwise the tile's visible range tells which rows are seen.
+/// Writes zeros over the values of a block that no row of the tile sees. If `masked`, the used words at `words` have one bit per
+/// key, which tells whether the tile sees that key. Otherwise the tile's visible range tells which keys the tile sees.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

@@ -210,7 +210,7 @@ impl WgmmaGradientSplitMTiles {
     }
 
     /// True if TMA can store dV. The gradient is staged in the shared memory of the stationary values. If the tile holds no
-    /// values, it is staged in that of the dots.
+    /// values, dV is staged in the shared memory of the dots.
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())
