@@ -63,6 +63,7 @@ fn gradcheck_without_options_runs_every_option() {
         "bias",
         "kv-lengths",
         "segments",
+        "intervals",
         "sinks",
         "gqa",
         "value-dim",
