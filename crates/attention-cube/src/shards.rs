@@ -109,9 +109,9 @@ pub struct Merged {
     pub output: Tensor<4>,
     /// The logsumexp over all keys, `[batch, q_heads, q_len]`: a natural logarithm in f32, or in f64 for f64 outputs.
     pub logsumexp: Tensor<3>,
-    /// The gradient of the output over all keys, `[batch, q_heads, q_len, value_dim]`.
+    /// The gradient of `output`, `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: Tensor<4>,
-    /// The gradient of the logsumexp over all keys, `[batch, q_heads, q_len]`, if the loss depends on it.
+    /// The gradient of `logsumexp`, `[batch, q_heads, q_len]`, if the loss depends on it.
     pub logsumexp_gradient: Option<Tensor<3>>,
 }
 

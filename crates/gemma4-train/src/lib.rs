@@ -5,7 +5,7 @@
 //!
 //! # Modules
 //!
-//! - [`data`]: reads documents from files, packs documents into rows, and joins rows to batches. The seed and a step's number
+//! - [`data`]: reads documents from files, packs documents into rows, and joins rows into batches. The seed and a step's number
 //!   determine the rows of the step.
 //! - [`train_step`]: the loss and the gradients of a step.
 //! - [`optim`]: AdamW and SGD with f32 master weights, gradient clipping, and the loss scale of f16.

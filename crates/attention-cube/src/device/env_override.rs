@@ -40,8 +40,8 @@ enum FragmentOverride {
 /// The reason why a device's own cmma is off by default.
 const UNTRIED: &str = "its products are tested on few devices yet; set ATTENTION_FRAGMENTS=device to use this device's matrix units";
 
-/// Returns the number of units in a plane that emulates cmma with an accumulator of `m × n` elements. The plane has one unit
-/// per 4 elements, rounded to 32 or 64 units.
+/// Returns the plane size (units per plane) with which a device emulates cmma of an accumulator of `m × n` elements: 32 units for
+/// up to 128 elements, else 64.
 fn emulated_plane(fragments: &Fragments) -> usize {
     match fragments.m * fragments.n / 4 {
         0..=32 => 32,

@@ -36,10 +36,11 @@ const CONSTANTS: &str =
 /// PTX that declares the registers which the PTX of [`numbers`] uses.
 const NAMES: &str = ".reg .b32 base, shift, one, low, high, next;\n";
 
-/// PTX that converts the codes of a register to bf16. The first code of each 16-bit half goes to `even`, the second to `odd`.
+/// PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`, the second to
+/// `odd`.
 ///
-/// The PTX adds two numbers: 128 plus the code's 7 low bits, and −128, or −256 if the code's sign bit is set. Both numbers are
-/// exact in bf16, and their sum is the code.
+/// The PTX adds two numbers. The first is 128 plus the code's 7 low bits. The second is −256 if the code's sign bit is set, and
+/// −128 otherwise. Both numbers are exact in bf16, and their sum is the code.
 fn numbers(register: &str, even: &str, odd: &str) -> String {
     let half = |from: &str, to: &str| {
         format!(

@@ -12,7 +12,8 @@ thread_local! {
     static FACTOR: RefCell<Option<Tensor<1>>> = const { RefCell::new(None) };
 }
 
-/// A guard that clears the factor when it is dropped, even if a step panics.
+/// A guard that removes [`FACTOR`] when a step returns or panics. Otherwise the next step's gradients would be multiplied by
+/// this step's factor.
 struct Ended;
 
 impl Drop for Ended {

@@ -97,7 +97,7 @@ pub fn write(
         .as_ref()
         .map_or(DType::I32, |positions| positions.dtype);
     // SAFETY: cubes whose index is not below `all_rows` stop at once. Every other cube reads one row of `rows` by its strides,
-    // and writes one slot of `words` and `scales` in the same head. The slot is below the checked number of slots.
+    // and writes one slot of `words` and `scales` in the row's head. The caller has checked that the slot exists.
     unsafe {
         quantize::launch_unchecked(
             &client,

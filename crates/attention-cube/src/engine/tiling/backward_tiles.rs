@@ -14,7 +14,7 @@ pub trait BackwardTiles: Copy {
     /// The number of rows in a streamed block of the opposite side.
     fn columns(&self) -> usize;
 
-    /// The gradients that the kernel sums.
+    /// The gradients that the kernel accumulates: dQ, or dK and dV.
     fn sums(&self) -> Sums;
 
     /// The number of cubes that a multiprocessor runs at once, if one cube may take at most `shared_memory` bytes.

@@ -34,7 +34,7 @@ use std::{
 pub struct QuantizedCheckpoint {
     /// The size of the weight file in bytes.
     pub bytes: u64,
-    /// The paths of parameters that stay unquantized because their rows are not whole blocks.
+    /// The paths of parameters that stay unquantized, because the length of their rows is not a multiple of the block size.
     pub whole: Vec<String>,
     /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as towers.
     pub left_out: Vec<String>,

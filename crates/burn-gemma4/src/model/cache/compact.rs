@@ -56,7 +56,8 @@ impl CompactLayout {
         2 * self.rotated_pairs
     }
 
-    /// Returns the channel that each element of a slot's value range holds.
+    /// Returns the order in which a slot stores the value's channels: for each stored element, the index of its channel. The
+    /// rotated channels come first, because the key shares the other channels with the value.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -70,7 +71,7 @@ impl CompactLayout {
         .collect()
     }
 
-    /// Returns the channel that each element of a slot's key range holds.
+    /// Returns the order in which a slot stores the key's channels: for each stored element, the index of its channel.
     fn key_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.rotate_left(self.rotated());

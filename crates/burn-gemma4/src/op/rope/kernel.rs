@@ -75,12 +75,12 @@ pub(super) struct HeadsPlan {
     pub reads_ahead: bool,
 }
 
-/// The weights of the heads' norms, `[head_dim]` each. A layer's values have no weight.
+/// The weights of the RMS norms of a layer's heads, `[head_dim]` each. The norm of the values has no weight.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct HeadNormWeights<E: Float> {
-    /// The weight of the launch's only kind of heads, or of a layer's queries.
+    /// The norm's weight for the heads of a launch that has only queries or only keys, or for the queries of a whole layer.
     pub first: ComptimeOption<OwnedTensor<E>>,
-    /// The weight of a layer's keys.
+    /// The weight of the RMS norm of a layer's keys.
     pub keys: ComptimeOption<OwnedTensor<E>>,
 }
 

@@ -19,11 +19,12 @@ pub(super) struct HeadLayout {
     pub to_slot: u32,
 }
 
-/// The layouts of a layer's queries, keys and values. A launch for one kind of heads reads only `first`.
+/// The layouts of a layer's queries, keys and values. A launch that rotates only queries or only keys
+/// reads only `first`.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct QkvLayouts {
-    /// The layout of the launch's only kind of heads, or of a layer's queries.
+    /// The layout of the heads of a launch that has only queries or only keys, or of the queries of a whole layer.
     pub first: HeadLayout,
     pub keys: HeadLayout,
     pub values: HeadLayout,

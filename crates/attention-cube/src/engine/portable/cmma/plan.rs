@@ -24,10 +24,10 @@ use crate::types::refusal::{Feature, Refusal};
 use crate::types::request::{Layouts, Pass};
 use burn::tensor::DType;
 
-/// The fragment shapes `[m, n, k]` for which the tables have tiles, in order of preference.
+/// The fragment shapes `[m, n, k]` for which the tile tables have entries, in order of preference.
 const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
 
-/// The plane sizes (units per plane) for which the tables have tiles.
+/// The plane sizes (units per plane) for which the tile tables have entries.
 const PLANES: [usize; 2] = [32, 64];
 
 /// The operands that stay in shared memory while blocks stream.

@@ -90,7 +90,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of row groups into which a gradient is divided among warps.
+    /// The number of groups into which the rows of a gradient are divided. The groups belong to different warps.
     pub const fn row_groups(&self) -> usize {
         self.rows / Self::SUM_ROWS
     }
