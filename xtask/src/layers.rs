@@ -35,7 +35,7 @@ const CRATES: &[Crate] = &[
             &["engine"],
             &["select"],
             &["backend"],
-            &["explain", "quantized", "shards"],
+            &["call", "explain", "quantized", "shards"],
             &["internals", "lib"],
         ],
         tests: &["source", "testing"],

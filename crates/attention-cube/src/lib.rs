@@ -59,6 +59,7 @@
 
 mod auxiliary;
 mod backend;
+mod call;
 mod device;
 mod engine;
 mod error;
@@ -92,10 +93,9 @@ pub use types::device::DeviceProfile;
 pub use types::engine::Engine;
 pub use types::refusal::{Feature, Refusal, Warning};
 
-use backend::AttentionBackend;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
-use types::tensors::{AttentionOutput, inputs};
+use call::{attend, compute_output};
 
 /// Computes attention by the fastest kernel that serves the problem on the tensors' device.
 ///
@@ -133,8 +133,7 @@ pub fn try_fused_attention(
     value: Tensor<4>,
     options: AttentionOptions,
 ) -> Result<Tensor<4>, AttentionError> {
-    let (result, _) = attend(query, key, value, options)?;
-    Ok(Tensor::from_dispatch(result.output))
+    compute_output(query, key, value, options)
 }
 
 /// Computes [`fused_attention`] and the logsumexp (LSE) of every query's scores, as an f32 natural logarithm.
@@ -171,21 +170,5 @@ pub fn attention_with_lse(
     Ok((
         Tensor::from_dispatch(result.output),
         Tensor::from_dispatch(logsumexp),
-    ))
-}
-
-/// Returns the output, the two-part logsumexp and the validated problem.
-fn attend(
-    query: Tensor<4>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-    options: AttentionOptions,
-) -> Result<(AttentionOutput<Dispatch>, AttentionProblem), AttentionError> {
-    let problem = AttentionProblem::new(&query, &key, &value, &options)?;
-    backend::check_backend(&query.device())?;
-    let inputs = inputs(query, key, value, options);
-    Ok((
-        Dispatch::attention_forward(inputs, problem.clone()),
-        problem,
     ))
 }
