@@ -36,6 +36,7 @@ const CRATES: &[Crate] = &[
             &["select"],
             &["backend"],
             &["call", "explain", "quantized", "shards"],
+            &["nn"],
             &["internals", "lib"],
         ],
         tests: &["source", "testing"],

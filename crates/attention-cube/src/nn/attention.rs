@@ -1,0 +1,273 @@
+//! Multi-head attention with the parameters of `burn-nn` and the fused operator.
+
+use super::input::{Masks, MhaInput};
+use crate::call::compute_output;
+use crate::options::AttentionOptions;
+use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
+use burn::nn::attention::{MhaOutput, MultiHeadAttentionConfig};
+use burn::nn::{Dropout, Gelu, Linear};
+use burn::tensor::activation::{quiet_softmax, softmax};
+use burn::tensor::{Device, Tensor, assert_shape};
+use std::sync::Once;
+
+/// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`], computed by
+/// [`fused_attention`](crate::fused_attention).
+///
+/// # Dropout
+/// The fused operator has no dropout of the probabilities. While that dropout is active, all methods compute attention
+/// unfused like `burn-nn`, in memory that is quadratic in the sequence length. The first such call logs a warning. Dropout is
+/// active if its probability is above 0, the tensors are on an autodiff device, and the module is not frozen. The default
+/// probability of [`MultiHeadAttentionConfig`] is 0.1: set it to 0.0 to train with the fused operator.
+///
+/// # Hidden keys
+/// A hidden key has the probability 0 exactly, in all methods. A query whose keys are all hidden has the attention output 0,
+/// so its context is the bias of the output projection. `burn-nn` instead replaces hidden scores by
+/// [`min_float`](Self::min_float), so such a query averages the values of all keys.
+///
+/// # Devices and dtypes
+/// The devices, dtypes and head sizes are those of [`fused_attention`](crate::fused_attention).
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct MultiHeadAttention {
+    /// The projection of the queries.
+    pub query: Linear,
+    /// The projection of the keys.
+    pub key: Linear,
+    /// The projection of the values.
+    pub value: Linear,
+    /// The projection of the output.
+    pub output: Linear,
+    /// The dropout of the probabilities.
+    pub dropout: Dropout,
+    /// An activation without use, which `burn-nn`'s module has.
+    pub activation: Gelu,
+    /// The number of features of inputs and output.
+    pub d_model: usize,
+    /// The number of heads.
+    pub n_heads: usize,
+    /// The number of features of a head.
+    pub d_k: usize,
+    /// The score of hidden keys in the unfused softmax. The fused operator does not use it.
+    pub min_float: f64,
+    /// True for the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`: each head has a sink of 0.
+    pub quiet_softmax: bool,
+}
+
+impl ModuleDisplay for MultiHeadAttention {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new()
+            .with_new_line_after_attribute(false)
+            .optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        content
+            .add("d_model", &self.d_model)
+            .add("n_heads", &self.n_heads)
+            .add("d_k", &self.d_k)
+            .add("dropout", &self.dropout.prob)
+            .add("min_float", &self.min_float)
+            .add("quiet_softmax", &self.quiet_softmax)
+            .optional()
+    }
+}
+
+impl From<burn::nn::attention::MultiHeadAttention> for MultiHeadAttention {
+    fn from(module: burn::nn::attention::MultiHeadAttention) -> Self {
+        Self {
+            query: module.query,
+            key: module.key,
+            value: module.value,
+            output: module.output,
+            dropout: module.dropout,
+            activation: module.activation,
+            d_model: module.d_model,
+            n_heads: module.n_heads,
+            d_k: module.d_k,
+            min_float: module.min_float,
+            quiet_softmax: module.quiet_softmax,
+        }
+    }
+}
+
+impl From<MultiHeadAttention> for burn::nn::attention::MultiHeadAttention {
+    fn from(module: MultiHeadAttention) -> Self {
+        Self {
+            query: module.query,
+            key: module.key,
+            value: module.value,
+            output: module.output,
+            dropout: module.dropout,
+            activation: module.activation,
+            d_model: module.d_model,
+            n_heads: module.n_heads,
+            d_k: module.d_k,
+            min_float: module.min_float,
+            quiet_softmax: module.quiet_softmax,
+        }
+    }
+}
+
+impl MultiHeadAttention {
+    /// Creates the module that `config` describes, with new parameters on `device`.
+    ///
+    /// ```
+    /// use attention_cube::nn::MultiHeadAttention;
+    /// use burn::nn::attention::MultiHeadAttentionConfig;
+    /// use burn::tensor::Device;
+    ///
+    /// # #[cfg(feature = "flex")] {
+    /// let config = MultiHeadAttentionConfig::new(32, 4).with_dropout(0.0);
+    /// let mha = MultiHeadAttention::new(&config, &Device::flex());
+    /// assert_eq!(mha.d_k, 8);
+    /// # }
+    /// ```
+    pub fn new(config: &MultiHeadAttentionConfig, device: &Device) -> Self {
+        config.init(device).into()
+    }
+
+    /// Computes the context without the probabilities, in memory that is linear in the sequence length.
+    ///
+    /// With active dropout of the probabilities, the method computes them (see the type's documentation).
+    ///
+    /// # Shapes
+    /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
+    ///
+    /// # Panics
+    /// Panics if an input or a mask does not fit, or if attention does not support the device or the head size.
+    pub fn forward(&self, input: MhaInput) -> Tensor<3> {
+        self.check_shapes(&input);
+        let query = self.project_heads(input.query, &self.query);
+        let key = self.project_heads(input.key, &self.key);
+        let value = self.project_heads(input.value, &self.value);
+        self.compute_context(query, key, value, input.masks)
+    }
+
+    /// Computes the context and the probabilities, unfused like `burn-nn`.
+    ///
+    /// # Shapes
+    /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `weights [batch, n_heads, q_len,
+    /// kv_len]`, `context [batch, q_len, d_model]`. The weights include active dropout.
+    ///
+    /// # Panics
+    /// Panics if an input or a mask does not fit.
+    pub fn forward_with_weights(&self, input: MhaInput) -> MhaOutput {
+        self.check_shapes(&input);
+        let query = self.project_heads(input.query, &self.query);
+        let key = self.project_heads(input.key, &self.key);
+        let value = self.project_heads(input.value, &self.value);
+        let weights = self.compute_weights(query, key, input.masks);
+        let context = self.project_output(weights.clone().matmul(value));
+        MhaOutput { weights, context }
+    }
+
+    pub(super) fn check_shapes(&self, input: &MhaInput) {
+        let [batch, _, _] = input.query.dims();
+        let [_, kv_len, _] = input.key.dims();
+        assert_shape!(input.query, [_, _, self.d_model]);
+        assert_shape!(input.key, [batch, _, self.d_model]);
+        assert_shape!(input.value, [batch, kv_len, self.d_model]);
+    }
+
+    /// Projects `[batch, length, d_model]` to heads `[batch, n_heads, length, d_k]`.
+    pub(super) fn project_heads(&self, rows: Tensor<3>, projection: &Linear) -> Tensor<4> {
+        let [batch, length, _] = rows.dims();
+        projection
+            .forward(rows)
+            .reshape([batch, length, self.n_heads, self.d_k])
+            .swap_dims(1, 2)
+    }
+
+    /// Projects heads `[batch, n_heads, length, d_k]` to the context `[batch, length, d_model]`.
+    fn project_output(&self, heads: Tensor<4>) -> Tensor<3> {
+        let [batch, n_heads, length, d_k] = heads.dims();
+        let rows = heads
+            .swap_dims(1, 2)
+            .reshape([batch, length, n_heads * d_k]);
+        self.output.forward(rows)
+    }
+
+    /// Computes the context of projected heads, fused unless dropout is active.
+    ///
+    /// # Shapes
+    /// `query [batch, n_heads, q_len, d_k]`, `key` and `value` `[batch, n_heads, kv_len, d_k]` →
+    /// `[batch, q_len, d_model]`.
+    pub(super) fn compute_context(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        masks: Masks,
+    ) -> Tensor<3> {
+        let heads = match self.has_active_dropout(&query, &key) {
+            true => {
+                warn_unfused();
+                self.compute_weights(query, key, masks).matmul(value)
+            }
+            false => self.compute_fused(query, key, value, masks),
+        };
+        self.project_output(heads)
+    }
+
+    /// True if [`Dropout::forward`] would change the weights of this query and key.
+    fn has_active_dropout(&self, query: &Tensor<4>, key: &Tensor<4>) -> bool {
+        let has_autodiff = query.device().is_autodiff() || key.device().is_autodiff();
+        has_autodiff && self.dropout.training.is_enabled() && self.dropout.prob != 0.0
+    }
+
+    fn compute_fused(
+        &self,
+        query: Tensor<4>,
+        key: Tensor<4>,
+        value: Tensor<4>,
+        masks: Masks,
+    ) -> Tensor<4> {
+        let mut options = AttentionOptions::new();
+        if masks.causal {
+            options = options.causal();
+        }
+        if let Some(hidden) = masks.hidden() {
+            options = options.hidden(hidden);
+        }
+        if self.quiet_softmax {
+            let sinks = Tensor::<1>::zeros([self.n_heads], (&query.device(), query.dtype()));
+            options = options.sinks(sinks);
+        }
+        match compute_output(query, key, value, options) {
+            Ok(heads) => heads,
+            Err(error) => panic!("MultiHeadAttention: {error}"),
+        }
+    }
+
+    /// Computes the probabilities, `[batch, n_heads, q_len, kv_len]`, with active dropout applied.
+    fn compute_weights(&self, query: Tensor<4>, key: Tensor<4>, masks: Masks) -> Tensor<4> {
+        let lengths = [query.dims()[2], key.dims()[2]];
+        let hidden = masks.hidden_with_causal(lengths, &query.device());
+        let mut scores = query
+            .matmul(key.transpose())
+            .div_scalar((self.d_k as f32).sqrt());
+        if let Some(hidden) = &hidden {
+            scores = scores.mask_fill(hidden.clone(), self.min_float);
+        }
+        let mut weights = match self.quiet_softmax {
+            true => quiet_softmax(scores, 3),
+            false => softmax(scores, 3),
+        };
+        // A query whose keys are all hidden has equal scores, so its weights are not 0 without this line.
+        if let Some(hidden) = hidden {
+            weights = weights.mask_fill(hidden, 0.0);
+        }
+        self.dropout.forward(weights)
+    }
+}
+
+/// Logs, once per process, that dropout prevents the fused operator.
+fn warn_unfused() {
+    static WARNING: Once = Once::new();
+    WARNING.call_once(|| {
+        log::warn!(
+            "attention: dropout of the probabilities is active, so attention runs unfused in memory that is quadratic in \
+             the length; set the dropout of `MultiHeadAttentionConfig` to 0.0 to train with the fused operator"
+        );
+    });
+}

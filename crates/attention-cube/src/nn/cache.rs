@@ -1,0 +1,159 @@
+//! The caches of autoregressive inference, with the semantics of `burn-nn`: each call gets the whole sequence, and computes and
+//! appends its last token.
+
+use super::attention::MultiHeadAttention;
+use super::input::MhaInput;
+use burn::tensor::Tensor;
+
+/// The cache of [`MultiHeadAttention::forward_cache`] for autoregressive inference.
+///
+/// The cache has the projected keys and values, and the contexts of earlier tokens. `burn-nn` also caches the projected
+/// queries and recomputes the attention of all of them, but returns only the last result. Here only the last query is
+/// computed.
+#[derive(Clone, Debug)]
+pub struct MhaCache {
+    /// Projected keys and values, `[batch, n_heads, kv_len, d_k]`.
+    heads: Option<(Tensor<4>, Tensor<4>)>,
+    /// True if a call appends the last key and value, false if the first keys and values stay.
+    grows: bool,
+    /// The contexts, `[batch, q_len, d_model]`.
+    context: Option<Tensor<3>>,
+}
+
+impl MhaCache {
+    /// Creates an empty cache of self-attention.
+    pub fn autoregressive() -> Self {
+        Self {
+            heads: None,
+            grows: true,
+            context: None,
+        }
+    }
+
+    /// Creates an empty cache of cross-attention. The keys and values of the first call stay in use in all calls.
+    pub fn autoregressive_cross_attention() -> Self {
+        Self {
+            grows: false,
+            ..Self::autoregressive()
+        }
+    }
+}
+
+impl MultiHeadAttention {
+    /// Computes the context with a cache.
+    ///
+    /// The first call computes all queries. Each later call gets one more token, computes this token's query against all
+    /// keys, and appends the result. The contexts of earlier tokens stay as they are, as in `burn-nn`, even if they would see
+    /// the new key. If the first call has several tokens and a causal mask, the contexts equal those of one
+    /// [`forward`](Self::forward) over the whole sequence with a causal mask. Without a causal mask in the first call, the
+    /// first tokens see each other.
+    ///
+    /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`. The last query sees all keys
+    /// under [`causal`](MhaInput::causal), so later calls need not repeat the causal mask.
+    ///
+    /// # Shapes
+    /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
+    ///
+    /// # Panics
+    /// Panics like [`forward`](Self::forward), or if a later call's query is not one token longer than the cache.
+    ///
+    /// ```
+    /// use attention_cube::nn::{MhaCache, MhaInput, MultiHeadAttention};
+    /// use burn::nn::attention::MultiHeadAttentionConfig;
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    ///
+    /// # #[cfg(feature = "flex")] {
+    /// let device = Device::flex();
+    /// let mha = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(32, 4), &device);
+    /// let tokens = Tensor::<3>::random([1, 6, 32], Distribution::Default, &device);
+    /// let mut cache = MhaCache::autoregressive();
+    /// for length in 3..=6 {
+    ///     let input = MhaInput::self_attn(tokens.clone().narrow(1, 0, length)).causal();
+    ///     let context = mha.forward_cache(input, &mut cache);
+    ///     assert_eq!(context.dims(), [1, length, 32]);
+    /// }
+    /// # }
+    /// ```
+    pub fn forward_cache(&self, input: MhaInput, cache: &mut MhaCache) -> Tensor<3> {
+        self.check_shapes(&input);
+        let MhaInput {
+            query,
+            key,
+            value,
+            masks,
+        } = input;
+        let (query, masks) = match &cache.context {
+            Some(context) => {
+                let (q_len, cached) = (query.dims()[1], context.dims()[1]);
+                assert!(
+                    q_len == cached + 1,
+                    "query: has `{q_len}` tokens; expected `{}`, one more than the cache",
+                    cached + 1
+                );
+                (last_token(query), masks.last_query())
+            }
+            None => (query, masks),
+        };
+        let query = self.project_heads(query, &self.query);
+        let (key, value) = match cache.heads.take() {
+            Some((old_key, old_value)) if cache.grows => {
+                let key = self.project_heads(last_token(key), &self.key);
+                let value = self.project_heads(last_token(value), &self.value);
+                (
+                    Tensor::cat(vec![old_key, key], 2),
+                    Tensor::cat(vec![old_value, value], 2),
+                )
+            }
+            Some(heads) => heads,
+            None => (
+                self.project_heads(key, &self.key),
+                self.project_heads(value, &self.value),
+            ),
+        };
+        cache.heads = Some((key.clone(), value.clone()));
+        let last = self.compute_context(query, key, value, masks);
+        append(&mut cache.context, last)
+    }
+}
+
+/// The cached output of a layer that computes each token by itself.
+#[derive(Clone, Debug, Default)]
+pub(super) struct TokenCache {
+    /// `[batch, length, d_model]`
+    output: Option<Tensor<3>>,
+}
+
+impl TokenCache {
+    /// Computes the whole sequence in the first call, and appends the last token in later calls.
+    pub fn forward(
+        &mut self,
+        input: Tensor<3>,
+        layer: impl Fn(Tensor<3>) -> Tensor<3>,
+    ) -> Tensor<3> {
+        let rows = match self.output.is_some() {
+            true => layer(last_token(input)),
+            false => layer(input),
+        };
+        append(&mut self.output, rows)
+    }
+}
+
+/// Appends rows to a cached tensor `[batch, length, d_model]`, and returns the whole tensor.
+fn append(cached: &mut Option<Tensor<3>>, rows: Tensor<3>) -> Tensor<3> {
+    let whole = match cached.take() {
+        Some(cached) => Tensor::cat(vec![cached, rows], 1),
+        None => rows,
+    };
+    *cached = Some(whole.clone());
+    whole
+}
+
+/// Returns the last token of a sequence `[batch, length, d_model]`.
+fn last_token(sequence: Tensor<3>) -> Tensor<3> {
+    let length = sequence.dims()[1];
+    assert!(
+        length > 0,
+        "sequence: has no token; expected at least one token"
+    );
+    sequence.narrow(1, length - 1, 1)
+}
