@@ -37,6 +37,7 @@ mod large_scores;
 mod large_values;
 mod loops;
 mod masks;
+mod nn;
 mod options;
 mod oracle;
 mod properties;
