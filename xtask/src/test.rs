@@ -4,10 +4,22 @@ use crate::{
     process::{self, Result},
     setup,
 };
+use std::{
+    fs,
+    path::Path,
+    process::{Command, ExitStatus},
+    thread,
+};
+
+/// The test target that takes as long as all others together.
+const LONGEST: &str = "operator";
 
 /// Sets the machine up, runs `cargo test` and returns its exit code.
 pub fn run(args: &[String]) -> Result<u8> {
     let graphics = setup::graphics()?;
+    if args.is_empty() {
+        return run_suite(&|command| graphics.apply(command));
+    }
     if needs_llvm(args) {
         setup::llvm_if_possible();
     }
@@ -23,11 +35,85 @@ pub fn run(args: &[String]) -> Result<u8> {
     graphics.apply(&mut command);
 
     let status = process::status(&mut command)?;
+    exit_code(&command, status)
+}
+
+/// Builds the whole suite, runs it and returns an exit code.
+///
+/// A software driver compiles kernels on one thread, so the operator's tests leave cores idle. All other tests therefore run
+/// beside them. The output of the other tests is printed after that of the operator's tests.
+fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
+    let cargo_test = |targets: &[&str]| {
+        let mut command = process::cargo();
+        command.args(["test", "--workspace"]);
+        command.args(process::programs()).args(targets);
+        prepare(&mut command);
+        command
+    };
+    process::run(&mut cargo_test(&["--no-run"]))?;
+
+    let targets = test_targets(process::workspace_root())?;
+    let mut others = vec!["--lib", "--bins", "--no-fail-fast"];
+    for target in targets.iter().filter(|target| *target != LONGEST) {
+        others.extend(["--test", target]);
+    }
+    let mut longest = cargo_test(&["--test", LONGEST]);
+    let mut others = [cargo_test(&others), cargo_test(&["--doc"])];
+    let (longest, others) = thread::scope(|scope| {
+        let others = scope.spawn(|| others.each_mut().map(|command| (command.output(), command)));
+        let status = process::status(&mut longest);
+        let code = status.and_then(|status| exit_code(&longest, status));
+        (code, others.join())
+    });
+    let others = others.map_err(|_| "the thread of the other tests panicked")?;
+    let mut codes = vec![longest?];
+    for (output, command) in others {
+        let output = output.map_err(|error| format!("`{}`: {error}", process::display(command)))?;
+        print!("{}", String::from_utf8_lossy(&output.stdout));
+        eprint!("{}", String::from_utf8_lossy(&output.stderr));
+        codes.push(exit_code(command, output.status)?);
+    }
+    Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
+}
+
+/// Returns the names of the workspace's test targets: folders `tests/NAME` with a `main.rs`, and files `crates/*/tests/NAME.rs`.
+fn test_targets(root: &Path) -> Result<Vec<String>> {
+    let entries = |folder: &Path| -> Result<Vec<_>> {
+        let listing = fs::read_dir(folder).and_then(|entries| entries.collect());
+        listing.map_err(|error| format!("{}: {error}", folder.display()))
+    };
+    let stem = |path: &Path| {
+        path.file_stem()
+            .map(|stem| stem.to_string_lossy().into_owned())
+    };
+    let mut names = Vec::new();
+    for entry in entries(&root.join("tests"))? {
+        if entry.path().join("main.rs").is_file() {
+            names.extend(stem(&entry.path()));
+        }
+    }
+    for package in entries(&root.join("crates"))? {
+        let folder = package.path().join("tests");
+        if folder.is_dir() {
+            let files = entries(&folder)?.into_iter().map(|entry| entry.path());
+            names.extend(
+                files
+                    .filter(|path| path.is_file())
+                    .filter_map(|path| stem(&path)),
+            );
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+/// Returns the exit code of a command that has ended, or an error if a signal stopped the command.
+fn exit_code(command: &Command, status: ExitStatus) -> Result<u8> {
     match status.code() {
         Some(code) => Ok(u8::try_from(code).unwrap_or(1)),
         None => Err(format!(
             "`{}` was stopped ({status})",
-            process::display(&command)
+            process::display(command)
         )),
     }
 }
@@ -77,6 +163,14 @@ mod tests {
 
     fn args(line: &str) -> Vec<String> {
         line.split_whitespace().map(String::from).collect()
+    }
+
+    #[test]
+    fn test_targets_of_this_workspace_include_the_longest() {
+        let names = test_targets(process::workspace_root()).unwrap();
+        for name in [LONGEST, "fuzz", "gemma4", "memory", "program"] {
+            assert!(names.iter().any(|found| found == name), "{name}: {names:?}");
+        }
     }
 
     #[test]
