@@ -7,12 +7,9 @@ const SECONDS: &str = "60";
 
 /// Runs the fuzzing test program with `args`.
 pub fn run(args: &[String]) -> Result<()> {
-    let mut command = process::cargo();
     // The build uses the options of `cargo xtask test`, so that dependencies are not compiled a second time.
-    command.args(["test", "--workspace"]);
-    command
-        .args(process::programs())
-        .args(["--test", "fuzz", "--"]);
+    let mut command = process::test_workspace();
+    command.args(["--test", "fuzz", "--"]);
     if !says_how_long(args) {
         command.args(["--seconds", SECONDS]);
     }

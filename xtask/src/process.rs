@@ -21,6 +21,13 @@ pub fn programs() -> [&'static str; 2] {
     ["--features", features]
 }
 
+/// Returns the command that tests the whole workspace, with all programs.
+pub fn test_workspace() -> Command {
+    let mut command = cargo();
+    command.args(["test", "--workspace"]).args(programs());
+    command
+}
+
 /// Returns the root of the workspace in which cargo started this program. The folder in which this program was built may be
 /// another one, because clones that share a target folder also share this program.
 pub fn workspace_root() -> &'static Path {

@@ -24,13 +24,15 @@ pub fn run(args: &[String]) -> Result<u8> {
         setup::llvm_if_possible();
     }
 
-    let mut command = process::cargo();
-    command.arg("test");
     // The workspace is selected only if the arguments select no packages. With both options, cargo would ignore the selected
     // packages and test everything.
-    if !chooses_packages(args) {
-        command.arg("--workspace").args(process::programs());
-    }
+    let mut command = if chooses_packages(args) {
+        let mut command = process::cargo();
+        command.arg("test");
+        command
+    } else {
+        process::test_workspace()
+    };
     command.args(args);
     graphics.apply(&mut command);
 
@@ -44,9 +46,8 @@ pub fn run(args: &[String]) -> Result<u8> {
 /// beside them. The output of the other tests is printed after that of the operator's tests.
 fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
     let cargo_test = |targets: &[&str]| {
-        let mut command = process::cargo();
-        command.args(["test", "--workspace"]);
-        command.args(process::programs()).args(targets);
+        let mut command = process::test_workspace();
+        command.args(targets);
         prepare(&mut command);
         command
     };
