@@ -136,11 +136,8 @@ impl MultiHeadAttention {
     /// # Panics
     /// Panics if an input or a mask does not fit, or if attention does not support the device or the head size.
     pub fn forward(&self, input: MhaInput) -> Tensor<3> {
-        self.check_shapes(&input);
-        let query = self.project_heads(input.query, &self.query);
-        let key = self.project_heads(input.key, &self.key);
-        let value = self.project_heads(input.value, &self.value);
-        self.compute_context(query, key, value, input.masks)
+        let ([query, key, value], masks) = self.project_input(input);
+        self.compute_context(query, key, value, masks)
     }
 
     /// Computes the context and the probabilities, unfused like `burn-nn`.
@@ -152,13 +149,21 @@ impl MultiHeadAttention {
     /// # Panics
     /// Panics if an input or a mask does not fit.
     pub fn forward_with_weights(&self, input: MhaInput) -> MhaOutput {
-        self.check_shapes(&input);
-        let query = self.project_heads(input.query, &self.query);
-        let key = self.project_heads(input.key, &self.key);
-        let value = self.project_heads(input.value, &self.value);
-        let weights = self.compute_weights(query, key, input.masks);
+        let ([query, key, value], masks) = self.project_input(input);
+        let weights = self.compute_weights(query, key, masks);
         let context = self.project_output(weights.clone().matmul(value));
         MhaOutput { weights, context }
+    }
+
+    /// Checks the shapes of the input and projects it to the heads of query, key and value: `[batch, heads, length, d_k]` each.
+    fn project_input(&self, input: MhaInput) -> ([Tensor<4>; 3], Masks) {
+        self.check_shapes(&input);
+        let projected = [
+            self.project_heads(input.query, &self.query),
+            self.project_heads(input.key, &self.key),
+            self.project_heads(input.value, &self.value),
+        ];
+        (projected, input.masks)
     }
 
     pub(super) fn check_shapes(&self, input: &MhaInput) {
