@@ -321,16 +321,6 @@ fn interrupt(child: &Child) {
     signal(child, "-INT");
 }
 
-/// True if this process ignores SIGHUP, as under `nohup`. Programs that the process starts then ignore SIGHUP too.
-#[cfg(unix)]
-fn ignores_hang_up() -> bool {
-    const HANG_UP: u64 = 1;
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = (status.lines()).find_map(|line| line.strip_prefix("SigIgn:"));
-    let signals = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    signals.is_some_and(|signals| signals & HANG_UP != 0)
-}
-
 #[cfg(unix)]
 fn signal(child: &Child, signal: &str) {
     let sent = Command::new("kill")

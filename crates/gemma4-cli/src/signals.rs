@@ -92,7 +92,7 @@ pub fn handle(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Er
 fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error> {
     let heard = Signal::ALL
         .into_iter()
-        .filter(|signal| *signal != Signal::HangUp || !is_ignored(libc::SIGHUP));
+        .filter(|signal| *signal != Signal::HangUp || !ignores_hang_up());
     let mut signals =
         signal_hook::iterator::Signals::new(heard.map(|signal| i32::from(signal.number())))?;
     std::thread::Builder::new()
@@ -104,14 +104,14 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
     Ok(())
 }
 
-/// True if the process ignores the signal with this number.
+/// True if the process ignores `SIGHUP`, as under `nohup`. Programs that the process starts then ignore `SIGHUP` too.
 #[cfg(unix)]
-fn is_ignored(number: libc::c_int) -> bool {
+pub fn ignores_hang_up() -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. If it returns 0, it has written
     // the current action to `action`, which has room for one `sigaction` and is read only in this case.
     unsafe {
-        libc::sigaction(number, std::ptr::null(), action.as_mut_ptr()) == 0
+        libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN
     }
 }

@@ -1,7 +1,5 @@
 //! Training runs that are killed or stopped at any time resume at their last checkpoint.
 
-#[cfg(unix)]
-use super::ignores_hang_up;
 use super::{
     Ended,
     folder::Folder,
@@ -9,6 +7,8 @@ use super::{
     run, succeed,
     training::{conversations, finetune, losses, train},
 };
+#[cfg(unix)]
+use gemma4_cli::signals::ignores_hang_up;
 use std::{
     fs,
     io::{BufRead, BufReader, Read},

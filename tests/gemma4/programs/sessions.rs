@@ -1,9 +1,11 @@
 //! Sessions that programs keep in a file.
 
-use super::{Ended, gemma4, greedy, refused, report, run, succeed, write};
 #[cfg(unix)]
-use super::{ignores_hang_up, signal};
+use super::signal;
+use super::{Ended, gemma4, greedy, refused, report, run, succeed, write};
 use crate::fixture;
+#[cfg(unix)]
+use gemma4_cli::signals::ignores_hang_up;
 #[cfg(unix)]
 use std::fs;
 #[cfg(unix)]
