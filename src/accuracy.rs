@@ -213,8 +213,8 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// Returns the rows of the sampled queries. `tensor` has one sequence, `[1, heads, q_len, columns]`, of which the heads in
-    /// `heads` are taken.
+    /// Returns the rows of the sampled queries. `tensor` has one sequence, `[1, heads, q_len, columns]`, and only its heads
+    /// in `heads` are taken.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();

@@ -111,7 +111,7 @@ fn smallest() -> Gemma4Config {
     }
 }
 
-/// Returns the model's logits for three tokens, one of which is the last token of the vocabulary.
+/// Returns the model's logits for three tokens. One token is the last of the vocabulary.
 fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     let last = model.config().vocab_size as i32 - 1;
     let tokens = Tensor::<2, Int>::from_data([[0, last, 0]], &model.device());

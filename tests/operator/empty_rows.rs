@@ -197,8 +197,8 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Checks queries that see no key beside queries that see NaN. Every second query sees no key. The other queries see all keys,
-/// some of which are NaN and have NaN values. A query that sees no key must have an output and a gradient of 0, and the logsumexp
+/// Checks queries that see no key beside queries that see NaN. Every second query sees no key. The other queries see all keys.
+/// Some keys are NaN and have NaN values. A query that sees no key must have an output and a gradient of 0, and the logsumexp
 /// −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;

@@ -223,7 +223,7 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with several blocks, some of which are fully visible, as `(head_dim, length, extra)`. Only the engines with matrix units
+/// Cases with several blocks, as `(head_dim, length, extra)`. Some blocks are fully visible. Only the engines with matrix units
 /// treat a fully visible block differently from others.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),

@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 
-/// The number of keys, all of which have the same score.
+/// The number of keys. All keys have the same score.
 const KEYS: usize = 64;
 
 /// The upper bound of the softmax's numerators. With this power of two, sums of values up to `f32::MAX / (256 ·

@@ -26,8 +26,8 @@ fn strides_of_every_layout_match_contiguous() {
     }
 }
 
-/// Checks inputs of which one has another layout than the others, which detects a kernel that applies one input's strides to
-/// another.
+/// Checks calls in which one input has another layout than the others. A kernel that applies one input's strides to another input
+/// fails.
 #[test]
 fn strides_of_one_input_apart_match_contiguous() {
     for index in 0..3 {

@@ -111,7 +111,7 @@ fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     }
 }
 
-/// Checks keys with many splits, some of which the causal mask and the lengths leave empty. Other cases have fewer keys than a
+/// Checks keys with many splits. The causal mask and the lengths leave some splits empty. Other cases have fewer keys than a
 /// block.
 #[test]
 fn int8_mma_splits_and_lengths_match_reference() {

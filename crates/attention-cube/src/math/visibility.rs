@@ -285,8 +285,8 @@ pub(crate) const BLOCK_BOUNDS: usize = 5;
 /// The number of i32 values per block of queries and per interval: two ranges of key blocks, each as the first block and one
 /// past the last.
 ///
-/// The first range covers the key blocks of which at least one query of the block sees a key through the interval. The second
-/// range covers the key blocks of which every query of the block sees every key through the interval.
+/// The first range covers each key block with a key that the interval shows to at least one query of the block. The second range
+/// covers each key block with all keys shown to every query of the block.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
 /// Returns the offset, in the packed i32 buffer, of the bounds of block `block` of `side`.

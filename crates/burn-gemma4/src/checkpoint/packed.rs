@@ -10,7 +10,7 @@ use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
 /// The last parts of the names of tensors. An unpacked matrix is one tensor, `weight`. A packed matrix is stored as the tensors
-/// [`PARTS`], of which the zero points are optional.
+/// [`PARTS`]. Its zero points are optional.
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";

@@ -299,8 +299,8 @@ pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
     builder
 }
 
-/// Returns a builder of temporary folders with unique names, like [`partial`]. The folders get the permissions of ordinary new
-/// folders, of which the umask removes some.
+/// Returns a builder of temporary folders with unique names, like [`partial`]. The folders get the permissions that
+/// the umask leaves to ordinary new folders.
 pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
     let mut builder = partial();
     #[cfg(unix)]

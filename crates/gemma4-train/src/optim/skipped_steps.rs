@@ -25,7 +25,7 @@ impl SkippedSteps {
         self.own = Some(count);
     }
 
-    /// Adds 1 to the count, for a step of which the host knows that it is skipped.
+    /// Adds 1 to the count, for a step that the host itself skips.
     pub fn count_one(&mut self, device: &Device) {
         self.count(Tensor::ones([1], (device, DType::F32)));
     }

@@ -9,9 +9,9 @@
 //! the pair if it has no common document. The range covers all opposite blocks that segments and intervals may leave visible to
 //! the block. Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
 //!
-//! The bounds of a block of queries also have two ranges of key blocks per interval. The first range covers the key blocks of
-//! which at least one query sees a key through the interval. The second range covers the key blocks of which every query sees
-//! every key through the interval.
+//! The bounds of a block of queries also have two ranges of key blocks per interval. The interval of a query shows keys
+//! to it. The first range covers each key block with a key that the interval shows to at least one query. The second range covers
+//! each key block with all keys shown to every query.
 //!
 //! Kernels with different tile sizes have separate bounds. After the bounds of key blocks comes a counter, initially 0:
 //! persistent cubes claim tiles by incrementing it.
@@ -34,8 +34,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The block sizes of a kernel in tokens, and its stationary side: the side (queries or keys) of which a tile stays in the kernel
-/// while blocks of the opposite side stream.
+/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. A tile of this side stays in the kernel while
+/// blocks of the opposite side stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub queries: usize,

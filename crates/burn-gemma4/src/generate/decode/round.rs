@@ -113,7 +113,7 @@ impl Computation for Round {
     }
 }
 
-/// Returns the keys and values in a layer's buffers, of which the queries see those that `visible` selects.
+/// Returns the keys and values in a layer's buffers. `visible` selects the ones that the queries see.
 fn read(buffers: &WriteTarget, visible: Visible) -> KeyValues {
     match buffers {
         WriteTarget::Apart(buffers) => buffers.read(visible),

@@ -11,8 +11,8 @@ use crate::model::Gemma4Model;
 use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// The name and shape of a tensor in a session file: a layer's keys, its values, or its compact slots, each of which holds both
-/// a key and a value.
+/// The name and shape of a tensor in a session file: a layer's keys, its values, or its compact slots. A compact slot holds a key
+/// and a value.
 pub(crate) struct CacheColumns {
     pub name: String,
     /// The shape, `[1, kv_heads, columns, head_dim]`. For compact slots the last dimension is the slot's width.

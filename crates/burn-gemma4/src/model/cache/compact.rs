@@ -40,8 +40,8 @@ impl CompactLayout {
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
-    /// True if the key range and the value range of a slot begin and end at boundaries of 32-bit words, each of which holds
-    /// four int8 codes.
+    /// True if the key range and the value range of a slot begin and end at boundaries of 32-bit words. A word holds four int8
+    /// codes.
     pub fn has_words(&self) -> bool {
         self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }

@@ -205,8 +205,8 @@ struct Step {
     has_host_rows: bool,
     has_segments: bool,
     buffers: Buffers,
-    /// The model without its trained parameters, each of which is replaced by a tensor of one element. A step takes the trained
-    /// parameters from the buffers.
+    /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters from the
+    /// buffers.
     model: Gemma4Model,
     /// The model's device, without autodiff.
     device: Device,
