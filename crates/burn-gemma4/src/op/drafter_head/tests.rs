@@ -90,15 +90,18 @@ fn join_concatenates_embeddings_and_streams() {
     }
 }
 
-/// Returns the indices of the `count` largest scores in descending order. Among equal scores the lower index comes first. NaN
-/// counts as −∞.
+/// Returns the indices of the `count` largest scores in descending order. Among equal scores the lower index comes first, and −0
+/// equals 0. NaN counts as −∞.
 fn sorted(scores: &[f64], count: usize) -> Vec<i64> {
     let number = |place: &i64| match scores[*place as usize] {
         score if score.is_nan() => f64::NEG_INFINITY,
         score => score,
     };
     let mut places: Vec<i64> = (0..scores.len() as i64).collect();
-    places.sort_by(|a, b| number(b).total_cmp(&number(a)));
+    places.sort_by(|a, b| {
+        let order = number(b).partial_cmp(&number(a));
+        order.expect("no number is NaN")
+    });
     places.truncate(count);
     places
 }
