@@ -71,8 +71,11 @@ enum Feature {
     Bias,
     /// Use sequences of different lengths.
     KvLengths,
+    /// Use sequences with different numbers of queries.
+    QueryLengths,
     /// Pack documents into a sequence.
     Segments,
+    /// Give every query two intervals of keys.
     Intervals,
     /// Add a sink for every head, and check the sinks' gradient.
     Sinks,
@@ -149,6 +152,11 @@ impl Feature {
                 kv_lengths: Some(vec![kv_len as i64, 23]),
                 ..plain
             },
+            Self::QueryLengths => Case {
+                causal,
+                query_lengths: Some(vec![q_len as i64, 13]),
+                ..plain
+            },
             Self::Segments => Case {
                 segments: Some((documents(q_len), documents(kv_len))),
                 ..plain
@@ -188,6 +196,7 @@ impl Feature {
                 mask: Some([true, false, true, true]),
                 bias: Some([false, true, true, true]),
                 kv_lengths: Some(vec![kv_len as i64, 51]),
+                query_lengths: Some(vec![q_len as i64 - 3, q_len as i64]),
                 segments: Some((documents(q_len), documents(kv_len))),
                 intervals: vec![intervals(q_len, 0)],
                 sinks: true,

@@ -51,6 +51,8 @@ pub struct Case {
     pub bias: Option<Extent>,
     /// The number of valid keys per sequence, or `None` if all keys are valid.
     pub kv_lengths: Option<Vec<i64>>,
+    /// The number of queries per sequence, or `None` if every sequence has `q_len` queries.
+    pub query_lengths: Option<Vec<i64>>,
     /// The segment ids of all queries, and those of all keys, sequence after sequence. `None` means no segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
     /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
@@ -93,6 +95,7 @@ impl Case {
             mask: None,
             bias: None,
             kv_lengths: None,
+            query_lengths: None,
             segments: None,
             intervals: Vec::new(),
             sinks: false,
@@ -169,6 +172,7 @@ impl Case {
                 Dense::from_fn(self.extent(extent), |_| f64::from(rng.random_bool(0.7)))
             }),
             kv_lengths: self.kv_lengths.clone(),
+            query_lengths: self.query_lengths.clone(),
             segments: self.segments.clone(),
             intervals: self.intervals.clone(),
         }

@@ -25,6 +25,8 @@ pub struct Inputs {
     pub mask: Option<Dense>,
     /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,
+    /// The number of queries per sequence.
+    pub query_lengths: Option<Vec<i64>>,
     /// The segment ids of all queries, and those of all keys, sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
     /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
@@ -41,6 +43,8 @@ pub struct Extras {
     pub bias: Option<Tensor<4>>,
     /// The number of valid keys of each sequence, `[batch]`.
     pub kv_lengths: Option<Tensor<1, Int>>,
+    /// The number of queries of each sequence, `[batch]`.
+    pub query_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
     /// The intervals of visible keys: tensors of first keys and of ends (one past the last key), `[batch, q_len]`.
@@ -68,6 +72,10 @@ impl Inputs {
                 .map(|bias| bias.tensor(device, dtype).require_grad()),
             kv_lengths: self
                 .kv_lengths
+                .as_ref()
+                .map(|lengths| length_tensor(lengths, device)),
+            query_lengths: self
+                .query_lengths
                 .as_ref()
                 .map(|lengths| length_tensor(lengths, device)),
             segments: self.segments.as_ref().map(|(queries, keys)| {

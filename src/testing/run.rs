@@ -69,6 +69,9 @@ impl Case {
         if let Some(lengths) = extras.kv_lengths {
             options = options.kv_lengths(lengths.expand([self.batch]));
         }
+        if let Some(lengths) = extras.query_lengths {
+            options = options.query_lengths(lengths.expand([self.batch]));
+        }
         if let Some((queries, keys)) = extras.segments {
             let queries = queries.expand([self.batch, self.q_len]);
             options = options.segments(queries, keys.expand([self.batch, self.kv_len]));

@@ -17,13 +17,15 @@ impl Case {
     /// True if query `i` of head `h` in sequence `b` sees key `j`.
     pub fn sees(&self, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
         let keys = self.kv_len as i64;
-        // If the lengths are expanded, `kv_lengths` has one entry for all sequences. The remainder of `b` selects it.
-        let length = inputs
-            .kv_lengths
-            .as_ref()
-            .map_or(keys, |lengths| lengths[b % lengths.len()].clamp(0, keys));
+        // If the lengths are expanded, the list has one entry for all sequences. The remainder of `b` selects it.
+        let own = |lengths: &Option<Vec<i64>>, most: i64| {
+            let own = lengths.as_ref().map(|lengths| lengths[b % lengths.len()]);
+            own.map_or(most, |own| own.clamp(0, most))
+        };
+        let length = own(&inputs.kv_lengths, keys);
+        let queries = own(&inputs.query_lengths, self.q_len as i64);
         let offset = match self.causal.unwrap_or_default() == BottomRight {
-            true => length - self.q_len as i64,
+            true => length - queries,
             false => 0,
         };
         let (position, key) = (i as i64 + offset, j as i64);
@@ -31,6 +33,7 @@ impl Case {
         let (left, right) = self.window;
         let at = |dense: &Dense| dense.at([b, h, i, j]);
         key < length
+            && (i as i64) < queries
             && (self.causal.is_none() || key <= position)
             && left.is_none_or(|left| key >= position.saturating_sub(reach(left)))
             && right.is_none_or(|right| key <= position.saturating_add(reach(right)))

@@ -107,12 +107,14 @@ fn lengths_segments_intervals_or_sinks_of_wrong_shape_are_refused() {
         };
         let of_start = |has, dimension, want| shape("interval start", has, dimension, want);
         let lengths = AttentionOptions::new().kv_lengths(ints([3], on));
+        let query_lengths = AttentionOptions::new().query_lengths(ints([3], on));
         let sinks = AttentionOptions::new().sinks(floats([2], on));
         let heads = "4, the query's heads";
         let of_queries = |has, dimension, want| shape("query segments", has, dimension, want);
         let of_keys = |has, dimension, want| shape("key segments", has, dimension, want);
         for (options, expected) in [
             (lengths, shape("kv_lengths", &[3], BATCH, batch)),
+            (query_lengths, shape("query_lengths", &[3], BATCH, batch)),
             (segments([1, 3], [2, 5]), of_queries(&[1, 3], BATCH, batch)),
             (
                 segments([2, 5], [2, 5]),
@@ -250,6 +252,10 @@ fn argument_on_other_device_is_refused() {
                 "kv_lengths",
                 fit.with_options(new().kv_lengths(ints([2], flex))),
             ),
+            (
+                "query_lengths",
+                fit.with_options(new().query_lengths(ints([2], flex))),
+            ),
             ("query segments", fit.with_options(query_segments)),
             ("key segments", fit.with_options(key_segments)),
             (
@@ -341,6 +347,11 @@ fn mixed_checkpointing_strategies_are_refused() {
                 "kv_lengths",
                 "query",
                 fit.with_options(new().kv_lengths(ints([2], other))),
+            ),
+            (
+                "query_lengths",
+                "query",
+                fit.with_options(new().query_lengths(ints([2], other))),
             ),
             (
                 "query segments",

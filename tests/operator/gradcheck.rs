@@ -62,6 +62,7 @@ fn gradcheck_without_options_runs_every_option() {
         "mask",
         "bias",
         "kv-lengths",
+        "query-lengths",
         "segments",
         "intervals",
         "sinks",

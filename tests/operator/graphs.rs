@@ -250,6 +250,7 @@ fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
                         mask: None,
                         bias: None,
                         kv_lengths: Some(Clone::clone(lengths)),
+                        query_lengths: None,
                         segments: None,
                         intervals: Vec::new(),
                         sinks: None,

@@ -42,6 +42,7 @@ mod options;
 mod oracle;
 mod properties;
 mod quantized;
+mod ragged;
 mod segments;
 mod settings;
 mod shards;

@@ -71,6 +71,7 @@ pub(crate) fn structure(problem: &AttentionProblem) -> Structure {
     Structure {
         lengths: problem.kv_lengths,
         lengths_ahead: false,
+        query_lengths: problem.query_lengths,
         segments: problem.segments,
         intervals: problem.intervals,
         mask: problem.mask.is_some(),

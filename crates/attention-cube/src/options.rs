@@ -7,7 +7,8 @@ use burn::tensor::{Bool, Int, Tensor};
 #[non_exhaustive]
 pub enum CausalAlignment {
     /// The last query sees the last key: query `i` sees the keys `j ≤ i + kv_len − q_len`. With
-    /// [`kv_lengths`](AttentionOptions::kv_lengths), each sequence's own length replaces `kv_len`. Decoding with a KV cache
+    /// [`kv_lengths`](AttentionOptions::kv_lengths), each sequence's own length replaces `kv_len`, and with
+    /// [`query_lengths`](AttentionOptions::query_lengths) its own number of queries replaces `q_len`. Decoding with a KV cache
     /// needs this alignment.
     #[default]
     BottomRight,
@@ -19,7 +20,7 @@ pub enum CausalAlignment {
 ///
 /// The score of query `i` and key `j` is computed in f32. It is `q·k` times `scale`, then `softcap · tanh(score / softcap)`,
 /// then `+ bias`. Keys that the query does not see are left out of the softmax. A key is visible if *all* of causal mask,
-/// window, mask, lengths, segments and intervals allow it.
+/// window, mask, both kinds of lengths, segments and intervals allow it.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
@@ -39,6 +40,7 @@ pub struct AttentionOptions {
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) kv_lengths: Option<Tensor<1, Int>>,
     pub(crate) kv_lengths_ahead: bool,
+    pub(crate) query_lengths: Option<Tensor<1, Int>>,
     pub(crate) segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) sinks: Option<Tensor<1>>,
@@ -105,11 +107,42 @@ impl AttentionOptions {
         self
     }
 
+    /// Sets the number of queries per sequence, `[batch]`, so that one call serves sequences with different numbers of queries
+    /// (ragged queries). An example is a batch of prompt chunks and single tokens.
+    ///
+    /// A sequence with `n` queries has them in its first `n` rows. The other rows see no key, whatever elements they have. Their
+    /// output is 0, and so are their gradients. Tiles of only such rows cost almost nothing. Lengths are clamped to `0..=q_len`.
+    ///
+    /// Under the alignment at the bottom right, the sequence's own last query sees the last of its
+    /// [`kv_lengths`](Self::kv_lengths) keys: `n` replaces `q_len`.
+    ///
+    /// ```
+    /// use attention_cube::{AttentionOptions, fused_attention};
+    /// use burn::tensor::{Device, Distribution, Int, Tensor};
+    ///
+    /// # #[cfg(feature = "flex")] {
+    /// let device = Device::flex();
+    /// let random = |length| Tensor::<4>::random([2, 1, length, 8], Distribution::Default, &device);
+    /// // The first sequence adds three tokens to a cache of 5, the second adds one token to a cache of 9.
+    /// let options = AttentionOptions::new()
+    ///     .causal()
+    ///     .query_lengths(Tensor::<1, Int>::from_ints([3, 1], &device))
+    ///     .kv_lengths(Tensor::<1, Int>::from_ints([8, 10], &device));
+    /// let output = fused_attention(random(3), random(10), random(10), options);
+    /// assert_eq!(output.slice([1..2, 0..1, 1..3]).abs().sum().into_scalar::<f32>(), 0.0);
+    /// # }
+    /// ```
+    pub fn query_lengths(mut self, query_lengths: Tensor<1, Int>) -> Self {
+        self.query_lengths = Some(query_lengths);
+        self
+    }
+
     /// Promises that no launch of the same CUDA graph writes [`kv_lengths`](Self::kv_lengths), because the lengths are
     /// written before the graph starts.
     ///
     /// Kernels with programmatic dependent launch (PDL) then read the lengths immediately, before the previous launch has
-    /// ended. If the promise is false, results are wrong.
+    /// ended. If the promise is false, results are wrong. The promise has no effect with
+    /// [`query_lengths`](Self::query_lengths), because a launch then joins both kinds of lengths in one buffer.
     #[cfg(feature = "internals")]
     #[doc(hidden)]
     pub fn kv_lengths_ahead(mut self, ahead: bool) -> Self {
@@ -189,6 +222,7 @@ impl AttentionOptions {
             mask: self.mask.map(Tensor::without_autodiff),
             bias: self.bias.map(Tensor::without_autodiff),
             kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
+            query_lengths: self.query_lengths.map(Tensor::without_autodiff),
             segments: self
                 .segments
                 .map(|(query, key)| (query.without_autodiff(), key.without_autodiff())),

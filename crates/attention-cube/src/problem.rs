@@ -48,6 +48,8 @@ pub struct AttentionProblem {
     pub kv_lengths: bool,
     /// See [`AttentionOptions::kv_lengths_ahead`].
     pub kv_lengths_ahead: bool,
+    /// True if every sequence has its own number of queries ([`AttentionOptions::query_lengths`]).
+    pub query_lengths: bool,
     /// True if every token has a segment id, for packed documents (varlen).
     pub segments: bool,
     /// The number of intervals of keys per query, 0, 1 or 2 ([`AttentionOptions::visible_between`]).
@@ -189,10 +191,15 @@ impl AttentionProblem {
             check_dtype("bias", bias.dtype(), &float)?;
             check_device("bias", bias, &device)?;
         }
-        if let Some(lengths) = &options.kv_lengths {
-            let batch = Some((batch, "the query's batch"));
-            check_dims("kv_lengths", &lengths.dims(), &["batch"], [batch])?;
-            check_device("kv_lengths", lengths, &device)?;
+        for (argument, lengths) in [
+            ("kv_lengths", &options.kv_lengths),
+            ("query_lengths", &options.query_lengths),
+        ] {
+            if let Some(lengths) = lengths {
+                let batch = Some((batch, "the query's batch"));
+                check_dims(argument, &lengths.dims(), &["batch"], [batch])?;
+                check_device(argument, lengths, &device)?;
+            }
         }
         if let Some((query_ids, key_ids)) = &options.segments {
             for (argument, ids, length) in [
@@ -258,6 +265,7 @@ impl AttentionProblem {
                 .map(|bias| (bias.dims(), bias.dtype())),
             kv_lengths: options.kv_lengths.is_some(),
             kv_lengths_ahead: options.kv_lengths_ahead,
+            query_lengths: options.query_lengths.is_some(),
             segments: options.segments.is_some(),
             intervals: options.intervals.len(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
@@ -299,6 +307,11 @@ impl AttentionProblem {
             Some(_) => Some(0),
             None => self.window_right,
         }
+    }
+
+    /// True if sequences have their own numbers of keys or of queries.
+    pub(crate) fn has_lengths(&self) -> bool {
+        self.kv_lengths || self.query_lengths
     }
 
     /// True if the problem has segments or intervals. Kernels then read bounds of blocks, by which they skip blocks that are
@@ -526,6 +539,10 @@ fn check_checkpointing(
         (
             "kv_lengths",
             options.kv_lengths.as_ref().map(Tensor::device),
+        ),
+        (
+            "query_lengths",
+            options.query_lengths.as_ref().map(Tensor::device),
         ),
         ("query segments", segments.map(|(ids, _)| ids.device())),
         ("key segments", segments.map(|(_, ids)| ids.device())),

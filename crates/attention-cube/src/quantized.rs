@@ -224,6 +224,7 @@ pub fn try_quantized_attention(
         mask: options.mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
+        query_lengths: options.query_lengths.map(Tensor::into_dispatch).into(),
         query_segments: query_segments.map(Tensor::into_dispatch).into(),
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
         intervals,

@@ -66,6 +66,7 @@ impl Wanted {
             "headbias",
             "mask",
             "lengths",
+            "querylengths",
             "segments",
             "interval",
             "intervals",
@@ -85,6 +86,7 @@ impl Wanted {
             structure: Structure {
                 lengths: has("lengths"),
                 lengths_ahead: false,
+                query_lengths: has("querylengths"),
                 segments: has("segments"),
                 intervals: usize::from(has("interval")) + 2 * usize::from(has("intervals")),
                 mask: has("mask"),
@@ -101,7 +103,7 @@ impl Wanted {
 
     /// True if the kernel reads sequence lengths, segment ids or intervals.
     pub(crate) fn has_lengths_or_ids(&self) -> bool {
-        self.structure.has_bounds() || self.structure.lengths
+        self.structure.has_bounds() || self.structure.lengths_record() > 0
     }
 }
 

@@ -32,6 +32,7 @@ pub(crate) fn problem(
         bias: None,
         kv_lengths: false,
         kv_lengths_ahead: false,
+        query_lengths: false,
         segments: false,
         intervals: 0,
         sinks: None,

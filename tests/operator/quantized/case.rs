@@ -151,6 +151,7 @@ fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
         mask: extras.mask.map(Tensor::without_autodiff),
         bias: extras.bias.map(Tensor::without_autodiff),
         kv_lengths: extras.kv_lengths.map(Tensor::without_autodiff),
+        query_lengths: extras.query_lengths.map(Tensor::without_autodiff),
         segments: extras.segments.map(plain),
         intervals: extras.intervals.into_iter().map(plain).collect(),
         sinks: extras.sinks.map(Tensor::without_autodiff),

@@ -231,6 +231,7 @@ fn problem(case: &Case) -> AttentionProblem {
         bias: case.bias.map(|extent| (shape(extent), case.extras_dtype())),
         kv_lengths: case.kv_lengths.is_some(),
         kv_lengths_ahead: false,
+        query_lengths: case.query_lengths.is_some(),
         segments: case.segments.is_some(),
         intervals: case.intervals.len(),
         sinks: case.sinks.then(|| case.extras_dtype()),

@@ -256,19 +256,23 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(likely, Just(0)),
         perhaps(likely, extent()),
         perhaps(likely, Just(vec![])),
+        perhaps(0.5 * likely, Just(vec![])),
         perhaps(likely, Just((vec![], vec![]))),
-        // The engines for matrix units refuse intervals, so intervals are drawn less often than other options.
+        // Intervals and numbers of queries need kernels of their own, so both are drawn less often than other options.
         perhaps(0.2 * likely, 1..=2usize),
     )
         .prop_map(
-            move |(causal, left, right, mask, kv_lengths, segments, intervals)| Case {
-                causal,
-                window: (left, right),
-                mask,
-                kv_lengths,
-                segments,
-                intervals: vec![(vec![], vec![]); intervals.unwrap_or(0)],
-                ..case.clone()
+            move |(causal, left, right, mask, kv_lengths, query_lengths, segments, intervals)| {
+                Case {
+                    causal,
+                    window: (left, right),
+                    mask,
+                    kv_lengths,
+                    query_lengths,
+                    segments,
+                    intervals: vec![(vec![], vec![]); intervals.unwrap_or(0)],
+                    ..case.clone()
+                }
             },
         )
 }
@@ -437,18 +441,22 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
         1 => select(vec![0.01, 1e3, 1e5, 1e6, 1e8, 1e30]),
     ];
     let reach = || prop_oneof![9 => 0..kv_len + 3, 1 => Just(usize::MAX)];
-    let length = prop_oneof![
-        4 => 0..kv_len as i64 + 5,
-        1 => select(vec![
-            0,
-            kv_len as i64,
-            -1,
-            i64::MIN,
-            i64::MAX,
-            1 << 31,
-            (1 << 32) + 3,
-        ]),
-    ];
+    let length_up_to = |most: i64| {
+        prop_oneof![
+            4 => 0..most + 5,
+            1 => select(vec![
+                0,
+                most,
+                -1,
+                i64::MIN,
+                i64::MAX,
+                1 << 31,
+                (1 << 32) + 3,
+            ]),
+        ]
+    };
+    let length = length_up_to(kv_len as i64);
+    let query_length = length_up_to(q_len as i64);
     // The segments of a problem are either packed documents of one length, or ids in no order.
     let document = (1..=kv_len.max(q_len), prop::bool::weighted(0.3), 0..1000u64);
     // The intervals of a problem either grow with the query, like a causal window, or have random bounds. Some are empty or reach
@@ -460,6 +468,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
         softcap,
         (reach(), reach()),
         vec(length, batch),
+        vec(query_length, batch),
         document,
         intervals,
         amplitude,
@@ -470,6 +479,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                 softcap,
                 (left, right),
                 lengths,
+                query_lengths,
                 document,
                 (grow, salt),
                 amplitude,
@@ -515,6 +525,8 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                     softcap: case.softcap.map(|_| softcap),
                     window: (case.window.0.map(|_| left), case.window.1.map(|_| right)),
                     kv_lengths: (case.kv_lengths.as_ref()).map(|_| lengths[..sequences].to_vec()),
+                    query_lengths: (case.query_lengths.as_ref())
+                        .map(|_| query_lengths[..sequences].to_vec()),
                     segments: (case.segments.as_ref()).map(|_| (ids(end, q_len), ids(end, kv_len))),
                     amplitude,
                     ..case.clone()

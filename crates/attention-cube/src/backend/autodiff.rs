@@ -30,6 +30,7 @@ struct AttentionState<B: Backend> {
     sinks: Option<NodeId>,
     mask: MaybeBool<B>,
     kv_lengths: MaybeInt<B>,
+    query_lengths: MaybeInt<B>,
     query_segments: MaybeInt<B>,
     key_segments: MaybeInt<B>,
     intervals: MaybeInt<B>,
@@ -61,6 +62,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             mask: state.mask,
             bias: state.bias.map(&mut saved_input).into(),
             kv_lengths: state.kv_lengths,
+            query_lengths: state.query_lengths,
             query_segments: state.query_segments,
             key_segments: state.key_segments,
             intervals: state.intervals,
@@ -158,6 +160,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
             let sinks = inputs.sinks.as_option().map(&mut checkpoint);
             let inputs = untracked(inputs);
             let (mask, kv_lengths) = (inputs.mask.clone(), inputs.kv_lengths.clone());
+            let query_lengths = inputs.query_lengths.clone();
             let query_segments = inputs.query_segments.clone();
             let key_segments = inputs.key_segments.clone();
             let intervals = inputs.intervals.clone();
@@ -171,6 +174,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
                 sinks,
                 mask,
                 kv_lengths,
+                query_lengths,
                 query_segments,
                 key_segments,
                 intervals,
@@ -218,6 +222,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
         mask: inputs.mask.into_option().into(),
         bias: float(inputs.bias),
         kv_lengths: inputs.kv_lengths.into_option().into(),
+        query_lengths: inputs.query_lengths.into_option().into(),
         query_segments: inputs.query_segments.into_option().into(),
         key_segments: inputs.key_segments.into_option().into(),
         intervals: inputs.intervals.into_option().into(),

@@ -41,6 +41,8 @@ pub(crate) struct Structure {
     pub lengths: bool,
     /// True if the kernel reads the lengths before the previous launch has ended (PDL).
     pub lengths_ahead: bool,
+    /// True if every sequence has its own number of queries.
+    pub query_lengths: bool,
     pub segments: bool,
     /// The number of intervals of keys per query: 0, 1 or 2. A query sees the keys in the union of its intervals.
     pub intervals: usize,
@@ -51,6 +53,12 @@ impl Structure {
     /// True if a hidden key can lie between two visible keys.
     pub(crate) const fn is_irregular(&self) -> bool {
         self.segments || self.intervals > 0 || self.mask
+    }
+
+    /// The number of lengths per sequence in the packed i32 buffer: the number of keys, then the number of queries, as far as the
+    /// problem has them.
+    pub(crate) const fn lengths_record(&self) -> usize {
+        self.lengths as usize + self.query_lengths as usize
     }
 
     /// True if the packed i32 buffer has bounds of blocks, by which kernels skip blocks.
@@ -83,6 +91,7 @@ impl Structure {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct SeqInfo {
+    /// The number of queries.
     pub q_len: i32,
     /// The number of valid keys.
     pub length: i32,
@@ -102,12 +111,19 @@ pub(crate) fn seq_info(
 ) -> SeqInfo {
     let mut length = seq_lens.kv_len;
     if comptime!(structure.lengths) {
-        let own = own_length(lengths_and_ids, batch, structure.lengths_ahead);
+        let at = batch * comptime!(structure.lengths_record() as u32);
+        let own = own_length(lengths_and_ids, at, structure.lengths_ahead);
         length = min(max(own, 0i32), length);
     }
-    let offset = (length - seq_lens.q_len) * seq_lens.bottom_right;
+    let mut q_len = seq_lens.q_len;
+    if comptime!(structure.query_lengths) {
+        let record = comptime!(structure.lengths_record() as u32);
+        let own = own_length(lengths_and_ids, batch * record + record - 1u32, false);
+        q_len = min(max(own, 0i32), q_len);
+    }
+    let offset = (length - q_len) * seq_lens.bottom_right;
     SeqInfo {
-        q_len: seq_lens.q_len,
+        q_len,
         length,
         offset,
         left: seq_lens.left,
@@ -115,17 +131,17 @@ pub(crate) fn seq_info(
     }
 }
 
-/// Returns the number of valid keys of a sequence. The lengths come first in the packed i32 buffer.
+/// Returns the length at `index`. The lengths come first in the packed i32 buffer.
 #[cube]
 fn own_length(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
-    batch: u32,
+    index: u32,
     #[comptime] now: bool,
 ) -> i32 {
     #[comptime]
     match lengths_and_ids {
         ComptimeOption::Some(lengths_and_ids) => {
-            load_element_now::<i32>(lengths_and_ids.as_slice(), batch as usize, now)
+            load_element_now::<i32>(lengths_and_ids.as_slice(), index as usize, now)
         }
         ComptimeOption::None => 0i32,
     }
@@ -212,14 +228,32 @@ pub(crate) struct Run {
     pub common_end: i32,
 }
 
-/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile exist.
+/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows of the
+/// tensor. Queries past the end of their sequence see no key.
 #[cube]
-pub(crate) fn visible_keys(seq_info: &SeqInfo, first: i32, last: i32, full: bool) -> Run {
-    Run {
-        first: first_key(seq_info, first),
-        end: end_key(seq_info, last),
-        common_first: first_key(seq_info, last),
-        common_end: select(full, end_key(seq_info, first), 0i32),
+pub(crate) fn visible_keys(
+    seq_info: &SeqInfo,
+    first: i32,
+    last: i32,
+    full: bool,
+    #[comptime] structure: Structure,
+) -> Run {
+    if comptime!(structure.query_lengths) {
+        let last_own = min(last, seq_info.q_len - 1i32);
+        let full = full && last == last_own;
+        Run {
+            first: first_key(seq_info, first),
+            end: select(first <= last_own, end_key(seq_info, last_own), 0i32),
+            common_first: first_key(seq_info, last_own),
+            common_end: select(full, end_key(seq_info, first), 0i32),
+        }
+    } else {
+        Run {
+            first: first_key(seq_info, first),
+            end: end_key(seq_info, last),
+            common_first: first_key(seq_info, last),
+            common_end: select(full, end_key(seq_info, first), 0i32),
+        }
     }
 }
 

@@ -27,31 +27,34 @@ pub(super) fn visibility<B: Backend>(
     let (q_len, kv_len) = (problem.q_len, problem.kv_len);
     let mut conditions = Vec::new();
 
-    let lengths = inputs.kv_lengths.as_option().map(|lengths| {
-        let clamp = |lengths| B::int_clamp(lengths, 0.into(), (kv_len as i64).into());
-        // Clamps lengths in the wider of two dtypes: the dtype of the lengths, and i32. The wider dtype can represent both
-        // the lengths and `kv_len`.
-        let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
-            true => clamp(B::int_cast(lengths.clone(), INTS)),
-            false => B::int_cast(clamp(lengths.clone()), INTS),
-        };
-        B::int_reshape(lengths, Shape::new([problem.batch, 1, 1, 1]))
-    });
+    let lengths = inputs.kv_lengths.as_option();
+    let lengths = lengths.map(|lengths| clamped::<B>(lengths, kv_len, problem.batch));
+    let query_lengths = inputs.query_lengths.as_option();
+    let query_lengths = query_lengths.map(|lengths| clamped::<B>(lengths, q_len, problem.batch));
     let keys = positions::<B>(kv_len, 3, &device);
     if let Some(lengths) = &lengths {
         conditions.push(B::int_lower(keys.clone(), lengths.clone(), bools));
+    }
+    if let Some(lengths) = &query_lengths {
+        let queries = positions::<B>(q_len, 2, &device);
+        conditions.push(B::int_lower(queries, lengths.clone(), bools));
     }
     if let Some(intervals) = inputs.intervals.as_option() {
         conditions.push(within_intervals::<B>(intervals, &keys, problem, bools));
     }
     if problem.right().is_some() || problem.window_left.is_some() {
         let queries = positions::<B>(q_len, 2, &device);
-        let own = match (problem.is_bottom_right(), lengths) {
-            (false, _) => queries,
-            (true, None) => B::int_add_scalar(queries, (kv_len as i64 - q_len as i64).into()),
-            (true, Some(lengths)) => {
-                B::int_add(queries, B::int_sub_scalar(lengths, (q_len as i64).into()))
-            }
+        let plus_length = |queries| match lengths {
+            None => B::int_add_scalar(queries, (kv_len as i64).into()),
+            Some(lengths) => B::int_add(queries, lengths),
+        };
+        let minus_queries = |queries| match query_lengths {
+            None => B::int_sub_scalar(queries, (q_len as i64).into()),
+            Some(lengths) => B::int_sub(queries, lengths),
+        };
+        let own = match problem.is_bottom_right() {
+            true => minus_queries(plus_length(queries)),
+            false => queries,
         };
         if let Some(right) = problem.right() {
             let last = B::int_add_scalar(own.clone(), clamp_window(right).into());
@@ -96,6 +99,18 @@ pub(super) fn visibility<B: Backend>(
             B::bool_expand(next, shape),
         )
     })
+}
+
+/// Returns the lengths of `batch` sequences in i32, clamped to `0..=most`, `[batch, 1, 1, 1]`.
+fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> IntTensor<B> {
+    let clamp = |lengths| B::int_clamp(lengths, 0.into(), (most as i64).into());
+    // Clamps lengths in the wider of two dtypes: the dtype of the lengths, and i32. The wider dtype can represent both the
+    // lengths and `most`.
+    let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
+        true => clamp(B::int_cast(lengths.clone(), INTS)),
+        false => B::int_cast(clamp(lengths.clone()), INTS),
+    };
+    B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
 /// Returns a mask of the keys that lie in an interval of the query, `[batch, 1, q_len, kv_len]`.

@@ -69,6 +69,8 @@ pub struct AttentionInputs<B: Backend> {
     #[extension_type]
     pub kv_lengths: MaybeInt<B>,
     #[extension_type]
+    pub query_lengths: MaybeInt<B>,
+    #[extension_type]
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
@@ -88,6 +90,7 @@ impl<B: Backend> Clone for AttentionInputs<B> {
             mask: self.mask.clone(),
             bias: self.bias.clone(),
             kv_lengths: self.kv_lengths.clone(),
+            query_lengths: self.query_lengths.clone(),
             query_segments: self.query_segments.clone(),
             key_segments: self.key_segments.clone(),
             intervals: self.intervals.clone(),
@@ -121,6 +124,8 @@ pub struct QuantizedInputs<B: Backend> {
     #[extension_type]
     pub kv_lengths: MaybeInt<B>,
     #[extension_type]
+    pub query_lengths: MaybeInt<B>,
+    #[extension_type]
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
@@ -144,6 +149,7 @@ impl<B: Backend> QuantizedInputs<B> {
             mask: self.mask,
             bias: self.bias,
             kv_lengths: self.kv_lengths,
+            query_lengths: self.query_lengths,
             query_segments: self.query_segments,
             key_segments: self.key_segments,
             intervals: self.intervals,
@@ -226,6 +232,7 @@ pub(crate) fn inputs(
         mask: options.mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
+        query_lengths: options.query_lengths.map(Tensor::into_dispatch).into(),
         query_segments: query_segments.map(Tensor::into_dispatch).into(),
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
         intervals,

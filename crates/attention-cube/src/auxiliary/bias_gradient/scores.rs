@@ -114,7 +114,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
         let first_row = row_tile * row_size;
         let end_row = min(first_row + row_size, seq_lens.q_len);
         let full = first_row + row_size <= seq_lens.q_len;
-        let keys = visible_keys(&seq_info, first_row, end_row - 1i32, full);
+        let keys = visible_keys(&seq_info, first_row, end_row - 1i32, full, kind.structure);
         let query = head_operand(query, batch, head, first_row, end_row, head_dim);
         let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
         let output_gradient =

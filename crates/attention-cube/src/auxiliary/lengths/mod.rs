@@ -1,6 +1,8 @@
 //! Packs lengths, segment ids and intervals into one i32 buffer, so that kernels need only one binding: `[lengths | records of
 //! queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
 //!
+//! A sequence has up to two lengths, its number of keys and then its number of queries.
+//!
 //! The record of a query has its segment id, then the first key and the end of each interval. Without segments, the record has no
 //! id.
 //!
@@ -121,8 +123,17 @@ pub(crate) fn prepare(
         kv_len,
         ..
     } = *problem;
-    let lengths = inputs.kv_lengths.as_option();
-    let most = Some(kv_len as i32);
+    let lengths = [
+        inputs
+            .kv_lengths
+            .as_option()
+            .map(|lengths| (lengths, kv_len)),
+        inputs
+            .query_lengths
+            .as_option()
+            .map(|lengths| (lengths, q_len)),
+    ];
+    let lengths: Vec<(&CubeTensor, usize)> = lengths.into_iter().flatten().collect();
     let segments = inputs
         .query_segments
         .as_option()
@@ -133,11 +144,12 @@ pub(crate) fn prepare(
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
+        query_lengths: false,
         mask: false,
         ..structure(problem)
     };
 
-    let query_ids = if lengths.is_some() { batch } else { 0 };
+    let query_ids = lengths.len() * batch;
     let key_ids = query_ids + batch * q_len * structure.query_record();
     let mut end = key_ids + usize::from(structure.segments) * batch * kv_len;
     let mut reserve = |values: usize| {
@@ -169,12 +181,21 @@ pub(crate) fn prepare(
     let offsets = offsets.collect();
 
     if !structure.has_bounds() {
-        let packed = lengths.map(|lengths| lengths_as_read(lengths, problem));
-        return (packed, offsets);
+        match lengths[..] {
+            [] => return (None, offsets),
+            [(lengths, most)] => {
+                return (Some(contiguous_lengths(lengths, batch, most)), offsets);
+            }
+            _ => {}
+        }
     }
     let packed = empty(&inputs.query, [end], DType::I32);
-    if let Some(lengths) = lengths {
-        pack(lengths, &packed, 0, 1, batch, most, 1);
+    for (index, (of_sequences, most)) in lengths.iter().enumerate() {
+        let most = Some(*most as i32);
+        pack(of_sequences, &packed, index, 1, batch, most, lengths.len());
+    }
+    if !structure.has_bounds() {
+        return (Some(packed), offsets);
     }
     if let Some((queries, keys)) = segments {
         let record = structure.query_record();
@@ -264,15 +285,18 @@ pub(crate) fn is_kernel_layout(lengths: &CubeTensor, batch: usize) -> bool {
     lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1)
 }
 
-/// Returns the lengths of a problem's sequences in the layout that kernels read: i32, contiguous.
+/// Returns the numbers of keys of a problem's sequences in the layout that kernels read: i32, contiguous.
 pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
-    let batch = problem.batch;
+    contiguous_lengths(lengths, problem.batch, problem.kv_len)
+}
+
+/// Returns `batch` lengths in the layout that kernels read: i32, contiguous. Kernels treat lengths above `most` as `most`.
+fn contiguous_lengths(lengths: &CubeTensor, batch: usize, most: usize) -> CubeTensor {
     if is_kernel_layout(lengths, batch) {
         return lengths.clone();
     }
     let packed = empty(lengths, [batch], DType::I32);
-    let most = Some(problem.kv_len as i32);
-    pack(lengths, &packed, 0, 1, batch, most, 1);
+    pack(lengths, &packed, 0, 1, batch, Some(most as i32), 1);
     packed
 }
 

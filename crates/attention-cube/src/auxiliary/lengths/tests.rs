@@ -65,6 +65,7 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
         mask: MaybeBool::Absent,
         bias: MaybeFloat::Absent,
         kv_lengths: MaybeInt::Absent,
+        query_lengths: MaybeInt::Absent,
         query_segments: ids(&queries, q_len),
         key_segments: ids(&keys, kv_len),
         intervals: MaybeInt::Absent,

@@ -171,7 +171,7 @@ pub(super) fn dequantize<E: Float, N: Size>(
     let mut end = length;
     if comptime!(is_bounded) {
         let seq_info = seq_info(&seq_lens, &lengths, batch as u32, structure);
-        let seen = visible_keys(&seq_info, 0i32, seq_lens.q_len - 1i32, false);
+        let seen = visible_keys(&seq_info, 0i32, seq_lens.q_len - 1i32, false, structure);
         first = seen.first as u32;
         end = max(seen.end, 0i32) as u32;
     }

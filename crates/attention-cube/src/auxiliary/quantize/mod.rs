@@ -185,6 +185,7 @@ fn write_numbers(
     let structure = Structure {
         lengths: lengths.is_some(),
         lengths_ahead: false,
+        query_lengths: false,
         segments: false,
         intervals: 0,
         mask: false,

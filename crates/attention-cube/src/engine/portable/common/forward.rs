@@ -119,7 +119,7 @@ pub(crate) fn forward<
         );
     }
     let full = first_row + comptime!(tiles.rows as i32) <= row_count;
-    let keys = visible_keys(&seq_info, first_query, last_query, full);
+    let keys = visible_keys(&seq_info, first_query, last_query, full, kind.structure);
 
     let block_size = comptime!(tiles.columns() as i32);
     // Use query block 0 for packed rows. Packed rows are queries from the whole sequence, and the launch makes query block 0 so

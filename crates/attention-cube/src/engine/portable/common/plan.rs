@@ -199,7 +199,7 @@ fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles)
 fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
     let shared = usize::from(problem.mask.is_some())
         + usize::from(problem.bias.is_some())
-        + usize::from(problem.kv_lengths || problem.has_bounds());
+        + usize::from(problem.has_lengths() || problem.has_bounds());
     match pass {
         // Every forward binds five buffers: query, key, value, output and logsumexp. Int8 keys and values add two buffers of
         // scales.

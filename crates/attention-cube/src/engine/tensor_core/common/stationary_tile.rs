@@ -71,7 +71,13 @@ pub(crate) fn stationary_tile(
         // bias tensor has no biases for such rows, so they must not read any. If each score has its own bias, no block therefore
         // counts as fully visible for a partial tile.
         let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
-        visible_keys(&seq_info, first_row, first_row + existing - 1i32, full)
+        visible_keys(
+            &seq_info,
+            first_row,
+            first_row + existing - 1i32,
+            full,
+            structure,
+        )
     } else {
         let full = first_row + comptime!(rows as i32) <= exist;
         visible_queries(&seq_info, first_row, exist - 1i32, full)

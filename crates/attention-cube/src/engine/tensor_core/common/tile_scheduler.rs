@@ -154,7 +154,13 @@ fn tile(
     if comptime!(kind.fragment.has_own_biases()) {
         full = existing == comptime!(rows as i32);
     }
-    let keys = visible_keys(&seq_info, first_query, end_query - 1i32, full);
+    let keys = visible_keys(
+        &seq_info,
+        first_query,
+        end_query - 1i32,
+        full,
+        kind.fragment.structure,
+    );
     let size = comptime!(block as i32);
     let mut first_block = keys.first / size;
     let mut end_block = block_count(keys.end, size);

@@ -50,6 +50,7 @@ pub(super) fn forward(
         && matches!(tiles, MmaForwardTiles::SplitN(_))
         && supports_pdl(&client)
         && !structure.is_irregular()
+        && !structure.query_lengths
         && lengths.is_some_and(|lengths| is_kernel_layout(lengths, problem.batch));
     let cubes = pass.work_tiles as u32;
     let element = dtype_to_storage_type(problem.dtype);

@@ -280,7 +280,7 @@ fn scheduler(
     if problem.has_bounds() && splits == 1 {
         return Scheduler::DynamicPersistent(tiles.min(multiprocessors));
     }
-    if tiles * splits <= multiprocessors || problem.kv_lengths {
+    if tiles * splits <= multiprocessors || problem.has_lengths() {
         return Scheduler::SingleTile;
     }
     let windowed = problem

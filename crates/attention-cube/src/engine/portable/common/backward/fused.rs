@@ -231,7 +231,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     kind,
                 );
                 let last = min(first + block_size, seq_lens.q_len) - 1i32;
-                let keys = visible_keys(&seq_info, first, last, false);
+                let keys = visible_keys(&seq_info, first, last, false, kind.structure);
                 let seen_rows = buffer_rows(
                     key_at,
                     offsets.head_pitch,

@@ -65,7 +65,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.q_len);
     let full = first_row + comptime!(tiles.rows as i32) <= seq_lens.q_len;
-    let keys = visible_keys(&seq_info, first_row, end_row - 1i32, full);
+    let keys = visible_keys(&seq_info, first_row, end_row - 1i32, full, kind.structure);
 
     let query = head_operand(query, batch, head, first_row, end_row, head_dim);
     let output_gradient = head_operand(output_gradient, batch, head, first_row, end_row, value_dim);
