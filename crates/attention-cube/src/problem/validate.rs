@@ -1,0 +1,417 @@
+//! Validates the arguments of an attention call: shapes, dtypes, devices and the options' values.
+
+use super::{AttentionProblem, MAX_HEAD_DIM};
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
+use crate::types::quantized::QuantizedRows;
+use burn::tensor::{DType, Device, Tensor, kind::Basic};
+
+/// The shapes and devices of keys and values, quantized or not.
+struct KeyValueShapes {
+    key: [usize; 4],
+    value: [usize; 4],
+    devices: [Device; 2],
+    quantized: bool,
+}
+
+impl AttentionProblem {
+    /// Validates the arguments and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
+    /// `value [batch, kv_heads, kv_len, value_dim]`.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
+    pub fn new(
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: false,
+        };
+        let problem = Self::of(query, shapes, options)?;
+        check_dtype("key", key.dtype(), &[(problem.dtype, "the query's")])?;
+        check_dtype("value", value.dtype(), &[(problem.dtype, "the query's")])?;
+        Ok(problem)
+    }
+
+    /// Validates the arguments of a call with quantized keys and values, and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,
+    /// `value [batch, kv_heads, kv_len, value_dim]`.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
+    pub fn quantized(
+        query: &Tensor<4>,
+        key: &QuantizedRows,
+        value: &QuantizedRows,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: true,
+        };
+        Self::of(query, shapes, options)
+    }
+
+    fn of(
+        query: &Tensor<4>,
+        key_value: KeyValueShapes,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let KeyValueShapes {
+            key,
+            value,
+            devices: [key_device, value_device],
+            quantized,
+        } = key_value;
+        let [batch, q_heads, q_len, head_dim] = query.dims();
+        let [_, kv_heads, kv_len, _] = key;
+        let value_dim = value[3];
+
+        check_head_dim("query", "head_dim", &query.dims(), head_dim)?;
+        check_dims(
+            "key",
+            &key,
+            &["batch", "kv_heads", "kv_len", "head_dim"],
+            [
+                Some((batch, "the query's batch")),
+                None,
+                None,
+                Some((head_dim, "the query's head_dim")),
+            ],
+        )?;
+        check_dims(
+            "value",
+            &value,
+            &["batch", "kv_heads", "kv_len", "value_dim"],
+            [
+                Some((batch, "the query's batch")),
+                Some((kv_heads, "the key's kv_heads")),
+                Some((kv_len, "the key's kv_len")),
+                None,
+            ],
+        )?;
+        check_head_dim("value", "value_dim", &value, value_dim)?;
+        if q_heads > 0 && (kv_heads == 0 || !q_heads.is_multiple_of(kv_heads)) {
+            return Err(AttentionError::Shape {
+                argument: "key",
+                has: key.to_vec(),
+                dimension: "kv_heads",
+                found: kv_heads,
+                expected: format!("a divisor of the query's {q_heads} heads"),
+            });
+        }
+
+        let dtype = query.dtype();
+        if !matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
+            return Err(AttentionError::Dtype {
+                argument: "query",
+                has: dtype,
+                expected: "F32, F16, BF16 or F64".into(),
+            });
+        }
+        let device = query.device();
+        check_place("key", key_device.clone(), &device)?;
+        check_place("value", value_device.clone(), &device)?;
+
+        let scores = [batch, q_heads, q_len, kv_len];
+        let float = [(dtype, "the query's"), (DType::F32, "or full precision")];
+        if let Some(mask) = &options.mask {
+            check_broadcast("mask", &mask.dims(), scores)?;
+            check_device("mask", mask, &device)?;
+        }
+        if let Some(bias) = &options.bias {
+            check_broadcast("bias", &bias.dims(), scores)?;
+            check_dtype("bias", bias.dtype(), &float)?;
+            check_device("bias", bias, &device)?;
+        }
+        for (argument, lengths) in [
+            ("kv_lengths", &options.kv_lengths),
+            ("query_lengths", &options.query_lengths),
+        ] {
+            if let Some(lengths) = lengths {
+                let batch = Some((batch, "the query's batch"));
+                check_dims(argument, &lengths.dims(), &["batch"], [batch])?;
+                check_device(argument, lengths, &device)?;
+            }
+        }
+        if let Some((query_ids, key_ids)) = &options.segments {
+            for (argument, ids, length) in [
+                ("query segments", query_ids, (q_len, "the query's q_len")),
+                ("key segments", key_ids, (kv_len, "the key's kv_len")),
+            ] {
+                let batch = Some((batch, "the query's batch"));
+                check_dims(
+                    argument,
+                    &ids.dims(),
+                    &["batch", "length"],
+                    [batch, Some(length)],
+                )?;
+                check_device(argument, ids, &device)?;
+            }
+        }
+        check_intervals(options, [batch, q_len], &device)?;
+        if let Some(sinks) = &options.sinks {
+            let heads = Some((q_heads, "the query's heads"));
+            check_dims("sinks", &sinks.dims(), &["q_heads"], [heads])?;
+            check_dtype("sinks", sinks.dtype(), &float)?;
+            check_device("sinks", sinks, &device)?;
+        }
+
+        check_checkpointing(&device, [key_device, value_device], options)?;
+
+        let scale = options.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
+        if !(scale as f32).is_finite() {
+            return Err(AttentionError::Value {
+                argument: "scale",
+                has: scale,
+                expected: "a finite f32",
+            });
+        }
+        if let Some(softcap) = options.softcap
+            && !((softcap as f32).is_normal() && softcap > 0.0)
+        {
+            return Err(AttentionError::Value {
+                argument: "softcap",
+                has: softcap,
+                expected: "a finite f32 above zero",
+            });
+        }
+
+        Ok(Self {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim,
+            dtype,
+            scale,
+            softcap: options.softcap,
+            causal: options.causal,
+            window_left: options.window_left,
+            window_right: options.window_right,
+            mask: options.mask.as_ref().map(Tensor::dims),
+            bias: options
+                .bias
+                .as_ref()
+                .map(|bias| (bias.dims(), bias.dtype())),
+            kv_lengths: options.kv_lengths.is_some(),
+            kv_lengths_ahead: options.kv_lengths_ahead,
+            query_lengths: options.query_lengths.is_some(),
+            segments: options.segments.is_some(),
+            intervals: options.intervals.len(),
+            sinks: options.sinks.as_ref().map(Tensor::dtype),
+            quantized,
+        })
+    }
+}
+
+fn check_head_dim(
+    argument: &'static str,
+    dimension: &'static str,
+    has: &[usize],
+    found: usize,
+) -> Result<(), AttentionError> {
+    if (1..=MAX_HEAD_DIM).contains(&found) {
+        return Ok(());
+    }
+    Err(AttentionError::Shape {
+        argument,
+        has: has.to_vec(),
+        dimension,
+        found,
+        expected: format!("from 1 to {MAX_HEAD_DIM}"),
+    })
+}
+
+pub(crate) fn check_dims<const D: usize>(
+    argument: &'static str,
+    has: &[usize; D],
+    names: &[&'static str; D],
+    expected: [Option<(usize, &'static str)>; D],
+) -> Result<(), AttentionError> {
+    for ((&found, &dimension), expected) in has.iter().zip(names).zip(expected) {
+        if let Some((size, whose)) = expected
+            && found != size
+        {
+            return Err(AttentionError::Shape {
+                argument,
+                has: has.to_vec(),
+                dimension,
+                found,
+                expected: format!("{size}, {whose}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn check_broadcast(
+    argument: &'static str,
+    has: &[usize; 4],
+    scores: [usize; 4],
+) -> Result<(), AttentionError> {
+    let names = ["batch", "q_heads", "q_len", "kv_len"];
+    for ((&found, dimension), size) in has.iter().zip(names).zip(scores) {
+        if found != size && found != 1 {
+            return Err(AttentionError::Shape {
+                argument,
+                has: has.to_vec(),
+                dimension,
+                found,
+                expected: format!("{size} or 1, to broadcast to {scores:?}"),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The largest number of intervals per query.
+const MAX_INTERVALS: usize = 2;
+
+fn check_intervals(
+    options: &AttentionOptions,
+    [batch, q_len]: [usize; 2],
+    device: &Device,
+) -> Result<(), AttentionError> {
+    if options.intervals.len() > MAX_INTERVALS {
+        return Err(AttentionError::Value {
+            argument: "visible_between",
+            has: options.intervals.len() as f64,
+            expected: "at most 2 intervals per query",
+        });
+    }
+    let dtype = options.intervals.first().map(|(start, _)| start.dtype());
+    for (start, end) in &options.intervals {
+        for (argument, keys) in [("interval start", start), ("interval end", end)] {
+            check_dims(
+                argument,
+                &keys.dims(),
+                &["batch", "q_len"],
+                [
+                    Some((batch, "the query's batch")),
+                    Some((q_len, "the query's q_len")),
+                ],
+            )?;
+            check_device(argument, keys, device)?;
+            if let Some(dtype) = dtype {
+                check_dtype(argument, keys.dtype(), &[(dtype, "the first start's")])?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn check_dtype(
+    argument: &'static str,
+    has: DType,
+    allowed: &[(DType, &str)],
+) -> Result<(), AttentionError> {
+    if allowed.iter().any(|(dtype, _)| *dtype == has) {
+        return Ok(());
+    }
+    let expected: Vec<_> = allowed
+        .iter()
+        .map(|(dtype, whose)| format!("{dtype:?} ({whose})"))
+        .collect();
+    Err(AttentionError::Dtype {
+        argument,
+        has,
+        expected: expected.join(", "),
+    })
+}
+
+fn check_device<const D: usize, K: Basic>(
+    argument: &'static str,
+    tensor: &Tensor<D, K>,
+    expected: &Device,
+) -> Result<(), AttentionError> {
+    check_place(argument, tensor.device(), expected)
+}
+
+pub(crate) fn check_place(
+    argument: &'static str,
+    has: Device,
+    expected: &Device,
+) -> Result<(), AttentionError> {
+    // Devices are compared without their autodiff flag, because an untracked constant may be combined with a tracked query.
+    let has = has.without_autodiff();
+    let expected = expected.clone().without_autodiff();
+    if has == expected {
+        return Ok(());
+    }
+    Err(AttentionError::Device {
+        argument,
+        has: format!("{has:?}"),
+        whose: "query",
+        expected: format!("{expected:?}"),
+    })
+}
+
+/// Checks that all tensors use one checkpointing strategy. Burn merges the autodiff graphs of all tensors of a call,
+/// including the integer tensors.
+fn check_checkpointing(
+    query: &Device,
+    [key, value]: [Device; 2],
+    options: &AttentionOptions,
+) -> Result<(), AttentionError> {
+    let segments = options.segments.as_ref();
+    let intervals = options.intervals.iter().flat_map(|(start, end)| {
+        [("interval start", start), ("interval end", end)]
+            .map(|(argument, keys)| (argument, Some(keys.device())))
+    });
+    let devices = [
+        ("query", Some(query.clone())),
+        ("key", Some(key)),
+        ("value", Some(value)),
+        ("mask", options.mask.as_ref().map(Tensor::device)),
+        ("bias", options.bias.as_ref().map(Tensor::device)),
+        (
+            "kv_lengths",
+            options.kv_lengths.as_ref().map(Tensor::device),
+        ),
+        (
+            "query_lengths",
+            options.query_lengths.as_ref().map(Tensor::device),
+        ),
+        ("query segments", segments.map(|(ids, _)| ids.device())),
+        ("key segments", segments.map(|(_, ids)| ids.device())),
+        ("sinks", options.sinks.as_ref().map(Tensor::device)),
+    ];
+    check_strategies(devices.into_iter().chain(intervals))
+}
+
+/// Checks that all devices under autodiff have one checkpointing strategy.
+pub(crate) fn check_strategies(
+    devices: impl IntoIterator<Item = (&'static str, Option<Device>)>,
+) -> Result<(), AttentionError> {
+    let mut strategies = devices.into_iter().filter_map(|(argument, device)| {
+        let strategy = device?.gradient_checkpointing_strategy()?;
+        Some((argument, strategy))
+    });
+    let Some((whose, expected)) = strategies.next() else {
+        return Ok(());
+    };
+    match strategies.find(|(_, strategy)| *strategy != expected) {
+        None => Ok(()),
+        Some((argument, has)) => Err(AttentionError::Checkpointing {
+            argument,
+            has: format!("{has:?}"),
+            whose,
+            expected: format!("{expected:?}"),
+        }),
+    }
+}
