@@ -101,6 +101,24 @@ impl Inputs {
     }
 }
 
+impl Extras {
+    /// Returns the tensors without autodiff.
+    pub fn without_autodiff(self) -> Self {
+        let plain = |(first, second): (Tensor<2, Int>, Tensor<2, Int>)| {
+            (first.without_autodiff(), second.without_autodiff())
+        };
+        Self {
+            mask: self.mask.map(Tensor::without_autodiff),
+            bias: self.bias.map(Tensor::without_autodiff),
+            kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
+            query_lengths: self.query_lengths.map(Tensor::without_autodiff),
+            segments: self.segments.map(plain),
+            intervals: self.intervals.into_iter().map(plain).collect(),
+            sinks: self.sinks.map(Tensor::without_autodiff),
+        }
+    }
+}
+
 /// Creates a tensor of sequence lengths in the device's default integer dtype if all lengths fit in 32 bits. Otherwise the tensor
 /// has 64 bits if the device supports 64-bit integers. On other devices the lengths are clamped to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {

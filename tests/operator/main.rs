@@ -40,6 +40,7 @@ mod masks;
 mod nn;
 mod options;
 mod oracle;
+mod paged;
 mod properties;
 mod quantized;
 mod ragged;

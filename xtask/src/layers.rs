@@ -36,6 +36,7 @@ const CRATES: &[Crate] = &[
             &["select"],
             &["backend"],
             &["call", "explain", "quantized", "shards"],
+            &["paged"],
             &["nn"],
             &["internals", "lib"],
         ],

@@ -45,6 +45,9 @@ impl fmt::Display for Explanation {
             for warning in &selection.warnings {
                 writeln!(f, "  warning: {warning}")?;
             }
+            if selection.copies_pages {
+                writeln!(f, "  pages are first copied to contiguous keys and values")?;
+            }
         }
         Ok(())
     }

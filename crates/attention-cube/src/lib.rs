@@ -72,6 +72,7 @@ mod kernel_args;
 mod math;
 pub mod nn;
 mod options;
+pub mod paged;
 mod problem;
 pub mod quantized;
 pub mod reference;

@@ -60,6 +60,9 @@ pub struct AttentionProblem {
     pub intervals: usize,
     /// The dtype of the sinks, or `None` if the call has no sinks.
     pub sinks: Option<DType>,
+    /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged). An engine
+    /// whose kernels cannot read these pages reads a contiguous copy.
+    pub page_len: Option<usize>,
     /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8 directly, selection returns the
     /// reference engine. The call then dequantizes keys and values, and selects a kernel for the unquantized problem.
     pub quantized: bool,

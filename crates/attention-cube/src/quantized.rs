@@ -215,12 +215,29 @@ pub fn try_quantized_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::quantized(&query, &key, &value, &options)?;
     check_backend(&query.device())?;
+    let inputs = inputs_of(query, [key, value], None, options);
+    let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
+    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, &problem);
+    Ok((
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(logsumexp),
+    ))
+}
+
+/// Converts the tensors of a call over int8 rows to the types of Burn's dispatch.
+pub(crate) fn inputs_of(
+    query: Tensor<4>,
+    [key, value]: [QuantizedRows; 2],
+    page_table: Option<Tensor<2, Int>>,
+    options: AttentionOptions,
+) -> QuantizedInputs<Dispatch> {
     let intervals = intervals(&options);
     let (query_segments, key_segments) = options.segments.unzip();
-    let inputs = QuantizedInputs {
+    QuantizedInputs {
         query: query.into_dispatch(),
         key: key.into_tensors(),
         value: value.into_tensors(),
+        page_table: page_table.map(Tensor::into_dispatch).into(),
         mask: options.mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),
@@ -229,11 +246,5 @@ pub fn try_quantized_attention(
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
         intervals,
         sinks: options.sinks.map(Tensor::into_dispatch).into(),
-    };
-    let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
-    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, &problem);
-    Ok((
-        Tensor::from_dispatch(result.output),
-        Tensor::from_dispatch(logsumexp),
-    ))
+    }
 }

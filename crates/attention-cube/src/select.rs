@@ -20,6 +20,9 @@ pub struct Selection<K = Kernel> {
     pub refusals: Vec<(Engine, Refusal)>,
     /// The cases in which the chosen kernel falls short of the contract.
     pub warnings: Vec<Warning>,
+    /// True if keys and values lie in pages that the chosen kernel cannot read in place. A launch then first copies the visible
+    /// rows to contiguous tensors.
+    pub copies_pages: bool,
 }
 
 /// Returns the engines in selection order: first the engines with priority for the problem, then the remaining engines in the
@@ -79,10 +82,15 @@ pub(crate) fn select_forward(
     let (kernel, refusals) = first_plan(problem, device, Pass::Forward, |engine, device| {
         engine.plan_forward(problem, device, layouts)
     });
+    let kernel = kernel.unwrap_or(ForwardKernel::Reference);
+    let copies_pages = problem
+        .page_len
+        .is_some_and(|page_len| !kernel.reads_pages(page_len));
     Selection {
-        kernel: kernel.unwrap_or(ForwardKernel::Reference),
+        kernel,
         refusals,
         warnings: Vec::new(),
+        copies_pages,
     }
 }
 
@@ -100,6 +108,7 @@ pub(crate) fn select_backward(
         warnings: kernel.warnings(problem),
         kernel,
         refusals,
+        copies_pages: problem.page_len.is_some(),
     }
 }
 
@@ -109,6 +118,7 @@ impl<K> Selection<K> {
             kernel: convert(self.kernel),
             refusals: self.refusals,
             warnings: self.warnings,
+            copies_pages: self.copies_pages,
         }
     }
 }

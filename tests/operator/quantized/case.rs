@@ -9,7 +9,7 @@ use crate::devices::{TestDevice, devices};
 use crate::inputs::{Extras, Inputs};
 use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
 use attention_cube::{AttentionProblem, Explanation, explain};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 /// Rows of int8 codes on the host, with a scale for each row.
@@ -143,19 +143,9 @@ impl Quantized {
 
 /// Returns the optional inputs of a call as tensors without autodiff.
 fn untracked(inputs: &Inputs, device: &Device, dtype: DType) -> Extras {
-    let extras = inputs.extras(&device.clone().autodiff(), dtype);
-    let plain = |(queries, keys): (Tensor<2, Int>, Tensor<2, Int>)| {
-        (queries.without_autodiff(), keys.without_autodiff())
-    };
-    Extras {
-        mask: extras.mask.map(Tensor::without_autodiff),
-        bias: extras.bias.map(Tensor::without_autodiff),
-        kv_lengths: extras.kv_lengths.map(Tensor::without_autodiff),
-        query_lengths: extras.query_lengths.map(Tensor::without_autodiff),
-        segments: extras.segments.map(plain),
-        intervals: extras.intervals.into_iter().map(plain).collect(),
-        sinks: extras.sinks.map(Tensor::without_autodiff),
-    }
+    inputs
+        .extras(&device.clone().autodiff(), dtype)
+        .without_autodiff()
 }
 
 pub fn check(case: Case) {

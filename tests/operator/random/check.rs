@@ -235,6 +235,7 @@ fn problem(case: &Case) -> AttentionProblem {
         segments: case.segments.is_some(),
         intervals: case.intervals.len(),
         sinks: case.sinks.then(|| case.extras_dtype()),
+        page_len: None,
         quantized: false,
     }
 }

@@ -15,6 +15,8 @@ pub(crate) mod delta;
 pub(crate) mod lengths;
 pub(crate) mod mask_bits;
 #[cfg(feature = "cube")]
+pub(crate) mod pages;
+#[cfg(feature = "cube")]
 pub mod quantize;
 #[cfg(feature = "cube")]
 pub(crate) mod reduce;

@@ -59,6 +59,7 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             query: saved_input(state.query),
             key: saved_input(state.key),
             value: saved_input(state.value),
+            page_table: MaybeInt::Absent,
             mask: state.mask,
             bias: state.bias.map(&mut saved_input).into(),
             kv_lengths: state.kv_lengths,
@@ -219,6 +220,7 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
         query: inputs.query.into_primitive(),
         key: inputs.key.into_primitive(),
         value: inputs.value.into_primitive(),
+        page_table: inputs.page_table.into_option().into(),
         mask: inputs.mask.into_option().into(),
         bias: float(inputs.bias),
         kv_lengths: inputs.kv_lengths.into_option().into(),
@@ -235,6 +237,8 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
+        // Keys in pages have no gradient kernel. The copy to contiguous keys is made of differentiable operations.
+        let (inputs, problem) = reference::pages::contiguous::<Self>(inputs, &problem);
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
         match (&inputs.bias, &inputs.sinks) {
             (MaybeFloat::Absent, MaybeFloat::Absent) => tracked_forward(inputs, [q, k, v], problem),

@@ -3,6 +3,7 @@
 
 use super::*;
 use crate::auxiliary::lengths::lengths_as_read;
+use crate::auxiliary::pages::{appended, as_rows, gathered_where_seen, page_table_as_read};
 use crate::auxiliary::quantize::{dequantized, dequantized_where_seen, quantized};
 use crate::engine::ForwardKernel;
 use crate::engine::api::Int8Scales;
@@ -13,6 +14,7 @@ use crate::select::{Selection, select_backward, select_forward};
 use crate::types::device::DeviceProfile;
 use crate::types::engine::Engine;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
+use burn::tensor::Shape;
 use burn_cubecl::{
     CubeBackend,
     kernel::{into_contiguous, untile},
@@ -30,7 +32,17 @@ impl AttentionBackend for CubeBackend {
         let inputs = rows_of(inputs);
         let layouts = forward_layouts(&inputs);
         let device = DeviceProfile::of_tensor(&inputs.query);
-        forward_kernel(&device, &problem, layouts).forward(inputs, &problem)
+        let selection = forward_selection(&device, &problem, layouts);
+        match selection.copies_pages {
+            true => {
+                let (inputs, problem) = contiguous(inputs, &problem);
+                Self::attention_forward(inputs, problem)
+            }
+            false => {
+                let inputs = with_page_table_as_read(inputs);
+                selection.kernel.forward(inputs, &problem)
+            }
+        }
     }
 
     fn attention_backward(
@@ -87,6 +99,10 @@ impl AttentionBackend for CubeBackend {
             Ok(output) => return output,
             Err(inputs) => *inputs,
         };
+        if problem.page_len.is_some() {
+            let (inputs, problem) = contiguous_quantized(inputs, &problem);
+            return Self::quantized_attention_forward(inputs, problem);
+        }
         match has_kernels(&inputs.query, problem.dtype) {
             true => forward_of_seen(inputs, problem),
             false => forward_of_copy(inputs, problem),
@@ -106,6 +122,100 @@ impl AttentionBackend for CubeBackend {
             false => reference::quantized::dequantize::<Self>(rows, dtype),
         }
     }
+
+    fn append_rows(
+        pages: FloatTensor<Self>,
+        rows: FloatTensor<Self>,
+        places: AppendPlaces<Self>,
+    ) -> FloatTensor<Self> {
+        match has_kernels(&rows, rows.dtype) {
+            true => appended(untile(pages), untile(rows), places),
+            false => reference::pages::append_floats::<Self>(pages, rows, places),
+        }
+    }
+
+    fn append_words(
+        pages: IntTensor<Self>,
+        rows: IntTensor<Self>,
+        places: AppendPlaces<Self>,
+    ) -> IntTensor<Self> {
+        appended(untile(pages), untile(rows), places)
+    }
+}
+
+/// Converts the page table to the layout that kernels read.
+fn with_page_table_as_read(inputs: AttentionInputs<CubeBackend>) -> AttentionInputs<CubeBackend> {
+    let page_table = inputs.page_table.as_option();
+    let pages = inputs.key.meta.shape()[0];
+    let page_table = page_table.map(|page_table| page_table_as_read(page_table, pages));
+    AttentionInputs {
+        page_table: page_table.into(),
+        ..inputs
+    }
+}
+
+/// Copies pages of keys and values to contiguous tensors, as far as queries see them, and returns the problem over the copies.
+fn contiguous(
+    inputs: AttentionInputs<CubeBackend>,
+    problem: &AttentionProblem,
+) -> (AttentionInputs<CubeBackend>, AttentionProblem) {
+    if !has_kernels(&inputs.key, problem.dtype) {
+        return reference::pages::contiguous::<CubeBackend>(inputs, problem);
+    }
+    let inputs = with_page_table_as_read(inputs);
+    let lengths = inputs.kv_lengths.as_option();
+    let lengths = lengths.map(|lengths| lengths_as_read(lengths, problem));
+    let Some(page_table) = inputs.page_table.into_option() else {
+        unreachable!("a problem with pages has a page table")
+    };
+    let gathered = |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone());
+    let inputs = AttentionInputs {
+        key: gathered(inputs.key),
+        value: gathered(inputs.value),
+        page_table: MaybeInt::Absent,
+        kv_lengths: lengths.clone().into(),
+        ..inputs
+    };
+    let problem = AttentionProblem {
+        page_len: None,
+        ..problem.clone()
+    };
+    (inputs, problem)
+}
+
+/// Copies pages of int8 keys and values like [`contiguous`].
+fn contiguous_quantized(
+    inputs: QuantizedInputs<CubeBackend>,
+    problem: &AttentionProblem,
+) -> (QuantizedInputs<CubeBackend>, AttentionProblem) {
+    let lengths = inputs.kv_lengths.as_option();
+    let lengths = lengths.map(|lengths| lengths_as_read(lengths, problem));
+    let Some(page_table) = inputs.page_table.into_option() else {
+        unreachable!("a problem with pages has a page table")
+    };
+    let page_table = page_table_as_read(&page_table, inputs.key.words.meta.shape()[0]);
+    let gathered = |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone());
+    let gathered_rows = |rows: QuantizedTensors<CubeBackend>| {
+        let scales = gathered(as_rows(rows.scales));
+        let shape = scales.meta.shape();
+        let of_rows = Shape::new([shape[0], shape[1], shape[2]]);
+        QuantizedTensors {
+            words: gathered(untile(rows.words)),
+            scales: burn_cubecl::ops::reshape(scales, of_rows),
+        }
+    };
+    let inputs = QuantizedInputs {
+        key: gathered_rows(inputs.key),
+        value: gathered_rows(inputs.value),
+        page_table: MaybeInt::Absent,
+        kv_lengths: lengths.clone().into(),
+        ..inputs
+    };
+    let problem = AttentionProblem {
+        page_len: None,
+        ..problem.clone()
+    };
+    (inputs, problem)
 }
 
 /// Runs the forward directly on int8 words, if the selected engine can read them. If the engine cannot, the function returns
@@ -133,8 +243,12 @@ fn reads_int8_in_place(
         tma_bias: false,
     };
     let device = DeviceProfile::of_tensor(&query);
-    let kernel = forward_kernel(&device, problem, layouts);
-    if kernel.engine().most_int8_rows() == 0 {
+    let Selection {
+        kernel,
+        copies_pages,
+        ..
+    } = forward_selection(&device, problem, layouts);
+    if copies_pages || kernel.engine().most_int8_rows() == 0 {
         return Err(Box::new(inputs));
     }
     let packed = AttentionInputs {
@@ -143,7 +257,7 @@ fn reads_int8_in_place(
         value,
         ..inputs.read(|rows| rows.words)
     };
-    Ok(kernel.forward_int8(packed, scales, problem))
+    Ok(kernel.forward_int8(with_page_table_as_read(packed), scales, problem))
 }
 
 /// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see by causal mask,
@@ -216,14 +330,14 @@ fn recompute_lse(
 }
 
 /// Selects the kernel of a forward pass, and logs the reasons for the choice.
-fn forward_kernel(
+fn forward_selection(
     device: &DeviceProfile,
     problem: &AttentionProblem,
     layouts: Layouts,
-) -> ForwardKernel {
+) -> Selection<ForwardKernel> {
     let selection = select_forward(problem, Some(device), layouts);
     log_selection(&selection, problem, Pass::Forward);
-    selection.kernel
+    selection
 }
 
 fn log_selection<K: std::fmt::Debug>(

@@ -16,7 +16,10 @@ use crate::problem::AttentionProblem;
 use crate::reference;
 use crate::types::request::BackwardRequest;
 use crate::types::tensors::*;
-use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
+use burn::backend::{
+    Backend, backend_extension,
+    tensor::{FloatTensor, IntTensor},
+};
 use burn::tensor::{DType, Device};
 
 /// The devices for which this build has an implementation.
@@ -173,6 +176,26 @@ pub trait AttentionBackend: Backend {
     ) -> FloatTensor<Self> {
         reference::quantized::dequantize::<Self>(rows, dtype)
     }
+
+    /// Writes new rows of floats to pages, and returns the pages.
+    #[fusion(meta = |pages, _rows, _places| pages.clone())]
+    fn append_rows(
+        pages: FloatTensor<Self>,
+        rows: FloatTensor<Self>,
+        #[extension_type] places: AppendPlaces<Self>,
+    ) -> FloatTensor<Self> {
+        reference::pages::append_floats::<Self>(pages, rows, places)
+    }
+
+    /// Writes new rows of integers to pages, and returns the pages.
+    #[fusion(meta = |pages, _rows, _places| pages.clone())]
+    fn append_words(
+        pages: IntTensor<Self>,
+        rows: IntTensor<Self>,
+        #[extension_type] places: AppendPlaces<Self>,
+    ) -> IntTensor<Self> {
+        reference::pages::append_integers::<Self>(pages, rows, places)
+    }
 }
 
 /// Computes the forward over a dequantized copy of all keys and values, in the query's dtype.
@@ -180,6 +203,7 @@ fn forward_of_copy<B: AttentionBackend>(
     inputs: QuantizedInputs<B>,
     problem: AttentionProblem,
 ) -> AttentionOutput<B> {
+    let (inputs, problem) = reference::pages::contiguous_quantized::<B>(inputs, &problem);
     let dtype = problem.dtype;
     forward_of_numbers(inputs, problem, |rows| B::dequantize_rows(rows, dtype))
 }

@@ -71,6 +71,12 @@ pub trait AttentionEngine {
     /// number is 1 if the keys are not split.
     fn splits(plan: &Self::Forward) -> usize;
 
+    /// True if the forward's kernels can read keys and values in pages of `page_len` keys. If they cannot, a launch first copies
+    /// the pages to contiguous keys and values.
+    fn reads_pages(_plan: &Self::Forward, _page_len: usize) -> bool {
+        false
+    }
+
     /// Returns a warning for each point in which a backward's kernels fall short of the contract, which the [crate's
     /// documentation](crate) states.
     fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {

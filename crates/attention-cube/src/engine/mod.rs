@@ -134,6 +134,14 @@ macro_rules! engines {
                 }
             }
 
+            /// See [`AttentionEngine::reads_pages`].
+            pub(crate) fn reads_pages(&self, page_len: usize) -> bool {
+                match self {
+                    $(Self::$engine(plan) => $module::$engine::reads_pages(plan, page_len),)+
+                    Self::Reference => false,
+                }
+            }
+
             /// Computes the output and the logsumexp. The problem's tensors have at least one element.
             #[cfg(feature = "cube")]
             pub(crate) fn forward(

@@ -15,6 +15,9 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
+    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. With it, the first dimension of K and V
+    /// counts pages, and the third counts the keys of a page.
+    pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
 /// The tensors that a gradient kernel reads.

@@ -92,6 +92,79 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
     }
 }
 
+/// The page that holds a block of keys.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Page {
+    /// The page's index in the tensors of keys and values.
+    pub index: u32,
+    /// The number of the page's first key in its sequence.
+    pub first_key: i32,
+}
+
+/// Returns the page that holds key `key` of sequence `batch`. `page_table` is `[batch, pages of a sequence]`. Without a page
+/// table, sequence `batch` is one page.
+#[cube]
+pub(crate) fn page_of<E: Numeric, N: Size>(
+    page_table: &ComptimeOption<OwnedTensor<i32>>,
+    pages: &Tensor<Vector<E, N>>,
+    batch: u32,
+    key: i32,
+    #[comptime] page_len: usize,
+) -> Page {
+    #[comptime]
+    match page_table {
+        ComptimeOption::Some(page_table) => {
+            let number = key / comptime!(page_len as i32);
+            Page {
+                index: page_in(page_table, pages, batch, number as u32),
+                first_key: number * comptime!(page_len as i32),
+            }
+        }
+        ComptimeOption::None => Page {
+            index: batch,
+            first_key: i32::new(0),
+        },
+    }
+}
+
+/// Returns the entry of number `number` of a sequence in the page table, which is the index of a page of the tensor `pages`.
+///
+/// A number past the table gives the sequence's last entry. An entry that is no page gives the nearest page, so that no access
+/// leaves the tensor.
+#[cube]
+pub(crate) fn page_in<E: Numeric, N: Size>(
+    page_table: &Tensor<i32>,
+    pages: &Tensor<Vector<E, N>>,
+    batch: u32,
+    number: u32,
+) -> u32 {
+    let column = min(number, page_table.shape(1) as u32 - 1u32);
+    let entry = page_table[batch as usize * page_table.stride(0) + column as usize];
+    min(max(entry, 0i32) as u32, pages.shape(0) as u32 - 1u32)
+}
+
+/// Moves an operand of sequence 0 to a page. Only rows of this page may then be read, by their numbers in the sequence.
+#[cube]
+pub(crate) fn in_page<'a, E: Numeric, N: Size>(
+    operand: Operand<'a, E, N>,
+    page: &Page,
+    #[comptime] page_len: usize,
+) -> Operand<'a, E, N> {
+    if comptime!(page_len > 0) {
+        let mut rows = operand.rows;
+        // The difference may be negative. It wraps around, and the offset of a row of the page wraps back.
+        rows.base += page.index as usize * operand.tensor.stride(0)
+            - page.first_key as usize * rows.row_stride;
+        Operand::<'a, E, N> {
+            tensor: operand.tensor,
+            rows,
+        }
+    } else {
+        operand
+    }
+}
+
 /// Returns the element offset of `row`. If `packed`, the rows of all heads of the group are numbered consecutively, head
 /// after head.
 #[cube]

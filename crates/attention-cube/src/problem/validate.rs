@@ -4,7 +4,7 @@ use super::{AttentionProblem, MAX_HEAD_DIM};
 use crate::error::AttentionError;
 use crate::options::AttentionOptions;
 use crate::types::quantized::QuantizedRows;
-use burn::tensor::{DType, Device, Tensor, kind::Basic};
+use burn::tensor::{DType, Device, Int, Tensor, kind::Basic};
 
 /// The shapes and devices of keys and values, quantized or not.
 struct KeyValueShapes {
@@ -62,6 +62,115 @@ impl AttentionProblem {
             quantized: true,
         };
         Self::of(query, shapes, options)
+    }
+
+    /// Validates the arguments of a call with keys and values in pages, and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,
+    /// `value [pages, kv_heads, page_len, value_dim]`, `page_table [batch, pages of a sequence]`.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
+    pub fn paged(
+        query: &Tensor<4>,
+        key: &Tensor<4>,
+        value: &Tensor<4>,
+        page_table: &Tensor<2, Int>,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: false,
+        };
+        let problem = Self::of_pages(query, shapes, page_table, options)?;
+        check_dtype("key pages", key.dtype(), &[(problem.dtype, "the query's")])?;
+        check_dtype(
+            "value pages",
+            value.dtype(),
+            &[(problem.dtype, "the query's")],
+        )?;
+        Ok(problem)
+    }
+
+    /// Validates the arguments of a call with int8 keys and values in pages, and returns the problem that they describe.
+    ///
+    /// # Shapes
+    /// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,
+    /// `value [pages, kv_heads, page_len, value_dim]`, `page_table [batch, pages of a sequence]`.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if a shape, a dtype, a device or an option's value does not fit.
+    pub fn paged_quantized(
+        query: &Tensor<4>,
+        key: &QuantizedRows,
+        value: &QuantizedRows,
+        page_table: &Tensor<2, Int>,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let shapes = KeyValueShapes {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: true,
+        };
+        Self::of_pages(query, shapes, page_table, options)
+    }
+
+    /// Validates a problem whose `pages` of keys and values have the shapes `[pages, kv_heads, page_len, columns]`.
+    fn of_pages(
+        query: &Tensor<4>,
+        pages: KeyValueShapes,
+        page_table: &Tensor<2, Int>,
+        options: &AttentionOptions,
+    ) -> Result<Self, AttentionError> {
+        let [batch, _, _, head_dim] = query.dims();
+        let [count, kv_heads, page_len, _] = pages.key;
+        let [_, of_sequence] = page_table.dims();
+        let names = ["pages", "kv_heads", "page_len", "columns"];
+        let columns = Some((head_dim, "the query's head_dim"));
+        check_dims("key pages", &pages.key, &names, [None, None, None, columns])?;
+        let of_key = [
+            Some((count, "the key pages' number")),
+            Some((kv_heads, "the key pages' kv_heads")),
+            Some((page_len, "the key pages' page_len")),
+            None,
+        ];
+        check_dims("value pages", &pages.value, &names, of_key)?;
+        for (dimension, found) in [("pages", count), ("page_len", page_len)] {
+            if found == 0 {
+                return Err(AttentionError::Shape {
+                    argument: "key pages",
+                    has: pages.key.to_vec(),
+                    dimension,
+                    found,
+                    expected: "at least 1".into(),
+                });
+            }
+        }
+        let of_batch = [Some((batch, "the query's batch")), None];
+        let names = ["batch", "pages of a sequence"];
+        check_dims("page_table", &page_table.dims(), &names, of_batch)?;
+        check_device("page_table", page_table, &query.device())?;
+        check_strategies([
+            ("query", Some(query.device())),
+            ("page_table", Some(page_table.device())),
+        ])?;
+        // The options see the keys of a sequence in order, whatever pages hold them.
+        let sequences =
+            |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
+        let shapes = KeyValueShapes {
+            key: sequences(pages.key),
+            value: sequences(pages.value),
+            ..pages
+        };
+        let problem = Self::of(query, shapes, options)?;
+        Ok(Self {
+            page_len: Some(page_len),
+            ..problem
+        })
     }
 
     fn of(
@@ -214,6 +323,7 @@ impl AttentionProblem {
             segments: options.segments.is_some(),
             intervals: options.intervals.len(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
+            page_len: None,
             quantized,
         })
     }

@@ -7,6 +7,7 @@
 
 pub(crate) mod empty;
 pub(crate) mod gradients;
+pub(crate) mod pages;
 pub(crate) mod quantized;
 mod scores;
 mod tensors;
@@ -72,9 +73,10 @@ pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
+    let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
     match problem.is_empty() {
-        true => empty::forward(&inputs, problem),
-        false => forward_and_blind(inputs, problem).0,
+        true => empty::forward(&inputs, &problem),
+        false => forward_and_blind(inputs, &problem).0,
     }
 }
 
@@ -112,10 +114,11 @@ pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
+    let (inputs, problem) = &pages::contiguous::<B>(inputs, problem);
     let (AttentionOutput { output, logsumexp }, blind) = match problem.is_empty() {
-        true => (empty::forward(&inputs, problem), None),
+        true => (empty::forward(inputs, problem), None),
         false => {
-            let (output, blind) = forward_and_blind(inputs, problem);
+            let (output, blind) = forward_and_blind(inputs.clone(), problem);
             (output, Some(blind))
         }
     };

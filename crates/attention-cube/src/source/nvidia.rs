@@ -40,6 +40,7 @@ impl Wanted {
             },
             heads: 1,
             split: false,
+            page_len: 0,
         }
     }
 }

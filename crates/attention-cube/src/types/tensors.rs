@@ -62,6 +62,10 @@ pub struct AttentionInputs<B: Backend> {
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
+    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. If it is present, the first dimension of
+    /// keys and values counts pages, and the third counts the keys of a page.
+    #[extension_type]
+    pub page_table: MaybeInt<B>,
     #[extension_type]
     pub mask: MaybeBool<B>,
     #[extension_type]
@@ -87,6 +91,7 @@ impl<B: Backend> Clone for AttentionInputs<B> {
             query: self.query.clone(),
             key: self.key.clone(),
             value: self.value.clone(),
+            page_table: self.page_table.clone(),
             mask: self.mask.clone(),
             bias: self.bias.clone(),
             kv_lengths: self.kv_lengths.clone(),
@@ -117,6 +122,10 @@ pub struct QuantizedInputs<B: Backend> {
     pub key: QuantizedTensors<B>,
     #[extension_type]
     pub value: QuantizedTensors<B>,
+    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. If it is present, the first dimension of
+    /// keys and values counts pages, and the third counts the keys of a page.
+    #[extension_type]
+    pub page_table: MaybeInt<B>,
     #[extension_type]
     pub mask: MaybeBool<B>,
     #[extension_type]
@@ -136,6 +145,19 @@ pub struct QuantizedInputs<B: Backend> {
     pub sinks: MaybeFloat<B>,
 }
 
+/// The places of new rows in pages.
+#[derive(ExtensionType, Debug)]
+#[extension_type(fusion)]
+pub struct AppendPlaces<B: Backend> {
+    /// The page table, `[batch, pages of a sequence]`.
+    pub page_table: IntTensor<B>,
+    /// The position of the first new row of each sequence, `[batch]`.
+    pub starts: IntTensor<B>,
+    /// The number of new rows of each sequence, `[batch]`. Without it, all rows are new.
+    #[extension_type]
+    pub counts: MaybeInt<B>,
+}
+
 impl<B: Backend> QuantizedInputs<B> {
     /// Converts keys and values by the function `rows`, and returns the inputs of an unquantized call.
     pub(crate) fn read(
@@ -146,6 +168,7 @@ impl<B: Backend> QuantizedInputs<B> {
             query: self.query,
             key: rows(self.key),
             value: rows(self.value),
+            page_table: self.page_table,
             mask: self.mask,
             bias: self.bias,
             kv_lengths: self.kv_lengths,
@@ -229,6 +252,7 @@ pub(crate) fn inputs(
         query: query.into_dispatch(),
         key: key.into_dispatch(),
         value: value.into_dispatch(),
+        page_table: MaybeInt::Absent,
         mask: options.mask.map(Tensor::into_dispatch).into(),
         bias: options.bias.map(Tensor::into_dispatch).into(),
         kv_lengths: options.kv_lengths.map(Tensor::into_dispatch).into(),

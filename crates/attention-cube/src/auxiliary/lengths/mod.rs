@@ -184,7 +184,7 @@ pub(crate) fn prepare(
         match lengths[..] {
             [] => return (None, offsets),
             [(lengths, most)] => {
-                return (Some(contiguous_lengths(lengths, batch, most)), offsets);
+                return (Some(contiguous_integers(lengths, most)), offsets);
             }
             _ => {}
         }
@@ -279,25 +279,33 @@ fn bound_blocks(
     );
 }
 
-/// True if kernels can read this tensor of `batch` lengths as it is. If not, a launch must first convert it to a contiguous i32
-/// tensor.
-pub(crate) fn is_kernel_layout(lengths: &CubeTensor, batch: usize) -> bool {
-    lengths.dtype == DType::I32 && (batch == 1 || lengths.meta.strides()[0] == 1)
+/// True if kernels can read this list or table of integers as it is: i32, with contiguous rows.
+pub(crate) fn is_as_read(integers: &CubeTensor) -> bool {
+    let last = integers.meta.shape().num_dims() - 1;
+    let contiguous = integers.meta.shape()[last] == 1 || integers.meta.strides()[last] == 1;
+    integers.dtype == DType::I32 && contiguous
 }
 
 /// Returns the numbers of keys of a problem's sequences in the layout that kernels read: i32, contiguous.
 pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
-    contiguous_lengths(lengths, problem.batch, problem.kv_len)
+    contiguous_integers(lengths, problem.kv_len)
 }
 
-/// Returns `batch` lengths in the layout that kernels read: i32, contiguous. Kernels treat lengths above `most` as `most`.
-fn contiguous_lengths(lengths: &CubeTensor, batch: usize, most: usize) -> CubeTensor {
-    if is_kernel_layout(lengths, batch) {
-        return lengths.clone();
+/// Returns a list or a table of integers in the layout that kernels read: i32, with contiguous rows. Kernels treat integers above
+/// `most` as `most`, and negative ones as 0.
+pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTensor {
+    if is_as_read(integers) {
+        return integers.clone();
     }
-    let packed = empty(lengths, [batch], DType::I32);
-    pack(lengths, &packed, 0, 1, batch, Some(most as i32), 1);
-    packed
+    let shape = integers.meta.shape().clone();
+    let columns = match shape.num_dims() {
+        1 => 1,
+        dims => shape[dims - 1],
+    };
+    let count = shape.num_elements();
+    let packed = empty(integers, [count], DType::I32);
+    pack(integers, &packed, 0, columns, count, Some(most as i32), 1);
+    burn_cubecl::ops::reshape(packed, shape)
 }
 
 const UNITS: usize = 64;

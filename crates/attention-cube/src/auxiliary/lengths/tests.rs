@@ -62,6 +62,7 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
         query: zeros(q_len),
         key: zeros(kv_len),
         value: zeros(kv_len),
+        page_table: MaybeInt::Absent,
         mask: MaybeBool::Absent,
         bias: MaybeFloat::Absent,
         kv_lengths: MaybeInt::Absent,

@@ -51,6 +51,10 @@ impl AttentionEngine for Cmma {
         plan.splits
     }
 
+    fn reads_pages(plan: &PortableForwardPlan, page_len: usize) -> bool {
+        page_len.is_multiple_of(plan.tiles.columns())
+    }
+
     fn warnings(_problem: &AttentionProblem, plan: &PortableBackwardPlan) -> Vec<Warning> {
         let kernels = [plan.query, plan.key_value];
         let in_f16 = kernels

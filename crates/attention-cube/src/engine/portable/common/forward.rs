@@ -21,10 +21,12 @@
 //! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. After
 //! the first GEMM, the kernel multiplies the scores of each key by the key's scale. Before the second GEMM, it multiplies the
 //! probabilities of each value by the value's scale. The row sums add up the probabilities without these scales.
+//!
+//! Keys and values may lie in pages. The kernel then looks up the page of each block in a table, and reads the page in place.
 
 use crate::engine::portable::common::softmax::{advance, row_statistics, signal_rescale, total};
 use crate::math::inputs::{ForwardInputs, HeadSizes};
-use crate::math::layout::{Rows, group_rows, head_operand, operand};
+use crate::math::layout::{Page, Rows, group_rows, head_operand, in_page, operand, page_of};
 use crate::math::schedule::{Grid, block_count, work_tile};
 use crate::math::score::{
     ScoreIndex, ScoreKind, Scoring, biased, capped, is_visible, saved_logarithm,
@@ -51,6 +53,8 @@ pub(crate) struct ForwardKind {
     pub packed: bool,
     /// True if the keys are split (split-KV), so that the kernel writes one partial output per split.
     pub split: bool,
+    /// The number of keys per page, a multiple of a block of keys. It is 0 if the keys of a sequence are contiguous.
+    pub page_len: usize,
 }
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -158,8 +162,14 @@ pub(crate) fn forward<
         head_dim,
     );
     let query = operand(query, query_rows);
-    let key = head_operand(key, batch, kv_head, keys.first, keys.end, head_dim);
-    let value = head_operand(value, batch, kv_head, keys.first, keys.end, value_dim);
+    let page_len = comptime!(kind.page_len);
+    let sequence = if comptime!(page_len > 0) {
+        u32::new(0)
+    } else {
+        batch
+    };
+    let key = head_operand(key, sequence, kv_head, keys.first, keys.end, head_dim);
+    let value = head_operand(value, sequence, kv_head, keys.first, keys.end, value_dim);
 
     let mut stage = new_stage::<C>(tiles);
     let mut p_tile = new_tile::<C>(tiles);
@@ -185,6 +195,10 @@ pub(crate) fn forward<
         );
         if visited {
             let first = block * block_size;
+            // A block lies in one page, because pages are whole blocks.
+            let page = page_of(&inputs.page_table, key.tensor, batch, first, page_len);
+            let key = in_page(key, &page, page_len);
+            let value = in_page(value, &page, page_len);
             stage_block(&key, &value, first, &mut stage, tiles);
             multiply_transposed(
                 &query,
@@ -200,12 +214,12 @@ pub(crate) fn forward<
             times_scales(
                 &mut s,
                 &inputs.key_scales,
-                batch,
+                &page,
                 kv_head,
                 first,
                 &key.rows,
                 false,
-                tiles,
+                kind,
             );
             let whole = is_whole(
                 &keys,
@@ -238,12 +252,12 @@ pub(crate) fn forward<
             times_scales(
                 &mut s,
                 &inputs.value_scales,
-                batch,
+                &page,
                 kv_head,
                 first,
                 &value.rows,
                 true,
-                tiles,
+                kind,
             );
             store_tile(&s, &mut p_tile, 1usize, tiles);
             if comptime!(tiles.has_fragments()) {
@@ -402,24 +416,30 @@ fn score_block<M: Numeric, F: Float>(
 fn times_scales(
     s: &mut Array<f32>,
     scales: &ComptimeOption<OwnedTensor<f32>>,
-    batch: u32,
+    page: &Page,
     kv_head: u32,
     first: i32,
     rows: &Rows,
     #[comptime] zeros_stay: bool,
-    #[comptime] tiles: UnitTiles,
+    #[comptime] kind: ForwardKind,
 ) {
+    let (tiles, page_len) = comptime!((kind.tiles, kind.page_len));
     #[comptime]
     match scales {
         ComptimeOption::Some(scales) => {
             let width = comptime!(tiles.columns_per_unit());
             let unit_column = unit_column(tiles);
-            let of_head = batch as usize * scales.stride(0) + kv_head as usize * scales.stride(1);
+            let of_head =
+                page.index as usize * scales.stride(0) + kv_head as usize * scales.stride(1);
             #[unroll]
             for c in 0..width {
                 let row = first + tile_column(unit_column, c, tiles) as i32;
                 let mut scale = 0.0f32;
                 if row >= rows.first && row < rows.end {
+                    let mut row = row;
+                    if comptime!(page_len > 0) {
+                        row -= page.first_key;
+                    }
                     scale = scales[of_head + row as usize * scales.stride(2)];
                 }
                 #[unroll]

@@ -202,9 +202,12 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         + usize::from(problem.has_lengths() || problem.has_bounds());
     match pass {
         // Every forward binds five buffers: query, key, value, output and logsumexp. Int8 keys and values add two buffers of
-        // scales.
+        // scales, and pages add a table.
         Pass::Forward => {
-            5 + shared + usize::from(problem.sinks.is_some()) + 2 * usize::from(problem.quantized)
+            5 + shared
+                + usize::from(problem.sinks.is_some())
+                + usize::from(problem.page_len.is_some())
+                + 2 * usize::from(problem.quantized)
         }
         // A backward kernel binds up to seven buffers: query, key, value, the output's gradient, the LSE/delta tensor, and two
         // gradients.

@@ -236,6 +236,7 @@ impl Kernel {
                 value: tensor(),
                 key_scales: optional!(false),
                 value_scales: optional!(false),
+                page_table: optional!(false),
             },
             scoring(wanted),
             optional!(wanted.sinks && !split),
@@ -249,6 +250,7 @@ impl Kernel {
                 score: wanted.score,
                 packed: plan.packed,
                 split,
+                page_len: 0,
             },
             [
                 element,

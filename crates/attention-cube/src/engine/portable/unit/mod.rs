@@ -49,6 +49,10 @@ impl AttentionEngine for Unit {
     fn splits(plan: &PortableForwardPlan) -> usize {
         plan.splits
     }
+
+    fn reads_pages(plan: &PortableForwardPlan, page_len: usize) -> bool {
+        page_len.is_multiple_of(plan.tiles.columns())
+    }
 }
 
 #[cfg(feature = "cube")]

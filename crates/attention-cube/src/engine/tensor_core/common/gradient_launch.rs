@@ -120,6 +120,7 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
                 },
                 heads: 1,
                 split: splits > 1,
+                page_len: 0,
             },
             elements: [
                 dtype_to_storage_type(problem.dtype),

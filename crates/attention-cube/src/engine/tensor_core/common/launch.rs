@@ -180,6 +180,7 @@ impl ForwardPass {
                 fragment,
                 heads,
                 split: splits > 1,
+                page_len: problem.page_len.unwrap_or(0),
             },
             tiles,
             tile_heads,

@@ -40,6 +40,9 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// One scale per row of an int8 V.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
+    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. With it, the first dimension of K and V
+    /// counts pages, and the third counts the keys of a page.
+    pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
 /// The tensors of a gradient kernel that loads them through pointers instead of TMA. Each field's comment names the tensor for a

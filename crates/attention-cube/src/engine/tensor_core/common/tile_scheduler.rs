@@ -17,6 +17,8 @@ pub(crate) struct TileKind {
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
+    /// The number of keys per page, a multiple of a block of keys. It is 0 if the keys of a sequence are contiguous.
+    pub page_len: usize,
 }
 
 impl TileKind {

@@ -7,7 +7,7 @@ use super::forward::split_d::forward_split_d;
 use super::forward::split_m::forward_split_m;
 use super::forward::split_n::forward_split_n_pdl;
 use super::plan::{MmaForwardPlan, MmaForwardTiles};
-use crate::auxiliary::lengths::is_kernel_layout;
+use crate::auxiliary::lengths::is_as_read;
 use crate::engine::api::Int8Scales;
 use crate::engine::tensor_core::common::launch::{BiasesAhead, ForwardPass, ForwardTiling};
 use crate::engine::tensor_core::common::scoring::ForwardOperandsLaunch;
@@ -51,18 +51,20 @@ pub(super) fn forward(
         && supports_pdl(&client)
         && !structure.is_irregular()
         && !structure.query_lengths
-        && lengths.is_some_and(|lengths| is_kernel_layout(lengths, problem.batch));
+        && lengths.is_some_and(is_as_read);
     let cubes = pass.work_tiles as u32;
     let element = dtype_to_storage_type(problem.dtype);
     let key_element = match scales {
         Some(_) => ElemType::UInt(UIntKind::U32),
         None => element,
     };
+    let page_table = inputs.page_table.into_option();
     let (key_scales, value_scales) = scales.map(|scales| (scales.key, scales.value)).unzip();
     macro_rules! launch {
         ($kernel:ident, $tiles:expr, $elements:expr $(, $pdl:expr)?) => {
             // SAFETY: the kernel reads the operands and writes the output only at rows below `q_len` or `kv_len` and at columns
-            // below the head size. These are the bounds of the tensors' shapes.
+            // below the head size. These are the bounds of the tensors' shapes. If keys and values lie in pages, the kernel clamps
+            // the page table's entries to existing pages.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,
@@ -72,7 +74,8 @@ pub(super) fn forward(
                         [&inputs.query, &inputs.key, &inputs.value]
                             .into_iter()
                             .chain(&key_scales)
-                            .chain(&value_scales),
+                            .chain(&value_scales)
+                            .chain(&page_table),
                     ),
                     ForwardOperandsLaunch::new(
                         inputs.query.into_tensor_arg(),
@@ -80,6 +83,7 @@ pub(super) fn forward(
                         inputs.value.into_tensor_arg(),
                         key_scales.map(CubeTensor::into_tensor_arg).into(),
                         value_scales.map(CubeTensor::into_tensor_arg).into(),
+                        page_table.map(CubeTensor::into_tensor_arg).into(),
                     ),
                     pass.scoring(problem),
                     pass.sinks().into(),

@@ -151,6 +151,7 @@ fn write_forward(
                     value: tensor(),
                     key_scales: optional!(reads_int8),
                     value_scales: optional!(reads_int8),
+                    page_table: optional!(false),
                 },
                 scoring(wanted),
                 optional!(wanted.sinks),

@@ -84,7 +84,9 @@ pub(crate) fn launch(
         score: score_kind(problem),
         packed,
         split,
+        page_len: problem.page_len.unwrap_or(0),
     };
+    let page_table = inputs.page_table.into_option();
     let (key_element, key_vector) = match scales {
         Some(_) => (ElemType::UInt(UIntKind::U32), 1),
         None => (dtype_to_storage_type(problem.dtype), tiles.vector),
@@ -102,10 +104,11 @@ pub(crate) fn launch(
         .into_iter()
         .chain(&key_scales)
         .chain(&value_scales)
+        .chain(&page_table)
         .chain(optional_inputs.tensors()),
     );
     // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`, by their
-    // strides. It writes `output` and `logsumexp` at queries below `q_len` and at indices below `parts`. The grid bounds heads
+    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. It writes `output` and `logsumexp` at queries below `q_len` and at indices below `parts`. The grid bounds heads
     // and sequences.
     unsafe {
         forward::launch_unchecked(
@@ -119,6 +122,7 @@ pub(crate) fn launch(
                 inputs.value.into_tensor_arg(),
                 key_scales.map(CubeTensor::into_tensor_arg).into(),
                 value_scales.map(CubeTensor::into_tensor_arg).into(),
+                page_table.map(CubeTensor::into_tensor_arg).into(),
             ),
             optional_inputs.scoring(offsets[0], problem),
             kernel_sinks.map(CubeTensor::into_tensor_arg).into(),

@@ -6,6 +6,7 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`, f16 or bf16.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`, in the query's dtype.
 //! - Alternatively, keys and values as int8 codes, packed four to a `u32`, with scales `[batch, kv_heads, kv_len]`, f32.
+//! - Alternatively, pages of keys and values: the first dimension counts pages, and a page table tells the pages of a sequence.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
 //! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The row maxima come first, then the natural logarithms of the row
 //!   sums.
@@ -32,16 +33,21 @@
 //! columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs to the largest row
 //! maxima. Each warp then adds some columns of all groups, in the order of the groups.
 //!
+//! Pages. A block lies in one page. The warp looks up the page of a block one iteration before it starts the block's copies, so
+//! that the lookup overlaps with the block before.
+//!
 //! The kernel has two dependent loads: first the sequence length, then queries, keys and values. With `lengths_ahead`, the length
 //! is loaded before the previous launch has ended (PDL). This is safe because that launch does not write the length.
 
 mod mainloop;
 mod merge;
+mod pages;
 mod scales;
 mod stages;
 
 use self::mainloop::run_mainloop;
 use self::merge::{Tables, put_together, store_results};
+use self::pages::{first_sequence, page_sources};
 use self::scales::scale_sources;
 use self::stages::{Operands, copy_all_queries, warp_roles};
 use super::load::{HeadRows, head_source};
@@ -116,6 +122,7 @@ pub(crate) fn forward_split_n_pdl<
         mark_volatile(&inputs.value, pdl);
         mark_owned_volatile_if_present(&inputs.key_scales, pdl);
         mark_owned_volatile_if_present(&inputs.value_scales, pdl);
+        mark_owned_volatile_if_present(&inputs.page_table, pdl);
         mark_owned_volatile_if_present(&scoring.bias, pdl);
         mark_owned_volatile_if_present(&sinks, pdl);
         let tile = assigned.tile;
@@ -124,7 +131,7 @@ pub(crate) fn forward_split_n_pdl<
         let row = (UNIT_POS % 32u32 / 4u32) as i32;
         let rows = warp_rows::<F, NB>(&tile, &scoring, row, kind);
         let head = HeadRows {
-            batch: tile.batch,
+            batch: first_sequence(tile.batch, kind),
             head: tile.kv_head,
             first: tile.keys.first,
             end: min(tile.keys.end, masking.seq_lens.kv_len),
@@ -133,6 +140,7 @@ pub(crate) fn forward_split_n_pdl<
             keys: head_source::<W>(&inputs.key, head),
             values: head_source::<W>(&inputs.value, head),
             scales: scale_sources(&inputs.key_scales, &inputs.value_scales, head),
+            pages: page_sources::<E, W>(&inputs, tile.batch, kind),
             end_block: tile.end_block,
         };
         copy_all_queries::<E>(&inputs.query, &tile, start, tiles, kind);

@@ -55,6 +55,7 @@ impl BackwardPass<'_> {
             },
             heads: 1,
             split: false,
+            page_len: 0,
         };
         let mask = pack(
             inputs,

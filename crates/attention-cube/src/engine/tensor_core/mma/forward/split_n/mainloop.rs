@@ -1,5 +1,6 @@
 //! The main loop of a warp over the blocks of its key group, the one or two warps that process every `key_groups`-th block.
 
+use super::pages::page_of_block;
 use super::scales::{column_scales, lane_scales, with_scales};
 use super::stages::{Operands, Roles, fill, order_all_queries};
 use crate::engine::tensor_core::common::block_range::{next_block_in_steps, tile_position};
@@ -46,12 +47,15 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
     let own = assigned.first + roles.key_group as i32;
     let mut block = next_block_in_steps(tile, own, masking, groups, kind);
     let mut ahead = block;
+    let mut page = page_of_block(&operands.pages, ahead, tiles, kind);
     #[unroll]
     for stage in 0..comptime!(tiles.stages - 1) {
-        fill(operands, roles, ahead, u32::new(stage as i64), tiles);
+        let stage = u32::new(stage as i64);
+        fill(operands, roles, ahead, page, stage, tiles, kind);
         ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+        page = page_of_block(&operands.pages, ahead, tiles, kind);
     }
-    let mut scales = lane_scales(&operands.scales, block, tiles);
+    let mut scales = lane_scales(&operands.scales, &operands.pages, block, tiles, kind);
     await_copies(comptime!(2 * (tiles.stages - 1)));
     sync_cube();
     if comptime!(tiles.reads_int8) {
@@ -65,10 +69,11 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
         // Wait only for the keys of this block. The copies of the block's values and of later stages may still be in flight.
         await_copies(comptime!(2 * tiles.stages - 3));
         sync_plane();
-        fill(operands, roles, ahead, last_stage(stage, tiles), tiles);
+        let free = last_stage(stage, tiles);
+        fill(operands, roles, ahead, page, free, tiles, kind);
         let seen = warp_views(&position, rows, block, masking, warp, kind);
         let next = next_block_in_steps(tile, block + step, masking, groups, kind);
-        let next_scales = lane_scales(&operands.scales, next, tiles);
+        let next_scales = lane_scales(&operands.scales, &operands.pages, next, tiles, kind);
         let offset = stage * comptime!(tiles.stage_bytes() as u32);
         let product = comptime!(score_product(warp, tiles.rows()));
         let mut s = if comptime!(tiles.reads_int8) {
@@ -108,6 +113,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
         block = next;
         scales = next_scales;
         ahead = next_block_in_steps(tile, ahead + step, masking, groups, kind);
+        page = page_of_block(&operands.pages, ahead, tiles, kind);
         stage = next_stage(stage, tiles);
     }
     MainloopOutput::<AO> { o, states }

@@ -1,6 +1,8 @@
 //! The scales of int8 keys and values. Each lane loads the scales of one key and value of a block, one block ahead. Warp shuffles
 //! then give each lane the scales of the score columns that it holds.
 
+use super::pages::{PageSources, page_of_block, paged_head};
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::mma::forward::load::{HeadRows, HeadSource, head_source};
 use crate::engine::tensor_core::mma::forward::warp::ColumnScales;
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
@@ -62,8 +64,10 @@ pub(super) struct LaneScales {
 #[cube]
 pub(super) fn lane_scales(
     sources: &ScaleSources,
+    pages: &PageSources,
     block: i32,
     #[comptime] tiles: MmaSplitNTiles,
+    #[comptime] kind: TileKind,
 ) -> LaneScales {
     let mut scales = LaneScales {
         key: f32::new(0.0),
@@ -71,9 +75,13 @@ pub(super) fn lane_scales(
     };
     if comptime!(tiles.reads_int8) {
         let keys = comptime!(tiles.keys as i32);
-        let position = block * keys + (UNIT_POS % comptime!(tiles.keys as u32)) as i32;
-        scales.key = scale_at(&sources.keys, position);
-        scales.value = scale_at(&sources.values, position);
+        let first = block * keys;
+        let position = first + (UNIT_POS % comptime!(tiles.keys as u32)) as i32;
+        let page = page_of_block(pages, block, tiles, kind);
+        let of_keys = paged_head(sources.keys, pages.key_scale_bytes, page, first, kind);
+        let of_values = paged_head(sources.values, pages.value_scale_bytes, page, first, kind);
+        scales.key = scale_at(&of_keys, position);
+        scales.value = scale_at(&of_values, position);
     }
     scales
 }

@@ -2,6 +2,7 @@
 //!
 //! A stage holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
 
+use super::pages::{PageSources, paged_head};
 use super::scales::ScaleSources;
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::engine::tensor_core::mma::forward::load::{
@@ -108,25 +109,36 @@ pub(super) struct Operands {
     pub values: HeadSource,
     /// The scales of keys and values, which are used only for int8.
     pub scales: ScaleSources,
+    /// The pages of the tile's sequence, which are used only if keys and values lie in pages.
+    pub pages: PageSources,
     /// One past the last block.
     pub end_block: i32,
 }
 
 /// Starts the copy of the warp's columns of a block to a stage. It commits one `cp.async` group for the keys and one for the
-/// values. If the block does not exist, the groups are empty, so that every stage counts as two groups.
+/// values. If the block does not exist, the groups are empty, so that every stage counts as two groups. `page` is the block's
+/// page, if keys and values lie in pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
     roles: &Roles,
     block: i32,
+    page: u32,
     stage: u32,
     #[comptime] tiles: MmaSplitNTiles,
+    #[comptime] kind: TileKind,
 ) {
     let keys_at = roles.stages + stage * comptime!(tiles.stage_bytes() as u32);
     let first_row = block * comptime!(tiles.keys as i32);
     if block < operands.end_block {
         copy_warp_section(
-            operands.keys,
+            paged_head(
+                operands.keys,
+                operands.pages.key_bytes,
+                page,
+                first_row,
+                kind,
+            ),
             first_row,
             in_halves(roles.key_column, tiles),
             keys_at,
@@ -136,7 +148,13 @@ pub(super) fn fill(
     commit_copies();
     if block < operands.end_block {
         copy_warp_section(
-            operands.values,
+            paged_head(
+                operands.values,
+                operands.pages.value_bytes,
+                page,
+                first_row,
+                kind,
+            ),
             first_row,
             in_halves(roles.value_column, tiles),
             keys_at + comptime!(tiles.key_bytes() as u32),

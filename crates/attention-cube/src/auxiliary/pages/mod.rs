@@ -1,0 +1,171 @@
+//! Launches the kernels that copy pages to contiguous keys and values, and that append rows to pages.
+
+mod kernel;
+
+use self::kernel::{AppendSizesLaunch, GatherSizesLaunch, UNITS, append_rows, gather_pages};
+use crate::auxiliary::lengths::{BoundsOffsets, contiguous_integers};
+use crate::kernel_args::is_in_vectors;
+use crate::math::visibility::Structure;
+use crate::problem::AttentionProblem;
+use crate::types::tensors::AppendPlaces;
+use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::Shape;
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::{CubeBackend, tensor::CubeTensor};
+use cube_kit::launch::{address_type, cube_count, empty};
+use cubecl::prelude::CubeDim;
+
+/// The largest number of cubes per gather. Each head has at least one cube. The number exceeds the number of cubes that a device
+/// runs at once, and is small enough that cubes without rows cost little.
+const MOST_CUBES: usize = 4096;
+
+/// The number of vectors that a unit copies before its cube takes the next rows.
+const VECTORS_OF_UNIT: usize = 4;
+
+/// Returns the page table in the layout that kernels read: i32, with contiguous rows.
+pub(crate) fn page_table_as_read(page_table: &CubeTensor, pages: usize) -> CubeTensor {
+    contiguous_integers(page_table, pages.saturating_sub(1))
+}
+
+/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The copy has only the rows that
+/// queries of a sequence see by causal mask, window and `lengths`. All other rows stay uninitialized and may be NaN.
+///
+/// `page_table` and `lengths` are in the layout that kernels read.
+pub(crate) fn gathered_where_seen(
+    pages: CubeTensor,
+    page_table: &CubeTensor,
+    problem: &AttentionProblem,
+    lengths: Option<CubeTensor>,
+) -> CubeTensor {
+    let shape = pages.meta.shape();
+    let [heads, page_len, columns] = [1, 2, 3].map(|dim| shape[dim]);
+    let (batch, length) = (problem.batch, problem.kv_len);
+    let target = empty(&pages, [batch, heads, length, columns], pages.dtype);
+    let vector = match is_in_vectors(&pages, 4) {
+        true => 4,
+        false => 1,
+    };
+    let planes = batch * heads;
+    if planes * length * columns == 0 {
+        return target;
+    }
+    let row_vectors = columns / vector;
+    let rows_of_cube = (UNITS * VECTORS_OF_UNIT / row_vectors).max(1);
+    let cubes_of_head = problem
+        .visible_keys(problem.q_len)
+        .div_ceil(rows_of_cube)
+        .min((MOST_CUBES / planes).max(1));
+    let client = pages.client.clone();
+    let structure = Structure {
+        lengths: lengths.is_some(),
+        lengths_ahead: false,
+        query_lengths: false,
+        segments: false,
+        intervals: 0,
+        mask: false,
+    };
+    let element = dtype_to_storage_type(pages.dtype);
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube writes rows below `length` of
+    // its head in `target`, and reads existing pages by their strides, because the kernel clamps the entries of the page table.
+    unsafe {
+        gather_pages::launch_unchecked(
+            &client,
+            cube_count(&client, planes * cubes_of_head),
+            CubeDim::new_1d(UNITS as u32),
+            address_type([&pages, page_table, &target]),
+            pages.into_tensor_arg(),
+            page_table.clone().into_tensor_arg(),
+            lengths.map(CubeTensor::into_tensor_arg).into(),
+            target.clone().into_tensor_arg(),
+            BoundsOffsets::of_lengths().seq_lens(problem),
+            GatherSizesLaunch::new(
+                heads as u32,
+                planes,
+                length as u32,
+                columns as u32,
+                row_vectors as u32,
+                rows_of_cube as u32,
+                cubes_of_head as u32,
+            ),
+            page_len,
+            structure,
+            element,
+            vector,
+        );
+    }
+    target
+}
+
+/// Writes new rows to their places in the pages, in place if no other handle shares the pages. See
+/// [`paged::append`](crate::paged::append).
+pub(crate) fn appended(
+    pages: CubeTensor,
+    rows: CubeTensor,
+    places: AppendPlaces<CubeBackend>,
+) -> CubeTensor {
+    let pages = own(pages);
+    let shape = rows.meta.shape();
+    let [batch, heads, new, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+    let of_pages = pages.meta.shape();
+    let (count, page_len) = (of_pages[0], of_pages[2]);
+    let of_sequence = places.page_table.meta.shape()[1];
+    if batch * heads * new * columns * count * page_len * of_sequence == 0 {
+        return pages;
+    }
+    let vector = match is_in_vectors(&rows, 4) && is_in_vectors(&pages, 4) {
+        true => 4,
+        false => 1,
+    };
+    let row_vectors = columns / vector;
+    let vectors = batch * heads * new * row_vectors;
+    let page_table = page_table_as_read(&places.page_table, count);
+    let capacity = of_sequence * page_len;
+    let starts = contiguous_integers(&places.starts, capacity);
+    let counts = places.counts.as_option();
+    let counts = counts.map(|counts| contiguous_integers(counts, new));
+    let client = pages.client.clone();
+    let element = dtype_to_storage_type(rows.dtype);
+    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows` by its strides.
+    // It writes an existing page, because the kernel clamps the entries of the page table, and leaves out positions past them.
+    unsafe {
+        append_rows::launch_unchecked(
+            &client,
+            cube_count(&client, vectors.div_ceil(UNITS)),
+            CubeDim::new_1d(UNITS as u32),
+            address_type([&pages, &rows]),
+            rows.into_tensor_arg(),
+            page_table.into_tensor_arg(),
+            starts.into_tensor_arg(),
+            counts.map(CubeTensor::into_tensor_arg).into(),
+            pages.clone().into_tensor_arg(),
+            AppendSizesLaunch::new(
+                heads as u32,
+                new as u32,
+                columns as u32,
+                row_vectors as u32,
+                vectors,
+            ),
+            page_len,
+            element,
+            vector,
+        );
+    }
+    pages
+}
+
+/// Returns the tensor with contiguous elements, in a buffer that no other handle shares.
+fn own(tensor: CubeTensor) -> CubeTensor {
+    let tensor = into_contiguous(tensor);
+    match tensor.can_mut() {
+        true => tensor,
+        // Make the copy contiguous again: Burn's copy may pad its rows.
+        false => into_contiguous(tensor.copy()),
+    }
+}
+
+/// Returns scales `[pages, heads, page_len]` as rows of one column, `[pages, heads, page_len, 1]`.
+pub(crate) fn as_rows(scales: CubeTensor) -> CubeTensor {
+    let shape = scales.meta.shape();
+    let shape = Shape::new([shape[0], shape[1], shape[2], 1]);
+    burn_cubecl::ops::reshape(scales, shape)
+}

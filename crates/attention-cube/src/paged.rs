@@ -1,0 +1,259 @@
+//! Keys and values in pages, the KV cache of a server (PagedAttention, block tables).
+//!
+//! All sequences share one tensor of pages. A page table lists the pages of each sequence, so sequences grow without copies, and
+//! may share the pages of a common prefix.
+//!
+//! ```
+//! use attention_cube::AttentionOptions;
+//! use attention_cube::paged::{Places, append, paged_attention};
+//! use burn::tensor::{Device, Distribution, Int, Tensor};
+//!
+//! # #[cfg(feature = "flex")] {
+//! let device = Device::flex();
+//! let random = |heads, length| Tensor::<4>::random([2, heads, length, 64], Distribution::Default, &device);
+//! // Ten pages of 16 keys. The first sequence has pages 7 and 2, the second has page 4; the table's last entry is unused.
+//! let mut key = Tensor::<4>::zeros([10, 2, 16, 64], &device);
+//! let mut value = key.clone();
+//! let page_table = Tensor::<2, Int>::from_ints([[7, 2], [4, 0]], &device);
+//! // Each sequence gets one token, after 20 and 3 tokens that it already has.
+//! let places = Places {
+//!     page_table: page_table.clone(),
+//!     starts: Tensor::<1, Int>::from_ints([20, 3], &device),
+//!     counts: None,
+//! };
+//! key = append(key, random(2, 1), places.clone())?;
+//! value = append(value, random(2, 1), places)?;
+//! let lengths = Tensor::<1, Int>::from_ints([21, 4], &device);
+//! let options = AttentionOptions::new().causal().kv_lengths(lengths);
+//! let output = paged_attention(random(8, 1), key, value, page_table, options);
+//! assert_eq!(output.dims(), [2, 8, 1, 64]);
+//! # }
+//! # Ok::<(), attention_cube::AttentionError>(())
+//! ```
+//!
+//! # Contract
+//! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer dtype.
+//! Key `j` of sequence `b` is row `j % page_len` of page `page_table[b, j / page_len]`. All options see `kv_len = pages of a
+//! sequence · page_len` keys: set [`kv_lengths`](AttentionOptions::kv_lengths) for sequences that do not fill their pages.
+//!
+//! | case | result |
+//! |---|---|
+//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`] |
+//! | up to 32 rows (`q_len` times the number of query heads per key head), pages of whole blocks | kernels read pages in place; pages of 16 keys and multiples fit the mma engine, and multiples of 64 fit every engine |
+//! | more rows, other sizes of pages, or a query under autodiff | kernels read a contiguous copy. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
+//! | entries of the page table for keys that no query sees | may have any value |
+//! | other entries outside of `0..pages` | count as the nearest page, so no access leaves the tensors |
+//! | NaN in rows that no query sees | never reaches the output |
+//! | pages in several sequences | are read by each of them |
+//! | gradients | the query, the bias and the sinks receive gradients on every device. Keys and values receive them through the copy, if they are tracked |
+
+use crate::backend::{AttentionBackend, check_backend};
+use crate::error::AttentionError;
+use crate::options::AttentionOptions;
+use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place};
+use crate::quantized::inputs_of;
+use crate::reference;
+use crate::types::quantized::QuantizedRows;
+use crate::types::tensors::{AppendPlaces, AttentionInputs, AttentionOutput, inputs};
+use burn::backend::Dispatch;
+use burn::tensor::{Int, Tensor};
+
+/// The places of new rows in pages, for [`append`].
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The page table, `[batch, pages of a sequence]`.
+    pub page_table: Tensor<2, Int>,
+    /// The position of each sequence's first new row, `[batch]`: the number of rows that the sequence already has. Negative
+    /// positions count as 0.
+    pub starts: Tensor<1, Int>,
+    /// The number of new rows of each sequence, `[batch]`, if sequences have different numbers of new rows. The rows after them
+    /// are not written.
+    pub counts: Option<Tensor<1, Int>>,
+}
+
+/// Computes attention over keys and values in pages, by the fastest kernel that serves the problem on the tensors' device.
+///
+/// The [module's documentation](self) states the contract.
+///
+/// # Shapes
+/// `query [batch, q_heads, q_len, head_dim]`, `key [pages, kv_heads, page_len, head_dim]`,
+/// `value [pages, kv_heads, page_len, value_dim]`, `page_table [batch, pages of a sequence]` →
+/// `[batch, q_heads, q_len, value_dim]`.
+///
+/// # Panics
+/// Panics with the text of [`AttentionError`] if an argument does not fit; [`try_paged_attention`] returns the error instead.
+pub fn paged_attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    page_table: Tensor<2, Int>,
+    options: AttentionOptions,
+) -> Tensor<4> {
+    match try_paged_attention(query, key, value, page_table, options) {
+        Ok((output, _)) => output,
+        Err(error) => panic!("paged_attention: {error}"),
+    }
+}
+
+/// Computes [`paged_attention`] and the logsumexp, and returns an error instead of a panic.
+///
+/// The logsumexp is `[batch, q_heads, q_len]`, an f32 natural logarithm as in
+/// [`attention_with_lse`](crate::attention_with_lse).
+///
+/// # Errors
+/// Returns [`AttentionError`] if an argument does not fit.
+pub fn try_paged_attention(
+    query: Tensor<4>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+    page_table: Tensor<2, Int>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let problem = AttentionProblem::paged(&query, &key, &value, &page_table, &options)?;
+    check_backend(&query.device())?;
+    let inputs = AttentionInputs {
+        page_table: Some(page_table.into_dispatch()).into(),
+        ..inputs(query, key, value, options)
+    };
+    let result = Dispatch::attention_forward(inputs, problem.clone());
+    Ok(of_result(result, &problem))
+}
+
+/// Computes [`paged_attention`] over int8 pages, and the logsumexp as in [`try_paged_attention`].
+///
+/// # Shapes
+/// `key` and `value` are rows of `[pages, kv_heads, page_len, columns]`. The others are those of [`paged_attention`].
+///
+/// # Errors
+/// Returns [`AttentionError`] if an argument does not fit.
+pub fn try_paged_quantized_attention(
+    query: Tensor<4>,
+    key: QuantizedRows,
+    value: QuantizedRows,
+    page_table: Tensor<2, Int>,
+    options: AttentionOptions,
+) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
+    let problem = AttentionProblem::paged_quantized(&query, &key, &value, &page_table, &options)?;
+    check_backend(&query.device())?;
+    let page_table = Some(page_table);
+    let inputs = inputs_of(query, [key, value], page_table, options);
+    let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
+    Ok(of_result(result, &problem))
+}
+
+fn of_result(
+    result: AttentionOutput<Dispatch>,
+    problem: &AttentionProblem,
+) -> (Tensor<4>, Tensor<3>) {
+    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, problem);
+    (
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(logsumexp),
+    )
+}
+
+/// Writes new keys, or new values, to their places in the pages. The function returns the pages, without autodiff.
+///
+/// The memory of the pages is reused if `pages` is the only handle to it. Otherwise all pages are copied, so pass on the returned
+/// tensor and keep no clone. Rows whose position lies past the sequence's pages are not written. If two rows have the same place,
+/// one of them is kept.
+///
+/// # Shapes
+/// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.
+///
+/// # Errors
+/// Returns [`AttentionError`] if the shapes, dtypes or devices do not fit each other.
+pub fn append(
+    pages: Tensor<4>,
+    rows: Tensor<4>,
+    places: Places,
+) -> Result<Tensor<4>, AttentionError> {
+    check_backend(&pages.device())?;
+    check_append(pages.dims(), rows.dims(), &places)?;
+    check_dtype("rows", rows.dtype(), &[(pages.dtype(), "the pages'")])?;
+    check_place("pages", pages.device(), &rows.device())?;
+    check_places(&places, &rows)?;
+    let pages = pages.without_autodiff().into_dispatch();
+    let rows = rows.without_autodiff().into_dispatch();
+    Ok(Tensor::from_dispatch(Dispatch::append_rows(
+        pages,
+        rows,
+        places.into_tensors(),
+    )))
+}
+
+/// Quantizes new keys, or new values, and writes them to their places in int8 pages, like [`append`].
+///
+/// # Shapes
+/// `pages` are rows of `[pages, kv_heads, page_len, columns]`, and `rows` is `[batch, kv_heads, new, columns]`.
+///
+/// # Errors
+/// Returns [`AttentionError`] if the shapes or devices do not fit each other.
+pub fn append_quantized(
+    pages: QuantizedRows,
+    rows: Tensor<4>,
+    places: Places,
+) -> Result<QuantizedRows, AttentionError> {
+    check_append(pages.dims(), rows.dims(), &places)?;
+    check_place("pages", pages.device(), &rows.device())?;
+    check_places(&places, &rows)?;
+    let (new_words, new_scales) = QuantizedRows::try_new(rows)?.into_parts();
+    let (words, scales) = pages.into_parts();
+    let words = Tensor::from_dispatch(Dispatch::append_words(
+        words.into_dispatch(),
+        new_words.into_dispatch(),
+        places.clone().into_tensors(),
+    ));
+    // A scale is a row of one column.
+    let scales = append(scales.unsqueeze_dim(3), new_scales.unsqueeze_dim(3), places)?;
+    QuantizedRows::of_parts(words, scales.squeeze_dim(3))
+}
+
+impl Places {
+    fn into_tensors(self) -> AppendPlaces<Dispatch> {
+        AppendPlaces {
+            page_table: self.page_table.without_autodiff().into_dispatch(),
+            starts: self.starts.without_autodiff().into_dispatch(),
+            counts: self
+                .counts
+                .map(|counts| counts.without_autodiff().into_dispatch())
+                .into(),
+        }
+    }
+}
+
+fn check_append(
+    pages: [usize; 4],
+    rows: [usize; 4],
+    places: &Places,
+) -> Result<(), AttentionError> {
+    let [batch, _, _, _] = rows;
+    let [_, kv_heads, _, columns] = pages;
+    let names = ["batch", "kv_heads", "new", "columns"];
+    let expected = [
+        None,
+        Some((kv_heads, "the pages' kv_heads")),
+        None,
+        Some((columns, "the pages' columns")),
+    ];
+    check_dims("rows", &rows, &names, expected)?;
+    let of_rows = Some((batch, "the rows' batch"));
+    let table = places.page_table.dims();
+    let names = ["batch", "pages of a sequence"];
+    check_dims("page_table", &table, &names, [of_rows, None])?;
+    check_dims("starts", &places.starts.dims(), &["batch"], [of_rows])?;
+    match &places.counts {
+        Some(counts) => check_dims("counts", &counts.dims(), &["batch"], [of_rows]),
+        None => Ok(()),
+    }
+}
+
+fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {
+    let device = rows.device();
+    check_place("page_table", places.page_table.device(), &device)?;
+    check_place("starts", places.starts.device(), &device)?;
+    match &places.counts {
+        Some(counts) => check_place("counts", counts.device(), &device),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,216 @@
+//! Keys and values in pages, in Burn's own tensor operations: the copy to contiguous keys and values, and the append of new rows.
+//! Tests compare the kernels with this module, and devices without kernels run it.
+
+use crate::problem::AttentionProblem;
+use crate::types::tensors::{
+    AppendPlaces, AttentionInputs, MaybeInt, QuantizedInputs, QuantizedTensors,
+};
+use burn::backend::{
+    Backend, TensorMetadata, get_or_init_device_settings,
+    tensor::{FloatTensor, IntTensor},
+};
+use burn::tensor::{DType, IndexingUpdateOp, IntDType, Shape, Slice};
+
+/// The dtype of page numbers and positions.
+const INTS: IntDType = IntDType::I32;
+
+/// Returns the integers in i32, clamped to `0..=most`.
+fn clamped<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
+    let clamp = |integers| B::int_clamp(integers, 0.into(), (most as i64).into());
+    // Clamps in the wider of two dtypes, which can represent both the integers and `most`.
+    match integers.dtype().size() < DType::from(INTS).size() {
+        true => clamp(B::int_cast(integers, INTS)),
+        false => B::int_cast(clamp(integers), INTS),
+    }
+}
+
+/// Defines the operations on pages for tensors of one kind (floats or integers).
+macro_rules! of_kind {
+    (
+        $tensor:ident,
+        $gather:ident,
+        $append:ident,
+        [$select:ident, $assign:ident, $reshape:ident, $permute:ident, $cat:ident, $slice:ident, $zeros:ident]
+    ) => {
+        /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. An entry of the
+        /// page table that is no page gives the nearest page.
+        pub(crate) fn $gather<B: Backend>(
+            pages: $tensor<B>,
+            page_table: &IntTensor<B>,
+        ) -> $tensor<B> {
+            let shape = pages.shape();
+            let [count, heads, page_len, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+            let [batch, of_sequence] = [0, 1].map(|dim| page_table.shape()[dim]);
+            let rows = Shape::new([batch, heads, of_sequence * page_len, columns]);
+            if rows.num_elements() == 0 {
+                return B::$zeros(rows, &pages.device(), pages.dtype().into());
+            }
+            let entries = clamped::<B>(page_table.clone(), count - 1);
+            let entries = B::int_reshape(entries, Shape::new([batch * of_sequence]));
+            let found = B::$reshape(
+                B::$select(pages, 0, entries),
+                Shape::new([batch, of_sequence, heads, page_len, columns]),
+            );
+            B::$reshape(B::$permute(found, &[0, 2, 1, 3, 4]), rows)
+        }
+
+        /// Returns the pages with new rows. See [`paged::append`](crate::paged::append).
+        pub(crate) fn $append<B: Backend>(
+            pages: $tensor<B>,
+            rows: $tensor<B>,
+            places: AppendPlaces<B>,
+        ) -> $tensor<B> {
+            let shape = pages.shape();
+            let [count, heads, page_len, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
+            let [batch, new] = [rows.shape()[0], rows.shape()[2]];
+            if rows.shape().num_elements() == 0 || count == 0 {
+                return pages;
+            }
+            let all = count * heads * page_len;
+            let targets = targets::<B>(places, [count, heads, page_len], [batch, new]);
+            // Rows without a place go to one additional row, which is dropped at the end.
+            let rows = B::$reshape(rows, Shape::new([batch * heads * new, columns]));
+            let pages = B::$reshape(pages, Shape::new([all, columns]));
+            let nowhere = B::$slice(rows.clone(), &[Slice::from(0..1), Slice::from(0..columns)]);
+            let pages = B::$cat(vec![pages, nowhere], 0);
+            let pages = B::$assign(pages, 0, targets, rows, IndexingUpdateOp::Assign);
+            let pages = B::$slice(pages, &[Slice::from(0..all), Slice::from(0..columns)]);
+            B::$reshape(pages, shape)
+        }
+    };
+}
+
+of_kind!(
+    FloatTensor,
+    gathered_floats,
+    append_floats,
+    [
+        float_select,
+        float_select_assign,
+        float_reshape,
+        float_permute,
+        float_cat,
+        float_slice,
+        float_zeros
+    ]
+);
+of_kind!(
+    IntTensor,
+    gathered_integers,
+    append_integers,
+    [
+        int_select,
+        int_select_assign,
+        int_reshape,
+        int_permute,
+        int_cat,
+        int_slice,
+        int_zeros
+    ]
+);
+
+/// Returns the index of each new row among all rows of all pages, `[batch · heads · new]`. Rows without a place get the index
+/// after the last row.
+fn targets<B: Backend>(
+    places: AppendPlaces<B>,
+    [count, heads, page_len]: [usize; 3],
+    [batch, new]: [usize; 2],
+) -> IntTensor<B> {
+    let device = places.page_table.device();
+    let bools = get_or_init_device_settings::<B>(&device).bool_dtype;
+    let of_sequence = places.page_table.shape()[1];
+    let capacity = of_sequence * page_len;
+    let all = Shape::new([batch, new]);
+    let of_batch = |integers, most| {
+        let integers = B::int_reshape(clamped::<B>(integers, most), Shape::new([batch, 1]));
+        B::int_expand(integers, all.clone())
+    };
+    let index = B::int_arange(0..new as i64, &device, INTS);
+    let index = B::int_expand(B::int_reshape(index, Shape::new([1, new])), all.clone());
+    let positions = B::int_add(index.clone(), of_batch(places.starts, capacity));
+    let end = (capacity as i64).into();
+    let mut dropped = B::int_greater_equal_elem(positions.clone(), end, bools);
+    if let Some(counts) = places.counts.into_option() {
+        let counts = of_batch(counts, new);
+        dropped = B::bool_or(dropped, B::int_greater_equal(index, counts, bools));
+    }
+    let last = (capacity as i64 - 1).max(0);
+    let positions = B::int_clamp(positions, 0.into(), last.into());
+    let number = B::int_div_scalar(positions.clone(), (page_len as i64).into());
+    let slot = B::int_remainder_scalar(positions, (page_len as i64).into());
+    let table = clamped::<B>(places.page_table, count - 1);
+    let page = B::int_gather(1, table, number);
+    // The rows of a page lie head after head.
+    let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
+    let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));
+    let head = B::int_arange(0..heads as i64, &device, INTS);
+    let head = B::int_mul_scalar(head, (page_len as i64).into());
+    let every = Shape::new([batch, heads, new]);
+    let head = B::int_expand(
+        B::int_reshape(head, Shape::new([1, heads, 1])),
+        every.clone(),
+    );
+    let targets = B::int_add(B::int_expand(row, every.clone()), head);
+    let dropped = B::bool_reshape(dropped, Shape::new([batch, 1, new]));
+    let nowhere = ((count * heads * page_len) as i64).into();
+    let targets = B::int_mask_fill(targets, B::bool_expand(dropped, every), nowhere);
+    B::int_reshape(targets, Shape::new([batch * heads * new]))
+}
+
+/// Copies keys and values from pages to contiguous tensors, and returns the problem over the copies.
+pub(crate) fn contiguous<B: Backend>(
+    inputs: AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> (AttentionInputs<B>, AttentionProblem) {
+    let problem = AttentionProblem {
+        page_len: None,
+        ..problem.clone()
+    };
+    let inputs = match inputs.page_table.as_option().cloned() {
+        None => inputs,
+        Some(page_table) => AttentionInputs {
+            key: gathered_floats::<B>(inputs.key, &page_table),
+            value: gathered_floats::<B>(inputs.value, &page_table),
+            page_table: MaybeInt::Absent,
+            ..inputs
+        },
+    };
+    (inputs, problem)
+}
+
+/// Copies int8 keys and values from pages to contiguous tensors, and returns the problem over the copies.
+pub(crate) fn contiguous_quantized<B: Backend>(
+    inputs: QuantizedInputs<B>,
+    problem: &AttentionProblem,
+) -> (QuantizedInputs<B>, AttentionProblem) {
+    let problem = AttentionProblem {
+        page_len: None,
+        ..problem.clone()
+    };
+    let inputs = match inputs.page_table.as_option().cloned() {
+        None => inputs,
+        Some(page_table) => QuantizedInputs {
+            key: gathered_rows::<B>(inputs.key, &page_table),
+            value: gathered_rows::<B>(inputs.value, &page_table),
+            page_table: MaybeInt::Absent,
+            ..inputs
+        },
+    };
+    (inputs, problem)
+}
+
+fn gathered_rows<B: Backend>(
+    rows: QuantizedTensors<B>,
+    page_table: &IntTensor<B>,
+) -> QuantizedTensors<B> {
+    let shape = rows.scales.shape();
+    let [pages, heads, page_len] = [0, 1, 2].map(|dim| shape[dim]);
+    let scales = B::float_reshape(rows.scales, Shape::new([pages, heads, page_len, 1]));
+    let scales = gathered_floats::<B>(scales, page_table);
+    let shape = scales.shape();
+    let of_rows = Shape::new([shape[0], shape[1], shape[2]]);
+    QuantizedTensors {
+        words: gathered_integers::<B>(rows.words, page_table),
+        scales: B::float_reshape(scales, of_rows),
+    }
+}

@@ -1,0 +1,469 @@
+//! Tests of keys and values in pages. Attention over shuffled pages must give the bits of attention over contiguous keys and
+//! values. Pages that no query sees hold NaN, and unused entries of the page table hold any number.
+
+use crate::case::{Case, FULL};
+use crate::dense::{Dense, Layout, host};
+use crate::devices::{TestDevice, devices};
+use crate::inputs::Inputs;
+use attention_cube::CausalAlignment::{BottomRight, TopLeft};
+use attention_cube::paged::{
+    Places, append, append_quantized, try_paged_attention, try_paged_quantized_attention,
+};
+use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
+use attention_cube::{AttentionError, AttentionOptions, attention_with_lse};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
+
+/// The number of pages that belong to no sequence.
+const UNUSED_PAGES: usize = 3;
+
+/// The pages of a case, and its page table.
+struct Pages {
+    key: Dense,
+    value: Dense,
+    /// The page table, sequence after sequence.
+    table: Vec<i64>,
+    of_sequence: usize,
+}
+
+/// Distributes keys and values to shuffled pages of `page_len` keys. Keys that no query sees become NaN, and so do all unused
+/// pages. Entries of the page table for pages of which no key is seen become random numbers.
+fn pages(case: &Case, inputs: &Inputs, page_len: usize) -> Pages {
+    let mut rng = StdRng::seed_from_u64(page_len as u64);
+    let of_sequence = case.kv_len / page_len;
+    assert_eq!(of_sequence * page_len, case.kv_len, "pages are filled");
+    let count = case.batch * of_sequence + UNUSED_PAGES;
+    let mut order: Vec<usize> = (0..count).collect();
+    order.shuffle(&mut rng);
+    let mut table: Vec<i64> = order[UNUSED_PAGES..]
+        .iter()
+        .map(|page| *page as i64)
+        .collect();
+    let unused = case.unused(inputs);
+    let is_unseen =
+        |b: usize, h: usize, j: usize| unused.keys[(b * case.kv_heads + h) * case.kv_len + j];
+    let shuffled = |rows: &Dense| {
+        let [_, heads, _, columns] = rows.shape;
+        let mut pages = Dense::from_fn([count, heads, page_len, columns], |_| f64::NAN);
+        for (entry, page) in table.iter().enumerate() {
+            let (b, number) = (entry / of_sequence, entry % of_sequence);
+            for h in 0..heads {
+                for slot in 0..page_len {
+                    let j = number * page_len + slot;
+                    if is_unseen(b, h, j) {
+                        continue;
+                    }
+                    let to = ((*page as usize * heads + h) * page_len + slot) * columns;
+                    let from = ((b * heads + h) * case.kv_len + j) * columns;
+                    pages.values[to..to + columns]
+                        .copy_from_slice(&rows.values[from..from + columns]);
+                }
+            }
+        }
+        pages
+    };
+    let (key, value) = (shuffled(&inputs.key), shuffled(&inputs.value));
+    for (entry, page) in table.iter_mut().enumerate() {
+        let (b, first) = (entry / of_sequence, entry % of_sequence * page_len);
+        let mut keys =
+            (0..case.kv_heads).flat_map(|h| (first..first + page_len).map(move |j| (h, j)));
+        if keys.all(|(h, j)| is_unseen(b, h, j)) {
+            *page = rng.random_range(-5..2 * count as i64);
+        }
+    }
+    Pages {
+        key,
+        value,
+        table,
+        of_sequence,
+    }
+}
+
+fn table_of(pages: &Pages, device: &Device) -> Tensor<2, Int> {
+    let rows = pages.table.len() / pages.of_sequence;
+    let data = TensorData::new(pages.table.clone(), [rows, pages.of_sequence]);
+    Tensor::from_data(data, device)
+}
+
+fn bits(results: (Tensor<4>, Tensor<3>)) -> Vec<u64> {
+    let (output, lse) = results;
+    let values = [host(output.into_data()), host(lse.into_data())].concat();
+    values.into_iter().map(f64::to_bits).collect()
+}
+
+/// Checks that pages of each size give the bits of contiguous keys and values.
+#[track_caller]
+fn check(case: Case, page_lens: &[usize]) {
+    let inputs = case.inputs();
+    for TestDevice { name, device } in devices()
+        .iter()
+        .filter(|device| device.supports(case.dtype))
+    {
+        let tensor = |dense: &Dense, layout: Layout| {
+            let stored = layout.store(dense).tensor(device, case.dtype);
+            layout.view(stored, dense.shape)
+        };
+        let options = || {
+            let extras = inputs.extras(&device.clone().autodiff(), case.extras_dtype());
+            case.options(extras.without_autodiff())
+        };
+        let query = tensor(&inputs.query, case.layouts[0]);
+        // Contiguous keys with the same NaN: one page per sequence, in the order of the sequences.
+        let clean = pages(&case, &inputs, case.kv_len);
+        let in_order = |pages: &Dense| {
+            let order = Tensor::<1, Int>::from_data(
+                TensorData::new(clean.table.clone(), [case.batch]),
+                device,
+            );
+            pages
+                .tensor(device, case.dtype)
+                .select(0, order.clamp(0, case.batch as i64 + 2))
+        };
+        let contiguous = attention_with_lse(
+            query.clone(),
+            in_order(&clean.key),
+            in_order(&clean.value),
+            options(),
+        );
+        let expected = bits(contiguous.expect("the arguments fit"));
+        for page_len in page_lens {
+            let pages = pages(&case, &inputs, *page_len);
+            let found = try_paged_attention(
+                query.clone(),
+                tensor(&pages.key, case.layouts[1]),
+                tensor(&pages.value, case.layouts[2]),
+                table_of(&pages, device),
+                options(),
+            );
+            let found = bits(found.expect("the arguments fit"));
+            assert_eq!(found, expected, "{name} {page_len}: {case:?}");
+        }
+    }
+}
+
+fn plain(q_len: usize, kv_len: usize, width: usize) -> Case {
+    Case {
+        causal: Some(BottomRight),
+        kv_lengths: Some(vec![kv_len as i64, 70, 0]),
+        ..Case::new([3, 4, 2, q_len, kv_len, width, width])
+    }
+}
+
+#[test]
+fn paged_decode_has_the_bits_of_contiguous_keys() {
+    for width in [32, 5] {
+        for q_len in [1, 3] {
+            check(plain(q_len, 640, width), &[64, 16, 128, 1, 10]);
+        }
+    }
+    for dtype in [DType::F16, DType::BF16] {
+        check(
+            Case {
+                dtype,
+                ..plain(2, 640, 64)
+            },
+            &[64, 16, 160],
+        );
+    }
+}
+
+#[test]
+fn paged_prompt_has_the_bits_of_contiguous_keys() {
+    for q_len in [40, 100] {
+        check(plain(q_len, 192, 32), &[64, 16, 6]);
+    }
+    check(
+        Case {
+            query_lengths: Some(vec![100, 1, 30]),
+            kv_lengths: Some(vec![150, 192, 30]),
+            ..plain(100, 192, 32)
+        },
+        &[64, 16],
+    );
+}
+
+#[test]
+fn paged_options_have_the_bits_of_contiguous_keys() {
+    let ids = |length: usize| (0..3 * length).map(move |token| (token % length / 50) as i64);
+    let interval = (0..3 * 5).map(|i: i64| (i % 3, 100 + 20 * (i % 5))).unzip();
+    let case = plain(5, 192, 32);
+    for case in [
+        Case {
+            window: (Some(30), Some(0)),
+            ..case.clone()
+        },
+        Case {
+            causal: Some(TopLeft),
+            sinks: true,
+            softcap: Some(2.0),
+            ..case.clone()
+        },
+        Case {
+            causal: None,
+            kv_lengths: None,
+            mask: Some(FULL),
+            bias: Some(FULL),
+            ..case.clone()
+        },
+        Case {
+            segments: Some((ids(5).collect(), ids(192).collect())),
+            ..case.clone()
+        },
+        Case {
+            causal: None,
+            intervals: vec![interval],
+            ..case.clone()
+        },
+    ] {
+        check(case, &[64, 16]);
+    }
+}
+
+#[test]
+fn paged_layouts_have_the_bits_of_contiguous_keys() {
+    let sliced = Layout::Sliced {
+        before: 4,
+        after: 8,
+    };
+    for layout in [Layout::HeadsLast, Layout::Transposed, sliced] {
+        check(
+            Case {
+                layouts: [layout; 4],
+                ..plain(2, 192, 32)
+            },
+            &[64, 48],
+        );
+    }
+}
+
+/// Checks int8 pages against int8 rows in order.
+#[test]
+fn paged_int8_has_the_bits_of_contiguous_rows() {
+    for (q_len, width, page_lens) in [(1, 32, [64, 16]), (4, 64, [64, 5]), (40, 32, [64, 16])] {
+        let case = plain(q_len, 320, width);
+        let inputs = case.inputs();
+        for TestDevice { name, device } in devices() {
+            let device = &device;
+            let tensor = |dense: &Dense| dense.tensor(device, case.dtype);
+            let options = || case.options(inputs.extras(device, case.dtype));
+            let [key, value] =
+                [&inputs.key, &inputs.value].map(|rows| QuantizedRows::new(tensor(rows)));
+            let expected = try_quantized_attention(tensor(&inputs.query), key, value, options());
+            let expected = bits(expected.expect("the arguments fit"));
+            for page_len in page_lens {
+                let pages = pages(&case, &inputs, page_len);
+                let found = try_paged_quantized_attention(
+                    tensor(&inputs.query),
+                    QuantizedRows::new(tensor(&pages.key)),
+                    QuantizedRows::new(tensor(&pages.value)),
+                    table_of(&pages, device),
+                    options(),
+                );
+                let found = bits(found.expect("the arguments fit"));
+                assert_eq!(found, expected, "{name} {page_len}: {case:?}");
+            }
+        }
+    }
+}
+
+/// Checks that a tracked query gets the gradient of a call over contiguous keys, and that tracked pages get gradients, too.
+#[test]
+fn paged_gradients_equal_those_of_contiguous_keys() {
+    let case = Case {
+        kv_lengths: Some(vec![96, 40]),
+        ..Case::new([2, 2, 1, 4, 96, 16, 16])
+    };
+    let inputs = case.inputs();
+    for TestDevice { name, device } in devices() {
+        let device = device.autodiff();
+        let leaf = |dense: &Dense| dense.tensor(&device, case.dtype).require_grad();
+        let options = || case.options(inputs.extras(&device, case.dtype));
+        let (query, key) = (leaf(&inputs.query), leaf(&inputs.key));
+        let value = inputs.value.tensor(&device, case.dtype);
+        let (output, _) = attention_with_lse(query.clone(), key.clone(), value, options())
+            .expect("the arguments fit");
+        let gradients = output.sum().backward();
+        let expected = query.grad(&gradients).expect("the query has a gradient");
+        let of_keys = key.grad(&gradients).expect("the keys have a gradient");
+
+        let pages = pages(&case, &inputs, 32);
+        let finite = |dense: &Dense| Dense {
+            values: (dense.values.iter())
+                .map(|x| if x.is_nan() { 0.0 } else { *x })
+                .collect(),
+            ..dense.clone()
+        };
+        let (query, key) = (leaf(&inputs.query), leaf(&finite(&pages.key)));
+        let value = finite(&pages.value).tensor(&device, case.dtype);
+        let table = table_of(&pages, &device);
+        let (output, _) = try_paged_attention(query.clone(), key.clone(), value, table, options())
+            .expect("the arguments fit");
+        let gradients = output.sum().backward();
+        let found = query.grad(&gradients).expect("the query has a gradient");
+        let in_pages = key.grad(&gradients).expect("the pages have a gradient");
+        assert_eq!(found.into_data(), expected.into_data(), "{name}");
+        let sum = |gradient: Tensor<4>| gradient.abs().sum().into_scalar::<f32>();
+        let (found, expected) = (sum(in_pages), sum(of_keys));
+        assert!(
+            (found - expected).abs() < 1e-3 * expected,
+            "{name}: {found} {expected}"
+        );
+    }
+}
+
+/// The new rows of a test of `append`, and the pages that it must give.
+struct Appended {
+    places: Places,
+    rows: Dense,
+    before: Dense,
+    after: Dense,
+}
+
+/// Draws pages, new rows and their places. Some rows have no place: rows past their sequence's count or pages.
+fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
+    let [heads, page_len, new, columns] = case;
+    let (batch, of_sequence, count) = (3, 4, 15);
+    let mut rng = StdRng::seed_from_u64((page_len * new + columns) as u64);
+    let mut order: Vec<i64> = (0..count).collect();
+    order.shuffle(&mut rng);
+    let table = &order[..batch * of_sequence];
+    let before = Dense::normal(
+        [count as usize, heads, page_len, columns],
+        DType::F32,
+        &mut rng,
+    );
+    let rows = Dense::normal([batch, heads, new, columns], DType::F32, &mut rng);
+    let starts = [0, page_len as i64 + 1, (of_sequence * page_len) as i64 - 2];
+    let counts = [new as i64 - 1, 0, i64::from(i32::MAX)];
+    let mut after = before.clone();
+    for b in 0..batch {
+        for i in 0..new {
+            let position = starts[b] as usize + i;
+            if position >= of_sequence * page_len || ragged && i as i64 >= counts[b] {
+                continue;
+            }
+            let page = table[b * of_sequence + position / page_len] as usize;
+            for h in 0..heads {
+                let to = ((page * heads + h) * page_len + position % page_len) * columns;
+                let from = ((b * heads + h) * new + i) * columns;
+                after.values[to..to + columns].copy_from_slice(&rows.values[from..from + columns]);
+            }
+        }
+    }
+    let list = |integers: &[i64]| {
+        let data = TensorData::new(integers.to_vec(), [integers.len()]);
+        Tensor::<1, Int>::from_data(data, device)
+    };
+    let places = Places {
+        page_table: list(table).reshape([batch, of_sequence]),
+        starts: list(&starts),
+        counts: ragged.then(|| list(&counts)),
+    };
+    Appended {
+        places,
+        rows,
+        before,
+        after,
+    }
+}
+
+#[test]
+fn append_writes_only_the_places_of_new_rows() {
+    for TestDevice { name, device } in devices() {
+        for case in [[2, 8, 5, 16], [1, 1, 3, 7], [3, 16, 1, 4], [2, 4, 30, 3]] {
+            for ragged in [false, true] {
+                let drawn = appended(case, ragged, &device);
+                let pages = drawn.before.tensor(&device, DType::F32);
+                let kept = pages.clone();
+                let rows = drawn.rows.tensor(&device, DType::F32);
+                let found = append(pages, rows, drawn.places).expect("the arguments fit");
+                let context = format!("{name} {case:?} {ragged}");
+                assert_eq!(host(found.into_data()), drawn.after.values, "{context}");
+                assert_eq!(host(kept.into_data()), drawn.before.values, "{context}");
+            }
+        }
+    }
+}
+
+#[test]
+fn append_quantized_equals_quantized_pages() {
+    for TestDevice { name, device } in devices() {
+        let drawn = appended([2, 8, 5, 16], true, &device);
+        let tensor = |dense: &Dense| dense.tensor(&device, DType::F32);
+        let pages = QuantizedRows::new(tensor(&drawn.before));
+        let found = append_quantized(pages, tensor(&drawn.rows), drawn.places);
+        let (words, scales) = found.expect("the arguments fit").into_parts();
+        let (expected, factors) = QuantizedRows::new(tensor(&drawn.after)).into_parts();
+        assert_eq!(words.into_data(), expected.into_data(), "{name}");
+        assert_eq!(scales.into_data(), factors.into_data(), "{name}");
+    }
+}
+
+#[test]
+fn paged_arguments_that_do_not_fit_are_refused() {
+    for TestDevice { device, .. } in devices() {
+        let floats = |shape: [usize; 4]| Tensor::<4>::zeros(shape, &device);
+        let table = |shape: [usize; 2]| Tensor::<2, Int>::zeros(shape, &device);
+        let call = |key: [usize; 4], value: [usize; 4], entries: [usize; 2]| {
+            try_paged_attention(
+                floats([2, 4, 1, 8]),
+                floats(key),
+                floats(value),
+                table(entries),
+                AttentionOptions::new(),
+            )
+            .expect_err("the arguments do not fit")
+        };
+        let pages = [5, 2, 16, 8];
+        for (key, value, entries, words) in [
+            (
+                pages,
+                pages,
+                [3, 4],
+                "page_table has shape [3, 4]: its batch is 3",
+            ),
+            (
+                [5, 2, 16, 9],
+                pages,
+                [2, 4],
+                "key pages has shape [5, 2, 16, 9]",
+            ),
+            (
+                pages,
+                [6, 2, 16, 8],
+                [2, 4],
+                "value pages has shape [6, 2, 16, 8]",
+            ),
+            (
+                pages,
+                [5, 2, 8, 8],
+                [2, 4],
+                "value pages has shape [5, 2, 8, 8]",
+            ),
+            ([0, 2, 16, 8], [0, 2, 16, 8], [2, 4], "pages"),
+            ([5, 2, 0, 8], [5, 2, 0, 8], [2, 4], "page_len"),
+            ([5, 3, 16, 8], [5, 3, 16, 8], [2, 4], "kv_heads"),
+        ] {
+            let error = call(key, value, entries).to_string();
+            assert!(error.contains(words), "{error}: expected {words}");
+        }
+        let places = |batch: usize| Places {
+            page_table: table([2, 4]),
+            starts: Tensor::zeros([batch], &device),
+            counts: None,
+        };
+        let error = |pages: [usize; 4], rows: [usize; 4], batch: usize| -> AttentionError {
+            append(floats(pages), floats(rows), places(batch))
+                .expect_err("the arguments do not fit")
+        };
+        for (rows, batch, words) in [
+            ([2, 2, 3, 9], 2, "columns"),
+            ([2, 1, 3, 8], 2, "kv_heads"),
+            ([3, 2, 3, 8], 3, "page_table"),
+            ([2, 2, 3, 8], 3, "starts"),
+        ] {
+            let error = error(pages, rows, batch).to_string();
+            assert!(error.contains(words), "{error}: expected {words}");
+        }
+    }
+}
