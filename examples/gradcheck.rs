@@ -79,6 +79,8 @@ enum Feature {
     Intervals,
     /// Add a sink for every head, and check the sinks' gradient.
     Sinks,
+    /// Drop a quarter of the probabilities.
+    Dropout,
     /// Use four query heads per key head.
     Gqa,
     /// Use values with another number of columns than queries and keys.
@@ -169,6 +171,10 @@ impl Feature {
                 sinks: true,
                 ..plain
             },
+            Self::Dropout => Case {
+                dropout: Some((0.25, 3)),
+                ..plain
+            },
             Self::Gqa => Case {
                 q_heads: 8,
                 ..plain
@@ -200,6 +206,7 @@ impl Feature {
                 segments: Some((documents(q_len), documents(kv_len))),
                 intervals: vec![intervals(q_len, 0)],
                 sinks: true,
+                dropout: Some((0.1, 5)),
                 lse_gradient: true,
                 ..plain
             },

@@ -58,6 +58,8 @@ pub struct Case {
     /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
     /// of every query. Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
+    /// The dropout of probabilities and its seed, or `None` without dropout.
+    pub dropout: Option<(f64, u64)>,
     /// True if each query head has a sink with a random value.
     pub sinks: bool,
     /// True if the bias and the sinks are in f32, whatever the query's dtype is.
@@ -98,6 +100,7 @@ impl Case {
             query_lengths: None,
             segments: None,
             intervals: Vec::new(),
+            dropout: None,
             sinks: false,
             f32_extras: false,
             lse_gradient: true,

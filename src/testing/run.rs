@@ -80,6 +80,9 @@ impl Case {
             let shape = [self.batch, self.q_len];
             options = options.visible_between(start.expand(shape), end.expand(shape));
         }
+        if let Some((probability, seed)) = self.dropout {
+            options = options.dropout(probability, seed);
+        }
         if let Some(sinks) = extras.sinks {
             options = options.sinks(sinks.expand([self.q_heads]));
         }

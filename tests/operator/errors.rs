@@ -178,7 +178,7 @@ fn argument_of_wrong_dtype_is_refused() {
 }
 
 #[test]
-fn scale_or_softcap_out_of_range_is_refused() {
+fn scale_softcap_or_dropout_out_of_range_is_refused() {
     for device in devices() {
         let fit = Call::fitting(&device.device);
         for scale in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300] {
@@ -192,6 +192,11 @@ fn scale_or_softcap_out_of_range_is_refused() {
                 &call,
                 &number("softcap", softcap, "a finite f32 above zero"),
             );
+        }
+        for dropout in [-0.1, 0.995, 1.0, f64::NAN, f64::INFINITY] {
+            let call = fit.with_options(AttentionOptions::new().dropout(dropout, 1));
+            let expected = number("dropout", dropout, "a probability from 0 to 0.99");
+            check(device.name, &call, &expected);
         }
     }
 }

@@ -66,6 +66,7 @@ fn gradcheck_without_options_runs_every_option() {
         "segments",
         "intervals",
         "sinks",
+        "dropout",
         "gqa",
         "value-dim",
         "scale",

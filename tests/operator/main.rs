@@ -19,6 +19,7 @@ mod biases;
 mod cliffs;
 mod decode;
 mod determinism;
+mod dropout;
 mod empty_rows;
 mod empty_tensors;
 mod errors;

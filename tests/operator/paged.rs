@@ -1,5 +1,5 @@
 //! Tests of keys and values in pages. Attention over shuffled pages must give the bits of attention over contiguous keys and
-//! values. Pages that no query sees hold NaN, and unused entries of the page table hold any number.
+//! values, if it has the same kernel. Pages that no query sees hold NaN, and unused entries of the page table hold any number.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, Layout, host};
@@ -10,7 +10,9 @@ use attention_cube::paged::{
     Places, append, append_quantized, try_paged_attention, try_paged_quantized_attention,
 };
 use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
-use attention_cube::{AttentionError, AttentionOptions, attention_with_lse};
+use attention_cube::{
+    AttentionError, AttentionOptions, AttentionProblem, attention_with_lse, explain,
+};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
@@ -85,10 +87,47 @@ fn table_of(pages: &Pages, device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(data, device)
 }
 
-fn bits(results: (Tensor<4>, Tensor<3>)) -> Vec<u64> {
+fn values(results: (Tensor<4>, Tensor<3>)) -> Vec<f64> {
     let (output, lse) = results;
-    let values = [host(output.into_data()), host(lse.into_data())].concat();
-    values.into_iter().map(f64::to_bits).collect()
+    [host(output.into_data()), host(lse.into_data())].concat()
+}
+
+/// Checks that results over pages have the bits of results over contiguous keys.
+///
+/// For small pages, a device may have another kernel, which sums the keys in another order. The results may then differ by some
+/// roundings of the dtype.
+#[track_caller]
+fn check_equal(
+    found: &[f64],
+    expected: &[f64],
+    has_same_kernel: bool,
+    dtype: DType,
+    context: &str,
+) {
+    let slack = match (has_same_kernel, dtype) {
+        (true, _) => 0.0,
+        (false, DType::BF16) => 1.0 / 64.0,
+        (false, _) => 1.0 / 512.0,
+    };
+    let largest = expected.iter().filter(|x| x.is_finite());
+    let largest = largest.fold(0.0f64, |largest, x| largest.max(x.abs()));
+    assert_eq!(found.len(), expected.len(), "{context}");
+    for (found, expected) in found.iter().zip(expected) {
+        let is_equal = found.to_bits() == expected.to_bits();
+        let is_near = (found - expected).abs() <= slack * largest;
+        assert!(is_equal || is_near, "{context}: {found} and {expected}");
+    }
+}
+
+/// True if attention over the pages runs the kernel of attention over contiguous keys.
+fn has_same_kernel(paged: AttentionProblem, device: &Device) -> bool {
+    let kernel = |problem: &AttentionProblem| explain(problem, device).forward;
+    let contiguous = AttentionProblem {
+        page_len: None,
+        ..paged.clone()
+    };
+    let of_pages = kernel(&paged);
+    of_pages.copies_pages || of_pages.kernel == kernel(&contiguous).kernel
 }
 
 /// Checks that pages of each size give the bits of contiguous keys and values.
@@ -125,18 +164,21 @@ fn check(case: Case, page_lens: &[usize]) {
             in_order(&clean.value),
             options(),
         );
-        let expected = bits(contiguous.expect("the arguments fit"));
+        let expected = values(contiguous.expect("the arguments fit"));
         for page_len in page_lens {
             let pages = pages(&case, &inputs, *page_len);
-            let found = try_paged_attention(
-                query.clone(),
+            let (key, value) = (
                 tensor(&pages.key, case.layouts[1]),
                 tensor(&pages.value, case.layouts[2]),
-                table_of(&pages, device),
-                options(),
             );
-            let found = bits(found.expect("the arguments fit"));
-            assert_eq!(found, expected, "{name} {page_len}: {case:?}");
+            let table = table_of(&pages, device);
+            let problem = AttentionProblem::paged(&query, &key, &value, &table, &options())
+                .expect("the arguments fit");
+            let found = try_paged_attention(query.clone(), key, value, table, options());
+            let found = values(found.expect("the arguments fit"));
+            let context = format!("{name} {page_len}: {case:?}");
+            let same = has_same_kernel(problem, device);
+            check_equal(&found, &expected, same, case.dtype, &context);
         }
     }
 }
@@ -249,18 +291,20 @@ fn paged_int8_has_the_bits_of_contiguous_rows() {
             let [key, value] =
                 [&inputs.key, &inputs.value].map(|rows| QuantizedRows::new(tensor(rows)));
             let expected = try_quantized_attention(tensor(&inputs.query), key, value, options());
-            let expected = bits(expected.expect("the arguments fit"));
+            let expected = values(expected.expect("the arguments fit"));
             for page_len in page_lens {
                 let pages = pages(&case, &inputs, page_len);
-                let found = try_paged_quantized_attention(
-                    tensor(&inputs.query),
-                    QuantizedRows::new(tensor(&pages.key)),
-                    QuantizedRows::new(tensor(&pages.value)),
-                    table_of(&pages, device),
-                    options(),
-                );
-                let found = bits(found.expect("the arguments fit"));
-                assert_eq!(found, expected, "{name} {page_len}: {case:?}");
+                let (query, table) = (tensor(&inputs.query), table_of(&pages, device));
+                let [key, value] =
+                    [&pages.key, &pages.value].map(|rows| QuantizedRows::new(tensor(rows)));
+                let problem =
+                    AttentionProblem::paged_quantized(&query, &key, &value, &table, &options())
+                        .expect("the arguments fit");
+                let found = try_paged_quantized_attention(query, key, value, table, options());
+                let found = values(found.expect("the arguments fit"));
+                let context = format!("{name} {page_len}: {case:?}");
+                let same = has_same_kernel(problem, device);
+                check_equal(&found, &expected, same, case.dtype, &context);
             }
         }
     }
@@ -326,6 +370,8 @@ fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
     let mut rng = StdRng::seed_from_u64((page_len * new + columns) as u64);
     let mut order: Vec<i64> = (0..count).collect();
     order.shuffle(&mut rng);
+    // Two entries are no page, so rows there are not written.
+    (order[0], order[batch * of_sequence - 1]) = (-1, count);
     let table = &order[..batch * of_sequence];
     let before = Dense::normal(
         [count as usize, heads, page_len, columns],
@@ -333,16 +379,20 @@ fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
         &mut rng,
     );
     let rows = Dense::normal([batch, heads, new, columns], DType::F32, &mut rng);
-    let starts = [0, page_len as i64 + 1, (of_sequence * page_len) as i64 - 2];
+    let starts = [-3, page_len as i64 + 1, (of_sequence * page_len) as i64 - 2];
     let counts = [new as i64 - 1, 0, i64::from(i32::MAX)];
     let mut after = before.clone();
     for b in 0..batch {
         for i in 0..new {
-            let position = starts[b] as usize + i;
+            let position = starts[b].max(0) as usize + i;
             if position >= of_sequence * page_len || ragged && i as i64 >= counts[b] {
                 continue;
             }
-            let page = table[b * of_sequence + position / page_len] as usize;
+            let page = table[b * of_sequence + position / page_len];
+            if !(0..count).contains(&page) {
+                continue;
+            }
+            let page = page as usize;
             for h in 0..heads {
                 let to = ((page * heads + h) * page_len + position % page_len) * columns;
                 let from = ((b * heads + h) * new + i) * columns;
@@ -381,6 +431,28 @@ fn append_writes_only_the_places_of_new_rows() {
                 assert_eq!(host(found.into_data()), drawn.after.values, "{context}");
                 assert_eq!(host(kept.into_data()), drawn.before.values, "{context}");
             }
+        }
+    }
+}
+
+/// Checks the shapes for which nothing can be written.
+#[test]
+fn append_without_places_returns_the_pages() {
+    for TestDevice { device, .. } in devices() {
+        for (pages, new, entries) in [
+            ([5, 2, 16, 8], 1, 0),
+            ([5, 2, 0, 8], 1, 3),
+            ([5, 2, 16, 8], 0, 3),
+        ] {
+            let places = Places {
+                page_table: Tensor::zeros([1, entries], &device),
+                starts: Tensor::zeros([1], &device),
+                counts: None,
+            };
+            let rows = Tensor::<4>::zeros([1, 2, new, 8], &device);
+            let before = Tensor::<4>::ones(pages, &device);
+            let after = append(before.clone(), rows, places).expect("the arguments fit");
+            assert_eq!(after.into_data(), before.into_data());
         }
     }
 }

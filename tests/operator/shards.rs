@@ -431,3 +431,44 @@ fn shards_backward_bias_of_queries_equals_autodiff() {
         }
     }
 }
+
+/// Checks that rows past the end of a sequence's queries may hold NaN in the explicit backward, also beside a sink.
+#[test]
+fn shards_backward_of_ragged_queries_ignores_nan() {
+    for TestDevice { name, device } in devices() {
+        let device = &device;
+        let random = |salt: u64, rows: usize| {
+            let values = (0..rows * 4).map(|index| normal(salt, index as u64));
+            let data = TensorData::new(values.collect::<Vec<f64>>(), [1, 1, rows, 4]);
+            tensor::<4>(&data, device, DType::F32)
+        };
+        let (query, key, value, gradient) =
+            (random(1, 3), random(2, 5), random(3, 5), random(4, 3));
+        let options = || {
+            AttentionOptions::new()
+                .query_lengths(Tensor::<1, Int>::from_ints([2], device))
+                .sinks(Tensor::<1>::from_floats([0.5], device))
+        };
+        let (output, logsumexp) =
+            attention_with_lse(query.clone(), key.clone(), value.clone(), options())
+                .expect("the arguments fit");
+        let last = |tensor: &Tensor<4>, number: f32| {
+            let row = Tensor::<4>::full([1, 1, 1, 4], number, device);
+            tensor.clone().slice_assign([0..1, 0..1, 2..3, 0..4], row)
+        };
+        let run = |number: f32| {
+            let merged = Merged {
+                output: output.clone(),
+                logsumexp: logsumexp.clone(),
+                output_gradient: last(&gradient, number),
+                logsumexp_gradient: None,
+            };
+            let query = last(&query, number);
+            let gradients = backward(query, key.clone(), value.clone(), options(), merged)
+                .expect("the arguments fit");
+            let sinks = gradients.sinks.expect("the call has sinks");
+            (read(gradients.key), read(gradients.value), read(sinks))
+        };
+        assert_eq!(run(f32::NAN), run(0.0), "{name}");
+    }
+}

@@ -1,5 +1,6 @@
 //! Converts a problem's tensors and sizes into kernel arguments.
 
+use crate::math::dropout::kernel::DropoutArgumentsLaunch;
 use crate::math::inputs::HeadSizesLaunch;
 use crate::math::schedule::GridLaunch;
 use crate::math::score::{ScoreArgumentsLaunch, ScoreKind};
@@ -83,7 +84,21 @@ pub(crate) fn score_kind(problem: &AttentionProblem) -> ScoreKind {
         softcap: problem.softcap.is_some(),
         wide_softcap: softcap::is_wide(problem.softcap),
         bias: problem.bias.is_some(),
+        dropout: problem.dropout.is_some(),
     }
+}
+
+/// Returns the dropout of the problem as a kernel argument.
+pub(crate) fn dropout_arguments(problem: &AttentionProblem) -> Option<DropoutArgumentsLaunch> {
+    problem.dropout.map(|dropout| {
+        DropoutArgumentsLaunch::new(
+            dropout.seed as u32,
+            (dropout.seed >> 32) as u32,
+            dropout.threshold(),
+            dropout.kept() as f32,
+            problem.q_heads as u32,
+        )
+    })
 }
 
 pub(crate) fn score_arguments(problem: &AttentionProblem) -> ScoreArgumentsLaunch {

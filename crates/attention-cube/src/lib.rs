@@ -88,7 +88,7 @@ mod types;
 pub use engine::Kernel;
 pub use error::AttentionError;
 pub use explain::{Explanation, explain};
-pub use options::{AttentionOptions, CausalAlignment};
+pub use options::{AttentionOptions, CausalAlignment, Dropout};
 pub use problem::{AttentionProblem, MAX_HEAD_DIM};
 pub use select::Selection;
 pub use types::device::DeviceProfile;

@@ -1,5 +1,6 @@
 //! The options of an attention call, beyond the query, the keys and the values.
 
+use crate::math::dropout::LEVELS;
 use burn::tensor::{Bool, Int, Tensor};
 
 /// Position of the causal mask's diagonal if the query and the keys differ in length.
@@ -14,6 +15,27 @@ pub enum CausalAlignment {
     BottomRight,
     /// The first query sees the first key: query `i` sees the keys `j ≤ i`.
     TopLeft,
+}
+
+/// Dropout of probabilities, see [`AttentionOptions::dropout`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// The probability with which a probability is dropped, from 0 to 0.99.
+    pub probability: f64,
+    /// The seed of the random bits.
+    pub seed: u64,
+}
+
+impl Dropout {
+    /// Returns the value below which the 16 random bits of a score drop it.
+    pub(crate) fn threshold(&self) -> u32 {
+        (self.probability * f64::from(LEVELS)).round() as u32
+    }
+
+    /// Returns the factor of probabilities that are kept. The mean of all factors is 1.
+    pub(crate) fn kept(&self) -> f64 {
+        f64::from(LEVELS) / f64::from(LEVELS - self.threshold())
+    }
 }
 
 /// Options of [`fused_attention`](crate::fused_attention), built by chaining.
@@ -44,6 +66,7 @@ pub struct AttentionOptions {
     pub(crate) segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) sinks: Option<Tensor<1>>,
+    pub(crate) dropout: Option<Dropout>,
 }
 
 impl AttentionOptions {
@@ -204,6 +227,25 @@ impl AttentionOptions {
     /// logsumexp includes the sink.
     pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
         self.sinks = Some(sinks);
+        self
+    }
+
+    /// Drops each probability with the given probability, and multiplies the kept ones so that their mean stays the same. It is the
+    /// dropout of attention weights in training.
+    ///
+    /// Random bits are a function of the seed and of the score's place, on every device and in the backward. Use another seed in
+    /// each call. The probability is rounded to a multiple of 2⁻¹⁶, and may be from 0 to 0.99. The logsumexp does not depend on
+    /// the dropout.
+    ///
+    /// ```
+    /// use attention_cube::AttentionOptions;
+    ///
+    /// let step = 17; // the number of the training step and of the layer, for example
+    /// let options = AttentionOptions::new().causal().dropout(0.1, step);
+    /// # let _ = options;
+    /// ```
+    pub fn dropout(mut self, probability: f64, seed: u64) -> Self {
+        self.dropout = (probability != 0.0).then_some(Dropout { probability, seed });
         self
     }
 

@@ -38,9 +38,10 @@
 //!
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`] |
-//! | up to 32 rows (`q_len` times the number of query heads per key head), pages of whole blocks | kernels read pages in place; pages of 16 keys and multiples fit the mma engine, and multiples of 64 fit every engine |
-//! | more rows, other sizes of pages, or a query under autodiff | kernels read a contiguous copy. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
+//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. It has the bits of a call over contiguous keys, except if pages are so small that another kernel reads them |
+//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. That kernel has up to 16 rows (`q_len` times the number of query heads per key head), and up to 32 rows at head sizes up to 256. Its blocks have 16 keys. The portable engines' blocks have 16 to 512 keys |
+//! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells which case a problem is |
+//! | a query under autodiff | the whole table is copied |
 //! | entries of the page table for keys that no query sees | may have any value |
 //! | other entries outside of `0..pages` | count as the nearest page, so no access leaves the tensors |
 //! | NaN in rows that no query sees | never reaches the output |
@@ -112,7 +113,7 @@ pub fn try_paged_attention(
     let problem = AttentionProblem::paged(&query, &key, &value, &page_table, &options)?;
     check_backend(&query.device())?;
     let inputs = AttentionInputs {
-        page_table: Some(page_table.into_dispatch()).into(),
+        page_table: Some(page_table.without_autodiff().into_dispatch()).into(),
         ..inputs(query, key, value, options)
     };
     let result = Dispatch::attention_forward(inputs, problem.clone());
@@ -135,7 +136,7 @@ pub fn try_paged_quantized_attention(
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let problem = AttentionProblem::paged_quantized(&query, &key, &value, &page_table, &options)?;
     check_backend(&query.device())?;
-    let page_table = Some(page_table);
+    let page_table = Some(page_table.without_autodiff());
     let inputs = inputs_of(query, [key, value], page_table, options);
     let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
     Ok(of_result(result, &problem))
@@ -154,9 +155,11 @@ fn of_result(
 
 /// Writes new keys, or new values, to their places in the pages. The function returns the pages, without autodiff.
 ///
-/// The memory of the pages is reused if `pages` is the only handle to it. Otherwise all pages are copied, so pass on the returned
-/// tensor and keep no clone. Rows whose position lies past the sequence's pages are not written. If two rows have the same place,
-/// one of them is kept.
+/// On devices with kernels, the memory of the pages is reused if they are contiguous and `pages` is the only handle to them.
+/// Otherwise all pages are copied, so pass on the returned tensor and keep no clone.
+///
+/// Rows whose position lies past the sequence's pages are not written. Neither are rows whose entry in the page table is no page,
+/// such as −1. If two rows have the same place, the row there is a mixture of both.
 ///
 /// # Shapes
 /// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.

@@ -2,7 +2,7 @@
 
 mod validate;
 
-use crate::options::CausalAlignment;
+use crate::options::{CausalAlignment, Dropout};
 use burn::tensor::DType;
 pub(crate) use validate::{check_dims, check_dtype, check_place, check_strategies};
 
@@ -60,6 +60,8 @@ pub struct AttentionProblem {
     pub intervals: usize,
     /// The dtype of the sinks, or `None` if the call has no sinks.
     pub sinks: Option<DType>,
+    /// The dropout of probabilities, or `None` without dropout.
+    pub dropout: Option<Dropout>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged). An engine
     /// whose kernels cannot read these pages reads a contiguous copy.
     pub page_len: Option<usize>,

@@ -95,6 +95,7 @@ impl Wanted {
                 softcap: has("softcap") || has("wide"),
                 wide_softcap: has("wide"),
                 bias: has("bias") || has("headbias"),
+                dropout: false,
             },
             bias_of_head: has("headbias"),
             sinks: has("sinks"),

@@ -36,6 +36,7 @@ pub(crate) fn problem(
         segments: false,
         intervals: 0,
         sinks: None,
+        dropout: None,
         page_len: None,
         quantized: false,
     }

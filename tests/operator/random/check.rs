@@ -12,7 +12,7 @@ use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport}
 use attention_cube::internals::engine::tensor_core::{mma, wgmma};
 use attention_cube::internals::engine::{ForwardKernel, Kernel};
 use attention_cube::internals::select::{Layouts, Pass, select};
-use attention_cube::{AttentionOptions, AttentionProblem, explain, fused_attention};
+use attention_cube::{AttentionOptions, AttentionProblem, Dropout, explain, fused_attention};
 use burn::tensor::{DType, Tensor};
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
@@ -235,6 +235,9 @@ fn problem(case: &Case) -> AttentionProblem {
         segments: case.segments.is_some(),
         intervals: case.intervals.len(),
         sinks: case.sinks.then(|| case.extras_dtype()),
+        dropout: case
+            .dropout
+            .map(|(probability, seed)| Dropout { probability, seed }),
         page_len: None,
         quantized: false,
     }

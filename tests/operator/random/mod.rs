@@ -287,15 +287,17 @@ fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         prop::bool::weighted(likely),
         any::<bool>(),
         any::<bool>(),
+        perhaps(0.3 * likely, (select(vec![0.1, 0.5, 0.9]), any::<u64>())),
     )
         .prop_map(
-            move |(scale, softcap, bias, sinks, f32_extras, lse_gradient)| Case {
+            move |(scale, softcap, bias, sinks, f32_extras, lse_gradient, dropout)| Case {
                 scale,
                 softcap,
                 bias,
                 sinks,
                 f32_extras,
                 lse_gradient,
+                dropout,
                 ..case.clone()
             },
         )

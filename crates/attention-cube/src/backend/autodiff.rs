@@ -238,7 +238,10 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
         // Keys in pages have no gradient kernel. The copy to contiguous keys is made of differentiable operations.
-        let (inputs, problem) = reference::pages::contiguous::<Self>(inputs, &problem);
+        let (inputs, problem) = match problem.is_empty() {
+            true => (inputs, problem),
+            false => reference::pages::contiguous::<Self>(inputs, &problem),
+        };
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
         match (&inputs.bias, &inputs.sinks) {
             (MaybeFloat::Absent, MaybeFloat::Absent) => tracked_forward(inputs, [q, k, v], problem),

@@ -3,7 +3,7 @@
 use crate::auxiliary::lengths::{Blocks, BoundsOffsets, prepare};
 #[cfg(feature = "cuda")]
 use crate::kernel_args::is_in_vectors;
-use crate::kernel_args::score_arguments;
+use crate::kernel_args::{dropout_arguments, score_arguments};
 use crate::math::score::ScoringLaunch;
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AttentionInputs;
@@ -97,6 +97,7 @@ impl OptionalInputs {
             self.mask().into(),
             self.bias().into(),
             score_arguments(problem),
+            dropout_arguments(problem).into(),
         )
     }
 

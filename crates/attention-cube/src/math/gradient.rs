@@ -1,5 +1,6 @@
 //! Computes the gradient with respect to a score, from the score and the gradient with respect to its probability.
 
+use super::dropout::kernel::keep_factor;
 use super::score::{ScoreIndex, ScoreKind, Scoring, biased, capped, probability, slope};
 use cubecl::prelude::*;
 
@@ -22,7 +23,7 @@ pub(crate) struct RowLseDelta {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {
-    /// The probability P.
+    /// The probability P, after dropout.
     pub p: f32,
     /// `d loss / d score`, after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
@@ -54,7 +55,14 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
         let score = biased(capped, &scoring.bias, place, arguments.negative_infinity);
         p = probability(score, lse_delta.reference, lse_delta.logarithm);
         if p != 0.0f32 {
-            ds = p * (dp - lse_delta.delta);
+            if comptime!(kind.dropout) {
+                let (query, key) = (place.query as u32, place.key as u32);
+                let keep = keep_factor(&scoring.dropout, place.batch, place.head, query, key);
+                ds = p * (dp * keep - lse_delta.delta);
+                p *= keep;
+            } else {
+                ds = p * (dp - lse_delta.delta);
+            }
             ddot = ds * slope(capped, arguments, kind, scaled);
         }
     }

@@ -15,6 +15,8 @@ pub(crate) struct Rows {
     /// Rows `first..end` may be read. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
+    /// A row that exists, for loads whose result is ignored.
+    pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,
     /// The number of rows per head, and the stride between neighbouring heads in elements. Both are read only if the rows of
@@ -86,6 +88,7 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
         column_stride: tensor.stride(3),
         first,
         end,
+        fallback: u32::new(0),
         columns,
         head_length,
         head_stride,
@@ -156,6 +159,9 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
         // The difference may be negative. It wraps around, and the offset of a row of the page wraps back.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
+        // No load may leave the page, not even a load whose result is ignored.
+        rows.end = min(rows.end, page.first_key + comptime!(page_len as i32));
+        rows.fallback = page.first_key as u32;
         Operand::<'a, E, N> {
             tensor: operand.tensor,
             rows,

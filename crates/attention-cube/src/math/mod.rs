@@ -1,5 +1,6 @@
 //! The mathematics of attention, which all engines share.
 
+pub(crate) mod dropout;
 #[cfg(feature = "cube")]
 pub(crate) mod gradient;
 #[cfg(feature = "cube")]

@@ -1,6 +1,7 @@
 //! Computes a score from `q·k` by scale, softcap, bias and visibility, and computes the derivatives of the score.
 
 use super::visibility::{SeqInfo, SeqLens, Structure, sees};
+use crate::math::dropout::kernel::DropoutArguments;
 use crate::math::softcap::{NEAR, SERIES};
 use cubecl::prelude::*;
 
@@ -54,6 +55,8 @@ pub(crate) struct ScoreKind {
     /// True if the softcap is far above most scores. The module [`crate::math::softcap`] explains such a wide softcap.
     pub wide_softcap: bool,
     pub bias: bool,
+    /// True if probabilities are dropped at random.
+    pub dropout: bool,
 }
 
 impl ScoreKind {
@@ -74,6 +77,7 @@ pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub mask: ComptimeOption<OwnedTensor<M>>,
     pub bias: ComptimeOption<OwnedTensor<F>>,
     pub arguments: ScoreArguments,
+    pub dropout: ComptimeOption<DropoutArguments>,
 }
 
 /// The index of one score in `[batch, q_heads, q_len, kv_len]`.

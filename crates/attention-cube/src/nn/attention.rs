@@ -1,6 +1,7 @@
 //! Multi-head attention with the parameters of `burn-nn` and the fused operator.
 
 use super::input::{Masks, MhaInput};
+use super::seed::next_seed;
 use crate::call::compute_output;
 use crate::options::AttentionOptions;
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
@@ -8,16 +9,14 @@ use burn::nn::attention::{MhaOutput, MultiHeadAttentionConfig};
 use burn::nn::{Dropout, Gelu, Linear};
 use burn::tensor::activation::{quiet_softmax, softmax};
 use burn::tensor::{Device, Tensor, assert_shape};
-use std::sync::Once;
 
 /// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`], computed by
 /// [`fused_attention`](crate::fused_attention).
 ///
 /// # Dropout
-/// The fused operator has no dropout of the probabilities. While that dropout is active, all methods compute attention
-/// unfused like `burn-nn`, in memory that is quadratic in the sequence length. The first such call logs a warning. Dropout is
-/// active if its probability is above 0, the tensors are on an autodiff device, and the module is not frozen. The default
-/// probability of [`MultiHeadAttentionConfig`] is 0.1: set it to 0.0 to train with the fused operator.
+/// [`forward`](Self::forward) drops probabilities in the fused operator. Dropout is active if its probability is above 0, the
+/// tensors are on an autodiff device, and the module is not frozen. Each call draws from another seed, see
+/// [`seed_dropout`](super::seed_dropout).
 ///
 /// # Hidden keys
 /// A hidden key has the probability 0 exactly, in all methods. A query whose keys are all hidden has the attention output 0,
@@ -128,13 +127,12 @@ impl MultiHeadAttention {
 
     /// Computes the context without the probabilities, in memory that is linear in the sequence length.
     ///
-    /// With active dropout of the probabilities, the method computes them (see the type's documentation).
-    ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
     ///
     /// # Panics
-    /// Panics if an input or a mask does not fit, or if attention does not support the device or the head size.
+    /// Panics if an input or a mask does not fit, if attention does not support the device or the head size, or if an active
+    /// dropout is above 0.99.
     pub fn forward(&self, input: MhaInput) -> Tensor<3> {
         let ([query, key, value], masks) = self.project_input(input);
         self.compute_context(query, key, value, masks)
@@ -192,7 +190,7 @@ impl MultiHeadAttention {
         self.output.forward(rows)
     }
 
-    /// Computes the context of projected heads, fused unless dropout is active.
+    /// Computes the context of projected heads with the fused operator.
     ///
     /// # Shapes
     /// `query [batch, n_heads, q_len, d_k]`, `key` and `value` `[batch, n_heads, kv_len, d_k]` →
@@ -204,13 +202,7 @@ impl MultiHeadAttention {
         value: Tensor<4>,
         masks: Masks,
     ) -> Tensor<3> {
-        let heads = match self.has_active_dropout(&query, &key) {
-            true => {
-                warn_unfused();
-                self.compute_weights(query, key, masks).matmul(value)
-            }
-            false => self.compute_fused(query, key, value, masks),
-        };
+        let heads = self.compute_fused(query, key, value, masks);
         self.project_output(heads)
     }
 
@@ -238,6 +230,9 @@ impl MultiHeadAttention {
             let sinks = Tensor::<1>::zeros([self.n_heads], (&query.device(), query.dtype()));
             options = options.sinks(sinks);
         }
+        if self.has_active_dropout(&query, &key) {
+            options = options.dropout(self.dropout.prob, next_seed());
+        }
         match compute_output(query, key, value, options) {
             Ok(heads) => heads,
             Err(error) => panic!("MultiHeadAttention: {error}"),
@@ -264,15 +259,4 @@ impl MultiHeadAttention {
         }
         self.dropout.forward(weights)
     }
-}
-
-/// Logs, once per process, that dropout prevents the fused operator.
-fn warn_unfused() {
-    static WARNING: Once = Once::new();
-    WARNING.call_once(|| {
-        log::warn!(
-            "attention: dropout of the probabilities is active, so attention runs unfused in memory that is quadratic in \
-             the length; set the dropout of `MultiHeadAttentionConfig` to 0.0 to train with the fused operator"
-        );
-    });
 }

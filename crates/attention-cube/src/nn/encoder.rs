@@ -13,8 +13,7 @@ use burn::tensor::{Bool, Device, Tensor};
 /// A transformer encoder layer with the fields and records of [`burn::nn::transformer::TransformerEncoderLayer`], computed with
 /// fused attention.
 ///
-/// The differences from `burn-nn` are those of [`MultiHeadAttention`]. `burn-nn`'s dropout also acts on the probabilities, so
-/// training runs fused only if the config's dropout is 0.0, or if `mha.dropout.prob` is set to 0.0.
+/// The differences from `burn-nn` are those of [`MultiHeadAttention`]. The dropout of the probabilities runs in the operator.
 #[derive(Module, Debug)]
 pub struct FusedTransformerEncoderLayer {
     /// The self-attention.

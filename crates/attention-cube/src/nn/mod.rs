@@ -42,7 +42,7 @@
 //! | hidden keys | their scores are replaced by `min_float` | excluded from the softmax exactly |
 //! | `forward` | returns weights and context | returns the context |
 //! | causal mask | a tensor `[batch, length, length]` | [`MhaInput::causal`], without a tensor |
-//! | active dropout of the probabilities | unfused | unfused too, with one warning in the log |
+//! | active dropout of the probabilities | random numbers of the device | in the operator, from the seeds of [`seed_dropout`] |
 //!
 //! Masks have `burn-nn`'s sense: **`true` hides a key**. [`sdpa`] and [`AttentionOptions::mask`] have PyTorch's sense, in
 //! which `true` makes a key visible.
@@ -54,6 +54,7 @@ mod cache;
 mod encoder;
 mod input;
 mod sdpa;
+mod seed;
 
 pub use attention::MultiHeadAttention;
 pub use cache::MhaCache;
@@ -63,3 +64,4 @@ pub use encoder::{
 };
 pub use input::{MhaInput, TransformerEncoderInput};
 pub use sdpa::sdpa;
+pub use seed::seed_dropout;

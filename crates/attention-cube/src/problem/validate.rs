@@ -2,7 +2,7 @@
 
 use super::{AttentionProblem, MAX_HEAD_DIM};
 use crate::error::AttentionError;
-use crate::options::AttentionOptions;
+use crate::options::{AttentionOptions, Dropout};
 use crate::types::quantized::QuantizedRows;
 use burn::tensor::{DType, Device, Int, Tensor, kind::Basic};
 
@@ -154,10 +154,6 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        check_strategies([
-            ("query", Some(query.device())),
-            ("page_table", Some(page_table.device())),
-        ])?;
         // The options see the keys of a sequence in order, whatever pages hold them.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
@@ -298,6 +294,16 @@ impl AttentionProblem {
             });
         }
 
+        if let Some(Dropout { probability, .. }) = options.dropout
+            && !(0.0..=0.99).contains(&probability)
+        {
+            return Err(AttentionError::Value {
+                argument: "dropout",
+                has: probability,
+                expected: "a probability from 0 to 0.99",
+            });
+        }
+
         Ok(Self {
             batch,
             q_heads,
@@ -323,6 +329,7 @@ impl AttentionProblem {
             segments: options.segments.is_some(),
             intervals: options.intervals.len(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
+            dropout: options.dropout,
             page_len: None,
             quantized,
         })

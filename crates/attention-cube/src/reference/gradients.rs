@@ -4,7 +4,8 @@ use super::scores::{Scores, Weights};
 use super::tensors::{
     bool_dtype, cast, fill_rows, from_groups, is_negative_infinity, sum_to, to_groups,
 };
-use super::{empty, parts};
+use super::visibility::absent_queries;
+use super::{dropout, empty, parts};
 use crate::problem::AttentionProblem;
 use crate::types::request::BackwardRequest;
 use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionSaved, logsumexp_dtype};
@@ -43,9 +44,11 @@ pub(crate) fn backward<B: Backend>(
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),
     };
-    let seeing = |rows| match unused {
-        Some(unused) => fill_rows::<B>(rows, unused),
-        None => rows,
+    // Rows past the end of their sequence see no key of any shard.
+    let absent = absent_queries::<B>(&inputs, problem);
+    let seeing = |rows| {
+        let masks = unused.into_iter().chain(&absent);
+        masks.fold(rows, |rows, mask| fill_rows::<B>(rows, mask))
     };
     let output_gradient = seeing(cast::<B>(saved.output_gradient, compute));
     let output = seeing(cast::<B>(saved.output, compute));
@@ -58,10 +61,18 @@ pub(crate) fn backward<B: Backend>(
         delta = B::float_sub(delta, fill_rows::<B>(gradient, &weights.unseeing));
     }
     let p = weights.p;
+    let factors = problem.dropout.as_ref().map(|dropout| {
+        let device = p.device();
+        dropout::factors::<B>(dropout, problem, &device)
+    });
+    let after_dropout = |p: FloatTensor<B>| match &factors {
+        Some(factors) => B::float_mul(p, factors.clone()),
+        None => p,
+    };
 
     let output_gradient = to_groups::<B>(output_gradient, problem);
     let dv = request.value.then(|| {
-        let p = to_groups::<B>(p.clone(), problem);
+        let p = to_groups::<B>(after_dropout(p.clone()), problem);
         let dv = B::float_matmul(B::float_transpose(p), output_gradient.clone());
         cast::<B>(dv, dtype)
     });
@@ -69,6 +80,7 @@ pub(crate) fn backward<B: Backend>(
         B::float_matmul(output_gradient, B::float_transpose(scores.value)),
         problem,
     );
+    let dp = after_dropout(dp);
     // Sets dS to 0 where P is 0. The value row of a hidden key may be NaN, because other queries may see it, and 0 · NaN is
     // NaN.
     let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));

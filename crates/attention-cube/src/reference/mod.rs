@@ -5,6 +5,7 @@
 //! clarity and not for speed. Burn's autodiff can differentiate [`attention`], and tests compare the operator's explicit
 //! backward with the result.
 
+mod dropout;
 pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
@@ -73,10 +74,12 @@ pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
-    let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
     match problem.is_empty() {
-        true => empty::forward(&inputs, &problem),
-        false => forward_and_blind(inputs, &problem).0,
+        true => empty::forward(&inputs, problem),
+        false => {
+            let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
+            forward_and_blind(inputs, &problem).0
+        }
     }
 }
 
@@ -90,10 +93,14 @@ fn forward_and_blind<B: Backend>(
     let scores = Scores::<B>::new(&inputs, problem);
     let value = scores.value;
     let weights = Weights::<B>::new(scores.scores, scores.sinks, problem);
-    let output = from_groups::<B>(
-        B::float_matmul(to_groups::<B>(weights.p, problem), value),
-        problem,
-    );
+    let p = match &problem.dropout {
+        Some(dropout) => {
+            let device = weights.p.device();
+            B::float_mul(weights.p, dropout::factors::<B>(dropout, problem, &device))
+        }
+        None => weights.p,
+    };
+    let output = from_groups::<B>(B::float_matmul(to_groups::<B>(p, problem), value), problem);
     let output = fill_rows::<B>(output, &weights.blind);
     let logsumexp = B::float_mask_fill(
         B::float_add(weights.max, B::float_log(weights.sum)),
@@ -114,11 +121,11 @@ pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> AttentionOutput<B> {
-    let (inputs, problem) = &pages::contiguous::<B>(inputs, problem);
     let (AttentionOutput { output, logsumexp }, blind) = match problem.is_empty() {
-        true => (empty::forward(inputs, problem), None),
+        true => (empty::forward(&inputs, problem), None),
         false => {
-            let (output, blind) = forward_and_blind(inputs.clone(), problem);
+            let (inputs, problem) = pages::contiguous::<B>(inputs, problem);
+            let (output, blind) = forward_and_blind(inputs, &problem);
             (output, Some(blind))
         }
     };

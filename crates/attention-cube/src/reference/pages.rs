@@ -63,7 +63,8 @@ macro_rules! of_kind {
             let shape = pages.shape();
             let [count, heads, page_len, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
             let [batch, new] = [rows.shape()[0], rows.shape()[2]];
-            if rows.shape().num_elements() == 0 || count == 0 {
+            let of_sequence = places.page_table.shape()[1];
+            if rows.shape().num_elements() == 0 || [count, page_len, of_sequence].contains(&0) {
                 return pages;
             }
             let all = count * heads * page_len;
@@ -138,8 +139,17 @@ fn targets<B: Backend>(
     let positions = B::int_clamp(positions, 0.into(), last.into());
     let number = B::int_div_scalar(positions.clone(), (page_len as i64).into());
     let slot = B::int_remainder_scalar(positions, (page_len as i64).into());
-    let table = clamped::<B>(places.page_table, count - 1);
-    let page = B::int_gather(1, table, number);
+    let table = match places.page_table.dtype().size() < DType::from(INTS).size() {
+        true => B::int_cast(places.page_table, INTS),
+        false => places.page_table,
+    };
+    let is_page = B::bool_and(
+        B::int_greater_equal_elem(table.clone(), 0.into(), bools),
+        B::int_lower_elem(table.clone(), (count as i64).into(), bools),
+    );
+    let is_page = B::int_gather(1, B::bool_into_int(is_page, INTS), number.clone());
+    dropped = B::bool_or(dropped, B::int_equal_elem(is_page, 0.into(), bools));
+    let page = B::int_gather(1, clamped::<B>(table, count - 1), number);
     // The rows of a page lie head after head.
     let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
     let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));

@@ -113,6 +113,22 @@ fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> Int
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
+/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if every sequence
+/// has all queries.
+pub(super) fn absent_queries<B: Backend>(
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> Option<BoolTensor<B>> {
+    let lengths = inputs.query_lengths.as_option()?;
+    let device = inputs.query.device();
+    let bools = get_or_init_device_settings::<B>(&device).bool_dtype;
+    let lengths = clamped::<B>(lengths, problem.q_len, problem.batch);
+    let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
+    let queries = positions::<B>(problem.q_len, 2, &device);
+    let absent = B::int_greater_equal(queries, lengths, bools);
+    Some(B::bool_expand(absent, rows))
+}
+
 /// Returns a mask of the keys that lie in an interval of the query, `[batch, 1, q_len, kv_len]`.
 fn within_intervals<B: Backend>(
     intervals: &IntTensor<B>,

@@ -72,6 +72,7 @@ pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilation
         },
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
+        dropout: ComptimeOptionCompilationArg::None,
     }
 }
 

@@ -20,7 +20,7 @@ const IN_FLIGHT: usize = 8;
 
 /// Loads four columns of a row, from `column` on. If the row is not `wanted`, the result is zeros.
 ///
-/// For an unwanted row, the function loads the first row and ignores it. With a branch instead, compilers would finish each
+/// For an unwanted row, the function loads a row that exists and ignores it. With a branch instead, compilers would finish each
 /// load before the next begins.
 #[cube]
 fn load_if<E: Numeric, C: Float, N: Size>(
@@ -31,7 +31,7 @@ fn load_if<E: Numeric, C: Float, N: Size>(
     wanted: bool,
     #[comptime] packed: bool,
 ) -> Four<C> {
-    let offset = row_offset(rows, select(wanted, row as u32, 0u32), packed);
+    let offset = row_offset(rows, select(wanted, row as u32, rows.fallback), packed);
     let mut values = load_four::<E, C, N>(source, rows, offset, column);
     if !wanted {
         values = zeros::<C>();

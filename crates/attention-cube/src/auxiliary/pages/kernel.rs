@@ -90,7 +90,8 @@ pub(super) struct AppendSizes {
     pub vectors: usize,
 }
 
-/// Writes new rows of each sequence to their places in the pages. Rows without a place in the sequence's pages are not written.
+/// Writes new rows of each sequence to their places in the pages. Rows past the sequence's pages are not written, and neither are
+/// rows whose entry in the page table is no page.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn append_rows<E: Numeric, N: Size>(
     rows: &Tensor<Vector<E, N>>,
@@ -122,9 +123,12 @@ pub(super) fn append_rows<E: Numeric, N: Size>(
         ComptimeOption::None => {}
     }
     let number = (start + new) / comptime!(page_len as u32);
+    let mut page = i32::new(-1);
     if (new as i32) < own && number < page_table.shape(1) as u32 {
+        page = page_table[batch as usize * page_table.stride(0) + number as usize];
+    }
+    if page >= 0i32 && (page as usize) < pages.shape(0) {
         let slot = (start + new) % comptime!(page_len as u32);
-        let page = page_in(page_table, &*pages, batch, number);
         let of_head = head_rows(rows, batch, head, 0i32, sizes.new as i32, sizes.columns);
         let from = row_offset(&of_head, new, false) + vector * size * of_head.column_stride;
         let to = page as usize * pages.stride(0)

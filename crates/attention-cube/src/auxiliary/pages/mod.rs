@@ -3,13 +3,13 @@
 mod kernel;
 
 use self::kernel::{AppendSizesLaunch, GatherSizesLaunch, UNITS, append_rows, gather_pages};
-use crate::auxiliary::lengths::{BoundsOffsets, contiguous_integers};
+use crate::auxiliary::lengths::{BoundsOffsets, contiguous_integers, is_as_read};
 use crate::kernel_args::is_in_vectors;
 use crate::math::visibility::Structure;
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AppendPlaces;
-use burn::backend::cubecl::dtype_to_storage_type;
-use burn::tensor::Shape;
+use burn::backend::{cubecl::dtype_to_storage_type, ops::IntTensorOps};
+use burn::tensor::{IntDType, Shape};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
@@ -46,7 +46,7 @@ pub(crate) fn gathered_where_seen(
         false => 1,
     };
     let planes = batch * heads;
-    if planes * length * columns == 0 {
+    if [planes, length, columns].contains(&0) {
         return target;
     }
     let row_vectors = columns / vector;
@@ -109,7 +109,7 @@ pub(crate) fn appended(
     let of_pages = pages.meta.shape();
     let (count, page_len) = (of_pages[0], of_pages[2]);
     let of_sequence = places.page_table.meta.shape()[1];
-    if batch * heads * new * columns * count * page_len * of_sequence == 0 {
+    if [batch, heads, new, columns, count, page_len, of_sequence].contains(&0) {
         return pages;
     }
     let vector = match is_in_vectors(&rows, 4) && is_in_vectors(&pages, 4) {
@@ -118,7 +118,7 @@ pub(crate) fn appended(
     };
     let row_vectors = columns / vector;
     let vectors = batch * heads * new * row_vectors;
-    let page_table = page_table_as_read(&places.page_table, count);
+    let page_table = integers_as_read(places.page_table);
     let capacity = of_sequence * page_len;
     let starts = contiguous_integers(&places.starts, capacity);
     let counts = places.counts.as_option();
@@ -126,7 +126,7 @@ pub(crate) fn appended(
     let client = pages.client.clone();
     let element = dtype_to_storage_type(rows.dtype);
     // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows` by its strides.
-    // It writes an existing page, because the kernel clamps the entries of the page table, and leaves out positions past them.
+    // It writes an existing page, because the kernel leaves out entries of the page table that are no page.
     unsafe {
         append_rows::launch_unchecked(
             &client,
@@ -151,6 +151,14 @@ pub(crate) fn appended(
         );
     }
     pages
+}
+
+/// Returns a page table in i32 with contiguous rows. Entries keep their values, so that the kernel finds those that are no page.
+fn integers_as_read(integers: CubeTensor) -> CubeTensor {
+    match is_as_read(&integers) {
+        true => integers,
+        false => into_contiguous(CubeBackend::int_cast(integers, IntDType::I32)),
+    }
 }
 
 /// Returns the tensor with contiguous elements, in a buffer that no other handle shares.

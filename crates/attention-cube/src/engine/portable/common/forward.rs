@@ -25,6 +25,7 @@
 //! Keys and values may lie in pages. The kernel then looks up the page of each block in a table, and reads the page in place.
 
 use crate::engine::portable::common::softmax::{advance, row_statistics, signal_rescale, total};
+use crate::math::dropout::kernel::keep_factor;
 use crate::math::inputs::{ForwardInputs, HeadSizes};
 use crate::math::layout::{Page, Rows, group_rows, head_operand, in_page, operand, page_of};
 use crate::math::schedule::{Grid, block_count, work_tile};
@@ -249,6 +250,7 @@ pub(crate) fn forward<
                 score_block(&mut s, rows, false, &scoring, &seq_info, kind);
             }
             advance(&mut s, &mut sums, &mut statistics, tiles);
+            drop_probabilities(&mut s, rows, &scoring, kind);
             times_scales(
                 &mut s,
                 &inputs.value_scales,
@@ -403,6 +405,39 @@ fn score_block<M: Numeric, F: Float>(
                 value = biased(score, &scoring.bias, &place, hidden);
             }
             s[comptime!(k * width + c)] = value;
+        }
+    }
+}
+
+/// Drops the unit's probabilities at random, if the kernel has dropout. The row sums already have all probabilities.
+#[cube]
+fn drop_probabilities<M: Numeric, F: Float>(
+    p: &mut Array<f32>,
+    rows: ScoreRows,
+    scoring: &Scoring<M, F>,
+    #[comptime] kind: ForwardKind,
+) {
+    if comptime!(kind.score.dropout) {
+        let tiles = comptime!(kind.tiles);
+        let width = comptime!(tiles.columns_per_unit());
+        let unit_row = unit_row(tiles);
+        let unit_column = unit_column(tiles);
+        let q_len = scoring.seq_lens.q_len;
+        #[unroll]
+        for k in 0..comptime!(tiles.rows_per_unit()) {
+            let row = rows.first_row + tile_row(unit_row, k, tiles) as i32;
+            let mut head = rows.first_head;
+            let mut query = row;
+            if comptime!(kind.packed) {
+                head += (row / q_len) as u32;
+                query = row % q_len;
+            }
+            #[unroll]
+            for c in 0..width {
+                let key = rows.first_key + tile_column(unit_column, c, tiles) as i32;
+                p[comptime!(k * width + c)] *=
+                    keep_factor(&scoring.dropout, rows.batch, head, query as u32, key as u32);
+            }
         }
     }
 }

@@ -164,6 +164,7 @@ fn scoring<M: Numeric, F: Float>(wanted: &Wanted) -> ScoringCompilationArg<M, F>
         mask: optional!(wanted.structure.mask),
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
+        dropout: ComptimeOptionCompilationArg::None,
     }
 }
 

@@ -7,6 +7,7 @@
 
 use crate::engine::tensor_core::common::bias::with_bias;
 use crate::engine::tensor_core::common::block_mask::BlockMask;
+use crate::engine::tensor_core::common::dropout::{KeepBits, dropped_pair, keep_factor_of};
 use crate::engine::tensor_core::common::far::{logsumexps_of_queries, rows_have_far};
 use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -171,7 +172,7 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
 
 /// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s` holds
 /// the dot products. The weight is 0 where the row does not see the column. In a fully visible block, only a bias can hide a
-/// score.
+/// score. P is after dropout, and w is before it.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -181,6 +182,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
     has_far: bool,
+    keep: &KeepBits,
     #[comptime] columns: usize,
     #[comptime] gives_p: bool,
     #[comptime] half: Half,
@@ -201,6 +203,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
             let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
             if comptime!(gives_p) {
+                let own = dropped_pair(own, keep, pair, kind.score.dropout);
                 p.insert(pair, packed_p(own, half));
             }
             let slopes = scored.slopes;
@@ -261,6 +264,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             }
             let own = probabilities(values, &logsumexps, arguments, true, kind);
             if comptime!(gives_p) {
+                let own = dropped_pair(own, keep, pair, kind.score.dropout);
                 p.insert(pair, packed_p(own, half));
             }
             // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
@@ -499,12 +503,15 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 /// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
 /// the left operand of a GEMM.
 ///
+/// With dropout, dP is multiplied by the factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`.
+///
 /// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 there.
 #[cube]
 pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     w: Vector<f32, NS>,
     dp: Vector<f32, NS>,
     lse_delta: &LseDelta<'_>,
+    keep: &KeepBits,
     whole: bool,
     #[comptime] columns: usize,
     #[comptime] half: Half,
@@ -521,10 +528,10 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
                 delta_0 = delta.first;
                 delta_1 = delta.second;
             }
-            let first =
-                w.extract(comptime!(2 * pair)) * (dp.extract(comptime!(2 * pair)) - delta_0);
+            let first = w.extract(comptime!(2 * pair))
+                * (kept_gradient::<NS>(dp, keep, comptime!(2 * pair), kind) - delta_0);
             let second = w.extract(comptime!(2 * pair + 1))
-                * (dp.extract(comptime!(2 * pair + 1)) - delta_1);
+                * (kept_gradient::<NS>(dp, keep, comptime!(2 * pair + 1), kind) - delta_1);
             ds.insert(pair, pack(first, second, half));
         }
     } else {
@@ -539,18 +546,33 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
             }
             let first = seen_gradient(
                 w.extract(comptime!(2 * pair)),
-                dp.extract(comptime!(2 * pair)),
+                kept_gradient::<NS>(dp, keep, comptime!(2 * pair), kind),
                 delta_0,
             );
             let second = seen_gradient(
                 w.extract(comptime!(2 * pair + 1)),
-                dp.extract(comptime!(2 * pair + 1)),
+                kept_gradient::<NS>(dp, keep, comptime!(2 * pair + 1), kind),
                 delta_1,
             );
             ds.insert(pair, pack(first, second, half));
         }
     }
     ds
+}
+
+/// Returns dP of a register, multiplied by the keep factor of its probability if the kernel has dropout.
+#[cube]
+pub(crate) fn kept_gradient<NS: Size>(
+    dp: Vector<f32, NS>,
+    keep: &KeepBits,
+    #[comptime] register: usize,
+    #[comptime] kind: FragmentKind,
+) -> f32 {
+    if comptime!(kind.score.dropout) {
+        dp.extract(register) * keep_factor_of(keep, register)
+    } else {
+        dp.extract(register)
+    }
 }
 
 #[cube]

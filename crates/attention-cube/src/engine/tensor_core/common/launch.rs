@@ -14,7 +14,7 @@ use crate::engine::optional_inputs::{OptionalInputs, bias_vector};
 use crate::engine::tensor_core::common::scoring::{MaskingLaunch, ScoringLaunch};
 use crate::engine::tensor_core::common::tile_scheduler::TileSchedulerLaunch;
 use crate::engine::tiling::{BackwardPlan, BackwardTiles};
-use crate::kernel_args::score_arguments;
+use crate::kernel_args::{dropout_arguments, score_arguments};
 use crate::kernel_args::{grid, score_kind, structure};
 use crate::math::schedule::GridLaunch;
 use crate::math::schedule::ScheduleLaunch;
@@ -313,7 +313,12 @@ pub(crate) fn scoring<F: Float, NB: Size>(
         mask.offsets(),
     );
     let bias = bias.map(CubeTensor::into_tensor_arg);
-    ScoringLaunch::new(masking, bias.into(), score_arguments(problem))
+    ScoringLaunch::new(
+        masking,
+        bias.into(),
+        score_arguments(problem),
+        dropout_arguments(problem).into(),
+    )
 }
 
 /// The division of a backward kernel's work among CTAs.

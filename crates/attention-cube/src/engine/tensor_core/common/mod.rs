@@ -11,6 +11,7 @@
 pub(crate) mod bias;
 pub(crate) mod block_mask;
 pub(crate) mod block_range;
+pub(crate) mod dropout;
 pub(crate) mod far;
 pub(crate) mod gradient;
 pub(crate) mod gradient_launch;

@@ -1,6 +1,7 @@
 //! The inputs that a kernel computes scores from, grouped into kernel arguments.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
+use crate::math::dropout::kernel::DropoutArguments;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
 use crate::math::visibility::SeqLens;
@@ -25,6 +26,7 @@ pub(crate) struct Scoring<F: Float, NB: Size> {
     pub masking: Masking,
     pub bias: ComptimeOption<OwnedTensor<Vector<F, NB>>>,
     pub arguments: ScoreArguments,
+    pub dropout: ComptimeOption<DropoutArguments>,
 }
 
 /// Q, K, V and the int8 scales of K and V, for a kernel that loads them through pointers instead of TMA.

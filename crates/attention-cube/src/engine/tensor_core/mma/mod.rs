@@ -35,7 +35,7 @@ use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput
 use burn::tensor::DType;
 #[cfg(feature = "cuda")]
 use burn_cubecl::CubeBackend;
-use plan::{MmaBackwardPlan, MmaForwardPlan, MmaForwardTiles};
+use plan::{MmaBackwardPlan, MmaForwardPlan};
 
 /// The mma engine. Its kernels exist only with the feature `cuda`; its plans and refusals exist in every build.
 pub struct Mma;
@@ -81,11 +81,7 @@ impl AttentionEngine for Mma {
 
     fn reads_pages(plan: &MmaForwardPlan, page_len: usize) -> bool {
         let is_copied = plan.copies.key || plan.copies.value;
-        let fits = match plan.tiles {
-            MmaForwardTiles::SplitN(tiles) => page_len.is_multiple_of(tiles.keys),
-            MmaForwardTiles::SplitM(_) | MmaForwardTiles::SplitD(_) => false,
-        };
-        fits && !is_copied
+        plan.tiles.reads_pages(page_len) && !is_copied
     }
 
     fn warnings(problem: &AttentionProblem, _plan: &MmaBackwardPlan) -> Vec<Warning> {

@@ -144,7 +144,7 @@ pub(super) fn forward(
     let rows = problem.q_len * problem.group().max(1);
     let few_rows = match problem.quantized {
         true => Some(int8_tiles(rows, problem, layouts, half, limits)?),
-        false => few_rows_tiles(rows, head_dim, value_dim, half, limits),
+        false => few_rows_tiles(rows, [head_dim, value_dim], half, limits, problem.page_len),
     };
     let few_rows = few_rows.filter(|tiles| !as_backward || sums_as_backward(tiles));
     let tiles = match few_rows {
@@ -190,7 +190,8 @@ fn int8_tiles(
             "a probability times its value's scale may be too large or too small for F16",
         ));
     }
-    let tiles = decode_int8_tiles(rows, [problem.head_dim, problem.value_dim], limits);
+    let widths = [problem.head_dim, problem.value_dim];
+    let tiles = decode_int8_tiles(rows, widths, limits, problem.page_len);
     tiles.ok_or(Refusal::Quantized(
         "this engine has no int8 tiles for this number of rows and this head size",
     ))

@@ -102,10 +102,10 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
     } = *wanted;
     let tiles = few_rows_tiles(
         rows,
-        head_dim,
-        value_dim,
+        [head_dim, value_dim],
         Half::Bf16,
         [shared_memory(), 1024],
+        None,
     )
     .expect("the head sizes have tiles for few rows");
     let kind = TileKind {
@@ -120,7 +120,7 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
 /// a tile, and the keys are split (split-KV).
 fn int8_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
     let widths = [wanted.head_dim, wanted.value_dim];
-    let tiles = decode_int8_tiles(rows, widths, [shared_memory(), 1024])
+    let tiles = decode_int8_tiles(rows, widths, [shared_memory(), 1024], None)
         .expect("the head sizes have int8 tiles");
     let kind = TileKind {
         heads: 8,

@@ -307,7 +307,17 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             }
             stage = select(stage + stage_bytes == end, start, stage + stage_bytes);
         }
-        sums = with_gradients::<AS>(sums, w, s, &row_lse_delta, tiles);
+        sums = with_gradients::<F, NB, NS, AS>(
+            sums,
+            w,
+            s,
+            &seen,
+            &row_lse_delta,
+            visits.key_tile,
+            scoring,
+            tiles,
+            kind,
+        );
         visit = following;
     }
     await_copies(0usize);

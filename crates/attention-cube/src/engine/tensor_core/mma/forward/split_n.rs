@@ -140,7 +140,7 @@ pub(crate) fn forward_split_n_pdl<
             keys: head_source::<W>(&inputs.key, head),
             values: head_source::<W>(&inputs.value, head),
             scales: scale_sources(&inputs.key_scales, &inputs.value_scales, head),
-            pages: page_sources::<E, W>(&inputs, tile.batch, kind),
+            pages: page_sources::<E, W>(&inputs, tile.batch),
             end_block: tile.end_block,
         };
         copy_all_queries::<E>(&inputs.query, &tile, start, tiles, kind);

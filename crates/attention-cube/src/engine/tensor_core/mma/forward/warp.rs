@@ -5,6 +5,7 @@ use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
 use crate::engine::tensor_core::common::block_mask::{BlockMask, block_mask};
 use crate::engine::tensor_core::common::block_range::TilePosition;
+use crate::engine::tensor_core::common::dropout::dropped_step;
 use crate::engine::tensor_core::common::score::score;
 use crate::engine::tensor_core::common::scoring::{Masking, Scoring};
 use crate::engine::tensor_core::common::softmax::{
@@ -208,9 +209,10 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     #[comptime] warp: WarpTiles,
     #[comptime] kind: TileKind,
 ) -> FragmentWeights<NP> {
+    let first_column = block * comptime!(warp.keys as i32);
     let s = score::<F, NB, NS>(
         s,
-        block * comptime!(warp.keys as i32),
+        first_column,
         seen,
         rows,
         BiasWords::zeroed(),
@@ -234,10 +236,17 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     #[unroll]
     for step in 0..comptime!(warp.keys / 16) {
         let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
+        let kept = dropped_step::<F, NB>(
+            part.values,
+            scoring,
+            rows,
+            first_column + comptime!(16 * step as i32),
+            comptime!(kind.heads == 1),
+        );
         #[unroll]
         for i in 0..4usize {
-            let mut first = part.values.extract(comptime!(2 * i));
-            let mut second = part.values.extract(comptime!(2 * i + 1));
+            let mut first = kept.extract(comptime!(2 * i));
+            let mut second = kept.extract(comptime!(2 * i + 1));
             if comptime!(warp.reads_int8) {
                 let column = comptime!(4 * step + i / 2 * 2);
                 first = times_scale(first, value_scales.extract(column));

@@ -52,39 +52,42 @@ const FEW_ROWS: &[Shape] = &[
 /// shared memory and the threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
-    head_dim: usize,
-    value_dim: usize,
+    widths: [usize; 2],
     half: Half,
-    [shared_memory, units]: [usize; 2],
+    limits: [usize; 2],
+    page_len: Option<usize>,
 ) -> Option<MmaForwardTiles> {
-    first_that_fits(
-        FEW_ROWS,
-        rows,
-        [head_dim, value_dim],
-        half,
-        [shared_memory, units],
-    )
+    first_that_fits(FEW_ROWS, rows, widths, half, limits, page_len)
 }
 
 /// Returns the first tiles of a table that have enough rows, are wide enough and fit the shared memory and the threads of a
-/// CTA.
+/// CTA. If the keys lie in pages, the first tiles that read these pages in place go before all others.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,
     [head_dim, value_dim]: [usize; 2],
     half: Half,
     [shared_memory, units]: [usize; 2],
+    page_len: Option<usize>,
 ) -> Option<MmaForwardTiles> {
-    table
+    let mut fitting = table
         .iter()
         .filter(|shape| shape.is_for(head_dim, value_dim))
         .map(|shape| (shape, shape.tiles(head_dim, value_dim, half)))
-        .find(|(shape, tiles)| {
+        .filter(|(shape, tiles)| {
             rows <= tiles.rows()
                 && tiles.units() <= units
                 && shape.cubes() <= cubes_that_fit(tiles.shared_memory(), shared_memory)
         })
-        .map(|(_, tiles)| tiles)
+        .map(|(_, tiles)| tiles);
+    let first = fitting.next()?;
+    match page_len {
+        Some(page_len) if !first.reads_pages(page_len) => {
+            let reading = fitting.find(|tiles| tiles.reads_pages(page_len));
+            Some(reading.unwrap_or(first))
+        }
+        _ => Some(first),
+    }
 }
 
 /// True if the kernel sums `q·k` in the same order as the backward. If two warps divide the columns, each sums a part of the
@@ -113,7 +116,13 @@ pub(super) mod tests {
         [head_dim, value_dim]: [usize; 2],
         shared_memory: usize,
     ) -> Option<MmaForwardTiles> {
-        few_rows_tiles(rows, head_dim, value_dim, Half::Bf16, [shared_memory, 1024])
+        few_rows_tiles(
+            rows,
+            [head_dim, value_dim],
+            Half::Bf16,
+            [shared_memory, 1024],
+            None,
+        )
     }
 
     /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows than

@@ -45,8 +45,9 @@ pub(crate) fn decode_int8_tiles(
     rows: usize,
     widths: [usize; 2],
     limits: [usize; 2],
+    page_len: Option<usize>,
 ) -> Option<MmaForwardTiles> {
-    let of_rows = |rows| first_that_fits(WORDS, rows, widths, Half::Bf16, limits);
+    let of_rows = |rows| first_that_fits(WORDS, rows, widths, Half::Bf16, limits, page_len);
     of_rows(rows).or_else(|| (rows <= MOST_ROWS).then(|| of_rows(MOST_ROWS / 2))?)
 }
 
@@ -61,7 +62,7 @@ mod tests {
     use burn::tensor::DType;
 
     fn tiles(rows: usize, widths: [usize; 2], shared_memory: usize) -> Option<MmaForwardTiles> {
-        decode_int8_tiles(rows, widths, [shared_memory, 1024])
+        decode_int8_tiles(rows, widths, [shared_memory, 1024], None)
     }
 
     /// Checks that the table has int8 tiles for every head size at each size of shared memory. Head sizes up to 256 have tiles of

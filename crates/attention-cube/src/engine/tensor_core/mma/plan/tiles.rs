@@ -53,6 +53,14 @@ impl MmaForwardTiles {
         }
     }
 
+    /// True if the kernel can read pages of `page_len` keys in place. Each block must lie in one page.
+    pub(crate) const fn reads_pages(&self, page_len: usize) -> bool {
+        match self {
+            Self::SplitN(tiles) => page_len.is_multiple_of(tiles.keys),
+            Self::SplitM(_) | Self::SplitD(_) => false,
+        }
+    }
+
     /// The number of keys that all warps of a CTA multiply at the same time.
     pub(super) const fn keys_at_once(&self) -> usize {
         match self {

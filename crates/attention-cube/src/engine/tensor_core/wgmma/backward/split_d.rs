@@ -33,6 +33,7 @@ mod producer;
 use self::producer::{SharedOffsets, fetch, offsets};
 use crate::engine::tensor_core::common::block_mask::block_mask;
 use crate::engine::tensor_core::common::columns_end;
+use crate::engine::tensor_core::common::dropout::keep_bits;
 use crate::engine::tensor_core::common::far::has_far;
 use crate::engine::tensor_core::common::gradient::{
     dot_gradients, lse_delta_of_block, p_scale, weights,
@@ -294,15 +295,18 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             used,
             comptime!(usize::from(tiles.sums.has_q_or_k())),
         );
+        let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
+            + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
+        let keep = keep_bits::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_lse_delta,
-            block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
-                + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32,
+            first_column,
             &seen,
             &rows,
             scoring,
             has_far,
+            &keep,
             HALF_COLUMNS,
             comptime!(tiles.sums.has_values()),
             tiles.half,
@@ -321,6 +325,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
                 made.w,
                 dp,
                 &block_lse_delta,
+                &keep,
                 seen.whole,
                 HALF_COLUMNS,
                 tiles.half,

@@ -2,7 +2,8 @@
 
 use super::biases::WarpBiases;
 use crate::engine::tensor_core::common::bias::add_words;
-use crate::engine::tensor_core::common::gradient::{LseDelta, weights};
+use crate::engine::tensor_core::common::dropout::keep_bits;
+use crate::engine::tensor_core::common::gradient::{LseDelta, kept_gradient, weights};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::mma::backward::part::{WarpLseDelta, WarpSeen};
@@ -54,6 +55,14 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
+        // The weights are probabilities before dropout, so they need no bits.
+        let own_keep = keep_bits::<F, NB>(
+            scoring,
+            &own_seen.rows,
+            first_column,
+            0usize,
+            kind.fragment.side,
+        );
         let own = weights::<F, NB, NS, NP>(
             scores,
             &own_lse_delta,
@@ -64,6 +73,7 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             // Pass `has_far` = `false`. With a bias, the LSE of every query is stored as row maximum and logarithm, so no query
             // is marked as far (an LSE too large for one f32, see `common/far.rs`).
             false,
+            &own_keep,
             tiles.columns,
             false,
             tiles.half,
@@ -78,14 +88,18 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     all
 }
 
-/// Adds dS = P ∘ (dP − Δ) to the sums. Where P is 0, dP may be NaN or infinite, so the sum stays unchanged there.
+/// Adds dS = P ∘ (dP − Δ) to the sums, with dP after dropout. Where P is 0, dP may be NaN or infinite, so the sum stays unchanged there.
 #[cube]
-pub(super) fn with_gradients<AS: Size>(
+pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,
     p: Vector<f32, AS>,
     dp: Vector<f32, AS>,
+    seen: &WarpSeen,
     lse_delta: &WarpLseDelta<'_>,
+    key_tile: i32,
+    scoring: &Scoring<F, NB>,
     #[comptime] tiles: BiasGradientTiles,
+    #[comptime] kind: TileKind,
 ) -> Vector<f32, AS> {
     let mut sums = sums;
     #[unroll]
@@ -95,12 +109,25 @@ pub(super) fn with_gradients<AS: Size>(
         } else {
             lse_delta.second
         };
+        let own_seen = if comptime!(fragment == 0) {
+            seen.first
+        } else {
+            seen.second
+        };
+        let keep = keep_bits::<F, NB>(
+            scoring,
+            &own_seen.rows,
+            key_tile * comptime!(tiles.columns as i32),
+            tiles.columns,
+            kind.fragment.side,
+        );
+        let own_dp = fragment_of::<AS, NS>(dp, fragment);
         #[unroll]
         for i in 0..comptime!(tiles.columns / 2) {
             let register = comptime!(fragment * tiles.vectors()[0] + i);
             let delta = delta_of(&own_lse_delta, i);
             let own = p.extract(register);
-            let ds = own * (dp.extract(register) - delta);
+            let ds = own * (kept_gradient::<NS>(own_dp, &keep, i, kind.fragment) - delta);
             sums.insert(
                 register,
                 sums.extract(register) + select(own == 0.0f32, 0.0f32, ds),

@@ -93,13 +93,14 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             PART,
             kind.fragment,
         );
+        let first_column = block * comptime!(tiles.columns as i32)
+            + (roles.part_group * comptime!(PART as u32)) as i32;
         let weighed = compute_p_ds::<F, NB, NS, NP, AS, AP>(
             s,
             &seen,
             &row_lse_delta,
             lse_delta_at,
-            block * comptime!(tiles.columns as i32)
-                + (roles.part_group * comptime!(PART as u32)) as i32,
+            first_column,
             scoring,
             has_far,
             tiles,
@@ -127,12 +128,14 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
                 dp = scores_of_chunk::<AS>(dp, &place, &lanes, true, chunk, tiles);
                 leave_chunk(operands, lse_delta, tile, &pass, &place, index, tiles);
             }
-            let ds = score_gradients::<NS, NP, AS, AP>(
+            let ds = score_gradients::<F, NB, NS, NP, AS, AP>(
                 weighed.w,
                 dp,
                 &seen,
                 &row_lse_delta,
                 lse_delta_at,
+                first_column,
+                scoring,
                 tiles,
                 kind.fragment,
             );

@@ -2,6 +2,7 @@
 
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::FragmentKind;
+use crate::engine::tensor_core::common::dropout::keep_bits;
 use crate::engine::tensor_core::common::gradient::{
     LseDelta, PAndDs, dot_gradients, lse_delta_of_block, weights,
 };
@@ -79,6 +80,7 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
     #[comptime] kind: FragmentKind,
 ) -> PAndDs<NS, NP> {
     let lse_delta = lse_delta_of_block(lse_delta, lse_delta_at, tiles.columns);
+    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, PART, kind.side);
     weights::<F, NB, NS, NP>(
         s,
         &lse_delta,
@@ -87,6 +89,7 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
         &seen.rows,
         scoring,
         has_far,
+        &keep,
         PART,
         comptime!(tiles.sums.has_values()),
         tiles.half,
@@ -96,12 +99,14 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
 
 /// Computes a warp's dS from `w` (P times the slope of the softcap) and dP.
 #[cube]
-pub(super) fn score_gradients<NS: Size, NP: Size, AS: Size, AP: Size>(
+pub(super) fn score_gradients<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     w: Vector<f32, AS>,
     dp: Vector<f32, AS>,
     seen: &WarpSeen,
     lse_delta: &WarpLseDelta<'_>,
     lse_delta_at: u32,
+    first_column: i32,
+    scoring: &Scoring<F, NB>,
     #[comptime] tiles: MmaGradientSplitDTiles,
     #[comptime] kind: FragmentKind,
 ) -> Vector<u32, AP> {
@@ -109,6 +114,7 @@ pub(super) fn score_gradients<NS: Size, NP: Size, AS: Size, AP: Size>(
         fragment_of::<AS, NS>(w, 0usize),
         fragment_of::<AS, NS>(dp, 0usize),
         &lse_delta_of_block(&lse_delta.first, lse_delta_at, tiles.columns),
+        &keep_bits::<F, NB>(scoring, &seen.first.rows, first_column, PART, kind.side),
         seen.first.block_mask.whole,
         PART,
         tiles.half,
@@ -119,6 +125,7 @@ pub(super) fn score_gradients<NS: Size, NP: Size, AS: Size, AP: Size>(
             fragment_of::<AS, NS>(w, 1usize),
             fragment_of::<AS, NS>(dp, 1usize),
             &lse_delta_of_block(&lse_delta.second, lse_delta_at, tiles.columns),
+            &keep_bits::<F, NB>(scoring, &seen.second.rows, first_column, PART, kind.side),
             seen.second.block_mask.whole,
             PART,
             tiles.half,

@@ -1,6 +1,7 @@
 //! P and dS of a warp's fragments.
 
 use crate::engine::tensor_core::common::FragmentKind;
+use crate::engine::tensor_core::common::dropout::keep_bits;
 use crate::engine::tensor_core::common::gradient::{
     LseDelta, dot_gradients, lse_delta_of_block, weights,
 };
@@ -83,14 +84,17 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Made<NP> {
     let lse_delta = lse_delta_of_block(lse_delta, lse_delta_at, tiles.columns);
+    let first_column = block * comptime!(tiles.columns as i32);
+    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, kind.side);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &lse_delta,
-        block * comptime!(tiles.columns as i32),
+        first_column,
         &seen.block_mask,
         &seen.rows,
         scoring,
         has_far,
+        &keep,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
         tiles.half,
@@ -101,6 +105,7 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
             weights.w,
             dp,
             &lse_delta,
+            &keep,
             // Pass the condition of the branch in `weights` here, so that the compiler merges that branch with the branch in
             // `dot_gradients`.
             seen.block_mask.whole && !has_far,

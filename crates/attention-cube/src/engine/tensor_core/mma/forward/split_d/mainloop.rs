@@ -162,9 +162,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
             }
             o = rescaled_output::<AO>(o, offsets, roles, tiles);
         }
+        let first_key = keys * comptime!(tiles.keys as i32)
+            + (roles.key_group * comptime!(MmaSplitDTiles::SCORE_KEYS as u32)) as i32;
         if has_keys {
-            let first_key = keys * comptime!(tiles.keys as i32)
-                + (roles.key_group * comptime!(MmaSplitDTiles::SCORE_KEYS as u32)) as i32;
             s = scored::<F, NB, NS, AS>(s, 0usize, first_key, &seen_0, rows_0, scoring, kind);
             store_row_max::<NS>(
                 score_fragment::<AS, NS>(s, 0usize),
@@ -197,8 +197,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
             if comptime!(chunk == 0) {
                 if has_keys && weighs_first {
                     await_phase(offsets.meetings + TOLD, parity);
-                    let weighed = compute_p::<NS, AS>(
-                        s, state_0, state_1, row, offsets, roles, scale_log2, hidden, tiles,
+                    let weighed = compute_p::<F, NB, NS, AS>(
+                        s, first_key, rows_0, rows_1, scoring, state_0, state_1, row, offsets,
+                        roles, scale_log2, tiles, kind,
                     );
                     s = weighed.pairs;
                     state_0 = weighed.state_0;
@@ -222,8 +223,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
             if comptime!(chunk == 0) {
                 if has_keys && !weighs_first {
                     await_phase(offsets.meetings + TOLD, parity);
-                    let weighed = compute_p::<NS, AS>(
-                        s, state_0, state_1, row, offsets, roles, scale_log2, hidden, tiles,
+                    let weighed = compute_p::<F, NB, NS, AS>(
+                        s, first_key, rows_0, rows_1, scoring, state_0, state_1, row, offsets,
+                        roles, scale_log2, tiles, kind,
                     );
                     s = weighed.pairs;
                     state_0 = weighed.state_0;

@@ -3,6 +3,9 @@
 
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
+use crate::engine::tensor_core::common::RowPair;
+use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
 };
@@ -81,16 +84,20 @@ pub(super) struct Weighed<AS: Size> {
 /// The function also stores the factors that rescale the output of earlier blocks. The warps that hold this output read the
 /// factors from shared memory. `row` is the thread's first row.
 #[cube]
-pub(super) fn compute_p<NS: Size, AS: Size>(
+pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     s: Vector<f32, AS>,
+    first_key: i32,
+    rows_0: &RowPair,
+    rows_1: &RowPair,
+    scoring: &Scoring<F, NB>,
     before_0: SoftmaxState,
     before_1: SoftmaxState,
     row: u32,
     offsets: &SharedOffsets,
     roles: &Roles,
     scale_log2: f32,
-    hidden: f32,
     #[comptime] tiles: MmaSplitDTiles,
+    #[comptime] kind: TileKind,
 ) -> Weighed<AS> {
     let mut pairs = s;
     let mut state_0 = before_0;
@@ -102,13 +109,18 @@ pub(super) fn compute_p<NS: Size, AS: Size>(
         } else {
             before_1
         };
+        let own_rows = if comptime!(fragment == 0) {
+            rows_0
+        } else {
+            rows_1
+        };
         let own_row = row + comptime!((fragment * FRAGMENT_ROWS) as u32);
         let made = rescaled::<NS>(
             score_fragment::<AS, NS>(s, fragment),
             load_row_max(offsets, own_row, tiles),
             before.row_max,
             scale_log2,
-            hidden,
+            scoring.arguments.negative_infinity,
             true,
             MmaSplitDTiles::SCORE_KEYS,
         );
@@ -126,10 +138,17 @@ pub(super) fn compute_p<NS: Size, AS: Size>(
         #[unroll]
         for step in 0..comptime!(MmaSplitDTiles::SCORE_KEYS / 16) {
             let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
+            let kept = dropped_step::<F, NB>(
+                part.values,
+                scoring,
+                own_rows,
+                first_key + comptime!(16 * step as i32),
+                comptime!(kind.heads == 1),
+            );
             #[unroll]
             for i in 0..4usize {
-                let first = part.values.extract(comptime!(2 * i));
-                let second = part.values.extract(comptime!(2 * i + 1));
+                let first = kept.extract(comptime!(2 * i));
+                let second = kept.extract(comptime!(2 * i + 1));
                 pairs.insert(
                     comptime!(fragment * MmaSplitDTiles::SCORE_REGISTERS + 4 * step + i),
                     f32::reinterpret(pack(first, second, tiles.half)),

@@ -39,7 +39,6 @@ pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
 pub(super) fn page_sources<E: Float, W: Numeric>(
     inputs: &ForwardOperands<E, W>,
     batch: u32,
-    #[comptime] kind: TileKind,
 ) -> PageSources {
     #[comptime]
     match &inputs.page_table {

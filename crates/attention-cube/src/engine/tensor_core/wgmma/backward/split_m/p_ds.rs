@@ -2,6 +2,7 @@
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::{BiasWords, add_words};
+use crate::engine::tensor_core::common::dropout::keep_bits;
 use crate::engine::tensor_core::common::far::has_far;
 use crate::engine::tensor_core::common::gradient::{
     LseDelta, dot_gradients, lse_delta_of_block, weights,
@@ -126,14 +127,17 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     } else {
         s
     };
+    let first_column = block * comptime!(tiles.columns as i32);
+    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &lse_delta,
-        block * comptime!(tiles.columns as i32),
+        first_column,
         &seen.block_mask,
         &seen.rows,
         scoring,
         has_far,
+        &keep,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
         tiles.half,
@@ -154,6 +158,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
             weights.w,
             dp,
             &lse_delta,
+            &keep,
             seen.block_mask.whole,
             tiles.columns,
             tiles.half,

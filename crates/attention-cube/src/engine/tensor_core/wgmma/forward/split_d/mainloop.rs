@@ -117,11 +117,14 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
             HALF_KEYS,
             kind.fragment,
         );
-        softmax_state = softmax::<NS>(
+        softmax_state = softmax::<F, NB, NS>(
             s,
+            block * comptime!(WgmmaSplitDTiles::KEYS as i32)
+                + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+            rows,
+            scoring,
             softmax_state,
             scale_log2,
-            negative_infinity,
             offsets,
             ring,
             0u32,
@@ -208,11 +211,14 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
                 HALF_KEYS,
                 kind.fragment,
             );
-            softmax_state = softmax::<NS>(
+            softmax_state = softmax::<F, NB, NS>(
                 s,
+                next * comptime!(WgmmaSplitDTiles::KEYS as i32)
+                    + (warpgroup * comptime!(HALF_KEYS as u32)) as i32,
+                rows,
+                scoring,
                 softmax_state,
                 scale_log2,
-                negative_infinity,
                 offsets,
                 ring,
                 passed + warpgroup,

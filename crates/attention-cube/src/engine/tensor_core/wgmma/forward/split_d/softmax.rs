@@ -3,6 +3,9 @@
 
 use super::producer::SharedOffsets;
 use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
+use crate::engine::tensor_core::common::RowPair;
+use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
 };
@@ -129,11 +132,13 @@ pub(super) fn exchange(
 /// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then frees the value chunks that this GEMM
 /// has read, from chunk `values` on.
 #[cube]
-pub(super) fn softmax<NS: Size>(
+pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
+    first_column: i32,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
     before: SoftmaxState,
     scale_log2: f32,
-    negative_infinity: f32,
     offsets: &SharedOffsets,
     ring: Ring,
     values: u32,
@@ -153,7 +158,7 @@ pub(super) fn softmax<NS: Size>(
         largest,
         before.row_max,
         scale_log2,
-        negative_infinity,
+        scoring.arguments.negative_infinity,
         true,
         HALF_KEYS,
     );
@@ -171,7 +176,13 @@ pub(super) fn softmax<NS: Size>(
             step,
             comptime!(kind.leaves_masked()),
         );
-        let e = part.values;
+        let e = dropped_step::<F, NB>(
+            part.values,
+            scoring,
+            rows,
+            first_column + comptime!(16 * step as i32),
+            comptime!(kind.heads == 1),
+        );
         store_matrices(
             matrix_row(half, step),
             pack(e.extract(0usize), e.extract(1usize), tiles.half),

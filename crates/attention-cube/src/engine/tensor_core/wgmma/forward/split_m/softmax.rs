@@ -1,8 +1,12 @@
 //! The online softmax of a block in split-M. The module also packs P as the left operand of the GEMM `P V`.
 
+use crate::engine::tensor_core::common::RowPair;
+use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, rescaled, softmax_state, thread_row_max,
 };
+use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
 use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::ptx::pack;
@@ -51,6 +55,39 @@ pub(super) fn softmax<NS: Size>(
     Step::<NS> {
         exp_scores: values,
         softmax_state: softmax_state::<NS>(made, before.sums, pair(sum_0, sum_1)),
+    }
+}
+
+/// Drops probabilities of block `block`, if the kernel has dropout.
+#[cube]
+pub(super) fn dropped<F: Float, NB: Size, NS: Size>(
+    exp_scores: Vector<f32, NS>,
+    block: i32,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
+    #[comptime] tiles: WgmmaSplitMTiles,
+    #[comptime] kind: TileKind,
+) -> Vector<f32, NS> {
+    if comptime!(kind.fragment.score.dropout) {
+        let mut kept = Vector::<f32, NS>::zeroed();
+        #[unroll]
+        for step in 0..comptime!(tiles.keys / 16) {
+            let mut values = Vector::<f32, Const<8>>::zeroed();
+            #[unroll]
+            for i in 0..8usize {
+                values.insert(i, exp_scores.extract(comptime!(8 * step + i)));
+            }
+            let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
+            let own =
+                dropped_step::<F, NB>(values, scoring, rows, column, comptime!(kind.heads == 1));
+            #[unroll]
+            for i in 0..8usize {
+                kept.insert(comptime!(8 * step + i), own.extract(i));
+            }
+        }
+        kept
+    } else {
+        exp_scores
     }
 }
 

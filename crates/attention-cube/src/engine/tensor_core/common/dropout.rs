@@ -1,0 +1,186 @@
+//! Dropout of the probabilities that a thread holds in accumulator registers.
+
+use super::RowPair;
+use super::scoring::Scoring;
+use crate::math::dropout::kernel::{DropoutArguments, cell, head_key};
+use crate::math::side::Side;
+use cube_kit::nvidia::accumulator::Pair;
+use cubecl::prelude::*;
+
+/// The number of registers that a thread has per 16 columns of a fragment.
+const STEP_REGISTERS: usize = 8;
+
+/// One bit for each register of a thread's part of a fragment with at most 128 columns. The bit is set if the register's
+/// probability is kept.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct KeepBits {
+    pub low: u32,
+    pub high: u32,
+    /// The factor of probabilities that are kept.
+    pub kept: f32,
+}
+
+/// Returns bit 0 if the low 16 bits of a word are kept, and bit 1 if its high 16 bits are kept.
+#[cube]
+fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
+    let low = word & 0xffffu32;
+    let high = word >> 16u32;
+    select(low < dropout.threshold, 0u32, 1u32) | select(high < dropout.threshold, 0u32, 2u32)
+}
+
+/// Returns one bit for each of the thread's eight registers of 16 columns. `column` is the first of these columns. The registers
+/// are two columns of the first row, the same columns of the second row, and both again eight columns later.
+///
+/// `shares_cells` says that the thread's rows `r` and `r + 8` have neighbouring positions, as in a tile of one head.
+#[cube]
+fn keep_bits_of_step(
+    dropout: &DropoutArguments,
+    rows: &RowPair,
+    column: i32,
+    #[comptime] shares_cells: bool,
+    #[comptime] side: Side,
+) -> u32 {
+    let own = column as u32 + UNIT_POS % 4u32 * 2u32;
+    let first = rows.position_0 as u32;
+    let key_0 = head_key(dropout, rows.batch, rows.head_0);
+    let mut bits = 0u32;
+    #[unroll]
+    for e in 0..2usize {
+        let column = own + comptime!(e as u32);
+        if comptime!(side == Side::Keys) {
+            // The rows are keys: the drawn words belong to the two rows, and their halves to the two columns.
+            let drawn = cell(key_0, column, first);
+            let of_row_0 = kept_halves(drawn.first, dropout);
+            let of_row_1 = kept_halves(drawn.second, dropout);
+            bits |= (of_row_0 & 1u32
+                | (of_row_1 & 1u32) << 2u32
+                | (of_row_0 & 2u32) << 3u32
+                | (of_row_1 & 2u32) << 5u32)
+                << comptime!(e as u32);
+        } else if comptime!(shares_cells) {
+            let drawn = cell(key_0, first, column);
+            let before = kept_halves(drawn.first, dropout);
+            let after = kept_halves(drawn.second, dropout);
+            bits |= (before & 1u32
+                | (before & 2u32) << 1u32
+                | (after & 1u32) << 4u32
+                | (after & 2u32) << 5u32)
+                << comptime!(e as u32);
+        } else {
+            let key_1 = head_key(dropout, rows.batch, rows.head_1);
+            let second = rows.position_1 as u32;
+            let of_row_0 = cell(key_0, first, column);
+            let of_row_1 = cell(key_1, second, column);
+            let shift_0 = first / 8u32 % 2u32;
+            let shift_1 = second / 8u32 % 2u32;
+            let before_0 = kept_halves(of_row_0.first, dropout) >> shift_0 & 1u32;
+            let before_1 = kept_halves(of_row_1.first, dropout) >> shift_1 & 1u32;
+            let after_0 = kept_halves(of_row_0.second, dropout) >> shift_0 & 1u32;
+            let after_1 = kept_halves(of_row_1.second, dropout) >> shift_1 & 1u32;
+            bits |= (before_0 | before_1 << 2u32 | after_0 << 4u32 | after_1 << 6u32)
+                << comptime!(e as u32);
+        }
+    }
+    bits
+}
+
+/// Returns the keep bits of a fragment of `columns` columns, of which `first_column` is the first. Without dropout, the bits are
+/// not used.
+#[cube]
+pub(crate) fn keep_bits<F: Float, NB: Size>(
+    scoring: &Scoring<F, NB>,
+    rows: &RowPair,
+    first_column: i32,
+    #[comptime] columns: usize,
+    #[comptime] side: Side,
+) -> KeepBits {
+    #[comptime]
+    match &scoring.dropout {
+        ComptimeOption::Some(dropout) => {
+            comptime!(assert!(
+                columns <= 128,
+                "two words hold the bits of 128 columns"
+            ));
+            let mut low = 0u32;
+            let mut high = 0u32;
+            #[unroll]
+            for step in 0..comptime!(columns / 16) {
+                let column = first_column + comptime!(16 * step as i32);
+                let bits = keep_bits_of_step(dropout, rows, column, true, side);
+                if comptime!(step < 4) {
+                    low |= bits << comptime!((STEP_REGISTERS * step) as u32);
+                } else {
+                    high |= bits << comptime!((STEP_REGISTERS * (step - 4)) as u32);
+                }
+            }
+            KeepBits {
+                low,
+                high,
+                kept: dropout.kept,
+            }
+        }
+        ComptimeOption::None => KeepBits {
+            low: u32::new(0),
+            high: u32::new(0),
+            kept: f32::new(1.0),
+        },
+    }
+}
+
+/// Returns the factor of a register's probability: 0 if it is dropped.
+#[cube]
+pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f32 {
+    let word = if comptime!(register < 32) {
+        keep.low
+    } else {
+        keep.high
+    };
+    let bit = word & comptime!(1u32 << (register % 32));
+    select(bit == 0u32, 0.0f32, keep.kept)
+}
+
+/// Multiplies the values of the `pair`-th register pair by their keep factors, if the kernel has dropout.
+#[cube]
+pub(crate) fn dropped_pair(
+    values: Pair,
+    keep: &KeepBits,
+    #[comptime] pair: usize,
+    #[comptime] has_dropout: bool,
+) -> Pair {
+    if comptime!(has_dropout) {
+        Pair {
+            first: values.first * keep_factor_of(keep, comptime!(2 * pair)),
+            second: values.second * keep_factor_of(keep, comptime!(2 * pair + 1)),
+        }
+    } else {
+        values
+    }
+}
+
+/// Multiplies the thread's eight probabilities of 16 columns by their keep factors, if the kernel has dropout. `column` is the first
+/// of these columns.
+#[cube]
+pub(crate) fn dropped_step<F: Float, NB: Size>(
+    values: Vector<f32, Const<8>>,
+    scoring: &Scoring<F, NB>,
+    rows: &RowPair,
+    column: i32,
+    #[comptime] shares_cells: bool,
+) -> Vector<f32, Const<8>> {
+    #[comptime]
+    match &scoring.dropout {
+        ComptimeOption::Some(dropout) => {
+            let bits = keep_bits_of_step(dropout, rows, column, shares_cells, Side::Queries);
+            let mut values = values;
+            #[unroll]
+            for register in 0..8usize {
+                let bit = bits & comptime!(1u32 << register);
+                let factor = select(bit == 0u32, 0.0f32, dropout.kept);
+                values.insert(register, values.extract(register) * factor);
+            }
+            values
+        }
+        ComptimeOption::None => values,
+    }
+}

@@ -1,0 +1,84 @@
+//! The generator of dropout in kernels.
+
+use super::{MULTIPLIER, ROUNDS, WEYL};
+use cubecl::prelude::*;
+
+/// The runtime parameters of dropout.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct DropoutArguments {
+    pub seed_low: u32,
+    pub seed_high: u32,
+    /// A score is dropped if its random bits are below this value.
+    pub threshold: u32,
+    /// The factor of probabilities that are kept.
+    pub kept: f32,
+    /// The number of query heads per sequence.
+    pub q_heads: u32,
+}
+
+/// The two words that the generator draws.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+pub(crate) struct Drawn {
+    pub first: u32,
+    pub second: u32,
+}
+
+/// Draws two words for a counter of two words.
+#[cube]
+fn philox(first: u32, second: u32, key: u32) -> Drawn {
+    let mut first = first;
+    let mut second = second;
+    let mut key = key;
+    #[unroll]
+    for _round in 0..ROUNDS {
+        let high = first.mul_hi(MULTIPLIER.runtime());
+        let low = first * comptime!(MULTIPLIER);
+        first = high ^ key ^ second;
+        second = low;
+        key += comptime!(WEYL);
+    }
+    Drawn { first, second }
+}
+
+/// Returns the generator's key of a query head.
+#[cube]
+pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32 {
+    let plane = batch * dropout.q_heads + head;
+    philox(plane, dropout.seed_high, dropout.seed_low).first
+}
+
+/// Draws the 64 bits of the cell that holds the score of `query` and `key`. The first word belongs to the cell's first eight keys,
+/// and the low half of a word to its first eight queries.
+#[cube]
+pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
+    philox(cell_index(query), cell_index(key), head_key)
+}
+
+/// Returns the index of a position's cell along its dimension: positions `p` and `p + 8` share it.
+#[cube]
+fn cell_index(position: u32) -> u32 {
+    position / 16u32 * 8u32 + position % 8u32
+}
+
+/// Returns the factor of the probability of `query` and `key`: 0 if it is dropped.
+#[cube]
+pub(crate) fn keep_factor(
+    dropout: &ComptimeOption<DropoutArguments>,
+    batch: u32,
+    head: u32,
+    query: u32,
+    key: u32,
+) -> f32 {
+    #[comptime]
+    match dropout {
+        ComptimeOption::Some(dropout) => {
+            let drawn = cell(head_key(dropout, batch, head), query, key);
+            let word = select(key / 8u32 % 2u32 == 0u32, drawn.first, drawn.second);
+            let bits = word >> (query / 8u32 % 2u32 * 16u32) & 0xffffu32;
+            select(bits < dropout.threshold, 0.0f32, dropout.kept)
+        }
+        ComptimeOption::None => f32::new(1.0),
+    }
+}

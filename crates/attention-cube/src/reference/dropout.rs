@@ -1,0 +1,39 @@
+//! The factors of dropout, drawn on the host.
+
+use crate::math::dropout::{bits, head_key};
+use crate::options::Dropout;
+use crate::problem::AttentionProblem;
+use crate::types::tensors::logsumexp_dtype;
+use burn::backend::{
+    Backend,
+    tensor::{Device, FloatTensor},
+};
+use burn::tensor::TensorData;
+
+/// Returns the factors of all probabilities, `[batch, q_heads, q_len, kv_len]`: 0 if a probability is dropped. The shards of the
+/// keys have no common numbers, so each shard draws its own factors.
+pub(super) fn factors<B: Backend>(
+    dropout: &Dropout,
+    problem: &AttentionProblem,
+    device: &Device<B>,
+) -> FloatTensor<B> {
+    let AttentionProblem {
+        batch,
+        q_heads,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    let (threshold, kept) = (dropout.threshold(), dropout.kept());
+    let planes = (0..(batch * q_heads) as u32).map(|plane| head_key(dropout.seed, plane));
+    let rows = planes.flat_map(|key| (0..q_len as u32).map(move |query| (key, query)));
+    let factors = rows.flat_map(|(own, query)| {
+        (0..kv_len as u32).map(move |key| match bits(own, query, key) < threshold {
+            true => 0.0,
+            false => kept,
+        })
+    });
+    let factors: Vec<f64> = factors.collect();
+    let data = TensorData::new(factors, [batch, q_heads, q_len, kv_len]);
+    B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), device)
+}
