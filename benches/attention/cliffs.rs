@@ -2,6 +2,7 @@
 //! each of them together with that similar case, its counterpart.
 
 use crate::report::Pass::{self, Backward, Forward};
+use attention_cube::paged::try_paged_attention;
 use attention_cube::{AttentionOptions, try_fused_attention};
 use attention_workspace::{
     Dtype, Error,
@@ -25,6 +26,12 @@ pub struct Attention {
     document: Option<usize>,
     /// True if intervals replace the causal mask: each fourth block of 256 tokens is an image, whose tokens all see each other.
     images: bool,
+    /// True if the sequences have the lengths of [`RAGGED`], in rows of queries and keys that have the longest length.
+    ragged: bool,
+    /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
+    page_len: Option<usize>,
+    /// True if a tenth of the probabilities is dropped.
+    dropout: bool,
     /// The shape of the bias, or `None` without a bias.
     bias: Option<[usize; 4]>,
     /// True if the bias needs a gradient.
@@ -79,6 +86,9 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         causal,
         document: None,
         images: false,
+        ragged: false,
+        page_len: None,
+        dropout: false,
         bias: None,
         trained_bias: true,
         mask: None,
@@ -160,6 +170,50 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
+/// Numbers of sequences with their lengths. The numbers are such that each length has the same number of visible pairs.
+const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
+
+/// Creates a case with prompts of different lengths. The counterpart has as many visible pairs in sequences of one length.
+const fn ragged(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
+    let equal = attention([RAGGED.len(), heads, RAGGED[0].1, width], true);
+    let mut batch = 0;
+    let mut index = 0;
+    while index < RAGGED.len() {
+        batch += RAGGED[index].0;
+        index += 1;
+    }
+    let case = Attention {
+        batch,
+        ragged: true,
+        ..equal
+    };
+    cliff(name, pass, case, equal, 1.11)
+}
+
+/// Creates a case that decodes 8 sequences of 32,768 keys in pages of 64. The counterpart has contiguous keys.
+const fn paged(name: &'static str, width: usize) -> Cliff {
+    let contiguous = Attention {
+        kv_heads: 1,
+        kv_len: 32_768,
+        ..attention([8, 8, 1, width], true)
+    };
+    let case = Attention {
+        page_len: Some(64),
+        ..contiguous
+    };
+    cliff(name, Forward, case, contiguous, 1.05)
+}
+
+/// Creates a case with dropout. The counterpart has none.
+const fn dropped(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
+    let plain = attention([4, heads, 4096, width], true);
+    let case = Attention {
+        dropout: true,
+        ..plain
+    };
+    cliff(name, pass, case, plain, 1.25)
+}
+
 const fn biased(name: &'static str, pass: Pass, bias: [usize; 4]) -> Cliff {
     let plain = attention([4, 32, 4096, 64], false);
     let case = Attention {
@@ -237,7 +291,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub const CLIFFS: [Cliff; 49] = [
+pub const CLIFFS: [Cliff; 59] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -252,6 +306,16 @@ pub const CLIFFS: [Cliff; 49] = [
     images("cliffs-images-d256", Backward, 16, 256),
     images("cliffs-images-d512", Forward, 8, 512),
     images("cliffs-images-d512", Backward, 8, 512),
+    ragged("cliffs-ragged-d128", Forward, 8, 128),
+    ragged("cliffs-ragged-d128", Backward, 8, 128),
+    ragged("cliffs-ragged-d256", Forward, 4, 256),
+    ragged("cliffs-ragged-d256", Backward, 4, 256),
+    paged("cliffs-paged-d256", 256),
+    paged("cliffs-paged-d512", 512),
+    dropped("cliffs-dropout-d128", Forward, 16, 128),
+    dropped("cliffs-dropout-d128", Backward, 16, 128),
+    dropped("cliffs-dropout-d256", Forward, 8, 256),
+    dropped("cliffs-dropout-d256", Backward, 8, 256),
     biased("cliffs-bias-1-1-1-1", Forward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-1-1-1", Backward, [1, 1, 1, 1]),
     biased("cliffs-bias-1-h-1-1", Forward, [1, 32, 1, 1]),
@@ -342,6 +406,8 @@ struct Prepared {
     gradient: Tensor<4>,
     options: AttentionOptions,
     bias: Option<Tensor<4>>,
+    /// The page table, if `operands` has pages of keys and values.
+    page_table: Option<Tensor<2, Int>>,
     trained: [bool; 3],
     trained_bias: bool,
 }
@@ -362,7 +428,13 @@ impl Prepared {
             Tensor::<4>::random(shape, normal, (device, DType::F32)).cast(dtype)
         };
         let shape = [batch, heads, length, width];
-        let kv_shape = [batch, kv_heads, kv_len, width];
+        let pages = attention
+            .page_len
+            .map(|page_len| [batch * kv_len / page_len, page_len]);
+        let kv_shape = match pages {
+            Some([count, page_len]) => [count, kv_heads, page_len, width],
+            None => [batch, kv_heads, kv_len, width],
+        };
         let query = match attention.flat_queries {
             true => random([batch, heads, length, 1]).expand(shape),
             false => random(shape),
@@ -390,6 +462,17 @@ impl Prepared {
             let ends = (0..length).map(|token| end(token) as i32).collect();
             options = options.visible_between(ints(vec![0; length]), ints(ends));
         }
+        if attention.ragged {
+            let lengths = RAGGED
+                .iter()
+                .flat_map(|(count, length)| vec![*length as i32; *count]);
+            let lengths: Vec<i32> = lengths.collect();
+            let lengths = Tensor::<1, Int>::from_data(TensorData::new(lengths, [batch]), device);
+            options = options.query_lengths(lengths.clone()).kv_lengths(lengths);
+        }
+        if attention.dropout {
+            options = options.dropout(0.1, 1);
+        }
         if let Some(mask) = attention.mask {
             let own = random([1, 1, length, length]).greater_elem(-1.0);
             let mask: Tensor<4, Bool> = match mask {
@@ -403,6 +486,12 @@ impl Prepared {
             gradient: random(shape),
             options,
             bias: attention.bias.map(random),
+            page_table: pages.map(|[count, _]| {
+                // Neighbouring entries are pages far apart: the step has no factor in common with the number of pages.
+                let entries = (0..count).map(|entry| (entry * 7919 % count) as i32);
+                let data = TensorData::new(entries.collect::<Vec<_>>(), [batch, count / batch]);
+                Tensor::from_data(data, device)
+            }),
             trained: attention.trained,
             trained_bias: attention.trained_bias,
         }
@@ -417,7 +506,10 @@ impl Prepared {
             Some(bias) => self.options.clone().bias(bias),
             None => self.options.clone(),
         };
-        Ok(try_fused_attention(query, key, value, options)?)
+        Ok(match self.page_table.clone() {
+            Some(table) => try_paged_attention(query, key, value, table, options)?.0,
+            None => try_fused_attention(query, key, value, options)?,
+        })
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {

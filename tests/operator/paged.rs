@@ -435,6 +435,59 @@ fn append_writes_only_the_places_of_new_rows() {
     }
 }
 
+/// Checks pools in the order of tokens, `[blocks, block_len, kv_heads, columns]`, as burn-lm has them: rounds of writes through
+/// `append`, then attention with its gather index and lengths.
+#[test]
+fn paged_pools_in_token_order_equal_contiguous_keys() {
+    let (lanes, block_len, heads, columns) = (2, 8, 2, 16);
+    for TestDevice { name, device } in devices() {
+        let mut rng = StdRng::seed_from_u64(5);
+        let mut random =
+            |shape| Dense::normal(shape, DType::F32, &mut rng).tensor(&device, DType::F32);
+        let list = |integers: &[i32]| Tensor::<1, Int>::from_ints(integers, &device);
+        // Block 0 belongs to no lane. The gather index pads short lanes with it.
+        let gather_idx = list(&[3, 1, 5, 2, 0, 0]);
+        let table = gather_idx.reshape([lanes, 3]);
+        let lengths = [19, 7];
+        let rows = [
+            random([lanes, heads, 19, columns]),
+            random([lanes, heads, 19, columns]),
+        ];
+        let mut pools = [0, 1].map(|_| Tensor::<4>::zeros([6, block_len, heads, columns], &device));
+        for (first, new) in [(0, 7), (7, 12)] {
+            for (pool, rows) in pools.iter_mut().zip(&rows) {
+                let places = Places {
+                    page_table: table.clone(),
+                    starts: list(&[first as i32; 2]),
+                    counts: Some(list(&lengths.map(|length| length - first as i32))),
+                };
+                let rows = rows.clone().narrow(2, first, new);
+                let pages = pool.clone().swap_dims(1, 2);
+                *pool = append(pages, rows, places)
+                    .expect("the arguments fit")
+                    .swap_dims(1, 2);
+            }
+        }
+        let query = random([lanes, 4, 1, columns]);
+        let options = || AttentionOptions::new().causal().kv_lengths(list(&lengths));
+        let [key, value] = pools.map(|pool| pool.swap_dims(1, 2));
+        let found = try_paged_attention(query.clone(), key, value, table, options());
+        let found = values(found.expect("the arguments fit"));
+        let [key, value] = rows.map(|rows| {
+            let rest = Tensor::<4>::zeros([lanes, heads, 5, columns], &device);
+            Tensor::cat(vec![rows, rest], 2)
+        });
+        let expected = attention_with_lse(query, key, value, options());
+        let expected = values(expected.expect("the arguments fit"));
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{name}: {found} {expected}"
+            );
+        }
+    }
+}
+
 /// Checks the shapes for which nothing can be written.
 #[test]
 fn append_without_places_returns_the_pages() {

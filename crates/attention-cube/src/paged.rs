@@ -31,6 +31,10 @@
 //! # Ok::<(), attention_cube::AttentionError>(())
 //! ```
 //!
+//! Pages in the order of tokens, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass
+//! `pages.swap_dims(1, 2)`. For a cache of burn-lm, the pages are its pools, the page table is `gather_idx.reshape([lanes,
+//! blocks_per_lane])`, and `kv_lengths` is `lengths`.
+//!
 //! # Contract
 //! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer dtype.
 //! Key `j` of sequence `b` is row `j % page_len` of page `page_table[b, j / page_len]`. All options see `kv_len = pages of a
@@ -39,7 +43,7 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. It has the bits of a call over contiguous keys, except if pages are so small that another kernel reads them |
-//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. That kernel has up to 16 rows (`q_len` times the number of query heads per key head), and up to 32 rows at head sizes up to 256. Its blocks have 16 keys. The portable engines' blocks have 16 to 512 keys |
+//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. That kernel has up to 16 rows (`q_len` times the number of query heads per key head), and up to 32 rows at head sizes up to 256. Its blocks have 16 or 32 keys. The other engines' blocks are larger; multiples of 128 keys fit most of them |
 //! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells which case a problem is |
 //! | a query under autodiff | the whole table is copied |
 //! | entries of the page table for keys that no query sees | may have any value |
@@ -155,7 +159,7 @@ fn of_result(
 
 /// Writes new keys, or new values, to their places in the pages. The function returns the pages, without autodiff.
 ///
-/// On devices with kernels, the memory of the pages is reused if they are contiguous and `pages` is the only handle to them.
+/// On devices with kernels, the memory of the pages is reused if their rows are contiguous and `pages` is the only handle to them.
 /// Otherwise all pages are copied, so pass on the returned tensor and keep no clone.
 ///
 /// Rows whose position lies past the sequence's pages are not written. Neither are rows whose entry in the page table is no page,

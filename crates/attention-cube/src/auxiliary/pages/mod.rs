@@ -161,13 +161,19 @@ fn integers_as_read(integers: CubeTensor) -> CubeTensor {
     }
 }
 
-/// Returns the tensor with contiguous elements, in a buffer that no other handle shares.
-fn own(tensor: CubeTensor) -> CubeTensor {
-    let tensor = into_contiguous(tensor);
-    match tensor.can_mut() {
-        true => tensor,
-        // Make the copy contiguous again: Burn's copy may pad its rows.
-        false => into_contiguous(tensor.copy()),
+/// Returns the pages in a buffer that no other handle shares, with contiguous rows. Heads and keys may have any strides.
+fn own(pages: CubeTensor) -> CubeTensor {
+    let has_rows = pages.meta.strides()[3] == 1 && pages.is_nonoverlapping();
+    match has_rows && pages.can_mut() {
+        true => pages,
+        false => {
+            let pages = into_contiguous(pages);
+            match pages.can_mut() {
+                true => pages,
+                // Make the copy contiguous again: Burn's copy may pad its rows.
+                false => into_contiguous(pages.copy()),
+            }
+        }
     }
 }
 
