@@ -87,6 +87,23 @@ fn dropout_in_half_precision_matches_reference() {
     }
 }
 
+/// Checks dropout so high that P times the factor of kept probabilities exceeds half precision. The first queries see few keys, so
+/// their P is near 1.
+#[test]
+fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
+    for dtype in [DType::F16, DType::BF16] {
+        for (q_len, width) in [(70, 64), (40, 320)] {
+            Case {
+                dtype,
+                dropout: Some((0.99, SEED)),
+                causal: Some(BottomRight),
+                ..plain(q_len, q_len, width)
+            }
+            .check();
+        }
+    }
+}
+
 /// Checks heads so wide that warps divide the columns.
 #[test]
 fn dropout_of_wide_heads_matches_reference() {

@@ -2,10 +2,13 @@
 //! values, if it has the same kernel. Pages that no query sees hold NaN, and unused entries of the page table hold any number.
 
 use crate::case::{Case, FULL};
+use crate::cliffs::hopper;
 use crate::dense::{Dense, Layout, host};
 use crate::devices::{TestDevice, devices};
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
+use attention_cube::internals::device::{DeviceProfile, Feature};
+use attention_cube::internals::select::{Layouts, Pass, select};
 use attention_cube::paged::{
     Places, append, append_quantized, try_paged_attention, try_paged_quantized_attention,
 };
@@ -591,4 +594,41 @@ fn paged_arguments_that_do_not_fit_are_refused() {
             assert!(error.contains(words), "{error}: expected {words}");
         }
     }
+}
+
+/// Checks on the profile of a Hopper card which problems read pages in place.
+#[test]
+fn paged_selection_tells_which_problems_copy() {
+    let device = Device::flex();
+    let of_mma = [
+        Feature::Mma(DType::BF16),
+        Feature::LoadMatrix(DType::BF16),
+        Feature::CopyAsync,
+    ];
+    let card = DeviceProfile {
+        features: [hopper().features, of_mma.to_vec()].concat(),
+        ..hopper()
+    };
+    let copies = |[q_len, width]: [usize; 2], page_len: usize| {
+        let zeros = |shape: [usize; 4]| Tensor::<4>::zeros(shape, (&device, DType::BF16));
+        let pages = zeros([3, 1, page_len, width]);
+        let table = Tensor::<2, Int>::zeros([2, 100], &device);
+        let query = zeros([2, 8, q_len, width]);
+        let options = AttentionOptions::new().causal();
+        let problem = AttentionProblem::paged(&query, &pages, &pages, &table, &options)
+            .expect("the arguments fit");
+        let layouts = Layouts::contiguous(&problem);
+        let selection = select(&problem, Some(&card), layouts, Pass::Forward);
+        selection.copies_pages
+    };
+    for width in [64, 128, 256, 512] {
+        for page_len in [16, 48, 64, 128] {
+            assert!(!copies([1, width], page_len), "{width} {page_len}");
+        }
+        assert!(copies([1, width], 10), "{width}");
+        assert!(copies([512, width], 64), "{width}");
+    }
+    // Tiles of 32 rows exist up to 256 columns.
+    assert!(!copies([4, 256], 16));
+    assert!(copies([4, 512], 16));
 }

@@ -234,7 +234,8 @@ impl AttentionOptions {
     /// dropout of attention weights in training.
     ///
     /// Random bits are a function of the seed and of the score's place, on every device and in the backward. Use another seed in
-    /// each call. The probability is rounded to a multiple of 2⁻¹⁶, and may be from 0 to 0.99. The logsumexp does not depend on
+    /// each call, and for each of the [`shards`](crate::shards) of the keys, whose keys are counted from 0. A captured CUDA graph
+    /// repeats its seed. The probability is rounded to a multiple of 2⁻¹⁶, and may be from 0 to 0.99. The logsumexp does not depend on
     /// the dropout.
     ///
     /// ```

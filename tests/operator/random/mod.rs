@@ -287,7 +287,7 @@ fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         prop::bool::weighted(likely),
         any::<bool>(),
         any::<bool>(),
-        perhaps(0.3 * likely, (select(vec![0.1, 0.5, 0.9]), any::<u64>())),
+        perhaps(0.3 * likely, (select(vec![0.1, 0.5, 0.97]), any::<u64>())),
     )
         .prop_map(
             move |(scale, softcap, bias, sinks, f32_extras, lse_gradient, dropout)| Case {

@@ -23,7 +23,7 @@ pub(crate) struct RowLseDelta {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {
-    /// The probability P, after dropout.
+    /// The probability P, after dropout and times the factor of kept probabilities.
     pub p: f32,
     /// `d loss / d score`, after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,

@@ -2,21 +2,33 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The seed of the next call with dropout.
-static NEXT: AtomicU64 = AtomicU64::new(0);
+/// The seed of the process, and the number of calls with dropout since it was set.
+static SEED: AtomicU64 = AtomicU64::new(0);
+static CALLS: AtomicU64 = AtomicU64::new(0);
 
 /// Sets the seed from which the modules of this process draw their dropout, so that a run can be repeated.
 ///
-/// Each forward with active dropout takes the next seed. The order of the forwards therefore decides which one gets which seed.
+/// Each forward with active dropout draws from another seed, which the order of the forwards decides. In data-parallel training,
+/// give each process its own seed.
 ///
 /// ```
 /// attention_cube::nn::seed_dropout(42);
 /// ```
 pub fn seed_dropout(seed: u64) {
-    NEXT.store(seed, Ordering::Relaxed);
+    SEED.store(seed, Ordering::Relaxed);
+    CALLS.store(0, Ordering::Relaxed);
 }
 
-/// Returns the seed of a call, which no other call gets before the counter is set anew.
+/// Returns the seed of a call. Runs of neighbouring seeds have no seeds of calls in common.
 pub(super) fn next_seed() -> u64 {
-    NEXT.fetch_add(1, Ordering::Relaxed)
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
+    mixed(mixed(SEED.load(Ordering::Relaxed)).wrapping_add(call))
+}
+
+/// Mixes the bits of a number, by the function of SplitMix64 (Steele et al., OOPSLA 2014).
+fn mixed(number: u64) -> u64 {
+    let z = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
 }

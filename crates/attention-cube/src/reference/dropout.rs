@@ -10,8 +10,7 @@ use burn::backend::{
 };
 use burn::tensor::TensorData;
 
-/// Returns the factors of all probabilities, `[batch, q_heads, q_len, kv_len]`: 0 if a probability is dropped. The shards of the
-/// keys have no common numbers, so each shard draws its own factors.
+/// Returns the factors of all probabilities, `[batch, q_heads, q_len, kv_len]`: 0 if a probability is dropped.
 pub(super) fn factors<B: Backend>(
     dropout: &Dropout,
     problem: &AttentionProblem,
@@ -25,15 +24,18 @@ pub(super) fn factors<B: Backend>(
         ..
     } = *problem;
     let (threshold, kept) = (dropout.threshold(), dropout.kept());
-    let planes = (0..(batch * q_heads) as u32).map(|plane| head_key(dropout.seed, plane));
-    let rows = planes.flat_map(|key| (0..q_len as u32).map(move |query| (key, query)));
-    let factors = rows.flat_map(|(own, query)| {
-        (0..kv_len as u32).map(move |key| match bits(own, query, key) < threshold {
-            true => 0.0,
-            false => kept,
-        })
-    });
-    let factors: Vec<f64> = factors.collect();
+    let mut factors = Vec::with_capacity(batch * q_heads * q_len * kv_len);
+    for plane in 0..(batch * q_heads) as u32 {
+        let own = head_key(dropout.seed, plane);
+        for query in 0..q_len as u32 {
+            factors.extend(
+                (0..kv_len as u32).map(|key| match bits(own, query, key) < threshold {
+                    true => 0.0,
+                    false => kept,
+                }),
+            );
+        }
+    }
     let data = TensorData::new(factors, [batch, q_heads, q_len, kv_len]);
     B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), device)
 }

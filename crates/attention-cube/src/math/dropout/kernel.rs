@@ -62,6 +62,16 @@ fn cell_index(position: u32) -> u32 {
     position / 16u32 * 8u32 + position % 8u32
 }
 
+/// Returns the factor of results that kept probabilities have summed up.
+#[cube]
+pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
+    #[comptime]
+    match dropout {
+        ComptimeOption::Some(dropout) => dropout.kept,
+        ComptimeOption::None => f32::new(1.0),
+    }
+}
+
 /// Returns the factor of the probability of `query` and `key`: 0 if it is dropped.
 #[cube]
 pub(crate) fn keep_factor(

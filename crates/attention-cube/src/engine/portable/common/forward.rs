@@ -25,7 +25,7 @@
 //! Keys and values may lie in pages. The kernel then looks up the page of each block in a table, and reads the page in place.
 
 use crate::engine::portable::common::softmax::{advance, row_statistics, signal_rescale, total};
-use crate::math::dropout::kernel::keep_factor;
+use crate::math::dropout::kernel::{keep_factor, kept_scale};
 use crate::math::inputs::{ForwardInputs, HeadSizes};
 use crate::math::layout::{Page, Rows, group_rows, head_operand, in_page, operand, page_of};
 use crate::math::schedule::{Grid, block_count, work_tile};
@@ -321,6 +321,9 @@ pub(crate) fn forward<
             ComptimeOption::None => {}
         }
         let empty = sum == 0.0f32;
+        if comptime!(kind.score.dropout) {
+            rescale *= kept_scale(&scoring.dropout);
+        }
         statistics.factor[UNIT_POS as usize] = select(empty, 0.0f32, rescale / sum);
         if row < end_row {
             let at = part as usize * logsumexp.stride(0)
@@ -409,7 +412,8 @@ fn score_block<M: Numeric, F: Float>(
     }
 }
 
-/// Drops the unit's probabilities at random, if the kernel has dropout. The row sums already have all probabilities.
+/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already have all probabilities, and the
+/// output is later multiplied by the factor of kept ones.
 #[cube]
 fn drop_probabilities<M: Numeric, F: Float>(
     p: &mut Array<f32>,
@@ -435,8 +439,10 @@ fn drop_probabilities<M: Numeric, F: Float>(
             #[unroll]
             for c in 0..width {
                 let key = rows.first_key + tile_column(unit_column, c, tiles) as i32;
-                p[comptime!(k * width + c)] *=
-                    keep_factor(&scoring.dropout, rows.batch, head, query as u32, key as u32);
+                let at = comptime!(k * width + c);
+                let (query, key) = (query as u32, key as u32);
+                let factor = keep_factor(&scoring.dropout, rows.batch, head, query, key);
+                p[at] = select(factor == 0.0f32, 0.0f32, p[at]);
             }
         }
     }

@@ -128,19 +128,38 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
     }
 }
 
-/// Returns the factor of a register's probability: 0 if it is dropped.
+/// True if a register's probability is kept.
 #[cube]
-pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f32 {
+fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     let word = if comptime!(register < 32) {
         keep.low
     } else {
         keep.high
     };
-    let bit = word & comptime!(1u32 << (register % 32));
-    select(bit == 0u32, 0.0f32, keep.kept)
+    word & comptime!(1u32 << (register % 32)) != 0u32
 }
 
-/// Multiplies the values of the `pair`-th register pair by their keep factors, if the kernel has dropout.
+/// Returns the factor of a register's probability: 0 if it is dropped.
+#[cube]
+pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f32 {
+    select(is_kept(keep, register), keep.kept, 0.0f32)
+}
+
+/// Returns the factor of the gradient of V: the reciprocal of the scale of P, times `kept_scale` if the kernel has dropout.
+#[cube]
+pub(crate) fn value_factor(
+    dropout: &ComptimeOption<DropoutArguments>,
+    #[comptime] p_scale: f32,
+) -> f32 {
+    #[comptime]
+    match dropout {
+        ComptimeOption::Some(dropout) => dropout.kept * f32::new(comptime!(1.0 / p_scale)),
+        ComptimeOption::None => f32::new(comptime!(1.0 / p_scale)),
+    }
+}
+
+/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. The kept ones are multiplied by
+/// `kept_scale` later, because the products could exceed half precision.
 #[cube]
 pub(crate) fn dropped_pair(
     values: Pair,
@@ -150,16 +169,20 @@ pub(crate) fn dropped_pair(
 ) -> Pair {
     if comptime!(has_dropout) {
         Pair {
-            first: values.first * keep_factor_of(keep, comptime!(2 * pair)),
-            second: values.second * keep_factor_of(keep, comptime!(2 * pair + 1)),
+            first: select(is_kept(keep, comptime!(2 * pair)), values.first, 0.0f32),
+            second: select(
+                is_kept(keep, comptime!(2 * pair + 1)),
+                values.second,
+                0.0f32,
+            ),
         }
     } else {
         values
     }
 }
 
-/// Multiplies the thread's eight probabilities of 16 columns by their keep factors, if the kernel has dropout. `column` is the first
-/// of these columns.
+/// Sets dropped probabilities among the thread's eight of 16 columns to 0, if the kernel has dropout. `column` is the first of
+/// these columns. The output is later multiplied by `kept_scale`.
 #[cube]
 pub(crate) fn dropped_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,
@@ -176,8 +199,8 @@ pub(crate) fn dropped_step<F: Float, NB: Size>(
             #[unroll]
             for register in 0..8usize {
                 let bit = bits & comptime!(1u32 << register);
-                let factor = select(bit == 0u32, 0.0f32, dropout.kept);
-                values.insert(register, values.extract(register) * factor);
+                let value = select(bit == 0u32, 0.0f32, values.extract(register));
+                values.insert(register, value);
             }
             values
         }

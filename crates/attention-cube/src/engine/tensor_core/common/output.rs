@@ -86,7 +86,7 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalises each of the thread's two rows. Sets the elements of a row of O to 0 if the row sees no
-/// key. O has `columns` columns. If `writes_logsumexp`, also writes the LSE of both rows.
+/// key. O has `columns` columns. `kept` is the factor of kept probabilities, if the kernel has dropout. If `writes_logsumexp`, also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
@@ -95,6 +95,7 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     logsumexp: &mut Tensor<f32>,
     writes_logsumexp: bool,
     arguments: &ScoreArguments,
+    kept: f32,
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
@@ -128,10 +129,16 @@ pub(crate) fn normalised<K: Float, NO: Size>(
         write_logsumexp(logsumexp, first, rows.first);
         write_logsumexp(logsumexp, second, rows.second);
     }
-    let factors = Pair {
+    let mut factors = Pair {
         first: first.factor,
         second: second.factor,
     };
+    if comptime!(kind.score.dropout) {
+        factors = Pair {
+            first: first.factor * kept,
+            second: second.factor * kept,
+        };
+    }
     OutputPart::<NO> {
         o: without_blind::<NO>(finished.o, factors, columns),
         factors,

@@ -41,6 +41,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     output: &mut Tensor<Vector<O, N>>,
     logsumexp: &mut Tensor<f32>,
     arguments: &ScoreArguments,
+    kept: f32,
     #[comptime] shape: OutputShape,
     #[comptime] kind: FragmentKind,
 ) {
@@ -52,6 +53,7 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
         logsumexp,
         writes_logsumexp,
         arguments,
+        kept,
         shape.columns,
         kind,
     );

@@ -15,6 +15,7 @@
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
+use crate::math::dropout::kernel::kept_scale;
 use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::{head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
@@ -76,7 +77,11 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let mut tile = new_tile::<C>(tiles);
     let mut lse_delta = Shared::<[Vec4]>::new_slice(comptime!(tiles.term_vectors()));
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    let shares = row_factors(f32::new(comptime!(1.0 / tiles.p_scale())), tiles);
+    let mut share = f32::new(comptime!(1.0 / tiles.p_scale()));
+    if comptime!(kind.score.dropout && tiles.has_fragments()) {
+        share *= kept_scale(&scoring.dropout);
+    }
+    let shares = row_factors(share, tiles);
     let scales = row_factors(late_scale(&scoring.arguments, tiles), tiles);
     let mut s = Array::<f32>::new(comptime!(tiles.scores_per_unit()));
     let mut dp = Array::<f32>::new(comptime!(tiles.scores_per_unit()));

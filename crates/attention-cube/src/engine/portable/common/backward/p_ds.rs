@@ -2,6 +2,7 @@
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
+use crate::math::dropout::kernel::kept_scale;
 use crate::math::gradient::{RowLseDelta, score_gradient};
 use crate::math::layout::Operand;
 use crate::math::score::{ScoreIndex, Scoring, is_visible};
@@ -237,6 +238,10 @@ fn block_gradients<M: Numeric, F: Float>(
             let mut p = gradient.p;
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
+                if comptime!(kind.score.dropout) {
+                    // Half precision may not hold P times the factor of kept probabilities. The sums are multiplied by it later.
+                    p /= kept_scale(&scoring.dropout);
+                }
             }
             s[at] = p;
             dp[at] = gradient.ddot;

@@ -43,6 +43,7 @@ use self::mainloop::sum;
 use self::ring::{Operands, copy_stationary, passed, stationary_rows};
 use self::warp_roles::{Roles, assign_roles};
 use super::part::alike;
+use crate::engine::tensor_core::common::dropout::value_factor;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -158,7 +159,8 @@ pub(crate) fn backward_split_d<
         }
         if comptime!(tiles.sums.has_values()) {
             if roles.gradient == comptime!(tiles.gradients() as u32 - 1) {
-                write_values::<G, N, AG>(sums, value_gradient, &tile, &roles, tiles);
+                let factor = value_factor(&scoring.dropout, comptime!(p_scale(tiles.half)));
+                write_values::<G, N, AG>(sums, value_gradient, &tile, &roles, factor, tiles);
             }
         }
     }
@@ -209,9 +211,9 @@ fn write_values<G: Float, N: Size, AG: Size>(
     gradient: &mut Tensor<Vector<G, N>>,
     tile: &Stationary,
     roles: &Roles,
+    factor: f32,
     #[comptime] tiles: MmaGradientSplitDTiles,
 ) {
-    let factor = f32::new(comptime!(1.0 / p_scale(tiles.half)));
     #[unroll]
     for fragment in 0..MmaGradientSplitDTiles::SUM_FRAGMENTS {
         #[unroll]

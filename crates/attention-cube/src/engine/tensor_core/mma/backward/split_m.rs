@@ -32,6 +32,7 @@ mod p_ds;
 use self::blocks::{copy_block, copy_stationary};
 use self::p_ds::compute_p_ds;
 use super::part::{Part, alike, lse_delta_of_warp, seen_by_warp, warp_has_far};
+use crate::engine::tensor_core::common::dropout::value_factor;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -149,7 +150,7 @@ pub(crate) fn backward_split_m<
                 );
             }
             if comptime!(tiles.sums.has_values()) {
-                let factor = f32::new(comptime!(1.0 / p_scale(tiles.half)));
+                let factor = value_factor(&scoring.dropout, comptime!(p_scale(tiles.half)));
                 let part = OutputPart::<NV> {
                     o: fragment_of::<AV, NV>(sums.v_or_do, fragment),
                     factors: pair(factor, factor),

@@ -54,6 +54,7 @@ use crate::engine::tensor_core::common::tile_scheduler::{
 use crate::engine::tensor_core::mma::fragments::{load_row_pair, store_row_pair};
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use crate::engine::tensor_core::mma::ring::make_ring;
+use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
 use cube_kit::nvidia::accumulator::pair;
 use cube_kit::nvidia::mbarrier::barrier_init;
@@ -167,6 +168,7 @@ pub(crate) fn forward_split_d<
                 logsumexp,
                 roles.column_group == 0u32,
                 &scoring.arguments,
+                kept_scale(&scoring.dropout),
                 comptime!(16 * tiles.value_steps()),
                 kind.fragment,
             );

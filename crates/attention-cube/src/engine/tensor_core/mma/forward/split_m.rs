@@ -33,6 +33,7 @@ use crate::engine::tensor_core::common::softmax::quad_sum;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, assigned_tile};
 use crate::engine::tensor_core::mma::fragments::fragment_of;
 use crate::engine::tensor_core::mma::plan::split_m::MmaSplitMTiles;
+use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::{shared_address, uniform};
 use cubecl::prelude::*;
@@ -123,6 +124,7 @@ pub(crate) fn forward_split_m<
                 logsumexp,
                 true,
                 &scoring.arguments,
+                kept_scale(&scoring.dropout),
                 comptime!(tiles.warp().columns),
                 kind.fragment,
             );

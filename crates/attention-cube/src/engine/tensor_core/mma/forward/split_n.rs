@@ -59,6 +59,7 @@ use crate::engine::tensor_core::common::scoring::ForwardOperands;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler, assigned_tile};
 use crate::engine::tensor_core::mma::plan::split_n::MmaSplitNTiles;
+use crate::math::dropout::kernel::kept_scale;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::shared_address;
 use cube_kit::pdl::{
@@ -170,6 +171,7 @@ pub(crate) fn forward_split_n_pdl<
                 logsumexp,
                 roles.warp == 0u32,
                 &scoring.arguments,
+                kept_scale(&scoring.dropout),
                 comptime!(16 * tiles.part_steps()),
                 kind.fragment,
             );

@@ -33,7 +33,7 @@ mod producer;
 use self::producer::{SharedOffsets, fetch, offsets};
 use crate::engine::tensor_core::common::block_mask::block_mask;
 use crate::engine::tensor_core::common::columns_end;
-use crate::engine::tensor_core::common::dropout::keep_bits;
+use crate::engine::tensor_core::common::dropout::{keep_bits, value_factor};
 use crate::engine::tensor_core::common::far::has_far;
 use crate::engine::tensor_core::common::gradient::{
     dot_gradients, lse_delta_of_block, p_scale, weights,
@@ -169,7 +169,7 @@ pub(crate) fn backward_split_d<
             let factor = if comptime!(tiles.sums.has_q_or_k()) {
                 scoring.arguments.scale
             } else {
-                f32::new(comptime!(1.0 / p_scale(tiles.half)))
+                value_factor(&scoring.dropout, comptime!(p_scale(tiles.half)))
             };
             let split = comptime!(kind.split);
             let kind = comptime!(kind.fragment);

@@ -40,6 +40,7 @@ use self::products::{
     start_s,
 };
 use self::zero_fill::zero_fill_block;
+use crate::engine::tensor_core::common::dropout::value_factor;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::scoring::GradientGrid;
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -193,7 +194,7 @@ pub(crate) fn backward_split_m<
                     first_row,
                     first_column: 0u32,
                 };
-                let factor = f32::new(comptime!(1.0 / p_scale(tiles.half)));
+                let factor = value_factor(&scoring.dropout, comptime!(p_scale(tiles.half)));
                 write_gradient::<G, N, NV>(
                     sums.v_or_do,
                     pair(factor, factor),

@@ -44,6 +44,7 @@ use crate::engine::tensor_core::wgmma::forward::load::{
 };
 use crate::engine::tensor_core::wgmma::output::{OutputTarget, write_tile};
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitDTiles;
+use crate::math::dropout::kernel::kept_scale;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_init_fence, setmaxnreg_dec, setmaxnreg_inc};
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
 use cube_kit::nvidia::ROW_BYTES;
@@ -193,6 +194,7 @@ pub(crate) fn forward_split_d<
                     output,
                     logsumexp,
                     &scoring.arguments,
+                    kept_scale(&scoring.dropout),
                     comptime!(tiles.output_shape(stores_output_by_tma)),
                     kind.fragment,
                 );

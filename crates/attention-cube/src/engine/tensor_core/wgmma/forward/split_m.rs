@@ -48,6 +48,7 @@ use crate::engine::tensor_core::wgmma::forward::load::{
 };
 use crate::engine::tensor_core::wgmma::output::{OutputTarget, write_tile};
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
+use crate::math::dropout::kernel::kept_scale;
 use cube_kit::hopper::barriers::ordering_barrier_arrive;
 use cube_kit::hopper::ptx::{barrier_arrive, barrier_init_fence, setmaxnreg_dec, setmaxnreg_inc};
 use cube_kit::hopper::tma::await_stores;
@@ -222,6 +223,7 @@ pub(crate) fn forward_split_m<
                     output,
                     logsumexp,
                     &scoring.arguments,
+                    kept_scale(&scoring.dropout),
                     comptime!(tiles.output_shape(stores_output_by_tma)),
                     kind.fragment,
                 );
