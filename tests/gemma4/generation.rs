@@ -218,6 +218,21 @@ fn generate_seed_fixes_the_sampled_tokens() {
     assert_ne!(sampled(1), sampled(2));
 }
 
+/// Checks that the end of a turn stops answers, although the checkpoint of the embedded base model lists only `<eos>`.
+#[test]
+fn chat_options_stop_at_the_end_of_a_turn() {
+    let gemma =
+        Gemma4::embedded(&Device::flex(), LoadOptions::new()).expect("the embedded model loads");
+    let end = gemma
+        .tokenizer()
+        .id("<turn|>")
+        .expect("the tokenizer has the token");
+    assert_eq!(gemma.options().stop_tokens, gemma.defaults().stop_tokens);
+    assert!(!gemma.options().stop_tokens.contains(&end));
+    let own = gemma.options().stop_tokens;
+    assert_eq!(gemma.chat_options().stop_tokens, [own, vec![end]].concat());
+}
+
 #[test]
 fn generate_wrong_arguments_are_refused() {
     let gemma =

@@ -39,6 +39,10 @@ const STEPS: &[Step] = &[
         run: || clippy(&["--features", "cuda"]),
     },
     Step {
+        name: "attention-cube without kernels",
+        run: without_kernels,
+    },
+    Step {
         name: "documentation",
         run: documentation,
     },
@@ -107,6 +111,16 @@ fn clippy(features: &[&str]) -> Result<()> {
             .args(features)
             .args(["--", "-D", "warnings"]),
     )
+}
+
+/// Checks the build of a program that computes attention on the CPU alone. The workspace's builds always contain kernels.
+fn without_kernels() -> Result<()> {
+    process::run(process::cargo().args([
+        "check",
+        "--package=attention-cube",
+        "--no-default-features",
+        "--features=flex",
+    ]))
 }
 
 fn documentation() -> Result<()> {

@@ -21,6 +21,9 @@ use crate::text::tokenizer::Tokenizer;
 use burn::tensor::{DType, Device};
 use std::{ops::ControlFlow, path::Path};
 
+/// The token that ends a turn of a conversation in Gemma's chat templates.
+const END_OF_TURN: &str = "<turn|>";
+
 /// The default maximum number of generated tokens, if neither the caller nor the checkpoint sets a maximum.
 const DEFAULT_MAX_TOKENS: usize = 256;
 
@@ -299,6 +302,19 @@ impl Gemma4 {
             draft_tokens: None,
             chat: ChatOptions::default(),
         }
+    }
+
+    /// Returns [`options`](Self::options) for answers in a conversation: the token that ends a turn, `<turn|>`, stops an answer even if
+    /// the checkpoint does not list it among its stop tokens.
+    ///
+    /// A base model's checkpoint lists only `<eos>`. A model that was fine-tuned from it on conversations ends its answers by
+    /// `<turn|>`.
+    pub fn chat_options(&self) -> GenerateOptions {
+        let mut options = self.options();
+        let end_of_turn = self.tokenizer.id(END_OF_TURN);
+        let end_of_turn = end_of_turn.filter(|token| !options.stop_tokens.contains(token));
+        options.stop_tokens.extend(end_of_turn);
+        options
     }
 
     /// Encodes a prompt to token ids.

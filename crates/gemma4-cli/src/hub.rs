@@ -38,8 +38,11 @@ fn resolve_in(model: &Path, cache: Option<&Path>) -> Result<PathBuf, Error> {
         ));
         return Ok(found);
     }
-    let Some(name) = name_on_hub(model).filter(|_| !model.exists()) else {
+    if model.exists() {
         return Ok(model.to_owned());
+    }
+    let Some(name) = name_on_hub(model) else {
+        return Err(refuse("no such file or folder".into()));
     };
     let folder = cache.map(|cache| cache.join(format!("models--{}", name.replace('/', "--"))));
     match folder
@@ -177,8 +180,10 @@ mod tests {
     }
 
     #[test]
-    fn path_without_hub_name_is_unchanged() {
-        let (kept, _) = cache(&["0123"], None);
+    fn path_that_exists_is_unchanged_and_others_are_refused() {
+        let (kept, folder) = cache(&["0123"], None);
+        let snapshot = folder.join("snapshots/0123");
+        assert_eq!(resolved(&snapshot, &kept), Ok(snapshot));
         for path in [
             "absent",
             "/absent/folder",
@@ -186,7 +191,8 @@ mod tests {
             "a/b/c",
             "models/e2b.gguf",
         ] {
-            assert_eq!(resolved(path, &kept), Ok(path.into()));
+            let error = resolved(path, &kept).expect_err("the path does not exist");
+            assert!(error.contains("no such file or folder"), "{error}");
         }
     }
 }

@@ -354,8 +354,9 @@ impl GenerationArguments {
     }
 
     /// Returns the generation options: the values of the arguments, and the checkpoint's values for missing arguments. A note
-    /// names each argument that has no effect.
-    pub fn options(&self, gemma: &Gemma4) -> GenerateOptions {
+    /// names each argument that has no effect. `is_chat` says that the prompts are conversations, in which the end of a turn stops
+    /// an answer.
+    pub fn options(&self, gemma: &Gemma4, is_chat: bool) -> GenerateOptions {
         let config = gemma.config();
         let mut layers = 0..config.num_layers();
         if self.compact_keys && !layers.any(|layer| config.values_are_keys(layer)) {
@@ -363,7 +364,10 @@ impl GenerationArguments {
                 "note: --compact-keys has no effect: no layer of this model has the same projection for keys and values",
             );
         }
-        let mut options = gemma.options();
+        let mut options = match is_chat {
+            true => gemma.chat_options(),
+            false => gemma.options(),
+        };
         if let Some(max_tokens) = self.max_tokens {
             options.max_tokens = max_tokens;
             options.max_length = None;

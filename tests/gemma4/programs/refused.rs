@@ -51,12 +51,13 @@ fn check_folder(what: &str, spoil: impl FnOnce(&Folder), words: &[&str]) {
 fn program_model_path_that_is_no_folder_is_refused() {
     let folder = Folder::copy("dense-ple");
     let file = folder.file("config.json");
-    for (path, words) in [
+    for (path, code, words) in [
         (
             folder.file("absent"),
-            ["absent", "config.json", "No such file"],
+            2,
+            ["--model", "absent", "no such file or folder"],
         ),
-        (file, ["config.json", "config.json", "Not a directory"]),
+        (file, 1, ["config.json", "config.json", "Not a directory"]),
     ] {
         for name in ["run", "chat"] {
             let mut command = gemma4(name);
@@ -64,7 +65,7 @@ fn program_model_path_that_is_no_folder_is_refused() {
             if name == "run" {
                 command.args(["--prompt", "hi"]);
             }
-            check("no folder", &run(&mut command), 1, &words);
+            check("no folder", &run(&mut command), code, &words);
         }
     }
 }

@@ -2,7 +2,6 @@
 //! engine's kernels have computed the gradients of query, key and value.
 
 use crate::auxiliary::backward_kind::BackwardKind;
-use crate::auxiliary::delta::form::LogsumexpForm;
 use crate::auxiliary::delta::rows_of_queries;
 use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
 use crate::auxiliary::reduce::sum_parts;
@@ -12,6 +11,7 @@ use crate::engine::optional_inputs::OptionalInputs;
 use crate::kernel_args::tensor_arg;
 use crate::kernel_args::{score_kind, structure};
 use crate::math::inputs::BackwardInputsLaunch;
+use crate::math::lse_form::LogsumexpForm;
 use crate::math::side::Side;
 use crate::problem::AttentionProblem;
 use crate::reference;

@@ -7,6 +7,7 @@ pub(crate) mod gradient;
 pub(crate) mod inputs;
 #[cfg(feature = "cube")]
 pub(crate) mod layout;
+pub(crate) mod lse_form;
 #[cfg(feature = "cube")]
 pub(crate) mod rounding;
 #[cfg(feature = "cube")]

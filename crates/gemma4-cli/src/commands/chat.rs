@@ -59,7 +59,7 @@ fn run(cli: &Chat) -> Result<(), Error> {
         session,
         options: GenerateOptions {
             cancellation: Some(interrupt.cancellation()),
-            ..cli.generation.options(&loaded.gemma)
+            ..cli.generation.options(&loaded.gemma, true)
         },
     };
     if conversation.messages.is_empty() {

@@ -80,6 +80,11 @@ pub struct Run {
 }
 
 impl Run {
+    /// True if the prompt is a message of a conversation.
+    fn is_chat(&self) -> bool {
+        self.chat || self.system.is_some() || self.generation.thinking.is_some()
+    }
+
     /// Executes the command and returns its exit code.
     pub fn execute(&self) -> ExitCode {
         exit_code(|| run(self))
@@ -93,7 +98,7 @@ fn run(cli: &Run) -> Result<(), Error> {
     let mut loaded = cli.model.load()?;
     loaded.gemma = cli.generation.with_drafter(loaded.gemma)?;
     let gemma = &loaded.gemma;
-    let mut options = cli.generation.options(gemma);
+    let mut options = cli.generation.options(gemma, cli.is_chat());
     options.ignore_stop_tokens = cli.ignore_eos;
     options.logprobs = cli.logprobs;
     options.cancellation = Some(interrupt.cancellation());
@@ -169,7 +174,7 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
             return Err(WrongArgument(reason.into()).into());
         }
     };
-    if !cli.chat && cli.system.is_none() && cli.generation.thinking.is_none() {
+    if !cli.is_chat() {
         return Ok(text.into());
     }
     let mut messages = Vec::new();

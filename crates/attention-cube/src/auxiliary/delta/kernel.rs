@@ -18,9 +18,9 @@
 //! and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its gradient
 //! once.
 
-use super::form::LogsumexpForm;
 use crate::math::gradient::RowLseDelta;
 use crate::math::layout::{head_rows, row_offset};
+use crate::math::lse_form::LogsumexpForm;
 use crate::math::score::{is_hidden, saw_no_key};
 use crate::tile_ops::row_access::load_vec4;
 use cubecl::prelude::*;

@@ -1,12 +1,11 @@
 //! Launches the kernel that computes the logsumexp (LSE) and Δ of every query, before a backward.
 
-pub(crate) mod form;
 pub(crate) mod kernel;
 
-use self::form::LogsumexpForm;
 use self::kernel::{MULTIPLE, ROWS, TERMS, UNITS, row_lse_delta};
 use crate::auxiliary::delta::kernel::LseDeltaSizesLaunch;
 use crate::kernel_args::tensor_arg;
+use crate::math::lse_form::LogsumexpForm;
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AttentionSaved;
 use burn::backend::cubecl::dtype_to_storage_type;

@@ -27,7 +27,7 @@ pub(crate) mod tile_scheduler;
 
 use self::bias::{BiasReads, bias_row};
 use self::scoring::Scoring;
-use crate::auxiliary::delta::form::LogsumexpForm;
+use crate::math::lse_form::{LogsumexpForm, is_bounded};
 use crate::math::score::{ScoreKind, is_hidden};
 use crate::math::side::Side;
 use crate::math::visibility::{Keys, SeqInfo, SeqLens, Structure, keys_of, queries_of};
@@ -92,7 +92,10 @@ impl FragmentKind {
     /// f32, and all other queries store one (see [`far`]).
     pub(crate) const fn has_logarithms(&self) -> bool {
         matches!(
-            LogsumexpForm::of(self.raw, self.score),
+            LogsumexpForm::of(
+                self.raw,
+                is_bounded(self.score.softcap, self.score.wide_softcap, self.score.bias)
+            ),
             LogsumexpForm::Apart
         )
     }

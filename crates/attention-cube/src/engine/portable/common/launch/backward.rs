@@ -1,6 +1,5 @@
 //! The launches of the backward kernels, which run one after another.
 
-use crate::auxiliary::delta::form::LogsumexpForm;
 use crate::auxiliary::lengths::{Blocks, BoundsOffsets};
 use crate::auxiliary::reduce::sum_parts;
 use crate::engine::backward_pass::{BackwardPass, Gradients, blocks_of_bias};
@@ -13,6 +12,7 @@ use crate::engine::portable::common::backward::query::query_gradient;
 use crate::engine::portable::common::plan::{GradientKernel, Packing, PortableBackwardPlan};
 use crate::kernel_args::head_sizes;
 use crate::kernel_args::{grid, tensor_arg};
+use crate::math::lse_form::LogsumexpForm;
 use crate::problem::AttentionProblem;
 use crate::tile_ops::direct::{SumTiling, sum_tiling};
 use crate::tile_ops::tiles::UnitTiles;

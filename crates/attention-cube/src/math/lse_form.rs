@@ -1,7 +1,6 @@
 //! Storage form of a query's logsumexp in the LSE/delta tensor, which the backward reads.
 
-use crate::kernel_args::score_kind;
-use crate::math::score::ScoreKind;
+use crate::math::softcap;
 use crate::problem::AttentionProblem;
 
 /// The range of scales for which kernels can leave scores unscaled until the exponential. Outside of this range, unscaled
@@ -14,7 +13,7 @@ pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
     /// coarsely.
     Whole,
-    /// The logsumexp as one f32. If the magnitude of the reference score is at least [`FAR`](super::kernel::FAR), a mark takes
+    /// The logsumexp as one f32. If the magnitude of the reference score is at least `FAR` of `auxiliary/delta/kernel.rs`, a mark takes
     /// the place of the logsumexp, and the reference score and the logarithm are stored in other rows of the tensor.
     Marked,
     /// The reference score and the logarithm as two f32 values.
@@ -22,12 +21,10 @@ pub(crate) enum LogsumexpForm {
 }
 
 impl LogsumexpForm {
-    /// Returns the form for a kind of score. `raw` is true if kernels keep `q·k` unscaled until the exponential.
-    ///
-    /// Scores stay near 0 if a softcap bounds them and no bias is added afterwards. A wide softcap is far above most scores, so
-    /// it does not keep scores near 0.
-    pub(crate) const fn of(raw: bool, score: ScoreKind) -> Self {
-        match score.softcap && !score.wide_softcap && !score.bias {
+    /// Returns the form. `raw` is true if kernels keep `q·k` unscaled until the exponential. `is_bounded` is true if scores stay near
+    /// 0, see [`is_bounded`].
+    pub(crate) const fn of(raw: bool, is_bounded: bool) -> Self {
+        match is_bounded {
             true => Self::Whole,
             false if raw => Self::Marked,
             false => Self::Apart,
@@ -36,8 +33,19 @@ impl LogsumexpForm {
 
     /// Returns the form that tensor-core kernels use for the problem.
     pub(crate) fn of_problem(problem: &AttentionProblem) -> Self {
-        Self::of(is_raw(problem), score_kind(problem))
+        let is_bounded = is_bounded(
+            problem.softcap.is_some(),
+            softcap::is_wide(problem.softcap),
+            problem.bias.is_some(),
+        );
+        Self::of(is_raw(problem), is_bounded)
     }
+}
+
+/// True if a softcap bounds the scores and no bias is added afterwards. A wide softcap is far above most scores, so it does not keep
+/// scores near 0.
+pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_bias: bool) -> bool {
+    has_softcap && !is_wide && !has_bias
 }
 
 /// True if tensor-core kernels keep `q·k` unscaled until the exponential.
