@@ -26,7 +26,7 @@ pub struct Attention {
     document: Option<usize>,
     /// True if intervals replace the causal mask: each fourth block of 256 tokens is an image, whose tokens all see each other.
     images: bool,
-    /// True if the sequences have the lengths of [`RAGGED`], in rows of queries and keys that have the longest length.
+    /// True if the sequences have the lengths of [`RAGGED`]. Each sequence still has as many rows as the longest one.
     ragged: bool,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
     page_len: Option<usize>,
@@ -170,7 +170,8 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// Numbers of sequences with their lengths. The numbers are such that each length has the same number of visible pairs.
+/// Numbers of sequences, each with the length of these sequences. Under a causal mask, each length has about the same number of
+/// visible pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
 /// Creates a case with prompts of different lengths. The counterpart has as many visible pairs in sequences of one length.
@@ -487,7 +488,8 @@ impl Prepared {
             options,
             bias: attention.bias.map(random),
             page_table: pages.map(|[count, _]| {
-                // Neighbouring entries are pages far apart: the step has no factor in common with the number of pages.
+                // Neighbouring entries name distant pages. The step 7919 shares no factor with the number of pages, so that each
+                // page has one entry.
                 let entries = (0..count).map(|entry| (entry * 7919 % count) as i32);
                 let data = TensorData::new(entries.collect::<Vec<_>>(), [batch, count / batch]);
                 Tensor::from_data(data, device)

@@ -58,7 +58,7 @@ pub struct Case {
     /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
     /// of every query. Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
-    /// The dropout of probabilities and its seed, or `None` without dropout.
+    /// The probability of dropout and its seed, or `None` without dropout.
     pub dropout: Option<(f64, u64)>,
     /// True if each query head has a sink with a random value.
     pub sinks: bool,

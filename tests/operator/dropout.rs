@@ -1,5 +1,5 @@
-//! Tests of dropout. Kernels must drop the same probabilities as the reference, which draws its random bits on the host, in the
-//! forward and in the backward.
+//! Tests of dropout. In the forward and in the backward, kernels must drop the same probabilities as the reference, which draws
+//! its random bits on the host.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Layout, host};
@@ -87,8 +87,8 @@ fn dropout_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks dropout so high that P times the factor of kept probabilities exceeds half precision. The first queries see few keys, so
-/// their P is near 1.
+/// Checks dropout so high that P times the factor of kept probabilities exceeds half precision. The first queries see few keys,
+/// so their P is near 1.
 #[test]
 fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     for dtype in [DType::F16, DType::BF16] {
@@ -149,7 +149,7 @@ fn dropout_drops_the_given_share() {
 }
 
 #[test]
-fn dropout_depends_on_the_seed_alone() {
+fn dropout_repeats_with_its_seed_and_changes_with_it() {
     let case = plain(40, 60, 32);
     let inputs = case.inputs();
     for device in devices() {

@@ -32,7 +32,8 @@ struct Pages {
 }
 
 /// Distributes keys and values to shuffled pages of `page_len` keys. Keys that no query sees become NaN, and so do all unused
-/// pages. Entries of the page table for pages of which no key is seen become random numbers.
+/// pages. If all
+/// keys of a page are unseen, its entry in the page table becomes a random number.
 fn pages(case: &Case, inputs: &Inputs, page_len: usize) -> Pages {
     let mut rng = StdRng::seed_from_u64(page_len as u64);
     let of_sequence = case.kv_len / page_len;
@@ -97,7 +98,7 @@ fn values(results: (Tensor<4>, Tensor<3>)) -> Vec<f64> {
 
 /// Checks that results over pages have the bits of results over contiguous keys.
 ///
-/// For small pages, a device may have another kernel, which sums the keys in another order. The results may then differ by some
+/// If a page size makes a device choose another kernel, keys are summed in another order. The results may then differ by some
 /// roundings of the dtype.
 #[track_caller]
 fn check_equal(
@@ -438,8 +439,8 @@ fn append_writes_only_the_places_of_new_rows() {
     }
 }
 
-/// Checks pools in the order of tokens, `[blocks, block_len, kv_heads, columns]`, as burn-lm has them: rounds of writes through
-/// `append`, then attention with its gather index and lengths.
+/// Checks pools in the order of tokens, `[blocks, block_len, kv_heads, columns]`, as burn-lm has them. Several calls of `append`
+/// write them, and attention then reads them by burn-lm's gather index and lengths.
 #[test]
 fn paged_pools_in_token_order_equal_contiguous_keys() {
     let (lanes, block_len, heads, columns) = (2, 8, 2, 16);

@@ -20,7 +20,7 @@ pub enum CausalAlignment {
 /// Dropout of probabilities, see [`AttentionOptions::dropout`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Dropout {
-    /// The probability with which a probability is dropped, from 0 to 0.99.
+    /// The chance that a probability is dropped, from 0 to 0.99.
     pub probability: f64,
     /// The seed of the random bits.
     pub seed: u64,
@@ -32,7 +32,7 @@ impl Dropout {
         (self.probability * f64::from(LEVELS)).round() as u32
     }
 
-    /// Returns the factor of probabilities that are kept. The mean of all factors is 1.
+    /// Returns the factor by which kept probabilities are multiplied. The mean of all factors is 1.
     pub(crate) fn kept(&self) -> f64 {
         f64::from(LEVELS) / f64::from(LEVELS - self.threshold())
     }
@@ -230,19 +230,20 @@ impl AttentionOptions {
         self
     }
 
-    /// Drops each probability with the given probability, and multiplies the kept ones so that their mean stays the same. It is the
-    /// dropout of attention weights in training.
+    /// Drops probabilities at random, as for attention weights in training. Each becomes 0 with the chance `probability`, and the
+    /// kept ones are multiplied by one factor, so that the mean stays the same.
     ///
-    /// Random bits are a function of the seed and of the score's place, on every device and in the backward. Use another seed in
-    /// each call, and for each of the [`shards`](crate::shards) of the keys, whose keys are counted from 0. A captured CUDA graph
-    /// repeats its seed. The probability is rounded to a multiple of 2⁻¹⁶, and may be from 0 to 0.99. The logsumexp does not depend on
-    /// the dropout.
+    /// The random bits depend only on the seed and on the score's sequence, head, query and key. They are the same on every
+    /// device and in the backward. Use another seed in each call. Shards of the keys also need different seeds, because each of
+    /// the [`shards`](crate::shards) counts its keys from 0. Each replay of a captured CUDA graph uses the same seed.
+    ///
+    /// `probability` may be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶. The logsumexp does not depend on the dropout.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
     ///
-    /// let step = 17; // the number of the training step and of the layer, for example
-    /// let options = AttentionOptions::new().causal().dropout(0.1, step);
+    /// let seed = 17; // a number that differs for each training step and each layer
+    /// let options = AttentionOptions::new().causal().dropout(0.1, seed);
     /// # let _ = options;
     /// ```
     pub fn dropout(mut self, probability: f64, seed: u64) -> Self {

@@ -31,9 +31,9 @@
 //! # Ok::<(), attention_cube::AttentionError>(())
 //! ```
 //!
-//! Pages in the order of tokens, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass
-//! `pages.swap_dims(1, 2)`. For a cache of burn-lm, the pages are its pools, the page table is `gather_idx.reshape([lanes,
-//! blocks_per_lane])`, and `kv_lengths` is `lengths`.
+//! Pages in the order of tokens, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass `pages.swap_dims(1,
+//! 2)`. burn-lm has such pools. Pass its `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and its `lengths` as
+//! `kv_lengths`. A lane of burn-lm is a sequence here.
 //!
 //! # Contract
 //! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer dtype.
@@ -42,10 +42,10 @@
 //!
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. It has the bits of a call over contiguous keys, except if pages are so small that another kernel reads them |
-//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. That kernel has up to 16 rows (`q_len` times the number of query heads per key head), and up to 32 rows at head sizes up to 256. Its blocks have 16 or 32 keys. The other engines' blocks are larger; multiples of 128 keys fit most of them |
-//! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells which case a problem is |
-//! | a query under autodiff | the whole table is copied |
+//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. Results have the bits of a call over contiguous keys, except if the page size makes the device choose another kernel |
+//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. Rows are `q_len` times the number of query heads per key head. The decode kernel serves up to 32 rows at head sizes up to 256, and up to 16 rows above. Its blocks have 16 or 32 keys. The blocks of the portable engines are larger; pages of a multiple of 128 keys fit most of them |
+//! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
+//! | a query under autodiff | all pages in the page table are copied, because the copy must be differentiable |
 //! | entries of the page table for keys that no query sees | may have any value |
 //! | other entries outside of `0..pages` | count as the nearest page, so no access leaves the tensors |
 //! | NaN in rows that no query sees | never reaches the output |
@@ -157,19 +157,20 @@ fn of_result(
     )
 }
 
-/// Writes new keys, or new values, to their places in the pages. The function returns the pages, without autodiff.
+/// Writes new keys, or new values, to their places in the pages, and returns the pages without autodiff.
 ///
-/// On devices with kernels, the memory of the pages is reused if their rows are contiguous and `pages` is the only handle to them.
-/// Otherwise all pages are copied, so pass on the returned tensor and keep no clone.
+/// On devices with kernels, the pages are written in place if `pages` is their only handle and each row is contiguous. Otherwise
+/// the function first copies all pages. To avoid this copy, keep no clone of the pages, and continue with the returned tensor.
 ///
-/// Rows whose position lies past the sequence's pages are not written. Neither are rows whose entry in the page table is no page,
-/// such as −1. If two rows have the same place, the row there is a mixture of both.
+/// Rows whose position lies past the sequence's pages are not written. Neither are rows whose entry in the page table names no
+/// page, such as −1. If two new rows have the same place, each element there comes from either row.
 ///
 /// # Shapes
 /// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.
 ///
 /// # Errors
-/// Returns [`AttentionError`] if the shapes, dtypes or devices do not fit each other.
+/// Returns [`AttentionError`] if the shapes, dtypes or devices do not fit each other, or if attention does not support the
+/// device.
 pub fn append(
     pages: Tensor<4>,
     rows: Tensor<4>,
@@ -195,7 +196,8 @@ pub fn append(
 /// `pages` are rows of `[pages, kv_heads, page_len, columns]`, and `rows` is `[batch, kv_heads, new, columns]`.
 ///
 /// # Errors
-/// Returns [`AttentionError`] if the shapes or devices do not fit each other.
+/// Returns [`AttentionError`] if the shapes or devices do not fit each other, or if attention does not support the device. It
+/// also returns an error if `columns` is 0 or not a multiple of 4.
 pub fn append_quantized(
     pages: QuantizedRows,
     rows: Tensor<4>,

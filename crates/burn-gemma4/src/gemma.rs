@@ -304,8 +304,8 @@ impl Gemma4 {
         }
     }
 
-    /// Returns [`options`](Self::options) for answers in a conversation: the token that ends a turn, `<turn|>`, stops an answer even if
-    /// the checkpoint does not list it among its stop tokens.
+    /// Returns [`options`](Self::options) for answers in a conversation. The token that ends a turn, `<turn|>`, stops an answer,
+    /// even if the checkpoint does not list it among its stop tokens.
     ///
     /// A base model's checkpoint lists only `<eos>`. A model that was fine-tuned from it on conversations ends its answers by
     /// `<turn|>`.

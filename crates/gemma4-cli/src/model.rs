@@ -354,8 +354,8 @@ impl GenerationArguments {
     }
 
     /// Returns the generation options: the values of the arguments, and the checkpoint's values for missing arguments. A note
-    /// names each argument that has no effect. `is_chat` says that the prompts are conversations, in which the end of a turn stops
-    /// an answer.
+    /// names each argument that has no effect. `is_chat` says that the prompts are conversations. The end of a turn then stops an
+    /// answer.
     pub fn options(&self, gemma: &Gemma4, is_chat: bool) -> GenerateOptions {
         let config = gemma.config();
         let mut layers = 0..config.num_layers();

@@ -1,9 +1,9 @@
 //! Dropout of probabilities by a counter-based generator, so that the backward draws the same bits as the forward.
 //!
-//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Its key is drawn
-//! from the seed for each head of each sequence. Its counter names a *cell* of four scores: the queries `i` and `i + 8` with the keys
-//! `j` and `j + 8`, where `i % 16` and `j % 16` are below 8. A thread of an `mma` or `wgmma` fragment holds whole cells, in
-//! fragments of queries and in fragments of keys. So no random bit is drawn twice there.
+//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each query
+//! head of each sequence has its own generator key, which is drawn from the seed. The generator's counter names a *cell* of four
+//! scores: queries `i` and `i + 8` with keys `j` and `j + 8`. Both `i % 16` and `j % 16` are below 8. In fragments of an `mma` or
+//! `wgmma` product, a thread holds whole cells, so it draws no random bit twice.
 //!
 //! Each score of a cell gets 16 of the 64 drawn bits. It is dropped if they are below a threshold.
 
@@ -16,10 +16,10 @@ const ROUNDS: usize = 7;
 /// The multiplier of a round.
 const MULTIPLIER: u32 = 0xD256_D193;
 
-/// The increment of the key between two rounds.
+/// The increment of the generator key between two rounds.
 const WEYL: u32 = 0x9E37_79B9;
 
-/// The values that the 16 random bits of a score can have.
+/// The number of values that the 16 random bits of a score can have.
 pub(crate) const LEVELS: u32 = 1 << 16;
 
 fn philox(mut first: u32, mut second: u32, mut key: u32) -> [u32; 2] {
@@ -32,7 +32,7 @@ fn philox(mut first: u32, mut second: u32, mut key: u32) -> [u32; 2] {
     [first, second]
 }
 
-/// Returns the key of a head, which is the `plane`-th of all heads of all sequences.
+/// Returns the generator key of a query head, which is the `plane`-th of all heads of all sequences.
 pub(crate) fn head_key(seed: u64, plane: u32) -> u32 {
     philox(plane, (seed >> 32) as u32, seed as u32)[0]
 }

@@ -15,8 +15,8 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. With it, the first dimension of K and V
-    /// counts pages, and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
+    /// `n · page_len` on. With it, the first dimension of K and V counts pages, and the third counts the keys of a page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 

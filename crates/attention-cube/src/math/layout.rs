@@ -131,10 +131,10 @@ pub(crate) fn page_of<E: Numeric, N: Size>(
     }
 }
 
-/// Returns the entry of number `number` of a sequence in the page table, which is the index of a page of the tensor `pages`.
+/// Returns entry `number` of a sequence in the page table. The entry is the index of a page of the tensor `pages`.
 ///
-/// A number past the table gives the sequence's last entry. An entry that is no page gives the nearest page, so that no access
-/// leaves the tensor.
+/// A number past the table gives the sequence's last entry. An entry outside of `0..pages` counts as the nearest page, so that no
+/// access leaves the tensor.
 #[cube]
 pub(crate) fn page_in<E: Numeric, N: Size>(
     page_table: &Tensor<i32>,
@@ -156,7 +156,7 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The difference may be negative. It wraps around, and the offset of a row of the page wraps back.
+        // The difference may be negative and then wraps around. The sum with the offset of a row of the page wraps back.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // No load may leave the page, not even a load whose result is ignored.

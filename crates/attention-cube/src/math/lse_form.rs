@@ -13,16 +13,16 @@ pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
     /// coarsely.
     Whole,
-    /// The logsumexp as one f32. If the magnitude of the reference score is at least `FAR` of `auxiliary/delta/kernel.rs`, a mark takes
-    /// the place of the logsumexp, and the reference score and the logarithm are stored in other rows of the tensor.
+    /// The logsumexp as one f32, or a mark if the magnitude of the reference score is at least `FAR` of
+    /// `auxiliary/delta/kernel.rs`. With a mark, other rows of the tensor store the reference score and the logarithm.
     Marked,
     /// The reference score and the logarithm as two f32 values.
     Apart,
 }
 
 impl LogsumexpForm {
-    /// Returns the form. `raw` is true if kernels keep `q·k` unscaled until the exponential. `is_bounded` is true if scores stay near
-    /// 0, see [`is_bounded`].
+    /// Returns the form. `raw` is true if kernels keep `q·k` unscaled until the exponential. `is_bounded` is true if scores stay
+    /// near 0, see [`is_bounded`].
     pub(crate) const fn of(raw: bool, is_bounded: bool) -> Self {
         match is_bounded {
             true => Self::Whole,
@@ -42,8 +42,8 @@ impl LogsumexpForm {
     }
 }
 
-/// True if a softcap bounds the scores and no bias is added afterwards. A wide softcap is far above most scores, so it does not keep
-/// scores near 0.
+/// True if a softcap bounds the scores and no bias is added afterwards. A wide softcap is far above most scores, so it does not
+/// keep scores near 0.
 pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_bias: bool) -> bool {
     has_softcap && !is_wide && !has_bias
 }

@@ -55,8 +55,8 @@ impl Structure {
         self.segments || self.intervals > 0 || self.mask
     }
 
-    /// The number of lengths per sequence in the packed i32 buffer: the number of keys, then the number of queries, as far as the
-    /// problem has them.
+    /// The number of lengths per sequence in the packed i32 buffer. A problem may have the number of keys, the number of queries,
+    /// or both, in this order.
     pub(crate) const fn lengths_record(&self) -> usize {
         self.lengths as usize + self.query_lengths as usize
     }
@@ -228,8 +228,8 @@ pub(crate) struct Run {
     pub common_end: i32,
 }
 
-/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows of the
-/// tensor. Queries past the end of their sequence see no key.
+/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows of
+/// the tensor. Queries past the end of their sequence see no key.
 #[cube]
 pub(crate) fn visible_keys(
     seq_info: &SeqInfo,

@@ -131,8 +131,8 @@ impl MultiHeadAttention {
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
     ///
     /// # Panics
-    /// Panics if an input or a mask does not fit, if attention does not support the device or the head size, or if an active
-    /// dropout is above 0.99.
+    /// Panics if an input or a mask does not fit, or if an active dropout is above 0.99. Panics also if attention does not
+    /// support the device or the head size.
     pub fn forward(&self, input: MhaInput) -> Tensor<3> {
         let ([query, key, value], masks) = self.project_input(input);
         self.compute_context(query, key, value, masks)

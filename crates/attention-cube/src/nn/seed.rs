@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 static SEED: AtomicU64 = AtomicU64::new(0);
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Sets the seed from which the modules of this process draw their dropout, so that a run can be repeated.
+/// Sets the seed of the dropout of probabilities in this process's modules, so that a run can be repeated. Other dropouts of an
+/// encoder use the random numbers of the device.
 ///
-/// Each forward with active dropout draws from another seed, which the order of the forwards decides. In data-parallel training,
-/// give each process its own seed.
+/// Each forward with active dropout has its own seed, which depends on the number of such forwards before it. Without a call of
+/// this function, the seed of the process is 0. In data-parallel training, give each process its own seed.
 ///
 /// ```
 /// attention_cube::nn::seed_dropout(42);
@@ -19,7 +20,8 @@ pub fn seed_dropout(seed: u64) {
     CALLS.store(0, Ordering::Relaxed);
 }
 
-/// Returns the seed of a call. Runs of neighbouring seeds have no seeds of calls in common.
+/// Returns the seed of the next call. The seed of the process is mixed first, so that processes with neighbouring seeds share no
+/// seeds of calls in practice.
 pub(super) fn next_seed() -> u64 {
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     mixed(mixed(SEED.load(Ordering::Relaxed)).wrapping_add(call))

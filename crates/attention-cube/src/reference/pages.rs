@@ -17,7 +17,8 @@ const INTS: IntDType = IntDType::I32;
 /// Returns the integers in i32, clamped to `0..=most`.
 fn clamped<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
     let clamp = |integers| B::int_clamp(integers, 0.into(), (most as i64).into());
-    // Clamps in the wider of two dtypes, which can represent both the integers and `most`.
+    // Clamps in the wider of two dtypes: the dtype of the integers, and i32. The wider dtype can represent both the integers and
+    // `most`.
     match integers.dtype().size() < DType::from(INTS).size() {
         true => clamp(B::int_cast(integers, INTS)),
         false => B::int_cast(clamp(integers), INTS),
@@ -33,7 +34,7 @@ macro_rules! of_kind {
         [$select:ident, $assign:ident, $reshape:ident, $permute:ident, $cat:ident, $slice:ident, $zeros:ident]
     ) => {
         /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. An entry of the
-        /// page table that is no page gives the nearest page.
+        /// page table outside of `0..pages` counts as the nearest page.
         pub(crate) fn $gather<B: Backend>(
             pages: $tensor<B>,
             page_table: &IntTensor<B>,
@@ -69,7 +70,7 @@ macro_rules! of_kind {
             }
             let all = count * heads * page_len;
             let targets = targets::<B>(places, [count, heads, page_len], [batch, new]);
-            // Rows without a place go to one additional row, which is dropped at the end.
+            // Rows without a place go to one additional row, which is removed at the end.
             let rows = B::$reshape(rows, Shape::new([batch * heads * new, columns]));
             let pages = B::$reshape(pages, Shape::new([all, columns]));
             let nowhere = B::$slice(rows.clone(), &[Slice::from(0..1), Slice::from(0..columns)]);

@@ -62,8 +62,8 @@ pub struct AttentionInputs<B: Backend> {
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. If it is present, the first dimension of
-    /// keys and values counts pages, and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
+    /// `n · page_len` on. If it is present, the first dimension of keys and values counts pages, and the third their keys.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -122,8 +122,8 @@ pub struct QuantizedInputs<B: Backend> {
     pub key: QuantizedTensors<B>,
     #[extension_type]
     pub value: QuantizedTensors<B>,
-    /// The page of each `page_len` keys of a sequence, `[batch, pages of a sequence]`. If it is present, the first dimension of
-    /// keys and values counts pages, and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
+    /// `n · page_len` on. If it is present, the first dimension of keys and values counts pages, and the third their keys.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]

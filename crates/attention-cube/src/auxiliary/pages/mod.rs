@@ -15,8 +15,8 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per gather. Each head has at least one cube. The number exceeds the number of cubes that a device
-/// runs at once, and is small enough that cubes without rows cost little.
+/// The largest number of cubes per gather, except that each head has at least one cube. The number exceeds the number of cubes
+/// that a device runs at once, and is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube takes the next rows.
@@ -65,8 +65,9 @@ pub(crate) fn gathered_where_seen(
         mask: false,
     };
     let element = dtype_to_storage_type(pages.dtype);
-    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube writes rows below `length` of
-    // its head in `target`, and reads existing pages by their strides, because the kernel clamps the entries of the page table.
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages by
+    // their strides, because the kernel clamps the entries of the page table. It writes rows below `length` of its head in
+    // `target`.
     unsafe {
         gather_pages::launch_unchecked(
             &client,

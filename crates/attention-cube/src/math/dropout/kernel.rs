@@ -11,7 +11,7 @@ pub(crate) struct DropoutArguments {
     pub seed_high: u32,
     /// A score is dropped if its random bits are below this value.
     pub threshold: u32,
-    /// The factor of probabilities that are kept.
+    /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
     /// The number of query heads per sequence.
     pub q_heads: u32,
@@ -42,15 +42,15 @@ fn philox(first: u32, second: u32, key: u32) -> Drawn {
     Drawn { first, second }
 }
 
-/// Returns the generator's key of a query head.
+/// Returns the generator key of a query head.
 #[cube]
 pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32 {
     let plane = batch * dropout.q_heads + head;
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 bits of the cell that holds the score of `query` and `key`. The first word belongs to the cell's first eight keys,
-/// and the low half of a word to its first eight queries.
+/// Draws the 64 bits of the cell that holds the score of `query` and `key`. The first word belongs to the cell's first key, and
+/// the second word to the key eight later. In each word, the low half belongs to the cell's first query.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(cell_index(query), cell_index(key), head_key)
@@ -62,7 +62,7 @@ fn cell_index(position: u32) -> u32 {
     position / 16u32 * 8u32 + position % 8u32
 }
 
-/// Returns the factor of results that kept probabilities have summed up.
+/// Returns the factor by which sums over kept probabilities are multiplied, or 1 without dropout.
 #[cube]
 pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     #[comptime]
@@ -72,7 +72,7 @@ pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     }
 }
 
-/// Returns the factor of the probability of `query` and `key`: 0 if it is dropped.
+/// Returns the keep factor of the probability of `query` and `key`: 0 if it is dropped, and `kept` otherwise.
 #[cube]
 pub(crate) fn keep_factor(
     dropout: &ComptimeOption<DropoutArguments>,

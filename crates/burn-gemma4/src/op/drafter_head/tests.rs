@@ -100,7 +100,7 @@ fn sorted(scores: &[f64], count: usize) -> Vec<i64> {
     let mut places: Vec<i64> = (0..scores.len() as i64).collect();
     places.sort_by(|a, b| {
         let order = number(b).partial_cmp(&number(a));
-        order.expect("no number is NaN")
+        order.expect("scores have no NaN after the replacement by −∞")
     });
     places.truncate(count);
     places

@@ -412,8 +412,8 @@ fn score_block<M: Numeric, F: Float>(
     }
 }
 
-/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already have all probabilities, and the
-/// output is later multiplied by the factor of kept ones.
+/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already have all probabilities. The output
+/// is later multiplied by the factor of kept ones.
 #[cube]
 fn drop_probabilities<M: Numeric, F: Float>(
     p: &mut Array<f32>,

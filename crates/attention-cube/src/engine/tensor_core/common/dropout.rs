@@ -17,11 +17,11 @@ const STEP_REGISTERS: usize = 8;
 pub(crate) struct KeepBits {
     pub low: u32,
     pub high: u32,
-    /// The factor of probabilities that are kept.
+    /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
 }
 
-/// Returns bit 0 if the low 16 bits of a word are kept, and bit 1 if its high 16 bits are kept.
+/// Returns two bits: bit 0 is 1 if the low half of the word keeps its score, and bit 1 is 1 if the high half does.
 #[cube]
 fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
     let low = word & 0xffffu32;
@@ -32,7 +32,8 @@ fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
 /// Returns one bit for each of the thread's eight registers of 16 columns. `column` is the first of these columns. The registers
 /// are two columns of the first row, the same columns of the second row, and both again eight columns later.
 ///
-/// `shares_cells` says that the thread's rows `r` and `r + 8` have neighbouring positions, as in a tile of one head.
+/// `shares_cells` is true if the positions of the thread's two rows differ by 8, as in a tile of one head. The rows then share
+/// their cells.
 #[cube]
 fn keep_bits_of_step(
     dropout: &DropoutArguments,
@@ -181,8 +182,8 @@ pub(crate) fn dropped_pair(
     }
 }
 
-/// Sets dropped probabilities among the thread's eight of 16 columns to 0, if the kernel has dropout. `column` is the first of
-/// these columns. The output is later multiplied by `kept_scale`.
+/// Sets the dropped ones among the thread's eight probabilities of 16 columns to 0, if the kernel has dropout. `column` is the
+/// first of these columns. The output is later multiplied by `kept_scale`.
 #[cube]
 pub(crate) fn dropped_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,

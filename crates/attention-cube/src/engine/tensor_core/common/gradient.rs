@@ -172,7 +172,8 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
 
 /// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s` holds
 /// the dot products. The weight is 0 where the row does not see the column. In a fully visible block, only a bias can hide a
-/// score. P is after dropout, and w is before it.
+/// score. The returned `p` is P after
+/// dropout, and `w` is computed from P before dropout.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -503,7 +504,8 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 /// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
 /// the left operand of a GEMM.
 ///
-/// With dropout, dP is multiplied by the factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`.
+/// With dropout, dP is multiplied by the keep factor of its probability, 0 or the factor of kept ones: `dS = w ∘ (keep ∘ dP −
+/// Δ)`.
 ///
 /// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 there.
 #[cube]

@@ -63,8 +63,8 @@ pub(super) fn forward(
     macro_rules! launch {
         ($kernel:ident, $tiles:expr, $elements:expr $(, $pdl:expr)?) => {
             // SAFETY: the kernel reads the operands and writes the output only at rows below `q_len` or `kv_len` and at columns
-            // below the head size. These are the bounds of the tensors' shapes. If keys and values lie in pages, the kernel clamps
-            // the page table's entries to existing pages.
+            // below the head size. These are the bounds of the tensors' shapes. If keys and values lie in pages, the kernel
+            // clamps the page table's entries to existing pages.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

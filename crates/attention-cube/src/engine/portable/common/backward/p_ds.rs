@@ -239,7 +239,8 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // Half precision may not hold P times the factor of kept probabilities. The sums are multiplied by it later.
+                    // P times the factor of kept probabilities may exceed half precision. So the factor is divided out here, and
+                    // the sums are multiplied by it later.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

@@ -108,8 +108,8 @@ pub(crate) fn launch(
         .chain(optional_inputs.tensors()),
     );
     // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`, by their
-    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. It writes `output` and `logsumexp` at queries below `q_len` and at indices below `parts`. The grid bounds heads
-    // and sequences.
+    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. The kernel writes
+    // `output` and `logsumexp` at queries below `q_len` and at indices below `parts`. The grid bounds heads and sequences.
     unsafe {
         forward::launch_unchecked(
             &client,

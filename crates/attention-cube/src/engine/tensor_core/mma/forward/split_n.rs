@@ -33,8 +33,8 @@
 //! columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs to the largest row
 //! maxima. Each warp then adds some columns of all groups, in the order of the groups.
 //!
-//! Pages. A block lies in one page. The warp looks up the page of a block one iteration before it starts the block's copies, so
-//! that the lookup overlaps with the block before.
+//! Pages. A block lies in one page. The warp looks up a block's page one iteration before it starts the block's copies. The
+//! lookup then overlaps with other work.
 //!
 //! The kernel has two dependent loads: first the sequence length, then queries, keys and values. With `lengths_ahead`, the length
 //! is loaded before the previous launch has ended (PDL). This is safe because that launch does not write the length.

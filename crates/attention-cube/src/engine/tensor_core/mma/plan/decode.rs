@@ -61,7 +61,7 @@ pub(crate) fn few_rows_tiles(
 }
 
 /// Returns the first tiles of a table that have enough rows, are wide enough and fit the shared memory and the threads of a
-/// CTA. If the keys lie in pages, the first tiles that read these pages in place go before all others.
+/// CTA. If the keys lie in pages, tiles that read these pages in place are preferred to all others.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,

@@ -88,7 +88,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     all
 }
 
-/// Adds dS = P ∘ (dP − Δ) to the sums, with dP after dropout. Where P is 0, dP may be NaN or infinite, so the sum stays unchanged there.
+/// Adds dS = P ∘ (dP − Δ) to the sums. P is before dropout, and dP includes the keep factor. Where P is 0, dP may be NaN or
+/// infinite, so the sum stays unchanged there.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,

@@ -8,7 +8,7 @@ use cube_kit::ampere::gemv::read_word;
 use cube_kit::nvidia::ptx::element_address;
 use cubecl::prelude::*;
 
-/// The page table of a sequence, and the bytes from a page to the next. All fields are unused if a sequence's keys are contiguous.
+/// The page table of a sequence, and the bytes from a page to the next. All fields are unused if the keys are contiguous.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PageSources {
@@ -24,7 +24,8 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index of the sequence that `head_source` gets. Pages are added later, so their addresses begin at sequence 0.
+/// Returns the index of the sequence whose address `head_source` takes. With pages it is 0, because [`paged_head`] later adds the
+/// address of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -86,8 +87,8 @@ fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
 
 /// Returns the page of a block of keys, or 0 if a sequence's keys are contiguous.
 ///
-/// A block past the sequence's end gets the sequence's last page. An entry that is no page gives the nearest page, so that no copy
-/// leaves the tensors.
+/// A block past the sequence's end gets the sequence's last page. An entry outside of the existing pages counts as the nearest
+/// page, so that no copy leaves the tensors.
 #[cube]
 pub(super) fn page_of_block(
     pages: &PageSources,
@@ -105,8 +106,8 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Moves a source of sequence 0 to page `page`, which holds row `row` of the sequence. Only rows of this page may then be read, by
-/// their numbers in the sequence.
+/// Moves a source of sequence 0 to page `page`, which holds row `row` of the sequence. Only rows of this page may then be read,
+/// by their numbers in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -118,7 +119,7 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The difference may be negative. It wraps around, and the address of a row of the page wraps back.
+        // The difference may be negative and then wraps around. The sum with the offset of a row of the page wraps back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,
