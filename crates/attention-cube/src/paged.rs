@@ -55,7 +55,7 @@
 use crate::backend::{AttentionBackend, check_backend};
 use crate::error::AttentionError;
 use crate::options::AttentionOptions;
-use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place};
+use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place_of};
 use crate::quantized::inputs_of;
 use crate::reference;
 use crate::types::quantized::QuantizedRows;
@@ -179,7 +179,7 @@ pub fn append(
     check_backend(&pages.device())?;
     check_append(pages.dims(), rows.dims(), &places)?;
     check_dtype("rows", rows.dtype(), &[(pages.dtype(), "the pages'")])?;
-    check_place("pages", pages.device(), &rows.device())?;
+    check_place_of("pages", pages.device(), OF_ROWS, &rows.device())?;
     check_places(&places, &rows)?;
     let pages = pages.without_autodiff().into_dispatch();
     let rows = rows.without_autodiff().into_dispatch();
@@ -204,7 +204,7 @@ pub fn append_quantized(
     places: Places,
 ) -> Result<QuantizedRows, AttentionError> {
     check_append(pages.dims(), rows.dims(), &places)?;
-    check_place("pages", pages.device(), &rows.device())?;
+    check_place_of("pages", pages.device(), OF_ROWS, &rows.device())?;
     check_places(&places, &rows)?;
     let (new_words, new_scales) = QuantizedRows::try_new(rows)?.into_parts();
     let (words, scales) = pages.into_parts();
@@ -257,12 +257,15 @@ fn check_append(
     }
 }
 
+/// The tensor whose device all arguments of an append must have, as errors name it.
+const OF_ROWS: &str = "new row";
+
 fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {
     let device = rows.device();
-    check_place("page_table", places.page_table.device(), &device)?;
-    check_place("starts", places.starts.device(), &device)?;
+    check_place_of("page_table", places.page_table.device(), OF_ROWS, &device)?;
+    check_place_of("starts", places.starts.device(), OF_ROWS, &device)?;
     match &places.counts {
-        Some(counts) => check_place("counts", counts.device(), &device),
+        Some(counts) => check_place_of("counts", counts.device(), OF_ROWS, &device),
         None => Ok(()),
     }
 }

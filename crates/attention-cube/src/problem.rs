@@ -4,7 +4,7 @@ mod validate;
 
 use crate::options::{CausalAlignment, Dropout};
 use burn::tensor::DType;
-pub(crate) use validate::{check_dims, check_dtype, check_place, check_strategies};
+pub(crate) use validate::{check_dims, check_dtype, check_place, check_place_of, check_strategies};
 
 /// The largest supported `head_dim` and `value_dim`.
 pub const MAX_HEAD_DIM: usize = 1024;

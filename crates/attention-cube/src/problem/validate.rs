@@ -86,12 +86,8 @@ impl AttentionProblem {
             quantized: false,
         };
         let problem = Self::of_pages(query, shapes, page_table, options)?;
-        check_dtype("key pages", key.dtype(), &[(problem.dtype, "the query's")])?;
-        check_dtype(
-            "value pages",
-            value.dtype(),
-            &[(problem.dtype, "the query's")],
-        )?;
+        check_dtype("key", key.dtype(), &[(problem.dtype, "the query's")])?;
+        check_dtype("value", value.dtype(), &[(problem.dtype, "the query's")])?;
         Ok(problem)
     }
 
@@ -129,20 +125,20 @@ impl AttentionProblem {
         let [batch, _, _, head_dim] = query.dims();
         let [count, kv_heads, page_len, _] = pages.key;
         let [_, of_sequence] = page_table.dims();
-        let names = ["pages", "kv_heads", "page_len", "columns"];
+        let names = ["number of pages", "kv_heads", "page_len", "columns"];
         let columns = Some((head_dim, "the query's head_dim"));
-        check_dims("key pages", &pages.key, &names, [None, None, None, columns])?;
+        check_dims("key", &pages.key, &names, [None, None, None, columns])?;
         let of_key = [
-            Some((count, "the key pages' number")),
-            Some((kv_heads, "the key pages' kv_heads")),
-            Some((page_len, "the key pages' page_len")),
+            Some((count, "the key's number of pages")),
+            Some((kv_heads, "the key's kv_heads")),
+            Some((page_len, "the key's page_len")),
             None,
         ];
-        check_dims("value pages", &pages.value, &names, of_key)?;
-        for (dimension, found) in [("pages", count), ("page_len", page_len)] {
+        check_dims("value", &pages.value, &names, of_key)?;
+        for (dimension, found) in [("number of pages", count), ("page_len", page_len)] {
             if found == 0 {
                 return Err(AttentionError::Shape {
-                    argument: "key pages",
+                    argument: "key",
                     has: pages.key.to_vec(),
                     dimension,
                     found,
@@ -464,6 +460,16 @@ pub(crate) fn check_place(
     has: Device,
     expected: &Device,
 ) -> Result<(), AttentionError> {
+    check_place_of(argument, has, "query", expected)
+}
+
+/// Checks that a tensor is on the device `expected`, which belongs to the tensor `whose`.
+pub(crate) fn check_place_of(
+    argument: &'static str,
+    has: Device,
+    whose: &'static str,
+    expected: &Device,
+) -> Result<(), AttentionError> {
     // Devices are compared without their autodiff flag, because an untracked constant may be combined with a tracked query.
     let has = has.without_autodiff();
     let expected = expected.clone().without_autodiff();
@@ -473,7 +479,7 @@ pub(crate) fn check_place(
     Err(AttentionError::Device {
         argument,
         has: format!("{has:?}"),
-        whose: "query",
+        whose,
         expected: format!("{expected:?}"),
     })
 }
