@@ -292,7 +292,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub const CLIFFS: [Cliff; 59] = [
+pub static CLIFFS: [Cliff; 59] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),

@@ -85,7 +85,7 @@ pub(crate) fn keep_factor(
     match dropout {
         ComptimeOption::Some(dropout) => {
             let drawn = cell(head_key(dropout, batch, head), query, key);
-            let word = select(key / 8u32 % 2u32 == 0u32, drawn.first, drawn.second);
+            let word = select(key / 8u32 % 2u32 == 1u32, drawn.second, drawn.first);
             let bits = word >> (query / 8u32 % 2u32 * 16u32) & 0xffffu32;
             select(bits < dropout.threshold, 0.0f32, dropout.kept)
         }
