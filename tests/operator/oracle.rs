@@ -50,18 +50,51 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             continue;
         }
         let sum: f64 = all.map(|score| (score - reference).exp()).sum();
+        let keep = |j: usize| {
+            case.dropout.map_or(1.0, |(probability, seed)| {
+                keep_factor(probability, seed, row / case.q_len, [i, j])
+            })
+        };
         logsumexp.push(reference + sum.ln());
         for c in 0..case.value_dim {
             let weighted: f64 = seen
                 .iter()
                 .map(|(j, score)| {
-                    (score - reference).exp() * inputs.value.at([b, h / group, *j, c])
+                    let value = inputs.value.at([b, h / group, *j, c]);
+                    keep(*j) * (score - reference).exp() * value
                 })
                 .sum();
             output.push(weighted / sum);
         }
     }
     (output, logsumexp)
+}
+
+/// Returns the factor of dropout of the score of query `at[0]` and key `at[1]`. `plane` is the number of the query head among all
+/// heads of all sequences.
+fn keep_factor(probability: f64, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
+    let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
+    // A cell has the queries i and i + 8 and the keys j and j + 8. The keys choose the word, and the queries choose its half.
+    let [query, key] = at.map(|position| (position / 16 * 8 + position % 8) as u32);
+    let [of_query, of_key] = at.map(|position| position % 16 / 8);
+    let bits = philox([query, key], generator)[of_key] >> (16 * of_query) & 0xffff;
+    let threshold = (probability * 65536.0).round();
+    match f64::from(bits) < threshold {
+        true => 0.0,
+        false => 65536.0 / (65536.0 - threshold),
+    }
+}
+
+/// Returns the two words of Philox 2x32 with 7 rounds.
+fn philox(counter: [u32; 2], mut key: u32) -> [u32; 2] {
+    let [mut left, mut right] = counter;
+    for _ in 0..7 {
+        let product = u64::from(left) * 0xD256_D193;
+        left = (product >> 32) as u32 ^ key ^ right;
+        right = product as u32;
+        key = key.wrapping_add(0x9E37_79B9);
+    }
+    [left, right]
 }
 
 fn loss(case: &Case, inputs: &Inputs) -> f64 {
