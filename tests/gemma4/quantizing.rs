@@ -263,7 +263,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
         &["gemma4_assistant", "drafter"],
     );
     let absent = fixture::folder("absent");
-    refused("nothing", &absent, &outs, &["config.json"]);
+    let ended = run(&mut quantize(&absent, "q8", &file, &[]));
+    check("nothing", &ended, 2, &["absent", "no such file or folder"]);
 
     for number in [f32::NAN, f32::INFINITY, 1e38] {
         let broken = Folder::copy("dense-ple");
