@@ -85,7 +85,8 @@ fn keep_factor(probability: f64, seed: u64, plane: usize, at: [usize; 2]) -> f64
     }
 }
 
-/// Returns the two words of Philox 2x32 with 7 rounds.
+/// Returns the two words of Philox 2x32 with 7 rounds. The loops have a generator of their own, so that a fault of the
+/// operator's generator shows.
 fn philox(counter: [u32; 2], mut key: u32) -> [u32; 2] {
     let [mut left, mut right] = counter;
     for _ in 0..7 {

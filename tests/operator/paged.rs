@@ -32,8 +32,7 @@ struct Pages {
 }
 
 /// Distributes keys and values to shuffled pages of `page_len` keys. Keys that no query sees become NaN, and so do all unused
-/// pages. If all
-/// keys of a page are unseen, its entry in the page table becomes a random number.
+/// pages. If all keys of a page are unseen, its entry in the page table becomes a random number.
 fn pages(case: &Case, inputs: &Inputs, page_len: usize) -> Pages {
     let mut rng = StdRng::seed_from_u64(page_len as u64);
     let of_sequence = case.kv_len / page_len;

@@ -1,9 +1,8 @@
 //! Writes the source or machine code that the compiler produces for kernels, on a machine without a GPU:
 //!
 //! ```sh
-//! KERNELS="forward-128-128-mask backward-64-64" cargo test --features cuda --lib tensor_core::wgmma::source -- --ignored
-//! --nocapture KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored
-//! --nocapture
+//! KERNELS="forward-128-128-mask backward-64-64" cargo test --features cuda --lib tensor_core::wgmma::source -- --ignored --nocapture
+//! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored --nocapture
 //! ```
 //!
 //! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`]. [`nvidia`] writes CUDA C++, and

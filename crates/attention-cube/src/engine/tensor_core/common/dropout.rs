@@ -86,8 +86,7 @@ fn keep_bits_of_step(
     bits
 }
 
-/// Returns the keep bits of a fragment of `columns` columns, of which `first_column` is the first. Without dropout, the bits are
-/// not used.
+/// Returns the keep bits of a fragment. Its `columns` columns begin at `first_column`. Without dropout, the bits are not used.
 #[cube]
 pub(crate) fn keep_bits<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,

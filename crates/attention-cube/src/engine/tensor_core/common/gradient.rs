@@ -172,8 +172,7 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
 
 /// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s` holds
 /// the dot products. The weight is 0 where the row does not see the column. In a fully visible block, only a bias can hide a
-/// score. The returned `p` is P after
-/// dropout, and `w` is computed from P before dropout.
+/// score. The returned `p` is P after dropout, and `w` is computed from P before dropout.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,

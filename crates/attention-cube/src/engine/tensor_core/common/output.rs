@@ -86,8 +86,8 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalises each of the thread's two rows. Sets the elements of a row of O to 0 if the row sees no
-/// key. O has `columns` columns. `kept` is the factor by which kept probabilities are multiplied, if the kernel
-/// has dropout. If `writes_logsumexp`, also writes the LSE of both rows.
+/// key. O has `columns` columns. `kept` is the factor by which kept probabilities are multiplied, if the kernel has dropout. If
+/// `writes_logsumexp`, also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
