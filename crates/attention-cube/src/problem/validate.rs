@@ -14,6 +14,26 @@ struct KeyValueShapes {
     quantized: bool,
 }
 
+impl KeyValueShapes {
+    fn of_floats(key: &Tensor<4>, value: &Tensor<4>) -> Self {
+        Self {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: false,
+        }
+    }
+
+    fn of_int8(key: &QuantizedRows, value: &QuantizedRows) -> Self {
+        Self {
+            key: key.dims(),
+            value: value.dims(),
+            devices: [key.device(), value.device()],
+            quantized: true,
+        }
+    }
+}
+
 impl AttentionProblem {
     /// Validates the arguments and returns the problem that they describe.
     ///
@@ -29,16 +49,8 @@ impl AttentionProblem {
         value: &Tensor<4>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let shapes = KeyValueShapes {
-            key: key.dims(),
-            value: value.dims(),
-            devices: [key.device(), value.device()],
-            quantized: false,
-        };
-        let problem = Self::of(query, shapes, options)?;
-        check_dtype("key", key.dtype(), &[(problem.dtype, "the query's")])?;
-        check_dtype("value", value.dtype(), &[(problem.dtype, "the query's")])?;
-        Ok(problem)
+        let problem = Self::of(query, KeyValueShapes::of_floats(key, value), options)?;
+        problem.with_dtypes_of(key, value)
     }
 
     /// Validates the arguments of a call with quantized keys and values, and returns the problem that they describe.
@@ -55,13 +67,7 @@ impl AttentionProblem {
         value: &QuantizedRows,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let shapes = KeyValueShapes {
-            key: key.dims(),
-            value: value.dims(),
-            devices: [key.device(), value.device()],
-            quantized: true,
-        };
-        Self::of(query, shapes, options)
+        Self::of(query, KeyValueShapes::of_int8(key, value), options)
     }
 
     /// Validates the arguments of a call with keys and values in pages, and returns the problem that they describe.
@@ -79,16 +85,9 @@ impl AttentionProblem {
         page_table: &Tensor<2, Int>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let shapes = KeyValueShapes {
-            key: key.dims(),
-            value: value.dims(),
-            devices: [key.device(), value.device()],
-            quantized: false,
-        };
+        let shapes = KeyValueShapes::of_floats(key, value);
         let problem = Self::of_pages(query, shapes, page_table, options)?;
-        check_dtype("key", key.dtype(), &[(problem.dtype, "the query's")])?;
-        check_dtype("value", value.dtype(), &[(problem.dtype, "the query's")])?;
-        Ok(problem)
+        problem.with_dtypes_of(key, value)
     }
 
     /// Validates the arguments of a call with int8 keys and values in pages, and returns the problem that they describe.
@@ -106,13 +105,16 @@ impl AttentionProblem {
         page_table: &Tensor<2, Int>,
         options: &AttentionOptions,
     ) -> Result<Self, AttentionError> {
-        let shapes = KeyValueShapes {
-            key: key.dims(),
-            value: value.dims(),
-            devices: [key.device(), value.device()],
-            quantized: true,
-        };
+        let shapes = KeyValueShapes::of_int8(key, value);
         Self::of_pages(query, shapes, page_table, options)
+    }
+
+    /// Returns the problem if keys and values have the query's dtype.
+    fn with_dtypes_of(self, key: &Tensor<4>, value: &Tensor<4>) -> Result<Self, AttentionError> {
+        for (argument, tensor) in [("key", key), ("value", value)] {
+            check_dtype(argument, tensor.dtype(), &[(self.dtype, "the query's")])?;
+        }
+        Ok(self)
     }
 
     /// Validates a problem whose `pages` of keys and values have the shapes `[pages, kv_heads, page_len, columns]`.
