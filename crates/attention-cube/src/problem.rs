@@ -76,6 +76,14 @@ impl AttentionProblem {
         self.q_heads / self.kv_heads.max(1)
     }
 
+    /// Returns the same problem over contiguous keys and values.
+    pub(crate) fn over_contiguous_keys(&self) -> Self {
+        Self {
+            page_len: None,
+            ..self.clone()
+        }
+    }
+
     /// True if `batch`, `q_heads`, `q_len` or `kv_len` is 0.
     pub fn is_empty(&self) -> bool {
         [self.batch, self.q_heads, self.q_len, self.kv_len].contains(&0)

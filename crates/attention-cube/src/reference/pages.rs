@@ -1,6 +1,7 @@
 //! Keys and values in pages, in Burn's own tensor operations: the copy to contiguous keys and values, and the append of new rows.
 //! Tests compare the kernels with this module, and devices without kernels run it.
 
+use super::tensors::{INTS, at_least_i32, clamped_integers};
 use crate::problem::AttentionProblem;
 use crate::types::tensors::{
     AppendPlaces, AttentionInputs, MaybeInt, QuantizedInputs, QuantizedTensors,
@@ -9,21 +10,7 @@ use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
     tensor::{FloatTensor, IntTensor},
 };
-use burn::tensor::{DType, IndexingUpdateOp, IntDType, Shape, Slice};
-
-/// The dtype of page numbers and positions.
-const INTS: IntDType = IntDType::I32;
-
-/// Returns the integers in i32, clamped to `0..=most`.
-fn clamped<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
-    let clamp = |integers| B::int_clamp(integers, 0.into(), (most as i64).into());
-    // Clamps in the wider of two dtypes: the dtype of the integers, and i32. The wider dtype can represent both the integers and
-    // `most`.
-    match integers.dtype().size() < DType::from(INTS).size() {
-        true => clamp(B::int_cast(integers, INTS)),
-        false => B::int_cast(clamp(integers), INTS),
-    }
-}
+use burn::tensor::{IndexingUpdateOp, Shape, Slice};
 
 /// Defines the operations on pages for tensors of one kind (floats or integers).
 macro_rules! of_kind {
@@ -46,7 +33,7 @@ macro_rules! of_kind {
             if rows.num_elements() == 0 {
                 return B::$zeros(rows, &pages.device(), pages.dtype().into());
             }
-            let entries = clamped::<B>(page_table.clone(), count - 1);
+            let entries = clamped_integers::<B>(page_table.clone(), count - 1);
             let entries = B::int_reshape(entries, Shape::new([batch * of_sequence]));
             let found = B::$reshape(
                 B::$select(pages, 0, entries),
@@ -124,7 +111,10 @@ fn targets<B: Backend>(
     let capacity = of_sequence * page_len;
     let all = Shape::new([batch, new]);
     let of_batch = |integers, most| {
-        let integers = B::int_reshape(clamped::<B>(integers, most), Shape::new([batch, 1]));
+        let integers = B::int_reshape(
+            clamped_integers::<B>(integers, most),
+            Shape::new([batch, 1]),
+        );
         B::int_expand(integers, all.clone())
     };
     let index = B::int_arange(0..new as i64, &device, INTS);
@@ -136,21 +126,18 @@ fn targets<B: Backend>(
         let counts = of_batch(counts, new);
         dropped = B::bool_or(dropped, B::int_greater_equal(index, counts, bools));
     }
-    let last = (capacity as i64 - 1).max(0);
-    let positions = B::int_clamp(positions, 0.into(), last.into());
+    let last = (capacity as i64 - 1).into();
+    let positions = B::int_clamp(positions, 0.into(), last);
     let number = B::int_div_scalar(positions.clone(), (page_len as i64).into());
     let slot = B::int_remainder_scalar(positions, (page_len as i64).into());
-    let table = match places.page_table.dtype().size() < DType::from(INTS).size() {
-        true => B::int_cast(places.page_table, INTS),
-        false => places.page_table,
-    };
+    let table = at_least_i32::<B>(places.page_table);
     let is_page = B::bool_and(
         B::int_greater_equal_elem(table.clone(), 0.into(), bools),
         B::int_lower_elem(table.clone(), (count as i64).into(), bools),
     );
     let is_page = B::int_gather(1, B::bool_into_int(is_page, INTS), number.clone());
     dropped = B::bool_or(dropped, B::int_equal_elem(is_page, 0.into(), bools));
-    let page = B::int_gather(1, clamped::<B>(table, count - 1), number);
+    let page = B::int_gather(1, clamped_integers::<B>(table, count - 1), number);
     // The rows of a page lie head after head.
     let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
     let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));
@@ -173,10 +160,6 @@ pub(crate) fn contiguous<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> (AttentionInputs<B>, AttentionProblem) {
-    let problem = AttentionProblem {
-        page_len: None,
-        ..problem.clone()
-    };
     let inputs = match inputs.page_table.as_option().cloned() {
         None => inputs,
         Some(page_table) => AttentionInputs {
@@ -186,7 +169,7 @@ pub(crate) fn contiguous<B: Backend>(
             ..inputs
         },
     };
-    (inputs, problem)
+    (inputs, problem.over_contiguous_keys())
 }
 
 /// Copies int8 keys and values from pages to contiguous tensors, and returns the problem over the copies.
@@ -194,10 +177,6 @@ pub(crate) fn contiguous_quantized<B: Backend>(
     inputs: QuantizedInputs<B>,
     problem: &AttentionProblem,
 ) -> (QuantizedInputs<B>, AttentionProblem) {
-    let problem = AttentionProblem {
-        page_len: None,
-        ..problem.clone()
-    };
     let inputs = match inputs.page_table.as_option().cloned() {
         None => inputs,
         Some(page_table) => QuantizedInputs {
@@ -207,7 +186,7 @@ pub(crate) fn contiguous_quantized<B: Backend>(
             ..inputs
         },
     };
-    (inputs, problem)
+    (inputs, problem.over_contiguous_keys())
 }
 
 fn gathered_rows<B: Backend>(

@@ -3,9 +3,28 @@
 use crate::problem::AttentionProblem;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
-    tensor::{BoolTensor, FloatTensor},
+    tensor::{BoolTensor, FloatTensor, IntTensor},
 };
-use burn::tensor::{BoolDType, DType, FloatDType, Shape};
+use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
+
+/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too narrow. It
+/// may also be unsigned, but queries before the first key have negative positions.
+pub(super) const INTS: IntDType = IntDType::I32;
+
+/// Casts integers to i32 if their dtype is narrower, so that comparisons with numbers of i32 are right.
+pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
+    match integers.dtype().size() < DType::from(INTS).size() {
+        true => B::int_cast(integers, INTS),
+        false => integers,
+    }
+}
+
+/// Returns the integers in i32, clamped to `0..=most`. They are clamped in the wider of their dtype and i32, which can represent
+/// the integers and `most`.
+pub(super) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
+    let integers = at_least_i32::<B>(integers);
+    B::int_cast(B::int_clamp(integers, 0.into(), (most as i64).into()), INTS)
+}
 
 /// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`, so that keys and values need not be
 /// repeated for a matmul.

@@ -1,16 +1,13 @@
 //! Visibility of keys by causal mask, lengths, window, segments, intervals, mask and bias.
 
+use super::tensors::{INTS, clamped_integers};
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AttentionInputs;
 use burn::backend::{
     Backend, TensorMetadata, get_or_init_device_settings,
     tensor::{BoolTensor, Device, IntTensor},
 };
-use burn::tensor::{BoolDType, DType, IntDType, Shape, Slice};
-
-/// The dtype of positions, lengths and ids: i32, as in kernels. A device's default int dtype may be too narrow. It may also
-/// be unsigned, but queries before the first key have negative positions.
-const INTS: IntDType = IntDType::I32;
+use burn::tensor::{BoolDType, DType, Shape, Slice};
 
 /// Returns a mask of the keys that each query sees, broadcastable to the scores, or `None` if every query sees every key.
 pub(super) fn visibility<B: Backend>(
@@ -103,13 +100,7 @@ pub(super) fn visibility<B: Backend>(
 
 /// Returns the lengths of `batch` sequences in i32, clamped to `0..=most`, `[batch, 1, 1, 1]`.
 fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> IntTensor<B> {
-    let clamp = |lengths| B::int_clamp(lengths, 0.into(), (most as i64).into());
-    // Clamps lengths in the wider of two dtypes: the dtype of the lengths, and i32. The wider dtype can represent both the
-    // lengths and `most`.
-    let lengths = match lengths.dtype().size() < DType::from(INTS).size() {
-        true => clamp(B::int_cast(lengths.clone(), INTS)),
-        false => B::int_cast(clamp(lengths.clone()), INTS),
-    };
+    let lengths = clamped_integers::<B>(lengths.clone(), most);
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
