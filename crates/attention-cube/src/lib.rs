@@ -95,7 +95,6 @@ pub use types::device::DeviceProfile;
 pub use types::engine::Engine;
 pub use types::refusal::{Feature, Refusal, Warning};
 
-use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 use call::{attend, compute_output};
 
@@ -168,9 +167,5 @@ pub fn attention_with_lse(
     options: AttentionOptions,
 ) -> Result<(Tensor<4>, Tensor<3>), AttentionError> {
     let (result, problem) = attend(query, key, value, options)?;
-    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, &problem);
-    Ok((
-        Tensor::from_dispatch(result.output),
-        Tensor::from_dispatch(logsumexp),
-    ))
+    Ok(reference::output_and_lse(result, &problem))
 }

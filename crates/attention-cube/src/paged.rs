@@ -59,7 +59,7 @@ use crate::problem::{AttentionProblem, check_dims, check_dtype, check_place_of};
 use crate::quantized::inputs_of;
 use crate::reference;
 use crate::types::quantized::QuantizedRows;
-use crate::types::tensors::{AppendPlaces, AttentionInputs, AttentionOutput, inputs};
+use crate::types::tensors::{AppendPlaces, AttentionInputs, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
@@ -121,7 +121,7 @@ pub fn try_paged_attention(
         ..inputs(query, key, value, options)
     };
     let result = Dispatch::attention_forward(inputs, problem.clone());
-    Ok(of_result(result, &problem))
+    Ok(reference::output_and_lse(result, &problem))
 }
 
 /// Computes [`paged_attention`] over int8 pages, and the logsumexp as in [`try_paged_attention`].
@@ -143,18 +143,7 @@ pub fn try_paged_quantized_attention(
     let page_table = Some(page_table.without_autodiff());
     let inputs = inputs_of(query, [key, value], page_table, options);
     let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
-    Ok(of_result(result, &problem))
-}
-
-fn of_result(
-    result: AttentionOutput<Dispatch>,
-    problem: &AttentionProblem,
-) -> (Tensor<4>, Tensor<3>) {
-    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, problem);
-    (
-        Tensor::from_dispatch(result.output),
-        Tensor::from_dispatch(logsumexp),
-    )
+    Ok(reference::output_and_lse(result, &problem))
 }
 
 /// Writes new keys, or new values, to their places in the pages, and returns the pages without autodiff.

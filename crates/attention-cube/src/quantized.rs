@@ -217,11 +217,7 @@ pub fn try_quantized_attention(
     check_backend(&query.device())?;
     let inputs = inputs_of(query, [key, value], None, options);
     let result = Dispatch::quantized_attention_forward(inputs, problem.clone());
-    let logsumexp = reference::logsumexp_of_parts::<Dispatch>(result.logsumexp, &problem);
-    Ok((
-        Tensor::from_dispatch(result.output),
-        Tensor::from_dispatch(logsumexp),
-    ))
+    Ok(reference::output_and_lse(result, &problem))
 }
 
 /// Converts the tensors of a call over int8 rows to the types of Burn's dispatch.

@@ -158,6 +158,18 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
+/// Returns the output and the whole logsumexp of a call's result.
+pub(crate) fn output_and_lse(
+    result: AttentionOutput<Dispatch>,
+    problem: &AttentionProblem,
+) -> (Tensor<4>, Tensor<3>) {
+    let logsumexp = logsumexp_of_parts::<Dispatch>(result.logsumexp, problem);
+    (
+        Tensor::from_dispatch(result.output),
+        Tensor::from_dispatch(logsumexp),
+    )
+}
+
 /// Adds the two parts of the logsumexp, and returns `[batch, q_heads, q_len]`.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
