@@ -162,13 +162,10 @@ fn contiguous(
     if !has_kernels(&inputs.key, problem.dtype) {
         return reference::pages::contiguous::<CubeBackend>(inputs, problem);
     }
-    let inputs = with_page_table_as_read(inputs);
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, problem));
-    let Some(page_table) = inputs.page_table.into_option() else {
-        unreachable!("a problem with pages has a page table")
-    };
-    let gathered = |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone());
+    let count = inputs.key.meta.shape()[0];
+    let gathered = gather(inputs.page_table, count, problem, &lengths);
     let inputs = AttentionInputs {
         key: gathered(inputs.key),
         value: gathered(inputs.value),
@@ -176,11 +173,7 @@ fn contiguous(
         kv_lengths: lengths.clone().into(),
         ..inputs
     };
-    let problem = AttentionProblem {
-        page_len: None,
-        ..problem.clone()
-    };
-    (inputs, problem)
+    (inputs, problem.over_contiguous_keys())
 }
 
 /// Copies pages of int8 keys and values like [`contiguous`].
@@ -190,11 +183,8 @@ fn contiguous_quantized(
 ) -> (QuantizedInputs<CubeBackend>, AttentionProblem) {
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, problem));
-    let Some(page_table) = inputs.page_table.into_option() else {
-        unreachable!("a problem with pages has a page table")
-    };
-    let page_table = page_table_as_read(&page_table, inputs.key.words.meta.shape()[0]);
-    let gathered = |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone());
+    let count = inputs.key.words.meta.shape()[0];
+    let gathered = gather(inputs.page_table, count, problem, &lengths);
     let gathered_rows = |rows: QuantizedTensors<CubeBackend>| {
         let scales = gathered(as_rows(rows.scales));
         let shape = scales.meta.shape();
@@ -211,11 +201,22 @@ fn contiguous_quantized(
         kv_lengths: lengths.clone().into(),
         ..inputs
     };
-    let problem = AttentionProblem {
-        page_len: None,
-        ..problem.clone()
+    (inputs, problem.over_contiguous_keys())
+}
+
+/// Returns a function that copies the rows that queries see from `count` pages to a contiguous tensor. `lengths` is in the layout
+/// that kernels read.
+fn gather<'a>(
+    page_table: MaybeInt<CubeBackend>,
+    count: usize,
+    problem: &'a AttentionProblem,
+    lengths: &'a Option<CubeTensor>,
+) -> impl Fn(CubeTensor) -> CubeTensor + 'a {
+    let Some(page_table) = page_table.into_option() else {
+        unreachable!("a problem with pages has a page table")
     };
-    (inputs, problem)
+    let page_table = page_table_as_read(&page_table, count);
+    move |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone())
 }
 
 /// Runs the forward directly on int8 words, if the selected engine can read them. If the engine cannot, the function returns

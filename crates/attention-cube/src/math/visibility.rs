@@ -50,6 +50,18 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
+    /// The structure of a problem that only causal mask, window and perhaps `lengths` of keys describe.
+    pub(crate) const fn of_key_lengths(lengths: bool) -> Self {
+        Self {
+            lengths,
+            lengths_ahead: false,
+            query_lengths: false,
+            segments: false,
+            intervals: 0,
+            mask: false,
+        }
+    }
+
     /// True if a hidden key can lie between two visible keys.
     pub(crate) const fn is_irregular(&self) -> bool {
         self.segments || self.intervals > 0 || self.mask

@@ -56,14 +56,7 @@ pub(crate) fn gathered_where_seen(
         .div_ceil(rows_of_cube)
         .min((MOST_CUBES / planes).max(1));
     let client = pages.client.clone();
-    let structure = Structure {
-        lengths: lengths.is_some(),
-        lengths_ahead: false,
-        query_lengths: false,
-        segments: false,
-        intervals: 0,
-        mask: false,
-    };
+    let structure = Structure::of_key_lengths(lengths.is_some());
     let element = dtype_to_storage_type(pages.dtype);
     // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages by
     // their strides, because the kernel clamps the entries of the page table. It writes rows below `length` of its head in

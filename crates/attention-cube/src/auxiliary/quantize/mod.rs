@@ -182,14 +182,7 @@ fn write_numbers(
         Some((problem, lengths)) => (BoundsOffsets::of_lengths().seq_lens(problem), lengths),
         None => (SeqLensLaunch::new(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), None),
     };
-    let structure = Structure {
-        lengths: lengths.is_some(),
-        lengths_ahead: false,
-        query_lengths: false,
-        segments: false,
-        intervals: 0,
-        mask: false,
-    };
+    let structure = Structure::of_key_lengths(lengths.is_some());
     // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words and scales
     // of rows below `length` in its head, by their strides. The cube writes the elements of these words to `target`, which has
     // as many rows.
