@@ -2,9 +2,9 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The seed of the process, and the number of calls with dropout since it was set.
-static SEED: AtomicU64 = AtomicU64::new(0);
-static CALLS: AtomicU64 = AtomicU64::new(0);
+/// The mixed seed of the process, plus the number of calls with dropout since it was set. The seed is mixed so that processes
+/// with neighbouring seeds share no seeds of calls in practice.
+static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
 /// Sets the seed of the dropout of probabilities in this process's modules, so that a run can be repeated. Other dropouts of an
 /// encoder use the random numbers of the device.
@@ -16,19 +16,16 @@ static CALLS: AtomicU64 = AtomicU64::new(0);
 /// attention_cube::nn::seed_dropout(42);
 /// ```
 pub fn seed_dropout(seed: u64) {
-    SEED.store(seed, Ordering::Relaxed);
-    CALLS.store(0, Ordering::Relaxed);
+    NEXT.store(mixed(seed), Ordering::Relaxed);
 }
 
-/// Returns the seed of the next call. The seed of the process is mixed first, so that processes with neighbouring seeds share no
-/// seeds of calls in practice.
+/// Returns the seed of the next call.
 pub(super) fn next_seed() -> u64 {
-    let call = CALLS.fetch_add(1, Ordering::Relaxed);
-    mixed(mixed(SEED.load(Ordering::Relaxed)).wrapping_add(call))
+    mixed(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// Mixes the bits of a number, by the function of SplitMix64 (Steele et al., OOPSLA 2014).
-fn mixed(number: u64) -> u64 {
+const fn mixed(number: u64) -> u64 {
     let z = number.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
