@@ -367,6 +367,27 @@ struct ScoreRows {
     first_key: i32,
 }
 
+/// The head and the query of a row.
+#[derive(CubeType, Clone, Copy)]
+#[expand(derive(Clone, Copy))]
+struct HeadQuery {
+    head: u32,
+    query: i32,
+}
+
+/// Returns the head and the query of a row. If `packed`, a tile has the rows of several heads. A row past the end then gets query
+/// `q_len`, which sees no key.
+#[cube]
+fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool) -> HeadQuery {
+    let mut head = rows.first_head;
+    let mut query = row;
+    if comptime!(packed) {
+        head += (row / q_len) as u32;
+        query = select(row < rows.end_row, row % q_len, q_len);
+    }
+    HeadQuery { head, query }
+}
+
 /// Turns the `q·k` that the unit computed into masked scores. The score of a hidden key is −∞. A `whole` block has no hidden
 /// keys.
 #[cube]
@@ -387,18 +408,13 @@ fn score_block<M: Numeric, F: Float>(
     #[unroll]
     for k in 0..comptime!(tiles.rows_per_unit()) {
         let row = rows.first_row + tile_row(unit_row, k, tiles) as i32;
-        let mut head = rows.first_head;
-        let mut query = row;
-        if comptime!(kind.packed) {
-            head += (row / q_len) as u32;
-            query = select(row < rows.end_row, row % q_len, q_len);
-        }
+        let of_row = query_of_row(rows, row, q_len, kind.packed);
         #[unroll]
         for c in 0..width {
             let place = ScoreIndex {
                 batch: rows.batch,
-                head,
-                query,
+                head: of_row.head,
+                query: of_row.query,
                 key: rows.first_key + tile_column(unit_column, c, tiles) as i32,
             };
             let mut value = hidden;
@@ -430,18 +446,13 @@ fn drop_probabilities<M: Numeric, F: Float>(
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
             let row = rows.first_row + tile_row(unit_row, k, tiles) as i32;
-            let mut head = rows.first_head;
-            let mut query = row;
-            if comptime!(kind.packed) {
-                head += (row / q_len) as u32;
-                query = row % q_len;
-            }
+            let of_row = query_of_row(rows, row, q_len, kind.packed);
             #[unroll]
             for c in 0..width {
                 let key = rows.first_key + tile_column(unit_column, c, tiles) as i32;
                 let at = comptime!(k * width + c);
-                let (query, key) = (query as u32, key as u32);
-                let factor = keep_factor(&scoring.dropout, rows.batch, head, query, key);
+                let (query, key) = (of_row.query as u32, key as u32);
+                let factor = keep_factor(&scoring.dropout, rows.batch, of_row.head, query, key);
                 p[at] = select(factor == 0.0f32, 0.0f32, p[at]);
             }
         }
