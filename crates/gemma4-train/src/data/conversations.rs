@@ -50,7 +50,10 @@ impl Ignored {
 
     /// Returns a note about the ignored columns, or `None` if no column was ignored.
     pub(super) fn summary(&self) -> Option<String> {
-        let named = |(name, count): (&String, &usize)| format!("{name:?} ({count} lines)");
+        let named = |(name, count): (&String, &usize)| match count {
+            1 => format!("{name:?} (1 line)"),
+            _ => format!("{name:?} ({count} lines)"),
+        };
         let names: Vec<_> = self.0.iter().map(named).collect();
         (!names.is_empty()).then(|| format!("columns that are ignored: {}", names.join(", ")))
     }
@@ -828,7 +831,7 @@ mod tests {
             ignored
                 .summary()
                 .expect("an id")
-                .contains("\"id\" (1 lines)")
+                .contains("\"id\" (1 line)")
         );
     }
 
@@ -910,6 +913,6 @@ mod tests {
         let pieces = marked.examples(gemma.chat_template(), &mut ignored);
         assert_eq!(pieces.expect("pieces").len(), 1);
         let told = ignored.summary().expect("a column");
-        assert!(told.contains("\"bos_token\" (1 lines)"), "{told}");
+        assert!(told.contains("\"bos_token\" (1 line)"), "{told}");
     }
 }
