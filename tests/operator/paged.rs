@@ -3,7 +3,7 @@
 
 use crate::case::{Case, FULL};
 use crate::cliffs::hopper;
-use crate::dense::{Dense, Layout, host};
+use crate::dense::{Dense, Layout, host, read};
 use crate::devices::{TestDevice, devices};
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
@@ -349,12 +349,40 @@ fn paged_gradients_equal_those_of_contiguous_keys() {
         let found = query.grad(&gradients).expect("the query has a gradient");
         let in_pages = key.grad(&gradients).expect("the pages have a gradient");
         assert_eq!(found.into_data(), expected.into_data(), "{name}");
-        let sum = |gradient: Tensor<4>| gradient.abs().sum().into_scalar::<f32>();
-        let (found, expected) = (sum(in_pages), sum(of_keys));
-        assert!(
-            (found - expected).abs() < 1e-3 * expected,
-            "{name}: {found} {expected}"
-        );
+        let ([_, _, page_len, columns], kv_len) = (in_pages.dims(), case.kv_len);
+        let (in_pages, of_keys) = (read(in_pages), read(of_keys));
+        for (b, length) in [96, 40].into_iter().enumerate() {
+            for j in 0..length {
+                let page = pages.table[b * pages.of_sequence + j / page_len] as usize;
+                let found = (page * page_len + j % page_len) * columns;
+                let expected = (b * kv_len + j) * columns;
+                assert_eq!(
+                    in_pages[found..][..columns],
+                    of_keys[expected..][..columns],
+                    "{name}: key {j} of sequence {b}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn paged_gradients_without_pages_are_zero() {
+    for TestDevice { name, device } in devices() {
+        let on = &device.autodiff();
+        let ones = |shape| Tensor::<4>::ones(shape, on).require_grad();
+        let (query, key, value) = (ones([1, 2, 3, 8]), ones([5, 1, 4, 8]), ones([5, 1, 4, 8]));
+        let table = Tensor::<2, Int>::zeros([1, 0], on);
+        let options = AttentionOptions::new();
+        let (output, _) =
+            try_paged_attention(query.clone(), key.clone(), value.clone(), table, options)
+                .expect("the arguments fit");
+        let gradients = output.sum().backward();
+        for leaf in [query, key, value] {
+            let gradient = leaf.grad(&gradients).expect("the leaf has a gradient");
+            assert_eq!(gradient.dims(), leaf.dims(), "{name}");
+            assert!(read(gradient).iter().all(|x| *x == 0.0), "{name}");
+        }
     }
 }
 
