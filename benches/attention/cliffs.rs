@@ -3,6 +3,7 @@
 
 use crate::report::Pass::{self, Backward, Forward};
 use attention_cube::paged::try_paged_attention;
+use attention_cube::varlen::Sequences;
 use attention_cube::{AttentionOptions, try_fused_attention};
 use attention_workspace::{
     Dtype, Error,
@@ -26,8 +27,8 @@ pub struct Attention {
     document: Option<usize>,
     /// True if intervals replace the causal mask: each fourth block of 256 tokens is an image, whose tokens all see each other.
     images: bool,
-    /// True if the sequences have the lengths of [`RAGGED`]. Each sequence still has as many rows as the longest one.
-    ragged: bool,
+    /// The rows of prompts that have the lengths of [`RAGGED`], or `None` if all prompts have one length.
+    ragged: Option<Rows>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous.
     page_len: Option<usize>,
     /// True if a tenth of the probabilities is dropped.
@@ -50,6 +51,15 @@ enum Mask {
     Own,
     /// A tensor `[1, 1, length, length]` that is expanded to all sequences and heads, with stride 0.
     Expanded,
+}
+
+/// The rows of prompts of different lengths.
+#[derive(Clone, Copy)]
+enum Rows {
+    /// Each sequence has as many rows as the longest one, and `query_lengths` tells how many it uses.
+    Padded,
+    /// All sequences lie one after another, and `cu_seqlens` tells where each starts.
+    Packed,
 }
 
 /// A case with its counterpart. The benchmark fails the case if it takes more than `limit` times as long as the counterpart.
@@ -86,7 +96,7 @@ const fn attention([batch, heads, length, width]: [usize; 4], causal: bool) -> A
         causal,
         document: None,
         images: false,
-        ragged: false,
+        ragged: None,
         page_len: None,
         dropout: false,
         bias: None,
@@ -185,7 +195,26 @@ const fn ragged(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     }
     let case = Attention {
         batch,
-        ragged: true,
+        ragged: Some(Rows::Padded),
+        ..equal
+    };
+    cliff(name, pass, case, equal, 1.11)
+}
+
+/// Creates a case with packed prompts of different lengths. The counterpart is that of [`ragged`].
+const fn varlen(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
+    let equal = attention([RAGGED.len(), heads, RAGGED[0].1, width], true);
+    let mut tokens = 0;
+    let mut index = 0;
+    while index < RAGGED.len() {
+        tokens += RAGGED[index].0 * RAGGED[index].1;
+        index += 1;
+    }
+    let case = Attention {
+        batch: 1,
+        length: tokens,
+        kv_len: tokens,
+        ragged: Some(Rows::Packed),
         ..equal
     };
     cliff(name, pass, case, equal, 1.11)
@@ -292,7 +321,7 @@ const fn frozen(name: &'static str, trained: [bool; 3], limit: f64) -> Cliff {
     cliff(name, Pass::Backward, case, all, limit)
 }
 
-pub static CLIFFS: [Cliff; 59] = [
+pub static CLIFFS: [Cliff; 63] = [
     packed("cliffs-packed-d128", Forward, 256, 128),
     packed("cliffs-packed-d128", Backward, 256, 128),
     packed("cliffs-packed-d64", Forward, 256, 64),
@@ -311,6 +340,10 @@ pub static CLIFFS: [Cliff; 59] = [
     ragged("cliffs-ragged-d128", Backward, 8, 128),
     ragged("cliffs-ragged-d256", Forward, 4, 256),
     ragged("cliffs-ragged-d256", Backward, 4, 256),
+    varlen("cliffs-varlen-d128", Forward, 8, 128),
+    varlen("cliffs-varlen-d128", Backward, 8, 128),
+    varlen("cliffs-varlen-d256", Forward, 4, 256),
+    varlen("cliffs-varlen-d256", Backward, 4, 256),
     paged("cliffs-paged-d256", 256),
     paged("cliffs-paged-d512", 512),
     dropped("cliffs-dropout-d128", Forward, 16, 128),
@@ -463,13 +496,26 @@ impl Prepared {
             let ends = (0..length).map(|token| end(token) as i32).collect();
             options = options.visible_between(ints(vec![0; length]), ints(ends));
         }
-        if attention.ragged {
-            let lengths = RAGGED
-                .iter()
-                .flat_map(|(count, length)| vec![*length as i32; *count]);
-            let lengths: Vec<i32> = lengths.collect();
-            let lengths = Tensor::<1, Int>::from_data(TensorData::new(lengths, [batch]), device);
-            options = options.query_lengths(lengths.clone()).kv_lengths(lengths);
+        let lengths = RAGGED
+            .iter()
+            .flat_map(|(count, length)| vec![*length as i32; *count]);
+        let lengths: Vec<i32> = lengths.collect();
+        match attention.ragged {
+            None => {}
+            Some(Rows::Padded) => {
+                let lengths = Tensor::<1, Int>::from_ints(lengths.as_slice(), device);
+                options = options.query_lengths(lengths.clone()).kv_lengths(lengths);
+            }
+            Some(Rows::Packed) => {
+                let mut bounds = vec![0];
+                for length in lengths {
+                    bounds.push(bounds[bounds.len() - 1] + length);
+                }
+                let bounds = Tensor::<1, Int>::from_ints(bounds.as_slice(), device);
+                options = Sequences::of_self_attention(bounds)
+                    .options(length, kv_len, options)
+                    .expect("the bounds fit the rows");
+            }
         }
         if attention.dropout {
             options = options.dropout(0.1, 1);

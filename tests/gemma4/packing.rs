@@ -1,4 +1,4 @@
-//! Packed documents (varlen): each document has the same logits and gradients as alone. In half precision, no packed or
+//! Packed documents: each document has the same logits and gradients as alone. In half precision, no packed or
 //! padded token makes a gradient NaN.
 //!
 //! The results of single documents are computed on the processor, once. On a device every length would compile other

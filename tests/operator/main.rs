@@ -54,3 +54,4 @@ mod strides;
 mod tails;
 mod threads;
 mod upstream;
+mod varlen;

@@ -7,6 +7,7 @@ use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
 use crate::devices::{TestDevice, devices};
 use crate::run::Operator;
+use crate::varlen::visible::check_visible;
 use attention_cube::CausalAlignment;
 use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
@@ -108,5 +109,16 @@ fn settings_integers_of_every_dtype_hide_the_same_keys() {
         "settings_integers_of_every_dtype_hide_the_same_keys",
         &dtypes,
         check_counts,
+    );
+}
+
+/// Checks packed sequences, whose keys are computed with tensors of integers.
+#[test]
+fn settings_integers_of_every_dtype_show_keys_of_packed_sequences() {
+    let dtypes = [DType::U32, DType::I64, DType::I8];
+    configured(
+        "settings_integers_of_every_dtype_show_keys_of_packed_sequences",
+        &dtypes,
+        check_visible,
     );
 }

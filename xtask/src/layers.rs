@@ -36,7 +36,7 @@ const CRATES: &[Crate] = &[
             &["select"],
             &["backend"],
             &["call", "explain", "quantized", "shards"],
-            &["paged"],
+            &["paged", "varlen"],
             &["nn"],
             &["internals", "lib"],
         ],

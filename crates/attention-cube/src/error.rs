@@ -39,7 +39,7 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The argument whose device every tensor must be on: the query, or the output of the first shard.
+        /// The argument whose device this tensor must be on, such as the query.
         whose: &'static str,
         /// The device of that argument.
         expected: String,
@@ -77,5 +77,13 @@ pub enum AttentionError {
         has: f64,
         /// The valid range.
         expected: &'static str,
+    },
+    /// Two options were set that cannot be used together.
+    #[error("{argument} cannot be combined with {with}")]
+    Combination {
+        /// The option's name.
+        argument: &'static str,
+        /// The other option, or the kind of call.
+        with: &'static str,
     },
 }

@@ -41,7 +41,8 @@
 //! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
 //! | a device or a problem that a kernel cannot serve | the next kernel in order serves it; [`explain`] names that kernel and the reason of each refusal |
 //!
-//! Int8 keys and values have their own module, [`quantized`]. The modules of `burn-nn` with fused attention are in [`nn`].
+//! Int8 keys and values have their own module, [`quantized`], and so have packed sequences ([`varlen`]) and keys in pages
+//! ([`paged`]). The modules of `burn-nn` with fused attention are in [`nn`].
 //!
 //! Gradients are first-order. They flow from the output and the logsumexp to the query, the keys, the values, the bias and
 //! the sinks. Both checkpointing strategies of Burn's autodiff are supported. No gradient is computed for inputs that
@@ -84,6 +85,7 @@ mod source;
 mod testing;
 mod tile_ops;
 mod types;
+pub mod varlen;
 
 pub use engine::Kernel;
 pub use error::AttentionError;

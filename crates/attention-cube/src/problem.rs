@@ -53,7 +53,7 @@ pub struct AttentionProblem {
     /// True if every sequence has its own number of queries. See
     /// [`AttentionOptions::query_lengths`](crate::AttentionOptions::query_lengths).
     pub query_lengths: bool,
-    /// True if every token has a segment id, for packed documents (varlen).
+    /// True if every token has a segment id, for packed documents.
     pub segments: bool,
     /// The number of intervals of keys per query, 0, 1 or 2. See
     /// [`AttentionOptions::visible_between`](crate::AttentionOptions::visible_between).

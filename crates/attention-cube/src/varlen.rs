@@ -1,0 +1,276 @@
+//! Attention over packed sequences of different lengths (varlen): one call without padding.
+//!
+//! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, tell where a sequence
+//! starts and ends. Causal mask and window are aligned within each sequence, as in a call with this sequence alone.
+//!
+//! ```
+//! use attention_cube::AttentionOptions;
+//! use attention_cube::varlen::{Sequences, varlen_attention};
+//! use burn::tensor::{Device, Distribution, Int, Tensor};
+//!
+//! # #[cfg(feature = "flex")] {
+//! let device = Device::flex();
+//! let random = |heads| Tensor::<3>::random([12, heads, 64], Distribution::Default, &device);
+//! // Twelve tokens of three documents, which have 5, 1 and 6 tokens.
+//! let documents = Sequences::of_self_attention(Tensor::<1, Int>::from_ints([0, 5, 6, 12], &device));
+//! let options = AttentionOptions::new().causal();
+//! let output = varlen_attention(random(8), random(2), random(2), &documents, options);
+//! assert_eq!(output.dims(), [12, 8, 64]);
+//! # }
+//! ```
+//!
+//! [`Sequences::options`] computes the keys of each query once, for the calls of all layers of a model. A binary search on the
+//! device turns the cumulative lengths into an [interval of keys](AttentionOptions::visible_between) per query. The memory is
+//! linear in the number of tokens, and the host does not wait for the device.
+//!
+//! # Contract
+//! | case | result |
+//! |---|---|
+//! | attention | [the definition](crate::reference) over the tokens of each sequence alone |
+//! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences, as other queries in one call |
+//! | dropout | the random bits depend on the positions in the packed rows |
+//! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
+//! | a sequence without keys | its queries see no key |
+//! | rows before the first or after the last sequence | their queries see no key, their keys are seen by no query, and both may hold NaN |
+//! | cumulative lengths out of range | are clamped to the number of rows |
+//! | cumulative lengths that decrease | the affected queries see unspecified keys, or none |
+//! | [`kv_lengths`](AttentionOptions::kv_lengths), [`query_lengths`](AttentionOptions::query_lengths) and [`visible_between`](AttentionOptions::visible_between) | are refused, because the cumulative lengths take their place |
+//!
+//! # Speed
+//! Tiles of queries skip the keys of other sequences, forward and backward. A tile with queries of several sequences visits the
+//! keys of all of these. For decoding, where a tile would hold many sequences, use
+//! [`query_lengths`](AttentionOptions::query_lengths) or [pages](crate::paged).
+
+use crate::call::attend;
+use crate::error::AttentionError;
+use crate::options::{AttentionOptions, CausalAlignment};
+use crate::problem::{check_dims, check_place_of};
+use crate::reference::output_and_lse;
+use burn::tensor::{DType, Int, IntDType, Shape, Tensor};
+
+/// The dtype of positions. A device's default int dtype may be too narrow, or unsigned, but positions may be negative.
+const POSITIONS: DType = DType::I32;
+
+/// The cumulative lengths of packed sequences, in any integer dtype.
+///
+/// Sequence `s` has the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1]`, and the keys `cu_seqlens_k[s] .. cu_seqlens_k[s + 1]`.
+#[derive(Clone, Debug)]
+pub struct Sequences {
+    /// The first query of each sequence, then the end of the last sequence: `[sequences + 1]`, in ascending order.
+    pub cu_seqlens_q: Tensor<1, Int>,
+    /// The first key of each sequence, then the end of the last sequence: `[sequences + 1]`, in ascending order.
+    pub cu_seqlens_k: Tensor<1, Int>,
+}
+
+impl Sequences {
+    /// Returns sequences that have as many keys as queries.
+    ///
+    /// # Shapes
+    /// `cu_seqlens [sequences + 1]`.
+    pub fn of_self_attention(cu_seqlens: Tensor<1, Int>) -> Self {
+        Self {
+            cu_seqlens_q: cu_seqlens.clone(),
+            cu_seqlens_k: cu_seqlens,
+        }
+    }
+
+    /// Returns the options of packed rows. A query sees only keys of its own sequence, and `options` tell which of these.
+    ///
+    /// Set causal mask and window in `options`: set on the result, they would count positions of the packed rows. All layers with
+    /// the same causal mask and window can share a clone of the result.
+    ///
+    /// # Shapes
+    /// `q_len` and `kv_len` are the numbers of packed rows. [`fused_attention`](crate::fused_attention) then takes a query
+    /// `[1, q_heads, q_len, head_dim]` and keys `[1, kv_heads, kv_len, head_dim]`.
+    ///
+    /// # Errors
+    /// Returns [`AttentionError`] if the cumulative lengths differ in size or device, are empty, or if an option does not fit.
+    pub fn options(
+        &self,
+        q_len: usize,
+        kv_len: usize,
+        options: AttentionOptions,
+    ) -> Result<AttentionOptions, AttentionError> {
+        let [count] = self.cu_seqlens_q.dims();
+        if count == 0 {
+            return Err(AttentionError::Shape {
+                argument: "cu_seqlens_q",
+                has: vec![0],
+                dimension: "sequences + 1",
+                found: 0,
+                expected: "at least 1".into(),
+            });
+        }
+        let of_queries = [Some((count, "the size of cu_seqlens_q"))];
+        check_dims(
+            "cu_seqlens_k",
+            &self.cu_seqlens_k.dims(),
+            &["sequences + 1"],
+            of_queries,
+        )?;
+        check_place_of(
+            "cu_seqlens_k",
+            self.cu_seqlens_k.device(),
+            "cu_seqlens_q",
+            &self.cu_seqlens_q.device(),
+        )?;
+        for (argument, is_set) in [
+            ("kv_lengths", options.kv_lengths.is_some()),
+            ("query_lengths", options.query_lengths.is_some()),
+            ("visible_between", !options.intervals.is_empty()),
+        ] {
+            if is_set {
+                return Err(AttentionError::Combination {
+                    argument,
+                    with: "packed sequences",
+                });
+            }
+        }
+        let interval = self.interval(q_len, kv_len, &options);
+        Ok(AttentionOptions {
+            causal: None,
+            window_left: None,
+            window_right: None,
+            intervals: vec![interval],
+            ..options
+        })
+    }
+
+    /// Returns the first key and the end of the keys that each query sees, `[1, q_len]` each.
+    fn interval(
+        &self,
+        q_len: usize,
+        kv_len: usize,
+        options: &AttentionOptions,
+    ) -> (Tensor<2, Int>, Tensor<2, Int>) {
+        let device = self.cu_seqlens_q.device().without_autodiff();
+        let sequences = self.cu_seqlens_q.dims()[0] - 1;
+        if q_len == 0 || sequences == 0 {
+            let nothing = Tensor::zeros([1, q_len], (&device, POSITIONS));
+            return (nothing.clone(), nothing);
+        }
+        let rows = Tensor::<1, Int>::arange(0..q_len as i64, (&device, POSITIONS));
+        let bounds = |cumulative: &Tensor<1, Int>, len: usize| {
+            let cumulative = cumulative.clone().without_autodiff();
+            // The wider of both dtypes holds the lengths and the number of rows.
+            let cumulative = match cumulative.dtype().size() < POSITIONS.size() {
+                true => cumulative.cast(IntDType::from(POSITIONS)),
+                false => cumulative,
+            };
+            let bounds = cumulative.clamp(0, len as i64);
+            bounds.cast(IntDType::from(POSITIONS))
+        };
+        let query_bounds = bounds(&self.cu_seqlens_q, q_len);
+        let key_bounds = bounds(&self.cu_seqlens_k, kv_len);
+        let first = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 0, sequences);
+        let end = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 1, sequences);
+
+        // The query in packed row r has its own position at row r + shift of the packed keys.
+        let shift = match options.causal.unwrap_or_default() {
+            CausalAlignment::BottomRight => end(&key_bounds) - end(&query_bounds),
+            CausalAlignment::TopLeft => first(&key_bounds) - first(&query_bounds),
+        };
+        let index = count_bounds(rows.clone(), query_bounds.clone(), q_len);
+        let zero = Tensor::<1, Int>::zeros([1], (&device, POSITIONS));
+        let of_rows = |of_sequences: Tensor<1, Int>| {
+            // The table's first entry is for rows before all sequences, and its last entry for rows after them. These rows see no
+            // key, because their first key and their end are both 0.
+            let table = Tensor::cat(vec![zero.clone(), of_sequences, zero.clone()], 0);
+            table.select(0, index.clone())
+        };
+        let position = rows + of_rows(shift);
+        let mut start = of_rows(first(&key_bounds));
+        let mut stop = of_rows(end(&key_bounds));
+        // A window beyond all rows shows all keys, and a smaller number for it cannot overflow.
+        let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
+        if let Some(left) = options.window_left {
+            start = start.max_pair(position.clone() - reach(left));
+        }
+        let right = match (options.causal, options.window_right) {
+            (Some(_), _) => Some(0),
+            (None, right) => right,
+        };
+        if let Some(right) = right {
+            stop = stop.min_pair(position + (reach(right) + 1));
+        }
+        (start.unsqueeze(), stop.unsqueeze())
+    }
+}
+
+/// Returns how many of the ascending `bounds` are at most as large as each row, by a binary search.
+fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
+    let [count] = bounds.dims();
+    let steps = usize::BITS - count.leading_zeros();
+    // Each probe reads an entry, so the table ends with bounds that are above all rows.
+    let place = (&rows.device(), POSITIONS);
+    let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
+    let bounds = Tensor::cat(vec![bounds, above], 0);
+    let mut found = rows.zeros_like();
+    for step in (0..steps).rev() {
+        let probe = found.clone() + (1 << step);
+        let bound = bounds.clone().select(0, probe.clone() - 1);
+        found = found.mask_where(bound.lower_equal(rows.clone()), probe);
+    }
+    found
+}
+
+/// Computes attention over packed sequences, by the fastest kernel that serves the problem on the tensors' device.
+///
+/// The [module's documentation](self) states the contract.
+///
+/// # Shapes
+/// `query [q_len, q_heads, head_dim]`, `key [kv_len, kv_heads, head_dim]`, `value [kv_len, kv_heads, value_dim]` →
+/// `[q_len, q_heads, value_dim]`, where the lengths count the tokens of all sequences.
+///
+/// # Panics
+/// Panics with the text of [`AttentionError`] if an argument does not fit; [`try_varlen_attention`] returns the error instead.
+pub fn varlen_attention(
+    query: Tensor<3>,
+    key: Tensor<3>,
+    value: Tensor<3>,
+    sequences: &Sequences,
+    options: AttentionOptions,
+) -> Tensor<3> {
+    match try_varlen_attention(query, key, value, sequences, options) {
+        Ok((output, _)) => output,
+        Err(error) => panic!("varlen_attention: {error}"),
+    }
+}
+
+/// Computes [`varlen_attention`] and the logsumexp, and returns an error instead of a panic.
+///
+/// The logsumexp is `[q_heads, q_len]`, an f32 natural logarithm as in [`attention_with_lse`](crate::attention_with_lse). Both
+/// results are differentiable.
+///
+/// # Errors
+/// Returns [`AttentionError`] if an argument does not fit. Errors name shapes as `[1, heads, tokens, columns]`.
+pub fn try_varlen_attention(
+    query: Tensor<3>,
+    key: Tensor<3>,
+    value: Tensor<3>,
+    sequences: &Sequences,
+    options: AttentionOptions,
+) -> Result<(Tensor<3>, Tensor<2>), AttentionError> {
+    check_place_of(
+        "cu_seqlens_q",
+        sequences.cu_seqlens_q.device(),
+        "query",
+        &query.device(),
+    )?;
+    let options = sequences.options(query.dims()[0], key.dims()[0], options)?;
+    // Kernels read through strides, so nothing is copied here.
+    let heads_first = |rows: Tensor<3>| -> Tensor<4> {
+        let [len, heads, columns] = rows.dims();
+        let rows = rows.swap_dims(0, 1);
+        match len * heads * columns {
+            // `unsqueeze` would read a size of 0 as "the size as before".
+            0 => rows.expand(Shape::new([1, heads, len, columns])),
+            _ => rows.unsqueeze(),
+        }
+    };
+    let (query, key, value) = (heads_first(query), heads_first(key), heads_first(value));
+    let (result, problem) = attend(query, key, value, options)?;
+    let (output, lse) = output_and_lse(result, &problem);
+    let output: Tensor<3> = output.squeeze_dim(0);
+    Ok((output.swap_dims(0, 1), lse.squeeze_dim(0)))
+}
