@@ -87,6 +87,30 @@ fn dropout_in_half_precision_matches_reference() {
     }
 }
 
+/// Checks queries that see few keys of a tile, so that all their probabilities of the tile may be dropped. The gradient of the keys
+/// still depends on such queries, because a dropped probability changes dS = w (0 − Δ).
+#[test]
+fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (width, left) in [(32, 0), (80, 0), (80, 3), (128, 3), (256, 3), (512, 0)] {
+            let case = Case {
+                dtype,
+                dropout: Some((0.7, SEED)),
+                causal: Some(BottomRight),
+                window: (Some(left), Some(0)),
+                ..plain(140, 140, width)
+            };
+            let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();
+            case.check();
+            Case {
+                segments: Some((ids.clone(), ids)),
+                ..case
+            }
+            .check();
+        }
+    }
+}
+
 /// Checks dropout so high that P times the factor of kept probabilities exceeds half precision. The first queries see few keys,
 /// so their P is near 1.
 #[test]

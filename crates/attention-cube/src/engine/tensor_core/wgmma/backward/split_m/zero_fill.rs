@@ -47,10 +47,13 @@ pub(super) fn zero_fill_block<NP: Size>(
     let out_of_range = has_out_of_range(&tile.run, length, first, tiles.columns);
     if comptime!(kind.leaves_masked()) {
         if may_have_masked {
-            let used = if comptime!(tiles.sums.has_values()) {
-                used_columns::<NP>(p, tiles.columns)
-            } else {
+            let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
+            } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
+                // A column whose probabilities are all dropped has P = 0, but its dS = −w Δ is not 0.
+                used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
+            } else {
+                used_columns::<NP>(p, tiles.columns)
             };
             signal_used_keys(offsets.used, used, 0u32, masked);
             named_barrier(CONSUMER_BARRIER, comptime!(tiles.warpgroups * WARPGROUP));
