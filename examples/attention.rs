@@ -1,4 +1,4 @@
-//! Fused attention on the best device of this machine: runs it, checks its results, and measures its time.
+//! Runs fused attention on the best device of this machine, checks its results, and measures its time.
 //!
 //! ```text
 //! cargo run --release --example attention
@@ -19,8 +19,8 @@ use burn_gemma4::catch_panic;
 use clap::{ArgAction, Parser};
 use std::process::ExitCode;
 
-/// Run fused attention, check it against its definition in f64, and measure its time. The default sizes are those of a global
-/// layer of Gemma 4: eight query heads of 512 columns, which share one key head.
+/// Run fused attention, check it against its definition in f64, and measure its time. The default sizes are the sizes of a
+/// global layer of Gemma 4: eight query heads of 512 columns, which share one key head.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -181,7 +181,7 @@ fn attention(workload: &Workload, inputs: &Inputs) -> Result<Tensor<4>, Error> {
     )?)
 }
 
-/// Prints the result line of a pass (forward or backward). Returns true if its errors are within their tolerance.
+/// Prints the result line of a pass (forward or backward). Returns true if the errors of the pass are within their tolerance.
 fn report(pass: &str, seconds: f64, operations: f64, errors: Option<Errors>) -> bool {
     let rate = operations / seconds / 1e9;
     print!("{pass:8} {:10.3} ms {rate:10.1} GFLOP/s   ", seconds * 1e3);
@@ -204,8 +204,8 @@ fn report(pass: &str, seconds: f64, operations: f64, errors: Option<Errors>) -> 
 /// The results of a training step's forward pass.
 struct Loss {
     inputs: [Tensor<4>; 3],
-    /// The loss, `[batch, heads, queries, columns]`. Its elements are not summed here, because Burn's backward differentiates
-    /// the sum of a tensor.
+    /// The loss per element, `[batch, heads, queries, columns]`. The elements are not summed here, because Burn's `backward` of
+    /// a tensor already differentiates the sum of the tensor's elements.
     loss: Tensor<4>,
 }
 

@@ -1,4 +1,5 @@
-//! Checks the gradients of fused attention against its definition in f64, for several head sizes, options and dtypes.
+//! Checks the gradients of fused attention against the definition of attention in f64, for several head sizes, options and
+//! dtypes.
 //!
 //! ```text
 //! cargo run --release --example gradcheck
@@ -22,10 +23,10 @@ use burn_gemma4::catch_panic;
 use clap::{Parser, ValueEnum};
 use std::{collections::BTreeMap, process::ExitCode};
 
-/// Check output, logsumexp and gradients of fused attention. Each number in the table is an error against the definition in f64,
-/// as a relative root mean square. The number after the slash is the error of unfused attention in the same dtype on the same
-/// device. An exclamation mark marks an error that is more than twice the error of unfused attention and that rounding does not
-/// explain. Such an error makes the exit code 1.
+/// Check output, logsumexp and gradients of fused attention. Each number in the table is an error against the definition in
+/// f64, as a relative root mean square. The number after the slash is the error of unfused attention in the same dtype on the
+/// same device. An exclamation mark means that the error is more than twice the error of unfused attention, and that rounding
+/// does not explain it. Such an error makes the exit code 1.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -93,7 +94,8 @@ enum Feature {
     All,
 }
 
-/// The number of queries and the number of keys per sequence. Both exceed a tile and are not multiples of a tile.
+/// The number of queries and the number of keys per sequence. Both numbers exceed the size of a tile and are not multiples of
+/// that size, so that partial tiles are checked too.
 const LENGTHS: [usize; 2] = [66, 70];
 
 impl Feature {
@@ -108,7 +110,8 @@ impl Feature {
             1..=8 => head_dim + 8,
             _ => head_dim / 2,
         };
-        // The ends of the documents are chosen so that a causal window of 20 keys may lie in one document or span two.
+        // The ends of the documents are chosen so that some causal windows of 20 keys lie within one document and others span
+        // two documents.
         let documents = |length: usize| {
             let of_one = |ends: [usize; 2]| {
                 (0..length)
@@ -116,8 +119,8 @@ impl Feature {
             };
             of_one([10, 45]).chain(of_one([64, 65])).collect()
         };
-        // Returns the starts and the ends of the keys that each query of two sequences sees: query `i` sees keys from `first
-        // + i / 4` to `first + i + 19`.
+        // Returns the first visible keys and the ends (one past the last visible key) for all queries of two sequences. Query
+        // `i` of a sequence sees the keys from `first + i / 4` to `first + i + 19`.
         let intervals = |q_len: usize, first: usize| {
             let queries = (0..2 * q_len).map(|query| query % q_len);
             queries
@@ -214,7 +217,7 @@ impl Feature {
     }
 }
 
-/// The results that are compared. Each entry has the `name` of a `Comparison` and the title of the result's column in the
+/// The results that the table shows. Each entry has the `name` of a `Comparison` and the title of the result's column in the
 /// table.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
@@ -242,14 +245,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Checks all cases and prints a row of the table for each. Returns true if every row is within its tolerance.
+/// Checks all cases, and prints one row of the table per case. Returns true if every row is within its tolerance.
 fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     let features = match cli.options.is_empty() {
         true => Feature::value_variants(),
         false => &cli.options,
     };
-    // Fewer cases are checked on a software driver, because compiling a kernel there takes seconds, and every row of the table
-    // needs other kernels.
+    // On a software driver, fewer cases are checked by default. Compiling a kernel there takes seconds, and every row of the
+    // table needs other kernels.
     let compiles_slowly = chosen.software && chosen.name != DeviceName::Flex;
     let asked = match cli.dtypes.is_empty() && compiles_slowly {
         true => &[Dtype::F32],
@@ -304,7 +307,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
     Ok(wrong.is_empty())
 }
 
-/// Returns the requested dtypes, or all that the device supports.
+/// Returns the requested dtypes, or all dtypes that the device supports if none is requested.
 fn dtypes(asked: &[Dtype], device: &Device) -> Result<Vec<Dtype>, Error> {
     let computes =
         |dtype: &Dtype| device.supports_dtype(dtype.burn()) && serves(device, dtype.burn());
@@ -369,7 +372,7 @@ fn print_row(comparisons: &[Comparison]) -> Vec<String> {
     wrong.map(ToString::to_string).collect()
 }
 
-/// The reasons why a faster kernel was not used, each with the number of rows for which it applies.
+/// The reasons why faster kernels were not used. Each reason has the number of rows of the table to which it applies.
 #[derive(Default)]
 struct Refusals(BTreeMap<String, usize>);
 

@@ -1,4 +1,4 @@
-//! Attention over an int8 KV cache, which takes half of the memory of bf16 and has a small error.
+//! Computes attention over an int8 KV cache, which takes half of the memory of bf16 and causes a small error.
 //!
 //! ```text
 //! cargo run --release --example int8
@@ -16,7 +16,7 @@ fn main() {
         let normal = Distribution::Normal(0.0, 1.0);
         Tensor::<4>::random([1, heads, length, 128], normal, &device)
     };
-    // The query has one token and eight heads. It attends to a KV cache of 1024 tokens with two heads.
+    // The query has one token and eight heads. The query attends to a KV cache of 1024 tokens with two heads.
     let (query, key, value) = (random(8, 1), random(2, 1024), random(2, 1024));
     let options = || AttentionOptions::new().causal();
 

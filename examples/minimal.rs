@@ -1,4 +1,4 @@
-//! A minimal call of fused attention: causal, with four query heads per key head.
+//! Calls fused attention in the simplest way: causal, with four query heads per key head.
 
 use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{Device, Distribution, Tensor};
@@ -15,8 +15,8 @@ fn main() {
         "output [batch, heads, queries, columns]: {:?}",
         output.dims()
     );
-    // With a causal mask, no query sees a later key. The first query of head 0 therefore sees only the first key, and its
-    // output is the first value of key head 0.
+    // With a causal mask, no query sees a later key. The first query of head 0 therefore sees only the first key. The query's
+    // output is the first row of the value tensor in head 0.
     let first = |tensor: Tensor<4>| tensor.slice([0..1, 0..1, 0..1, 0..4]).into_data();
     println!("first output: {}", first(output));
     println!("first value:  {}", first(value));

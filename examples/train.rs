@@ -1,4 +1,4 @@
-//! Trains a Gemma 4 from scratch on text files, like the command `gemma4 train`.
+//! Trains a Gemma 4 model from scratch on text files, like the command `gemma4 train`.
 //!
 //! ```text
 //! cargo run --release --features training --example train -- --out trained

@@ -42,7 +42,7 @@ impl SelfAttention {
     ///
     /// # Shapes
     /// - `input`: `[batch, positions, width]`
-    /// - `mask`: `[batch, 1, 1, positions]`, true for keys that queries may see
+    /// - `mask`: `[batch, 1, 1, positions]`, true for visible keys
     /// - returns `[batch, positions, width]`
     fn forward(&self, input: Tensor<3>, mask: Tensor<4, Bool>) -> Tensor<3> {
         let heads = |projection: &Linear| {
@@ -94,8 +94,8 @@ fn main() {
     }
 }
 
-/// Returns, for each position, the mean of the inputs that its query sees: those up to the position itself, without the padding
-/// at position 0.
+/// Returns the target output of each position, which is the mean of all inputs up to and including that position. The padding
+/// at position 0 is left out.
 fn mean_of_visible(input: &Tensor<3>) -> Tensor<3> {
     let mut sum = Tensor::zeros([BATCH, 1, WIDTH], &input.device());
     let mut means = vec![sum.clone()];

@@ -1,9 +1,9 @@
-//! Measures the errors of attention results against a reference in f64.
+//! Measures the errors of attention results against a reference implementation in f64.
 //!
-//! The memory and time of the reference grow with the square of the length, so only a sample is compared. The sample consists of
-//! one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend to these key heads, the
-//! sample has only some. For the comparison of gradients, the output gradient is zero outside the sample. The gradients of the
-//! sample's queries, keys and values then depend on the sample alone.
+//! The memory and time of the reference implementation grow with the square of the length, so only a sample is compared. The
+//! sample consists of one sequence and one or two of its key heads, with all keys of these heads. The sample takes only some of
+//! the queries that attend to these key heads. Before a comparison of gradients, the output gradient is set to zero outside the
+//! sample. The gradients of the sample's queries, keys and values then depend on the sample alone.
 
 use crate::{
     Error,
@@ -16,40 +16,40 @@ use std::ops::Range;
 /// The number of query rows of a sample, added up over all of the sample's query heads.
 const ROWS: usize = 128;
 
-/// The relative L2 error of a result, and the error of the reference when it is computed in the result's dtype.
+/// The relative L2 error of a result, and the error of the reference implementation when it runs in the result's dtype.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Errors {
     /// The error of the result.
     pub error: f64,
-    /// The error of the reference if it runs with inputs and results in the dtype of the result.
+    /// The error of the reference implementation if its inputs and results have the dtype of the result.
     pub same_dtype: f64,
 }
 
 impl Errors {
-    /// True if the error is at most twice the error of the reference in the same dtype. In f32, the error depends on the order
-    /// of additions, so an error of a few units in the last place is always allowed.
+    /// True if the error is at most twice the error of the reference implementation in the same dtype. In f32, the error
+    /// depends on the order of additions, so an error of a few units in the last place is always allowed.
     pub fn is_good(&self) -> bool {
         self.error <= (2.0 * self.same_dtype).max(2e-6)
     }
 }
 
-/// The query, the key and the value tensor, or their gradients.
+/// The query, key and value tensors, or their gradients.
 pub type Triple = [Tensor<4>; 3];
 
-/// The sample of a problem, with its exact results.
+/// The sample of an attention problem, with its exact results.
 pub struct Oracle {
     sample: Sample,
     output: Known,
     gradients: [Known; 3],
 }
 
-/// The exact values of the output or of a gradient, and the error of the reference in the result's dtype.
+/// The exact elements of the output or of a gradient, and the error of the reference implementation in the result's dtype.
 struct Known {
     exact: Vec<f64>,
     same_dtype: f64,
 }
 
-/// A part of the problem that is small enough for the reference.
+/// The part of an attention problem that the reference implementation computes.
 struct Sample {
     batch: usize,
     q_heads: Range<usize>,
@@ -58,7 +58,8 @@ struct Sample {
 }
 
 impl Oracle {
-    /// Computes the sample's exact results on the CPU device of the feature `flex`. Returns `None` if that feature is disabled.
+    /// Computes the sample's exact results on the CPU device of the Cargo feature `flex`. Returns `None` if that feature is
+    /// disabled.
     ///
     /// # Errors
     /// Returns an error if the inputs cannot be read, or if they are not a valid problem.
@@ -124,8 +125,8 @@ impl Oracle {
         self.output.errors(&sampled, output)
     }
 
-    /// Returns a mask for the output gradient, `[batch, heads, q_len, 1]`: 1 for the rows of the sample's queries, and 0 for all
-    /// other rows. `like` is the output or its gradient.
+    /// Returns a mask for the output gradient, `[batch, heads, q_len, 1]`. The mask is 1 for the rows of the sample's queries,
+    /// and 0 for all other rows. `like` is the output or its gradient.
     pub fn gradient_mask(&self, like: &Tensor<4>) -> Tensor<4> {
         let [batch, heads, length, _] = like.dims();
         let mut ones = vec![0.0f32; batch * heads * length];
@@ -138,9 +139,9 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// Returns the errors of the worst of the three gradients, that is, the gradient with the largest error in relation to the
-    /// reference's error. The gradients must have been computed with an output gradient that is masked by
-    /// [`gradient_mask`](Self::gradient_mask).
+    /// Returns the errors of the worst gradient. The worst gradient has the largest ratio of its error to the error of the
+    /// reference implementation. The output gradient must have been masked by [`gradient_mask`](Self::gradient_mask) before the
+    /// gradients were computed.
     ///
     /// # Errors
     /// Returns an error if the gradients cannot be read.
@@ -213,8 +214,7 @@ impl Sample {
         self.pairs(batch, self.q_heads.clone())
     }
 
-    /// Returns the rows of the sampled queries. `tensor` has one sequence, `[1, heads, q_len, columns]`, and only its heads
-    /// in `heads` are taken.
+    /// Returns the rows of the sampled queries in the heads `heads`. `tensor` has one sequence, `[1, heads, q_len, columns]`.
     fn pairs(&self, tensor: Tensor<4>, heads: Range<usize>) -> Tensor<4> {
         let rows: Vec<i64> = self.rows.iter().map(|row| *row as i64).collect();
         let count = rows.len();
@@ -228,8 +228,8 @@ impl Sample {
             .slice([self.batch..self.batch + 1, self.kv_heads.clone()])
     }
 
-    /// Returns the mask of the keys that each sampled query sees. Window and causal mask use each query's position in the whole
-    /// problem, not its index in the sample.
+    /// Returns the mask of the keys that each sampled query sees. The window and the causal mask use each query's position in
+    /// the whole problem, not its index in the sample.
     fn visibility(
         &self,
         problem: &AttentionProblem,
@@ -258,7 +258,7 @@ impl Sample {
     }
 }
 
-/// Computes the output and the gradients of query, key and value with the reference in `dtype`.
+/// Computes the output and the gradients of query, key and value with the reference implementation in `dtype`.
 fn definition(
     [query, key, value, gradient]: &[TensorData; 4],
     bias: Option<&TensorData>,
@@ -293,15 +293,15 @@ fn values(tensor: Tensor<4>) -> Result<Vec<f64>, Error> {
 
 /// True if no element is NaN or infinite.
 fn is_finite(tensor: &Tensor<4>) -> Result<bool, Error> {
-    // A small tensor is read to the host and checked there. For a reduction on the device, a software driver would take seconds
-    // to compile and tune the kernel.
+    // A small tensor is read to the host and checked there. On a software driver, a reduction kernel on the device would take
+    // seconds to compile and tune.
     if tensor.shape().num_elements() <= 1 << 22 {
         return Ok(values(tensor.clone())?
             .iter()
             .all(|value| value.is_finite()));
     }
-    // A large tensor is summed on the device. NaN and infinite elements make the sum NaN or infinite. The sum of finite elements
-    // is finite, because f32 can hold the sum of any finite tensor here.
+    // A large tensor is summed on the device. A NaN or infinite element makes the sum NaN or infinite. The sum of finite
+    // elements stays finite, because the results here are far too small for the sum to overflow f32.
     let sum: f32 = tensor
         .clone()
         .cast(DType::F32)

@@ -10,8 +10,8 @@ use std::path::Path;
 
 /// Creates a model with random weights on `device`, in its default dtype.
 ///
-/// If the per-layer embedding table stays on the host, the model is saved to files in `folder` and loaded from there. Quantized
-/// weights are created one at a time, so that the unquantized weights are never all in memory at once.
+/// If the per-layer embedding table stays on the host, the model is saved to files in `folder` and loaded from these files.
+/// Quantized weights are created one at a time, so that the unquantized weights are never all in memory at once.
 ///
 /// # Errors
 /// Returns an error if the files cannot be written or read.

@@ -1,4 +1,4 @@
-//! Times work on a device.
+//! Measures the time of work on a device.
 
 use crate::{Dtype, Error};
 use burn::backend::read_sync;
@@ -6,16 +6,16 @@ use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
 
 /// The pause before the single launches on a GPU. A warm-up or other cases may have brought the GPU to its power cap, at which
-/// the GPU is 3 to 5 % slower. With the pause, the median is that of a short burst below the cap. The mean of back-to-back
+/// the GPU is 3 to 5 % slower. After the pause, the single launches are a short burst below the cap. The mean of back-to-back
 /// launches shows the effect of the cap.
 const REST: Duration = Duration::from_secs(1);
 
-/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. It is needed because the
-/// host takes milliseconds to launch a backward through autodiff, and a card takes milliseconds to raise its clock. The
+/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. Ballast is needed because
+/// the host takes milliseconds to launch a backward through autodiff, and a GPU takes milliseconds to raise its clock. The
 /// backward at D256 measured 437 TFLOP/s with 4 ballast launches, 446 with 16 and 462 with 48.
 const BALLAST: usize = 48;
 
-/// The number of launches to measure, and a time limit.
+/// The effort of a measurement: the numbers of launches, and a time limit.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub struct Effort {
     /// The number of single launches. The median of their times is reported.
@@ -26,7 +26,7 @@ pub struct Effort {
     pub seconds: f64,
 }
 
-/// The median time of single launches, and their number.
+/// The median time of single launches, and the number of these launches.
 #[derive(Clone, Copy, Debug)]
 pub struct Singles {
     /// The median time in seconds.
@@ -38,10 +38,10 @@ pub struct Singles {
 /// A timer for work on one device.
 pub struct Timer {
     device: Device,
-    /// True if the device's own profiler measures the times, and false if the wall clock does.
+    /// True if the device's own profiler measures the times, or false if the wall clock measures the times.
     on_device: bool,
-    /// The tensor on which ballast runs, or `None` without ballast. Ballast is work that keeps a GPU busy while the host prepares
-    /// the timed launch.
+    /// The tensor on which ballast runs, or `None` without ballast. Ballast is work that keeps a GPU busy while the host
+    /// prepares the timed launch.
     ballast: Option<Tensor<1>>,
 }
 
@@ -69,7 +69,7 @@ impl Timer {
         }
     }
 
-    /// Measures the median time of single launches of `run`. Each launch gets what `prepare` returns, and work that `prepare`
+    /// Measures the median time of single launches of `run`. Each launch gets what `prepare` returns. Work that `prepare`
     /// enqueues on the device is finished before the measurement begins.
     ///
     /// # Errors
@@ -125,8 +125,8 @@ impl Timer {
         Ok(start.elapsed().as_secs_f64() / launches as f64)
     }
 
-    /// Measures the memory bandwidth of an elementwise operation over a large tensor, in bytes per second. Reads and writes both
-    /// count.
+    /// Measures the memory bandwidth of an elementwise operation over a large tensor, in bytes per second. Bytes that are read
+    /// and bytes that are written both count.
     ///
     /// # Errors
     /// Returns an error if the device reports a fault.
@@ -140,8 +140,9 @@ impl Timer {
         Ok((2 * elements * dtype.burn().size()) as f64 / copy.median)
     }
 
-    /// Calls `run` until its kernels are compiled, memory pools are filled and clocks are raised. The warm-up continues as long
-    /// as launches get faster, because Burn tunes its operators and tries fusions over several launches.
+    /// Calls `run` until its kernels are compiled, memory pools are filled and clocks are raised. Burn tunes its operators and
+    /// tries fusions over several launches. The warm-up therefore ends only when half a second has passed and a launch takes
+    /// less than 1.5 times the fastest earlier launch. The maximum is 50 launches.
     fn warm_up<O>(&self, mut run: impl FnMut() -> O) -> Result<(), Error> {
         const ENOUGH: Duration = Duration::from_millis(500);
         const MOST: usize = 50;
@@ -165,7 +166,7 @@ impl Timer {
     }
 
     /// Enqueues work on the device and flushes the queue. Without the flush, a lazy backend would collect the work until the
-    /// next sync, and would skip results that are dropped before that sync.
+    /// next sync. Such a backend would also skip results that are dropped before that sync.
     fn flushed<O>(&self, run: impl FnOnce() -> O) -> Result<(), Error> {
         let output = run();
         self.device.flush()?;
@@ -183,8 +184,9 @@ impl Timer {
             drop(output);
             return Ok(time.as_secs_f64());
         }
-        // A measurement begins as soon as the device is idle. Without ballast it would begin before the host has launched the
-        // timed work, and would include the host's launch time. So the ballast is launched first.
+        // On the device's clock, a measurement begins as soon as the device is idle. Without ballast, the measurement would
+        // begin before the host has launched the timed work, and would include the host's launch time. So the ballast is
+        // launched first.
         if let Some(ballast) = &self.ballast {
             for _ in 0..BALLAST {
                 self.flushed(|| ballast.clone().add_scalar(1.0))?;
@@ -194,7 +196,7 @@ impl Timer {
     }
 }
 
-/// Returns the time of `run` in seconds, and the method of the measurement. Burn's profiler for the device measures the time.
+/// Returns the time of `run` in seconds, and the method of the measurement. Burn's profiler measures the time on the device.
 fn window<O: Send + 'static>(
     device: &Device,
     run: impl FnOnce() -> O + Send,

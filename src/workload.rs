@@ -1,4 +1,4 @@
-//! An attention problem to run: its sizes, its options and its data.
+//! An attention problem that a benchmark runs: its sizes, its options and its data.
 
 use crate::Dtype;
 use attention_cube::{
@@ -63,7 +63,7 @@ pub struct Inputs {
 }
 
 impl Workload {
-    /// Returns the operator's options.
+    /// Returns the options for a call of the attention operator.
     pub fn options(&self, inputs: &Inputs) -> AttentionOptions {
         let mut options = AttentionOptions::new();
         if let Some(scale) = self.scale {
@@ -138,7 +138,7 @@ impl Workload {
         })
     }
 
-    /// Returns the problem for [`explain`](attention_cube::explain).
+    /// Returns the description of the attention problem for [`explain`](attention_cube::explain).
     ///
     /// # Errors
     /// Returns an error if the sizes do not fit each other.
@@ -155,7 +155,7 @@ impl Workload {
         self.q_len * self.q_heads <= 64 * self.kv_heads && self.q_len < self.kv_len
     }
 
-    /// Returns the number of bytes of keys and values.
+    /// Returns the number of bytes of all valid keys and values. For int8, each row also has an f32 scale.
     pub fn key_value_bytes(&self) -> f64 {
         let of_row = match self.int8 {
             true => self.head_dim + size_of::<f32>(),
@@ -165,7 +165,7 @@ impl Workload {
         (2 * self.batch * self.kv_heads * length * of_row) as f64
     }
 
-    /// Returns the number of bytes of all scores in f32.
+    /// Returns the number of bytes that all scores together would take in f32.
     pub fn score_bytes(&self) -> f64 {
         4.0 * (self.batch * self.q_heads) as f64 * self.q_len as f64 * self.kv_len as f64
     }
@@ -192,12 +192,13 @@ impl std::fmt::Display for Workload {
     }
 }
 
-/// Returns the number of floating-point operations of the forward: two GEMMs over the visible query-key pairs.
+/// Returns the number of floating-point operations of the forward, which has two GEMMs over the visible query-key pairs.
 pub fn forward_operations(problem: &AttentionProblem) -> f64 {
     2.0 * problem.visible_pairs() as f64 * (problem.head_dim + problem.value_dim) as f64
 }
 
-/// Returns the number of floating-point operations of the backward: five GEMMs. A GEMM that a kernel computes twice counts once.
+/// Returns the number of floating-point operations of the backward, which has five GEMMs. A GEMM that a kernel computes twice
+/// counts once.
 pub fn backward_operations(problem: &AttentionProblem) -> f64 {
     2.5 * forward_operations(problem)
 }

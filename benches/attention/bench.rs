@@ -1,5 +1,5 @@
-//! Runs the benchmark's cases, each with this project's attention and with its peers, and collects the report. A peer is
-//! another implementation of attention.
+//! Runs the benchmark's cases and collects the report. Each case runs with this project's attention and with its peers, which
+//! are other implementations of attention.
 
 use crate::cases::{Case, Scale};
 use crate::ceilings::ceilings;
@@ -26,7 +26,7 @@ pub struct Bench<'a> {
     pub report: Report,
     only_ours: bool,
     peer_bytes: f64,
-    /// True if each result of this project's attention was measured and is accurate.
+    /// True if every result of this project's attention was measured and is accurate.
     pub good: bool,
 }
 
@@ -111,8 +111,9 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // Burn's attention and the reference support no int8 keys, and Burn's attention cannot limit the number of valid
-            // keys (`kv_length`). A case with int8 keys or with a limit runs without peers.
+            // A case with int8 keys or with a limit on the number of valid keys (`kv_length`) runs without peers. Neither
+            // Burn's attention nor the reference implementation supports int8 keys, and Burn's attention does not support
+            // `kv_length`.
             let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
             if only_ours && peer != Peer::Ours {
                 continue;
@@ -140,7 +141,7 @@ impl<'a> Bench<'a> {
                 if let Some(path) = &self.cli.json {
                     save(&self.report, path)?;
                 }
-                // The cleanup frees this peer's memory for the next peer.
+                // The cleanup frees the memory of this peer before the next peer runs.
                 device.memory_cleanup();
             }
         }
@@ -228,8 +229,8 @@ impl Row {
     }
 }
 
-/// Returns true if Burn's GEMM runs on the device. Mesa's lavapipe crashes the process when it compiles that GEMM from
-/// SPIR-V.
+/// Returns true if Burn's GEMM runs on the device. On Vulkan, Mesa's lavapipe crashes the process when it compiles that GEMM
+/// from SPIR-V.
 fn runs_burns_products(chosen: &Chosen) -> bool {
     !(chosen.software && chosen.name == DeviceName::Vulkan)
 }

@@ -2,7 +2,7 @@
 
 use attention_workspace::{Dtype, workload::Workload};
 
-/// The scale of the cases' sizes.
+/// The scale at which all cases run: full sizes for a GPU, or small sizes for a CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scale {
@@ -111,7 +111,7 @@ const fn int8(name: &'static str, like: Case) -> Case {
     }
 }
 
-/// Creates a case with `q_len` queries over 32,768 keys, in which 8 query heads share a key head.
+/// Creates a case with `q_len` queries per sequence over 32,768 keys, in which 8 query heads share a key head.
 const fn rows_d128(name: &'static str, q_len: usize) -> Case {
     Case {
         q_len,
@@ -156,8 +156,8 @@ pub const CASES: [Case; 55] = [
         "decode-d256-32k-int8",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    // For up to 32 rows (queries times heads that share a key head), the few-rows kernels read int8 directly. This case has 40
-    // rows, so the operator first dequantizes keys and values to a copy.
+    // A row is one query of one of the query heads that share a key head. For up to 32 rows per key head, the few-rows kernels
+    // read int8 directly. This case has 40 rows, so the operator first dequantizes keys and values into temporary tensors.
     rows_d128("rows-d128-40", 5),
     int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
     int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),
@@ -180,7 +180,7 @@ pub const CASES: [Case; 55] = [
             ..decode("rows-d512-32", [8, 32, 4, 32768, 512])
         },
     ),
-    // These cases verify several draft tokens at once, as in speculative decoding.
+    // These cases have the shapes of speculative decoding, in which one forward verifies several draft tokens.
     Case {
         q_len: 8,
         ..decode("decode-d512-gqa8-32k-queries8", [1, 8, 1, 32768, 512])
@@ -210,7 +210,7 @@ pub const CASES: [Case; 55] = [
     uneven("tail-d256-odd", [4, 16, 1023, 4097, 256]),
     uneven("tail-d512-even", [4, 8, 1024, 4096, 512]),
     uneven("tail-d512-odd", [4, 8, 1023, 4097, 512]),
-    // These cases vary the sequence length. Each has enough tokens to fill the GPU.
+    // These cases vary the sequence length. The number of tokens is large enough to fill the GPU at every length.
     case("length-512", [64, 8, 1, 512, 512], true, None),
     case("length-1024", [32, 8, 1, 1024, 512], true, None),
     case("length-2048", [16, 8, 1, 2048, 512], true, None),

@@ -1,16 +1,16 @@
 //! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
 //! The rate of the forward counts `2 · visible pairs · (head_dim + value_dim)` operations, and the rate of the backward 2.5
-//! times as many. A visible pair is a query with a key that it sees. The rate of decoding counts the bytes of keys and
+//! times as many. A visible pair is a query with a key that the query sees. The rate of decoding counts the bytes of keys and
 //! values.
 //!
-//! The backward is timed alone. The loss is `Σ output · g` with a random tensor `g`. The backward of the same loss is also
-//! timed with a leaf tensor in place of the output, and that time is subtracted. The sustained backward is timed over
-//! training steps, forward and backward, that are launched back to back. The times of the forward and of that loss are
-//! subtracted.
+//! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this loss.
+//! To measure that time, the backward of the same loss runs with a leaf tensor in place of the output. The sustained backward
+//! is timed over training steps, forward and backward, that are launched back to back. From their mean time, the times of the
+//! forward and of the loss are subtracted.
 //!
-//! The cases `cliffs` are attentions that once were many times slower than a similar case, their counterpart. The benchmark
-//! times each of them together with its counterpart.
+//! The cases `cliffs` once were many times slower than a similar case, which is called their counterpart. The benchmark times
+//! each cliff together with its counterpart.
 
 mod bench;
 mod cases;
@@ -32,11 +32,12 @@ use cliffs::{CLIFFS, Cliff};
 use report::{Pass, print_cliff_header, print_header};
 use std::{env, path::PathBuf, process::ExitCode};
 
-/// The environment variables that restrict the operator, as the options `--engine` and `--shared-memory` do.
+/// The environment variable that restricts the operator's engines, as the option `--engine` does. `SHARED_MEMORY` restricts the
+/// shared memory of a cube, as `--shared-memory` does.
 const ENGINES: &str = "ATTENTION_ENGINES";
 const SHARED_MEMORY: &str = "ATTENTION_SHARED_MEMORY";
 
-/// Times attention, and checks its results against the reference
+/// Times attention, and checks its results against the reference implementation
 #[derive(Parser)]
 struct Cli {
     /// Run only the cases whose name contains one of these texts [default: all]
@@ -44,11 +45,11 @@ struct Cli {
     /// The device to run on
     #[arg(long, value_enum, default_value_t)]
     device: DeviceName,
-    /// Engines that the operator may use, such as `unit` or `wgmma,unit`; the reference always remains as the last choice
-    /// [default: all]
+    /// Engines that the operator may use, such as `unit` or `wgmma,unit`; the reference implementation always remains as the
+    /// last choice [default: all]
     #[arg(long)]
     engine: Option<String>,
-    /// The maximum shared memory of a cube in bytes, such as 101376 for a consumer card [default: the device's maximum]
+    /// The maximum shared memory of a cube in bytes, such as 101376 for a consumer GPU [default: the device's maximum]
     #[arg(long)]
     shared_memory: Option<usize>,
     /// The dtype of the tensors [default: bf16 or f16 on a GPU that supports it, otherwise f32]
@@ -115,8 +116,8 @@ fn restrict(cli: &Cli) {
     }
 }
 
-/// Returns a text that names the allowed engines and the shared memory limit, from the options or the environment. The first
-/// line of the output contains this text.
+/// Returns a text that names the allowed engines and the shared memory limit, which the options or the environment set. The
+/// first line of the output contains this text.
 fn restriction() -> String {
     let said = |name| env::var(name).ok();
     let engines = said(ENGINES).map(|engines| format!(", engines {engines}"));
@@ -124,7 +125,7 @@ fn restriction() -> String {
     engines.unwrap_or_default() + &bytes.unwrap_or_default()
 }
 
-/// Runs the benchmark. Returns true if each result of this project's attention was measured and is accurate.
+/// Runs the benchmark. Returns true if every result of this project's attention was measured and is accurate.
 fn run(cli: &Cli) -> Result<bool, Error> {
     let is_chosen = |name: &str| {
         cli.filters.is_empty() || cli.filters.iter().any(|filter| name.contains(filter))
@@ -151,7 +152,7 @@ fn run(cli: &Cli) -> Result<bool, Error> {
     for case in chosen {
         bench.case(case)?;
     }
-    // The cliffs run at full scale only, because their sizes are chosen for a GPU.
+    // The cliffs run at full scale only, because their sizes are meant for a GPU.
     if !cliffs.is_empty() && bench.report.scale == Scale::Full {
         print_cliff_header();
         for cliff in cliffs {

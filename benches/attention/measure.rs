@@ -1,5 +1,5 @@
-//! Measures the time and the errors of one pass (forward or backward) of one case. A peer is the implementation of attention
-//! that computes the pass.
+//! Measures the time and the errors of one pass (forward or backward) of one case, with one peer. A peer is an implementation
+//! of attention.
 
 use crate::bench::Bench;
 use crate::peers::{Peer, Prepared};
@@ -12,7 +12,7 @@ use attention_workspace::{
 };
 use burn::tensor::Tensor;
 
-/// The case, the peer and the pass of one result.
+/// The identity of one result: the case, the peer and the pass.
 pub struct Entry<'a> {
     pub workload: &'a Workload,
     pub inputs: &'a Inputs,
@@ -25,17 +25,17 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch in seconds when launches follow back to back. For the backward, this time is a difference of
-    /// measured times. It is `None` if noise makes the difference zero or negative.
+    /// The time per launch in seconds when launches follow back to back. The time of the backward is a difference of measured
+    /// times. `None` if noise makes this difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
 
-/// A training step after its forward and its loss. Only the backward remains.
+/// A training step whose forward and loss are done, so that only the backward remains.
 struct Step {
     inputs: Triple,
-    /// The elementwise product of the output and its gradient. It is not summed, because Burn's backward differentiates the sum
-    /// of the tensor.
+    /// The elementwise product of the output and its gradient. The product is not summed here, because Burn's `backward` of a
+    /// tensor already differentiates the sum of the tensor's elements.
     loss: Tensor<4>,
 }
 
@@ -140,8 +140,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // This closure computes the loss from a leaf tensor in place of the output, so that the loss and its backward are timed
-        // alone.
+        // This closure computes the loss from a leaf tensor in place of the output. Its backward gives the time that the loss
+        // itself takes, without attention.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

@@ -17,7 +17,7 @@ pub enum Peer {
     Ours,
     /// `burn::tensor::module::attention`.
     Burn,
-    /// `attention_cube::reference::attention`: matrix products and softmax as separate operators.
+    /// `attention_cube::reference::attention`, which computes GEMMs and softmax as separate operators.
     Composed,
 }
 
@@ -30,9 +30,10 @@ pub struct Prepared<'a> {
     peer: Peer,
     workload: &'a Workload,
     pub inputs: Inputs,
-    /// The explicit mask, `true` for hidden keys, or `None` if the implementation needs none.
+    /// The explicit mask, which is true for hidden keys, or `None` if the implementation needs no explicit mask.
     hidden: Option<Tensor<4, Bool>>,
-    /// A note that describes how the inputs were changed for this implementation. The timing excludes these changes.
+    /// A note that says how the inputs were converted for this implementation, or `None` without a conversion. The timing
+    /// excludes the conversion.
     pub note: Option<String>,
 }
 
@@ -76,8 +77,8 @@ impl<'a> Prepared<'a> {
 
     /// Estimates the bytes that a pass allocates beyond its inputs and outputs, for an implementation that stores all scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
-        // The forward stores three tensors of the scores' size: the scores, the probabilities and a copy. Autodiff also keeps
-        // the result of every operation, which doubles the number.
+        // The forward stores three tensors of the size of the scores: the scores, the probabilities and a temporary. For the
+        // backward, autodiff also keeps the result of every operation, which doubles the number of tensors.
         workload.score_bytes() * if backward { 6.0 } else { 3.0 }
     }
 
@@ -117,7 +118,8 @@ impl<'a> Prepared<'a> {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Adds up the gradients of all repetitions of a key or value head, which gives the gradient of the original head.
+    /// Returns the gradients of the original key and value heads. If key and value heads were repeated, the gradient of an
+    /// original head is the sum of the gradients of its repetitions.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {
@@ -134,7 +136,7 @@ impl<'a> Prepared<'a> {
     }
 }
 
-/// Repeats every head `group` times. The repetitions of a head are next to each other.
+/// Repeats every head `group` times. All repetitions of one head are consecutive heads of the result.
 fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
     let [batch, heads, length, width] = tensor.dims();
     tensor
@@ -144,7 +146,8 @@ fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads * group, length, width])
 }
 
-/// Returns the mask that hides the keys before the window. Burn's causal option hides the keys after the query.
+/// Returns the mask that hides the keys before the window. Keys after the query need no mask, because Burn's causal option
+/// hides them.
 fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
     let (rows, columns) = (problem.q_len, problem.kv_len);
     let left = problem.window_left.unwrap_or(columns);

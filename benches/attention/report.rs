@@ -13,7 +13,7 @@ pub struct Report {
     /// The date and time of the run in UTC.
     pub date: String,
     pub device: String,
-    /// The name of the CubeCL runtime with its compiler, or `None` if the device has no CubeCL runtime.
+    /// The name of the CubeCL runtime and its compiler, or `None` if the device has no CubeCL runtime.
     pub runtime: Option<String>,
     pub dtype: Dtype,
     pub scale: Scale,
@@ -30,7 +30,7 @@ pub struct Report {
 pub struct Ceilings {
     /// The FLOP/s of a large GEMM in the benchmark's dtype.
     pub flops: Option<f64>,
-    /// The bytes that an elementwise operation over a large tensor reads and writes per second.
+    /// The number of bytes that an elementwise operation over a large tensor reads and writes per second.
     pub bytes: Option<f64>,
 }
 
@@ -56,11 +56,11 @@ pub struct Row {
     pub workload: Workload,
     pub pass: Pass,
     pub peer: Peer,
-    /// The engine that serves the case, for this project's attention.
+    /// The name of the engine that computes the pass. For a peer, the name of the peer.
     pub kernel: String,
-    /// The engine's plan with its tile sizes, for this project's attention.
+    /// The engine's plan with its tile sizes, or `None` for a peer.
     pub plan: Option<String>,
-    /// The engines with a higher priority, each with the reason why it refused the case.
+    /// The refusals of the engines with a higher priority: each engine with the reason why it refused the case.
     pub refusals: Vec<String>,
     pub note: Option<String>,
     pub outcome: Outcome,
@@ -78,9 +78,9 @@ pub enum Outcome {
 pub struct Measured {
     pub milliseconds: f64,
     pub launches: usize,
-    /// The time per launch when launches follow back to back, or `None` if noise makes it unmeasurable.
+    /// The time per launch when launches follow back to back, or `None` if noise makes the time unmeasurable.
     pub sustained_milliseconds: Option<f64>,
-    /// The rate: for decoding, bytes per second, otherwise FLOP/s.
+    /// The rate in bytes per second for decoding, and in FLOP/s otherwise.
     pub rate: f64,
     pub sustained_rate: Option<f64>,
     pub unit: Unit,
@@ -164,14 +164,14 @@ impl Row {
     }
 }
 
-/// The times of a cliff (see `cliffs`) and of its counterpart.
+/// The times of a performance cliff (see the module `cliffs`) and of its counterpart.
 #[derive(Serialize)]
 pub struct CliffRow {
     pub case: &'static str,
     pub pass: Pass,
     /// The maximum ratio of the cliff's time to the counterpart's time.
     pub limit: f64,
-    /// The two times, or the reason why they were not measured.
+    /// The times of the cliff and of its counterpart, or the reason why they were not measured.
     pub compared: Result<Compared, String>,
 }
 

@@ -3,7 +3,7 @@
 use attention_workspace::Error;
 use burn_gemma4::{Decoder, Next, Sampler, Sampling};
 
-/// The method that chooses the next token of each sequence: greedy or sampled.
+/// The method that chooses the next token of each sequence: greedy decoding or sampling.
 pub(crate) struct Choice {
     /// The sampler of each sequence. The list is empty for greedy decoding.
     pub(crate) samplers: Vec<Sampler>,
@@ -27,7 +27,7 @@ impl Choice {
     }
 
     /// Runs a decode step on `tokens`, and returns the next token of each sequence on the host. `goes_on` is true if another
-    /// step follows, which the decoder may then start early.
+    /// step follows. The decoder may then start that step early.
     pub(crate) fn after(
         &mut self,
         decoder: &mut Decoder<'_>,

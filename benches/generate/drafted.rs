@@ -1,5 +1,5 @@
-//! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over a token and its
-//! draft tokens. The results are the time of a pass and the number of tokens that a pass generates.
+//! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over the last token and
+//! its draft tokens. The benchmark measures the time of a pass and the number of tokens that a pass generates.
 
 use crate::launches::{Launches, observe};
 use attention_workspace::Error;
@@ -17,13 +17,13 @@ pub struct Forced {
     pub acceptance: f64,
 }
 
-/// The settings of the measurement.
+/// The settings of the measurement of speculative decoding.
 #[derive(Clone, Copy, Debug)]
 pub struct Measuring {
     /// The number of timed passes.
     pub passes: usize,
     pub launch_each: bool,
-    /// True if the report includes the launches of a pass.
+    /// True if the report lists the kernel launches of a pass.
     pub launches: bool,
 }
 
@@ -32,23 +32,24 @@ pub struct Measuring {
 pub struct Drafted {
     /// The number of draft tokens per pass.
     pub tokens: usize,
-    /// True if a drafter computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
+    /// True if a drafter model computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
-    /// The measured acceptance rate: accepted draft tokens divided by compared draft tokens. A pass compares its draft tokens
-    /// up to the first rejected one.
+    /// The measured acceptance rate: the number of accepted draft tokens divided by the number of compared draft tokens. A pass
+    /// compares its draft tokens up to the first rejected draft token.
     pub acceptance: f64,
     /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass alone. In this measurement the host waits for the draft tokens, but in
-    /// a pass it does not.
+    /// The time to compute the draft tokens of a pass alone. The host waits for the draft tokens in this measurement, although
+    /// it does not wait for them within a pass.
     pub guess_milliseconds: f64,
-    /// Generated tokens per second.
+    /// The number of generated tokens per second.
     pub decode_rate: f64,
     /// The execution mode of the decoder.
     pub mode: String,
-    /// The launches of a pass, including its draft tokens. They are recorded without graph capture.
+    /// The kernel launches of a pass, including the computation of its draft tokens. Graph capture is off while the launches
+    /// are recorded.
     pub launches: Option<Launches>,
 }
 

@@ -1,9 +1,9 @@
-//! Records the kernels that a piece of work launches, and the device time of each kernel. The recording does not wait between
-//! launches.
+//! Records the kernels that a closure launches, and the device time of each kernel. The recorder does not wait for the device
+//! between launches.
 
 use serde::Serialize;
 
-/// The recorded launches.
+/// The kernel launches that were recorded.
 #[derive(Default, Serialize)]
 pub struct Launches {
     /// The number of launches.
@@ -36,7 +36,7 @@ impl std::fmt::Display for Launches {
     }
 }
 
-/// Runs `work` without recording, because this build has no kernels. Returns `None` in place of the launches.
+/// Runs `work` without recording, because this build has no kernels. The second result is always `None`.
 #[cfg(not(feature = "cube"))]
 pub fn observe<O>(work: impl FnOnce() -> O) -> (O, Option<Launches>) {
     (work(), None)
@@ -95,7 +95,7 @@ mod observed {
         }
     }
 
-    /// Runs `work` and returns its result with its launches, or with `None` if it launched no kernel.
+    /// Runs `work`, and returns its result and the recorded launches. The launches are `None` if `work` launched no kernel.
     pub fn observe<O>(work: impl FnOnce() -> O) -> (O, Option<Launches>) {
         let watcher = Arc::new(Watcher::default());
         let observation = LaunchObservation::new(watcher.clone());

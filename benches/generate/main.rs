@@ -1,12 +1,13 @@
 //! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
 //! Prefill is the time from a prompt on the host to the first token on the host. In decoding, each token reaches the host
-//! before the benchmark requests the next token. The device may already run the next token's forward by then, as in the program
-//! `generate`. The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. It
-//! assumes the bandwidth of an elementwise operation over a large tensor.
+//! before the benchmark requests the next token. At that time, the device may already run the forward of the next token, as in
+//! the program `generate`. The floor is a lower bound of a token's time: the time to read weights, keys and values from memory
+//! once. The floor assumes the bandwidth of an elementwise operation over a large tensor.
 //!
 //! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The waits
-//! take time themselves. The parts therefore show the shares of a token's time, but not its total.
+//! take time themselves. The times of the parts therefore show each part's share of a token's time, but their sum is not the
+//! token's time.
 
 mod choice;
 mod drafted;
@@ -260,8 +261,8 @@ impl Bench {
         let prompt = prompt(model, batch, context);
         let mut fastest = f64::INFINITY;
         let mut last = None;
-        // One more prefill runs than requested, because the first prefill also compiles and tunes kernels. Only the fastest
-        // prefill is reported.
+        // One more prefill runs than requested, because the first prefill also compiles and tunes kernels. Only the time of the
+        // fastest prefill is reported.
         for _ in 0..=self.prefills {
             drop(last.take());
             self.device.sync()?;
@@ -289,7 +290,8 @@ impl Bench {
         if self.launch_each {
             decoder = decoder.without_graph_capture();
         }
-        // The warm-up tokens are not timed, because they compile and tune kernels and capture the CUDA graph.
+        // The warm-up tokens are excluded from the reported times, because they compile and tune kernels and capture the CUDA
+        // graph.
         let warm_up = self.tokens.div_ceil(8).max(6);
         let mut times = Vec::with_capacity(warm_up + self.tokens);
         for index in 1..=warm_up + self.tokens {
@@ -335,8 +337,8 @@ impl Bench {
             .sum();
         let bits_of_key = match self.kv {
             Kv::Model => bits,
-            // The int8 elements of a token and head share a 32-bit scale. In a head of 256 columns the scale adds 0.125 bits
-            // per element.
+            // The int8 elements of one token and one head share a 32-bit scale. In a head of 256 columns, the scale adds 32 /
+            // 256 = 0.125 bits per element.
             Kv::Q8 => 8.125,
         };
         let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;
@@ -360,7 +362,7 @@ impl Bench {
         })
     }
 
-    /// Measures speculative decoding twice: with draft tokens that cost nothing, and with those of the drafter.
+    /// Measures speculative decoding twice: with draft tokens that cost nothing, and with draft tokens from the drafter.
     fn drafted(
         &self,
         model: &Gemma4Model,
@@ -416,7 +418,8 @@ impl Bench {
     }
 }
 
-/// Returns the number of padding tokens of each sequence: 0, or up to half the context if `ragged` is true.
+/// Returns the number of padding tokens of each sequence. If `ragged` is true, the numbers grow from 0 to at most half the
+/// context. Otherwise all numbers are 0.
 fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
     let of_row = |row| {
         if ragged {

@@ -1,4 +1,5 @@
-//! The shapes of the models, and the number of weights and of keys and values that a decode step reads from memory.
+//! Defines the shapes of the models. Counts the weights and the elements of keys and values that a decode step reads from
+//! memory.
 
 use burn_gemma4::{DrafterConfig, Gemma4Config, LayerType, OrderedEmbeddings};
 
@@ -14,9 +15,9 @@ pub enum Shape {
     Moe26b,
     #[value(name = "31b")]
     Dense31b,
-    /// A small model for a CPU with the same kinds of layers as E2B.
+    /// A small model for a CPU, with the same kinds of layers as E2B.
     Small,
-    /// A small model for a CPU with the same kinds of layers as the larger dense models.
+    /// A small model for a CPU, with the same kinds of layers as the larger dense models.
     SmallDense,
 }
 
@@ -48,7 +49,7 @@ impl Shape {
 }
 
 impl Shape {
-    /// Returns the configuration of this model's published drafter, or of a small drafter for a CPU.
+    /// Returns the configuration of the drafter that is published for this model. A small shape for a CPU has a small drafter.
     pub fn drafter(self) -> DrafterConfig {
         let target = self.config();
         let (hidden_size, intermediate_size, heads, has_groups) = match self {
@@ -99,9 +100,9 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies, out of `all` parameters. Embedding tables are excluded,
-/// because a step reads one of their rows per token. A table that is also the output head counts. Experts that the router
-/// does not select are excluded too.
+/// Returns the number of weights that a decode step multiplies. `all` is the number of all parameters of the model. Embedding
+/// tables are excluded, because a step reads only one row of a table per token. A table that is also the output head counts.
+/// Experts that the router does not select are excluded too.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {
@@ -119,7 +120,7 @@ pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     all - per_layer_embeddings - untied - idle_experts
 }
 
-/// Returns the number of key and value elements that a decode step reads in all layers, after `context` earlier tokens.
+/// Returns the number of key and value elements that a decode step reads in all layers if `context` tokens precede the step.
 pub fn keys_read(config: &Gemma4Config, context: usize, compact_keys: bool) -> usize {
     let of_layer = |layer: usize| {
         let columns = match config.layer_types[layer] {

@@ -1,4 +1,4 @@
-//! Times the parts of a token, such as attention, that the decoder reports. The benchmark waits for the device after each part.
+//! Times the parts of a token that the decoder reports, such as attention. The benchmark waits for the device after each part.
 
 use crate::choice::Choice;
 use attention_workspace::Error;
@@ -7,20 +7,20 @@ use burn_gemma4::{Decoder, Part};
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// The time of each part of a token, by the name of the part.
+/// The time of each part of a token, keyed by the name of the part.
 #[derive(Default, Serialize)]
 pub struct Parts(BTreeMap<String, Time>);
 
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Time {
-    /// The total time of all occurrences of the part in a token. The time that a wait takes on an idle device is subtracted per
-    /// occurrence.
+    /// The total time of all occurrences of the part in a token. From each occurrence, the time of a wait for an idle device is
+    /// subtracted.
     pub milliseconds: f64,
     /// The number of times that the part occurs in a token.
     pub places: usize,
 }
 
-/// The number of timed tokens, whose mean times are reported. One warm-up token precedes them.
+/// The number of timed tokens. The mean of their times is reported. One warm-up token precedes the timed tokens.
 const TOKENS: usize = 5;
 
 /// Decodes a few tokens and returns the times of their parts.
@@ -62,7 +62,7 @@ pub fn measure(
     Ok(parts)
 }
 
-/// Returns the time in seconds that a wait for an idle device takes.
+/// Returns the time in seconds that a wait takes when the device is already idle.
 fn idle_wait(device: &Device) -> Result<f64, Error> {
     const WAITS: usize = 100;
     device.sync()?;

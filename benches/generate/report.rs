@@ -14,7 +14,8 @@ pub struct Report {
     pub device: String,
     pub dtype: Dtype,
     pub quantize: Option<WeightForm>,
-    /// True if layers that compute their values from the key projection stored only the rotated channels of their keys.
+    /// True if the cache stored only the rotated channels of keys, in the layers that compute their values from the key
+    /// projection.
     pub compact_keys: bool,
     /// The storage format of keys and values.
     pub kv: Kv,
@@ -44,11 +45,11 @@ pub enum Outcome {
 
 #[derive(Serialize)]
 pub struct Measured {
-    /// Prompt tokens per second, over all sequences.
+    /// The number of prompt tokens per second, over all sequences.
     pub prefill_rate: f64,
     /// The time from the prompt on the host to the first token on the host.
     pub first_token_milliseconds: f64,
-    /// Generated tokens per second, over all sequences.
+    /// The number of generated tokens per second, over all sequences.
     pub decode_rate: f64,
     /// The mean time between two consecutive tokens of a sequence.
     pub token_milliseconds: f64,
@@ -58,21 +59,21 @@ pub struct Measured {
     pub floor_milliseconds: f64,
     /// The execution mode of the decoder.
     pub mode: String,
-    /// The time of each warm-up token. These tokens compile and tune kernels and capture the CUDA graph.
+    /// The time of each warm-up token. The warm-up tokens compile and tune kernels and capture the CUDA graph.
     pub first_tokens_milliseconds: Vec<f64>,
     /// The time of each part of a token.
     pub parts: Parts,
-    /// The launches of one token.
+    /// The kernel launches of one token, or `None` if they were not recorded.
     pub token_launches: Option<Launches>,
-    /// The launches of the whole prompt.
+    /// The kernel launches of the prefill of the whole prompt, or `None` if they were not recorded.
     pub prefill_launches: Option<Launches>,
     /// The size of the model's parameters in bytes.
     pub weight_bytes: usize,
-    /// The bytes in use on the device at the end, or `None` if the device does not report them.
+    /// The number of bytes in use on the device at the end, or `None` if the device does not report this number.
     pub memory_bytes: Option<u64>,
     /// The size of the KV cache in bytes at the end.
     pub cache_bytes: usize,
-    /// The results of speculative decoding. The list is empty if they were not requested.
+    /// The results of speculative decoding, or an empty list if it was not requested.
     pub drafted: Vec<Drafted>,
 }
 

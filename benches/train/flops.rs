@@ -1,17 +1,18 @@
-//! Counts the floating-point operations of a training step, so that results with different amounts of work can be compared.
+//! Counts the floating-point operations of a training step. With this count, results with different amounts of work can be
+//! compared.
 
 use crate::parts::{attention_kinds, matrix_kinds};
 use burn_gemma4::Gemma4Model;
 
-/// The number of operations in a multiplication with an addition.
+/// The number of floating-point operations in one multiply-add.
 const MULTIPLY_ADD: f64 = 2.0;
 
-/// The operations of attention's forward and backward in units of the forward. The backward alone has 2.5 times as many as the
-/// forward.
+/// The number of operations of attention's forward and backward together, in units of the forward. The backward alone has 2.5
+/// times as many operations as the forward.
 const ATTENTION_PASSES: f64 = 3.5;
 
-/// Returns the number of operations in the GEMMs and in the attention of one training step. The step has `[batch, length]`
-/// tokens, and its loss covers the `last` positions of each sequence.
+/// Returns the number of floating-point operations of the GEMMs and the attention in one training step. The step has `[batch,
+/// length]` tokens, and its loss covers the last `last` positions of each sequence.
 ///
 /// Recomputation, norms and activations are not counted. A trained weight has three GEMMs: one in the forward and two in the
 /// backward. A frozen weight has two GEMMs, because its own gradient is not computed.

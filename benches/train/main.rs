@@ -1,15 +1,15 @@
 //! Benchmarks training steps of models with random weights: `cargo bench --features training --bench train`.
 //!
-//! The rate in tokens per second is measured over whole steps by the wall clock: forward, backward and optimizer. The loss
-//! covers the last positions of each sequence only, as in training on long documents that the model reads in full. Gradient
-//! clipping, the optimizer and `--checkpointing` have the same defaults as in the programs `train` and `finetune`.
+//! The rate in tokens per second is measured by the wall clock over whole steps, which are forward, backward and optimizer. The
+//! loss covers only the last positions of each sequence, as in training on long documents that the model reads in full.
+//! Gradient clipping, the optimizer and `--checkpointing` have the same defaults as in the programs `train` and `finetune`.
 //!
-//! The peak memory is polled every few milliseconds, during the warm-up steps and one more step. Tuning kernels takes more
-//! memory than a step, so run the benchmark twice and take the peak of the second run.
+//! The memory in use is polled every few milliseconds, during the warm-up steps and one more untimed step, and the peak is
+//! reported. Tuning kernels takes more memory than a step, so run the benchmark twice and take the peak of the second run.
 //!
-//! The parts of a step, such as attention, are timed separately with the step's shapes and number of layers. They are compared
-//! with a step without graph capture, because that step has the same launch overhead as the parts. The rest of that step is
-//! norms, activations, embeddings and recomputation.
+//! The parts of a step, such as attention, are timed separately with the step's shapes and number of layers. The parts are
+//! compared with a step without graph capture, because that step has the same launch overhead as the parts. The rest of that
+//! step is norms, activations, embeddings and recomputation.
 
 mod flops;
 mod memory;
@@ -117,9 +117,9 @@ enum Outcome {
     Measured {
         seconds: f64,
         tokens_per_second: f64,
-        /// The peak of the bytes in use on the device, or `None` if the device does not report them.
+        /// The peak number of bytes in use on the device, or `None` if the device does not report this number.
         peak_bytes: Option<u64>,
-        /// The bytes that Burn has reserved on the device, or `None` if the device does not report them.
+        /// The number of bytes that Burn has reserved on the device, or `None` if the device does not report this number.
         reserved_bytes: Option<u64>,
         loss: f32,
         /// The number of floating-point operations per step, without recomputation.
@@ -272,13 +272,14 @@ fn begin(cli: &Cli, preset: Preset, folder: &Path, device: &Device) -> Result<Tr
     Ok(training)
 }
 
-/// Measures training steps over sequences of `length` tokens. Returns the results with the trained model.
+/// Measures training steps over sequences of `length` tokens. Returns the results and the trained model.
 fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome, Training), Error> {
     let last = cli.last.min(length);
     let plain = training.model().device().inner();
     let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
-    // The memory is polled in the warm-up steps and not in the timed steps, because polling takes time. The peak is still
-    // complete: the first step captures the CUDA graph, and the graph's memory stays in use from then on.
+    // The memory is polled during the warm-up steps and one later step, because polling would slow down the timed steps. The
+    // timed steps need no more memory than the measured peak: the first step captures the CUDA graph, and the graph's memory stays
+    // in use from then on.
     let watch = Watch::start(&plain);
     for _ in 0..cli.warmup {
         (training, _) = training.step(&text)?;

@@ -1,7 +1,8 @@
-//! Times each part of a training step separately, and a whole step that is launched in the same way as the parts.
+//! Times each part of a training step separately, and a whole step without graph capture.
 //!
-//! The kernels of a part are launched one by one, so the parts are compared with a step without graph capture. Graph capture
-//! removes launch overhead that the parts still contain, so the parts could take longer in sum than a captured step.
+//! The kernels of a part are launched one by one, so the parts are compared with a step without graph capture. A captured step
+//! has no launch overhead between kernels, but the parts have it. The sum of the parts could therefore exceed the time of a
+//! captured step.
 
 use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
@@ -19,15 +20,15 @@ use gemma4_train::args::StepArguments;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// The number of warm-up runs per part. Several runs are needed, because Burn compiles and tunes kernels and explores fusions
-/// in more than the first run.
+/// The number of warm-up runs per part. One run is not enough, because Burn compiles and tunes kernels and explores fusions
+/// over several runs.
 const WARMUP: usize = 3;
 
-/// The number of batches of runs. The median of the batches' times is reported.
+/// The number of timed batches of runs. The median of the batches' times is reported.
 const BATCHES: usize = 3;
 
-/// The number of runs per batch. A batch's runs are launched back to back, so that the host runs ahead of the device as in a
-/// step.
+/// The number of runs per batch. The runs of a batch are launched back to back, so that the host runs ahead of the device as in
+/// a training step.
 const RUNS: usize = 4;
 
 /// The number of timed steps without graph capture. The median of their times is reported.
@@ -36,16 +37,16 @@ const STEPS: usize = 3;
 /// The times of a step without graph capture, and of each part of the step, in seconds.
 #[derive(Clone, Copy, Serialize)]
 pub struct Parts {
-    /// The time of the whole step. Like the parts, it is launched without graph capture.
+    /// The time of the whole step, launched without graph capture like the parts.
     step: f64,
-    /// The forward and backward of the attention in all layers.
+    /// The time of the attention of all layers, forward and backward.
     attention: f64,
-    /// The GEMMs with the weights of all layers: one in the forward, and two in the backward. A frozen weight has only one in
-    /// the backward.
+    /// The time of the GEMMs with the weights of all layers. A trained weight has one GEMM in the forward and two in the
+    /// backward. A frozen weight has only one GEMM in the backward.
     products: f64,
-    /// The forward and backward of the language model head and the loss.
+    /// The time of the language model head and the loss, forward and backward.
     loss: f64,
-    /// Gradient clipping and the optimizer.
+    /// The time of gradient clipping and the optimizer.
     optimizer: f64,
 }
 
@@ -75,8 +76,8 @@ impl Parts {
         Ok((parts, training))
     }
 
-    /// Formats the time of each part with its share of the step. The rest of the step is norms, activations, embeddings and
-    /// recomputation. The rest is negative if the parts, timed alone, take longer than the step.
+    /// Formats the time of each part and its share of the step. The rest of the step is norms, activations, embeddings and
+    /// recomputation. The rest is negative if the separately timed parts take longer in sum than the step.
     pub fn line(&self) -> String {
         let step = self.step;
         let rest = step - self.attention - self.products - self.loss - self.optimizer;
@@ -93,7 +94,7 @@ impl Parts {
     }
 }
 
-/// Returns the median time of a step without graph capture, and the model after these steps.
+/// Returns the median time of a step without graph capture, and the model after all timed steps.
 fn step(
     training: Training,
     text: &Text,
@@ -113,7 +114,8 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// Returns the time of one run of `work` in seconds: the median over `BATCHES` batches of `RUNS` runs, after the warm-up.
+/// Returns the time of one run of `work` in seconds. After the warm-up, the time is the median over `BATCHES` batches of `RUNS`
+/// runs.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -136,11 +138,12 @@ fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
 
-/// A kind of attention layer. All attention layers of a kind take the same time.
+/// A kind of attention layers. All layers of one kind take the same time.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AttentionKind {
     is_full: bool,
-    /// The number of queries. A layer that uses an earlier layer's KV cache computes the queries of the last positions only.
+    /// The number of queries per sequence. A layer that uses the KV cache of an earlier layer computes only the queries of the
+    /// last positions.
     pub queries: usize,
 }
 
@@ -154,8 +157,8 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers over sequences of `length` tokens. Each kind comes with an example layer and with the
-/// number of its layers.
+/// Returns the kinds of attention layers over sequences of `length` tokens. Each kind maps to the index of an example layer and
+/// the number of layers of this kind.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -205,7 +208,7 @@ fn attention(
     Ok(sum)
 }
 
-/// Returns the weight matrices of a layer, each with the number of its input columns. The matrices of experts are excluded.
+/// Returns the weight matrices of a layer, each with its number of input columns. The matrices of experts are excluded.
 fn matrices<'a>(
     layer: &'a DecoderLayer,
     config: &Gemma4Config,
@@ -231,8 +234,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the kinds of GEMMs with a model's weights, by `[rows, input columns, output columns]`. Each kind comes with an
-/// example of its weight matrix and with the number of its matrices.
+/// Returns the kinds of GEMMs with a model's weights, keyed by `[rows, input columns, output columns]`. Each kind maps to an
+/// example of a weight matrix and the number of weight matrices of this kind.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],
@@ -249,7 +252,7 @@ pub fn matrix_kinds(
         add(linear, all, config.hidden_size);
     }
     for (index, layer) in model.layers.iter().enumerate() {
-        // A layer that uses an earlier layer's KV cache is computed for the last positions only.
+        // A layer that uses the KV cache of an earlier layer is computed only for the last positions.
         let rows = if config.is_shared(index) { last } else { all };
         for (linear, columns) in matrices(layer, config, index) {
             add(linear, rows, columns);
@@ -296,7 +299,7 @@ impl ModuleVisitor for Ones {
     }
 }
 
-/// Returns the median time in seconds of gradient clipping and the optimizer's update together, and the updated model.
+/// Returns the median time of gradient clipping and the optimizer's update together, in seconds, and the updated model.
 fn optimise(mut training: Training) -> Result<(f64, Training), Error> {
     let device = training.model().device().inner();
     let mut times = Vec::new();

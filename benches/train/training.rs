@@ -1,4 +1,4 @@
-//! The training steps that the benchmark times. They are the same as in the programs `train` and `finetune`.
+//! The training steps that the benchmark times. The programs `train` and `finetune` run the same steps.
 
 use attention_workspace::Error;
 use burn::{
@@ -15,7 +15,7 @@ use gemma4_train::{
 };
 use std::time::Instant;
 
-/// The learning rate. It is small, so that the weights hardly change.
+/// The learning rate. A small rate ensures that the weights hardly change.
 const LEARNING_RATE: f64 = 1e-5;
 
 /// A model with the optimizer that trains it.
@@ -40,7 +40,8 @@ pub struct Step {
 }
 
 impl Text {
-    /// Creates random tokens for the sizes `[batch, length, last]`. The targets are the next tokens of the last positions.
+    /// Creates random tokens for the sizes `[batch, length, last]`. The target of each of the last `last` positions is the
+    /// token that follows it.
     pub fn random(
         config: &Gemma4Config,
         [batch, length, last]: [usize; 3],
@@ -63,7 +64,8 @@ pub fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// A visitor that initializes the weights. Without it, Burn would initialize each weight when the weight is first read.
+/// A visitor that initializes all weights at once. Without this visitor, Burn would initialize a weight only when the weight is
+/// first read.
 struct Draw;
 
 impl ModuleVisitor for Draw {
@@ -81,7 +83,7 @@ fn recorder(arguments: &StepArguments) -> GradientRecorder {
 }
 
 impl Training {
-    /// Creates the training of `model`. Weights that are not yet initialized are initialized first.
+    /// Creates the training of `model`. Initializes all weights that are not initialized yet.
     pub fn new(model: Gemma4Model, arguments: &StepArguments) -> Self {
         model.visit(&mut Draw);
         Self {
@@ -91,7 +93,7 @@ impl Training {
         }
     }
 
-    /// Discards the captured graph, so that steps with another shape can follow.
+    /// Discards the captured CUDA graph, so that steps with other shapes can follow.
     pub fn begin_anew(self, arguments: &StepArguments) -> Self {
         Self {
             recorder: recorder(arguments),
@@ -109,7 +111,7 @@ impl Training {
         Memory::of(self.model(), arguments.optimizer, is_f16)
     }
 
-    /// Runs one training step. The step consumes `self`, because a second copy of the model would keep the old weights in
+    /// Runs one training step. The step consumes `self`, because a second handle to the model would keep the old weights in
     /// memory.
     pub fn step(mut self, text: &Text) -> Result<(Self, Step), Error> {
         let Text { input, targets } = text;

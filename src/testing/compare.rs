@@ -1,16 +1,18 @@
-//! Compares results with the reference. The dtype determines the allowed error.
+//! Compares results with the reference implementation. The dtype determines the allowed error.
 //!
-//! The baseline is the reference in the same dtype. A result may have twice the error of the baseline, both in root mean square
-//! and at the worst element. The following rounding errors are allowed in addition, where ε is the precision of a dtype:
+//! The baseline is the result of the reference implementation in the same dtype. A result may have twice the error of the
+//! baseline, both in root mean square and at the worst element. The following rounding errors are allowed in addition, where ε
+//! is the precision of a dtype:
 //!
-//! - The sum of `n` terms in sequence has an error of about `ε·√(n/2)` of the sum (n roundings, each relative to a partial sum
-//!   that grows like a random walk). Allowed: `4·ε·√n`.
+//! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. Each of the `n` roundings
+//!   is relative to a partial sum, and partial sums grow like a random walk. Allowed: `4·ε·√n`.
 //! - Terms cancel in softmax gradients: `dp − Δ` has an error of `ε·dp`, even if the difference is small. Allowed: `4·ε` times
 //!   the size of the terms, which the caller provides.
 //! - The result is rounded once to the storage dtype. Allowed: a quarter of the storage dtype's ε in root mean square, and
 //!   half of this ε at the worst element.
-//! - The backward reads the stored output, so Δ has the output's rounding error. Allowed: half of the storage dtype's ε, times
-//!   the size of the terms that contain Δ. The reference's gradient never rounds the output.
+//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. Allowed: half of the storage
+//!   dtype's ε, times the size of the terms that contain Δ. The baseline does not have this error, because the reference
+//!   implementation never rounds the output before its gradient.
 //!
 //! For f32 and a few hundred terms, the allowed error is 10⁻⁵. Wrong mathematics causes errors of 10⁻³ and above.
 
@@ -46,16 +48,16 @@ impl Precision {
     }
 }
 
-/// The output, the logsumexp or a gradient of a run, with its name.
+/// One result of a run, with its name: the output, the logsumexp or a gradient.
 #[derive(Clone, Debug)]
 pub struct Named {
     /// The name of the result.
     pub name: &'static str,
     /// The elements of the result.
     pub values: Vec<f64>,
-    /// The size of the addends that cancel in the result, or 0 if none cancel.
+    /// The magnitude of the addends that cancel in the result, or 0 if none cancel.
     pub magnitude: f64,
-    /// The size of those cancelling addends that contain the stored output, which was rounded to the dtype.
+    /// The magnitude of the cancelling addends that contain the stored output. The stored output has been rounded to the dtype.
     pub stored: f64,
 }
 
@@ -64,25 +66,26 @@ pub struct Named {
 pub struct Comparison {
     /// The name of the result.
     pub name: &'static str,
-    /// The root mean square of the finite elements of the reference.
+    /// The root mean square of the finite elements of the exact result.
     pub size: f64,
     /// The error of the result.
     pub error: Deviation,
-    /// The error of the baseline, which is the reference in the same dtype.
+    /// The error of the baseline, which is the reference implementation in the same dtype.
     pub baseline: Deviation,
     /// The allowed error of the result.
     pub allowed: Deviation,
-    /// The index of the element with the largest error, its value, and the expected value.
+    /// The element with the largest error, as its index, its value and the expected value.
     pub worst: (usize, f64, f64),
-    /// The first element that is wrong beyond rounding, as its index, its value and the expected value. Either it is infinite
-    /// or NaN and the reference is finite, or the reference is infinite and the element is not equal to it.
+    /// The first element that is wrong beyond rounding, as its index, its value and the expected value. Either the element is
+    /// infinite or NaN although the expected value is finite, or the expected value is infinite and the element differs from
+    /// it.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
-/// The size of an error over all elements.
+/// The size of a result's error, over all elements of the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Deviation {
-    /// The root mean square of the errors.
+    /// The root mean square of the elements' errors.
     pub mean: f64,
     /// The error of the worst element.
     pub worst: f64,
@@ -127,9 +130,9 @@ impl Comparison {
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The reason is that
-        // the largest of many normally distributed errors is a few times their root mean square. The largest error is even
-        // larger if a few rows have nearly all of the magnitude.
+        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The largest of
+        // many normally distributed errors is a few times their root mean square. The largest error is even larger if a few
+        // rows have nearly all of the magnitude.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);
         let allowed = Deviation {
             mean: explained(baseline.mean) + (sums + precision.storage() / 4.0) * size + cancelled,
@@ -180,8 +183,8 @@ impl std::fmt::Display for Comparison {
     }
 }
 
-/// Asserts that the error of `got` is at most the error that `baseline` and the dtype allow. The module's documentation defines
-/// the allowed error.
+/// Asserts that the error of `got` is at most the error that `baseline` and the dtype allow. The documentation of the module
+/// `compare` defines the allowed error.
 ///
 /// # Panics
 /// Panics with `context` and the error if the error is larger than allowed.
@@ -197,7 +200,8 @@ pub fn assert_close(
     assert!(comparison.is_close(), "{context}: {comparison}");
 }
 
-/// Returns the deviation of `got` from `exact` over all finite elements, and the index of the element with the largest error.
+/// Returns the deviation of `got` from `exact` over all elements, and the index of the element with the largest error. Equal
+/// elements have an error of 0, even if they are infinite.
 fn deviation(got: &[f64], exact: &[f64]) -> (Deviation, usize) {
     let differences: Vec<f64> = got
         .iter()
@@ -245,8 +249,8 @@ mod tests {
         let (exact, baseline) = ([1.0, -1.0], [1.01, -1.01]);
         assert!(is_close(&[1.02, -1.02], &exact, &baseline));
         assert!(!is_close(&[1.021, -1.021], &exact, &baseline));
-        // The worst element's error exceeds its limit, although the root mean square of the errors is within the limit for the
-        // mean.
+        // The error of 0.025 exceeds the limit for the worst element, although the root mean square of the errors is within its
+        // limit.
         assert!(!is_close(&[1.025, -1.0], &exact, &baseline));
     }
 

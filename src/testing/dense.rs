@@ -67,7 +67,7 @@ impl Dense {
     }
 
     /// Overwrites all elements of the rows for which `matches` returns true. A row lies along the last dimension. `matches`
-    /// gets the row's index `[a, b, c]` in the other three dimensions.
+    /// gets the row's index `[a, b, c]` in the first three dimensions.
     pub fn fill_rows(&mut self, value: f64, matches: impl Fn([usize; 3]) -> bool) {
         let columns = self.shape[3];
         let [_, b, c, _] = self.shape;
@@ -146,14 +146,14 @@ pub enum Layout {
         /// The number of columns after the slice.
         after: usize,
     },
-    /// All sequences are views of one stored sequence, with stride 0 along the batch.
+    /// One stored sequence, which all sequences share by the stride 0 along the batch.
     SharedBatch,
-    /// All heads are views of one stored head, with stride 0 along the heads.
+    /// One stored head, which all heads share by the stride 0 along the heads.
     SharedHeads,
 }
 
 impl Layout {
-    /// All layouts. The layouts [`Sliced`](Self::Sliced) and [`Projection`](Self::Projection) occur with several numbers of
+    /// All layouts. The layouts [`Sliced`](Self::Sliced) and [`Projection`](Self::Projection) occur with several widths of the
     /// columns around the slice.
     pub const ALL: [Self; 10] = [
         Self::Contiguous,
@@ -183,7 +183,8 @@ impl Layout {
         Self::SharedHeads,
     ];
 
-    /// Returns the array that is stored in memory for this layout. The [`view`](Self::view) of the stored array equals `dense`.
+    /// Returns the array that this layout stores in memory for `dense`. The [`view`](Self::view) of the stored array equals
+    /// `dense`.
     pub fn store(self, dense: &Dense) -> Dense {
         let [b, h, s, d] = dense.shape;
         match self {
@@ -230,8 +231,8 @@ impl Layout {
         }
     }
 
-    /// Computes the loss `Σ output ∘ weights`. The weights are the output's gradient, and the operations are chosen so that
-    /// autodiff passes the operator this gradient in this memory layout.
+    /// Computes the loss `Σ output ∘ weights`, so that `weights` is the output's gradient. The operations are chosen so that
+    /// autodiff passes this gradient to the operator in this memory layout.
     ///
     /// # Panics
     /// Panics for slices, because a gradient is never a slice.

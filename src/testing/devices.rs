@@ -7,9 +7,9 @@ use std::env;
 /// A device under test, with the name of its Cargo feature.
 #[derive(Clone)]
 pub struct TestDevice {
-    /// The name of the feature.
+    /// The name of the Cargo feature.
     pub name: &'static str,
-    /// The device of the feature.
+    /// The device that the Cargo feature enables.
     pub device: Device,
 }
 

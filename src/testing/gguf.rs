@@ -1,24 +1,24 @@
-//! Parses GGUF files and writes them again, so that tests can modify their contents.
+//! Parses and writes GGUF files, so that tests can modify their contents.
 
 use std::collections::BTreeMap;
 
 /// The contents of a GGUF file: metadata and tensors.
 #[derive(Clone, Debug, Default)]
 pub struct Gguf {
-    /// The metadata by key. Each value is stored as the id of its type and its bytes as in the file.
+    /// The metadata by key. Each value is stored as the id of its type, and its bytes exactly as in the file.
     pub values: BTreeMap<String, (u32, Vec<u8>)>,
     /// The tensors by name.
     pub tensors: BTreeMap<String, GgufTensor>,
 }
 
-/// A tensor of a file.
+/// A tensor of a GGUF file.
 #[derive(Clone, Debug)]
 pub struct GgufTensor {
     /// The size of each dimension, fastest dimension first.
     pub dimensions: Vec<u64>,
     /// The id of the tensor's element type in GGML.
     pub kind: u32,
-    /// The elements' bytes as in the file.
+    /// The bytes of the elements, exactly as in the file.
     pub bytes: Vec<u8>,
 }
 
@@ -37,7 +37,7 @@ pub mod kind {
 const ALIGNMENT: usize = 32;
 
 impl Gguf {
-    /// Parses a file. Returns `None` if the file is malformed.
+    /// Parses a GGUF file. Returns `None` if the file is malformed.
     pub fn read(file: &[u8]) -> Option<Self> {
         let mut rest = file;
         take(&mut rest, 8)?;
@@ -78,7 +78,7 @@ impl Gguf {
         Some(gguf)
     }
 
-    /// Returns the bytes of a file with these contents.
+    /// Returns the bytes of a GGUF file with these contents.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut file = b"GGUF".to_vec();
         file.extend(3u32.to_le_bytes());
@@ -105,20 +105,20 @@ impl Gguf {
         file
     }
 
-    /// Sets the value of a key to a text.
+    /// Sets the metadata value of `key` to a text.
     pub fn set_text(&mut self, key: &str, text: &str) {
         self.values
             .insert(key.into(), (kind::TEXT, text_bytes(text)));
     }
 
-    /// Sets the value of a key to a 32-bit unsigned integer.
+    /// Sets the metadata value of `key` to a 32-bit unsigned integer.
     pub fn set_number(&mut self, key: &str, number: u32) {
         let bytes = number.to_le_bytes().to_vec();
         self.values.insert(key.into(), (kind::U32, bytes));
     }
 }
 
-/// Returns the bytes of a text value as in a file: the text's length, followed by the text.
+/// Returns the bytes that a text value has in a GGUF file: the text's length, followed by the text.
 pub fn text_bytes(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat()
 }
@@ -142,8 +142,8 @@ fn text(rest: &mut &[u8]) -> Option<String> {
     String::from_utf8(take(rest, length)?.to_vec()).ok()
 }
 
-/// Removes one value of the type `kind` from the start of `rest`. Returns `None` if the bytes end too early or the type is
-/// unknown.
+/// Removes one metadata value of the type `kind` from the start of `rest`. Returns `None` if the bytes end too early or the
+/// type is unknown.
 fn skip(rest: &mut &[u8], kind: u32) -> Option<()> {
     let bytes = match kind {
         0 | 1 | 7 => 1,

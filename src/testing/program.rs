@@ -1,9 +1,9 @@
-//! The program `gemma4` and the examples, for tests that run them.
+//! Runs the program `gemma4` and the examples in tests.
 
 use std::env::{self, consts::EXE_SUFFIX};
 use std::process::{Command, Output, Stdio};
 
-/// The exit code and the output of a program that has ended.
+/// The exit code and the output of a process that has ended.
 #[derive(Debug)]
 pub struct Ended {
     /// The exit code; `None` if a signal ended the program.
@@ -16,7 +16,8 @@ pub struct Ended {
 
 impl From<Output> for Ended {
     fn from(output: Output) -> Self {
-        // A test may have read a part of the output before this point, so the rest may begin in the middle of a UTF-8 character.
+        // A test may already have read a part of the output, so the remaining bytes may begin in the middle of a UTF-8
+        // character.
         let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
         Self {
             code: output.status.code(),
@@ -26,9 +27,10 @@ impl From<Output> for Ended {
     }
 }
 
-/// Returns the command of the example called `name`. The command has no input, and its output is captured.
+/// Returns the command that runs the example `name`. The command has no input, and its output is captured.
 ///
-/// `cargo test` builds the examples before a test. `cargo test --test …` does not build them and runs existing ones.
+/// `cargo test` builds the examples before it runs a test. `cargo test --test …` does not build the examples, so the existing
+/// ones are run.
 ///
 /// # Panics
 /// Panics if the example is not built in the profile of the calling test.
@@ -36,10 +38,10 @@ pub fn example(name: &str) -> Command {
     built("examples", name, "cargo build --examples")
 }
 
-/// Returns a command of the program `gemma4`, such as `run`. The command has no input, and its output is captured.
+/// Returns the command that runs a subcommand of `gemma4`, such as `run`. The command has no input, and its output is captured.
 ///
-/// `cargo test --workspace` builds the program, because its package has an integration test. Other commands run an existing
-/// program.
+/// `cargo test --workspace` builds the program, because its package has an integration test. Other Cargo commands do not build
+/// the program, so the existing one is run.
 ///
 /// # Panics
 /// Panics if the program is not built in the profile of the calling test.
@@ -66,11 +68,11 @@ fn built(folder: &str, name: &str, build: &str) -> Command {
     command
 }
 
-/// Runs the test called `test` of the calling test program, in a new process with the environment variables `variables`. The test
-/// can tell from the variables that it runs in the new process.
+/// Runs the test `test` of the calling test program in a new process with the environment variables `variables`. The variables
+/// tell the test that it runs in the new process.
 ///
 /// # Panics
-/// Panics if the test fails, with `what` in the message.
+/// Panics if the test fails. The message contains `what`.
 #[track_caller]
 pub fn run_test_anew(test: &str, variables: &[(&str, &str)], what: &str) {
     let ended = Command::new(env::current_exe().expect("the path of this test"))

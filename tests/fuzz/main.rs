@@ -1,10 +1,10 @@
-//! Fuzzing of all file formats that this project reads. Reading a randomly broken file must end with a result or an error. It
-//! must not panic, abort, allocate more than 1 GB, or take more than half a minute.
+//! Fuzzes all file formats that this project reads. Reading a randomly broken file must end with a result or an error. The
+//! reader must not panic, abort, allocate more than 1 GB, or take more than half a minute.
 //!
 //! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first reads the
-//! corpus, and then mutated files, drawn from a seed, for `--seconds`. Under `cargo test` this time is 0, and `cargo xtask fuzz`
-//! sets a longer time. The process records each input before it reads the input, so the input of a crash is known. That input is
-//! kept in Cargo's target folder, to be added to the corpus with the fix.
+//! files of the corpus. Then it reads randomly mutated files for `--seconds`. Under `cargo test` this time is 0, and `cargo
+//! xtask fuzz` sets a longer time. The process records each input before reading it, so the input that caused a crash is known.
+//! That input is kept in Cargo's target folder. The fix of the crash adds it to the corpus.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");
@@ -43,7 +43,7 @@ struct Arguments {
     harness: Harness,
 }
 
-/// Arguments that `cargo test` may pass to every test program. They have no effect here.
+/// The arguments that `cargo test` may pass to every test program. They have no effect in this program.
 #[derive(clap::Args)]
 struct Harness {
     #[arg(long, hide = true)]
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Fuzzes the targets (formats) in as many threads as there are cores. Returns true if no target failed.
+/// Fuzzes the targets (formats), with one thread per CPU core. Returns true if no target failed.
 fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let waiting = Mutex::new(targets.iter());
     let next = || {
@@ -108,7 +108,8 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        // Collecting the results into a list joins every thread. `all` on the iterator would stop at the first failure.
+        // Collecting the results into a list joins every thread. Without the list, `all` would stop joining at the first failed
+        // thread.
         let held: Vec<bool> = threads
             .into_iter()
             .map(|thread| thread.join().expect("the supervisor does not panic"))

@@ -1,20 +1,20 @@
-//! An allocator that fails if the program would hold more than 1 GB.
+//! An allocator that fails if the program would hold more than 1 GB of memory.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-/// Limit of the bytes that are allocated at the same time, 1 GB.
+/// The maximum number of bytes that are allocated at the same time, 1 GB.
 const LIMIT: usize = 1 << 30;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator with the limit [`LIMIT`]. An allocation beyond the limit fails, and code that does not handle this
-/// failure aborts, which the fuzzer reports as a crash.
+/// The system's allocator with the limit [`LIMIT`]. An allocation beyond the limit fails. Code that does not handle this
+/// failure aborts the process, and the fuzzer reports a crash.
 pub struct Bounded;
 
-/// Adds `size` to the allocated bytes if the sum stays within the limit, and returns true on success.
+/// Adds `size` to the number of allocated bytes if the sum stays within the limit. Returns true on success.
 fn take(size: usize) -> bool {
     let before = ALLOCATED.fetch_add(size, Ordering::Relaxed);
     let has_room = before.saturating_add(size) <= LIMIT;

@@ -1,4 +1,4 @@
-//! Starts and watches the worker process of a format, and reports the input that crashed the worker.
+//! Starts and watches the worker process that reads broken files of one format, and reports the input that crashed the worker.
 
 use crate::targets::Target;
 use std::{
@@ -12,14 +12,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest time for reading one input. A worker that takes longer is killed and counts as failed.
+/// The maximum time for reading one input. A worker that takes longer is killed, and its target counts as failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// Largest number of lines of a worker's standard error that the report includes.
+/// The maximum number of lines of a worker's standard error that the report includes.
 const LINES: usize = 12;
 
-/// The file in which a worker records its input before reading it. It holds the number of inputs so far, the input's
-/// length, and the input.
+/// The file in which a worker records each input before reading it. The file holds the number of inputs so far, the length of
+/// the last input, and the last input itself.
 pub struct Note {
     file: File,
     count: u64,
@@ -48,11 +48,11 @@ impl Note {
     fn count(path: &Path) -> u64 {
         let mut count = [0; 8];
         let read = File::open(path).and_then(|mut file| file.read_exact(&mut count));
-        // The count is 0 before the worker has created the file and recorded its first input.
+        // The count is 0 if the worker has not yet created the file or recorded its first input.
         read.map_or(0, |()| u64::from_le_bytes(count))
     }
 
-    /// Returns the last input that the worker has recorded in the file `path`, or `None` if there is none.
+    /// Returns the last input that the worker has recorded in the file `path`, or `None` if the file has no complete input.
     fn input(path: &Path) -> Option<Vec<u8>> {
         let note = fs::read(path).ok()?;
         let length = u64::from_le_bytes(note.get(8..16)?.try_into().ok()?);
@@ -60,8 +60,8 @@ impl Note {
     }
 }
 
-/// Runs a format's worker until it ends. Returns true if nothing failed. After a failure, keeps the input that the worker was
-/// reading and prints its path.
+/// Runs the worker of a format until it ends. Returns true if nothing failed. After a failure, keeps the input that the worker
+/// was reading, and prints the path of the kept input.
 pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("fuzz");
     fs::create_dir_all(&folder).expect("a folder to write to");
@@ -90,7 +90,8 @@ pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
         report(target, fault, &said, Note::input(&state), &folder);
     }
     for path in [state, errors] {
-        // A file that cannot be removed does no harm, because its name contains the process id.
+        // An error is ignored, because a file that remains does no harm: its name contains the process id, so no later run
+        // reads it.
         let _ = fs::remove_file(path);
     }
     fault.is_none()

@@ -10,17 +10,17 @@ use gemma4_train::data::{documents::read_documents, packing::pack};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// A function that reads an input and returns a short description of the result or of the error. A new description tells the
-/// worker to keep the input.
+/// A function that reads an input and returns a short description of the result or of the error. If a description is new, the
+/// worker keeps the input.
 pub type Read = Box<dyn FnMut(&[u8]) -> Result<String, String>>;
 
 /// A file format to fuzz.
 pub struct Target {
-    /// Name of the format and of its folder in the corpus.
+    /// The name of the format, which is also the name of its folder in the corpus.
     pub name: &'static str,
-    /// Structure of the format's files.
+    /// The structure of the format's files.
     pub format: Format,
-    /// Prepares the data that all inputs need, and returns the function that reads one input.
+    /// Prepares the data that are needed for all inputs, and returns the function that reads one input.
     pub prepare: fn() -> Read,
 }
 
@@ -111,7 +111,7 @@ fn smallest() -> Gemma4Config {
     }
 }
 
-/// Returns the model's logits for three tokens. One token is the last of the vocabulary.
+/// Returns the model's logits for three tokens. The middle token is the last token of the vocabulary.
 fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     let last = model.config().vocab_size as i32 - 1;
     let tokens = Tensor::<2, Int>::from_data([[0, last, 0]], &model.device());
@@ -119,10 +119,10 @@ fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
     Ok(logits.into_data().iter::<f32>().collect())
 }
 
-/// Removes the file at `path` and writes it again. Overwriting would take a hundred times as long on some file systems, which
-/// flush overwritten files to disk at once.
+/// Removes the file at `path` and then writes it. Overwriting the file would take a hundred times as long on some file systems,
+/// which flush overwritten files to disk at once.
 fn write(path: &Path, contents: &[u8]) {
-    // The file does not exist before the first write, so a failure is ignored.
+    // An error is ignored, because the file does not exist before the first write.
     let _ = fs::remove_file(path);
     fs::write(path, contents).expect("the file is writable");
 }
@@ -154,7 +154,8 @@ fn safetensors() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors", input))
 }
 
-/// Returns a reader of GGUF checkpoints. The reader loads the model, and uses the checkpoint's chat template and tokenizer too.
+/// Returns a reader of GGUF checkpoints. The reader loads the model and computes logits. Then it uses the checkpoint's chat
+/// template and tokenizer.
 fn gguf() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("model.gguf");
@@ -170,7 +171,8 @@ fn gguf() -> Read {
     })
 }
 
-/// Returns a reader of checkpoints in compressed-tensors. An input holds `config.json` and `model.safetensors`.
+/// Returns a reader of checkpoints in the format compressed-tensors. An input holds the contents of `config.json` and
+/// `model.safetensors`.
 fn packed() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     Box::new(move |input| {
@@ -184,15 +186,15 @@ fn packed() -> Read {
     })
 }
 
-/// Splits an input into its JSON text and the bytes after [`BETWEEN`], which hold the tensors.
+/// Splits an input at the first byte [`BETWEEN`]. Returns the JSON text before this byte and the safetensors file after it.
 fn apart(input: &[u8]) -> (&[u8], &[u8]) {
     let end = input.iter().position(|byte| *byte == BETWEEN);
     let (json, tensors) = input.split_at(end.unwrap_or(input.len()));
     (json, tensors.get(1..).unwrap_or_default())
 }
 
-/// Returns a reader of `model.safetensors.index.json`. The index names the files `first.safetensors` and `second.safetensors`,
-/// which form one model.
+/// Returns a reader of `model.safetensors.index.json`. The folder has the files `first.safetensors` and `second.safetensors`,
+/// which together form one model.
 fn index() -> Read {
     let folder = with_config();
     let corpus = crate::worker::corpus("safetensors");
@@ -209,8 +211,8 @@ fn index() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors.index.json", input))
 }
 
-/// Returns a reader of `config.json` and `generation_config.json`. A valid model configuration must give finite logits, and must
-/// not change if it is written and read again.
+/// Returns a reader of `config.json` and `generation_config.json`. A valid model configuration must give finite logits. The
+/// configuration must also stay the same if it is written and read again.
 fn config() -> Read {
     Box::new(|input| {
         let json = text(input);
@@ -230,8 +232,8 @@ fn config() -> Read {
         if !is_small(&config) {
             return Ok("a large model".into());
         }
-        // A configuration may set any `initializer_range`, even one that gives infinite weights. The check of the logits needs an
-        // ordinary range.
+        // A configuration may set any `initializer_range`, even one that gives infinite weights. The check of the logits needs
+        // an ordinary range.
         let config = Gemma4Config {
             initializer_range: 0.02,
             ..config
@@ -264,8 +266,8 @@ fn is_small(config: &Gemma4Config) -> bool {
     config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
 }
 
-/// Returns a reader of a drafter's `config.json`. A valid drafter must draft tokens for a model whose keys and values it can
-/// read.
+/// Returns a reader of a drafter's `config.json`. If the configuration is valid, a drafter with it must draft tokens for a
+/// model whose KV cache fits the drafter.
 fn drafter() -> Read {
     Box::new(|input| {
         let config = said(DrafterConfig::from_json(&text(input)))?;
@@ -357,13 +359,14 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // The description is a run of letters as long as the rendered text, up to a limit. The worker therefore keeps an input
-        // for each new length.
+        // The description is a run of letters as long as the rendered text, up to a limit. Descriptions of different lengths
+        // differ, so the worker keeps an input for each new length.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }
 
-/// Returns the model in the corpus of the format `safetensors`, and the folder that the model was loaded from.
+/// Returns the folder from which the model was loaded, and the model. The model's weights come from the corpus of the format
+/// `safetensors`.
 fn of_corpus() -> (TempDir, Gemma4Model) {
     let base = with_config();
     let corpus = crate::worker::corpus("safetensors");
@@ -373,7 +376,7 @@ fn of_corpus() -> (TempDir, Gemma4Model) {
     (base, model.expect("the model is valid"))
 }
 
-/// Returns a reader of session files for the corpus's model. The reader continues each session by one token.
+/// Returns a reader of session files for the model of [`of_corpus`]. The reader continues each session by one token.
 fn session() -> Read {
     let (folder, model) = of_corpus();
     let path = folder.path().join("session.safetensors");
@@ -389,8 +392,8 @@ fn session() -> Read {
     })
 }
 
-/// Returns a reader of LoRA adapters. An input holds `adapter_config.json` and `adapter_model.safetensors`, and the reader merges
-/// the adapter into the corpus's model.
+/// Returns a reader of LoRA adapters. An input holds `adapter_config.json` and `adapter_model.safetensors`. The reader merges
+/// the adapter into the model of [`of_corpus`].
 fn adapter() -> Read {
     let (base, model) = of_corpus();
     Box::new(move |input| {
@@ -407,7 +410,7 @@ fn adapter() -> Read {
     })
 }
 
-/// Returns a reader of JSON Lines with examples for fine-tuning.
+/// Returns a reader of JSON Lines files that hold examples for fine-tuning.
 fn jsonl() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
     let path = folder.path().join("data.jsonl");

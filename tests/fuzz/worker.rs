@@ -1,4 +1,5 @@
-//! The worker process, which fuzzes one format. It reads inputs one after the other until its time is up or an input kills it.
+//! The worker process, which fuzzes one format. The worker reads inputs one after the other until its time is up or an input
+//! kills the process.
 
 use crate::{mutation, supervision::Note, targets::Target};
 use rand::{Rng, SeedableRng, rngs::StdRng};
@@ -10,11 +11,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Largest number of broken inputs that are kept in memory to be broken again. An input is kept if its result was new.
+/// The maximum number of broken inputs that are kept in memory to be mutated further. An input is kept if the description of
+/// its result was new.
 const KEPT: usize = 2048;
-/// Number of words at the start of a message that decide if the message is new.
+/// The number of words at the start of a message that decide if the message is new.
 const WORDS: usize = 8;
-/// Longest input in bytes that is read. Longer inputs are skipped.
+/// The maximum length of an input in bytes. Longer inputs are skipped.
 const LONGEST: usize = 256 << 10;
 
 /// Returns the folder with the corpus of the format `name`.
@@ -24,8 +26,8 @@ pub fn corpus(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Reads the files of the corpus, and then broken inputs for `seconds`. A panic ends the process, even if the code under test
-/// would catch the panic.
+/// Reads the files of the corpus, and then reads broken inputs for `seconds`. A panic aborts the process, even if the code
+/// under test would catch the panic.
 pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let to_stderr = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -56,8 +58,8 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let mut random = StdRng::seed_from_u64(seed ^ fingerprint(target.name));
     let end = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < end {
-        // Half of the inputs start from a file of the corpus. The kept inputs alone would drift away from valid files, because
-        // they are broken already.
+        // About half of the new inputs are mutations of files in the corpus. The other half starts from any known input. The
+        // kept inputs are broken already, so mutating only them would lead away from valid files.
         let known = match random.random_bool(0.5) {
             true => &inputs[..of_corpus],
             false => &inputs[..],
@@ -84,12 +86,13 @@ fn files(folder: &Path) -> impl Iterator<Item = PathBuf> {
         .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
         .map(|entry| entry.expect("the folder is readable").path());
     let mut paths: Vec<PathBuf> = entries.collect();
-    // The order of a folder's files differs between machines. With sorted paths, a seed gives the same inputs everywhere.
+    // The order of the files in a folder differs between machines. With sorted paths, a seed gives the same inputs on every
+    // machine.
     paths.sort();
     paths.into_iter()
 }
 
-/// Returns a hash of the first words of a message. Messages that differ only in quoted texts and numbers have equal hashes.
+/// Returns a hash of the first words of a message. The hash ignores quoted texts and numbers.
 fn fingerprint(text: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     text.split(['"', '`', '\''])

@@ -1,5 +1,5 @@
-//! Gradients of LoRA adapters on devices with kernels. The MLP either stores its activations for the backward or
-//! recomputes them, and both give the same gradients.
+//! Tests the gradients of LoRA adapters on devices with kernels. For the backward, the MLP either stores its activations or
+//! recomputes them. Both ways must give the same gradients.
 
 use crate::{
     devices::devices,
@@ -10,12 +10,12 @@ use crate::{
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Gemma4Model, LoadOptions, Quantization};
 
-/// The maximum difference between a device's f32 gradient and that of the processor, relative to the gradient's norm.
-/// Softmax leaves few exact digits in the smallest gradients, which are those of the queries.
+/// The maximum difference between a device's f32 gradient and the CPU's gradient, relative to the gradient's norm. Softmax
+/// leaves only a few exact digits in the smallest gradients, which are the gradients of the queries.
 const TOLERANCE: f64 = 3e-4;
 
-/// The gradients equal those of Burn's own operators on the processor, except for rounding. Recomputed activations give
-/// the same gradients as stored activations.
+/// A device's gradients equal the gradients of Burn's own operators on the CPU, except for rounding. Recomputed activations
+/// give the same gradients as stored activations.
 #[test]
 fn adapter_gradients_with_mlp_recompute_equal_those_with_kept_activations() {
     for form in [Quantization::Stored, Quantization::Q4] {

@@ -1,23 +1,23 @@
-//! A cached text gives the same logits whether it is prefilled at once or in portions. The portions are single tokens,
-//! chunks, and padded batches. The texts are longer than the sliding window, and longer than the block of columns by
-//! which buffers grow. The tests also cover a cache with compact keys, which stores less.
+//! Tests that a cached text gives the same logits if it is prefilled at once or in portions. The portions are single tokens,
+//! chunks, and padded batches. The texts are longer than the sliding window, and longer than the number of slots by which
+//! buffers grow. The tests also cover a cache with compact keys, which stores less.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Gemma4, Gemma4Model, Logits};
 
-/// Creates an empty cache of a model. The second argument has the number of padding columns of each sequence.
+/// A function that creates an empty cache of a model. The second argument holds the number of padding columns of each sequence.
 type NewCache = fn(&Gemma4Model, Vec<usize>) -> Cache;
 
-/// The two kinds of cache, each with a name for messages. The compact cache stores only the rotated columns of keys.
+/// The two kinds of cache, each with a name for error messages. The compact cache stores only the rotated columns of keys.
 const CACHES: [(&str, NewCache); 2] = [
     ("cache", Gemma4Model::cache),
     ("compact cache", Gemma4Model::compact_cache),
 ];
 
-/// Returns both kinds of cache if the model computes values from the key projection. For other models compact keys
-/// change nothing, so the list has one kind.
+/// Returns both kinds of cache if the model computes values from the key projection. In other models, compact keys store
+/// everything, so only the ordinary cache is returned.
 fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
     match gemma.config().attention_k_eq_v {
         true => &CACHES,
@@ -35,8 +35,8 @@ fn at_once(gemma: &Gemma4, sequence: &[u32], device: &Device) -> Vec<f32> {
     )
 }
 
-/// Returns the logits of `sequence` after prefilling `cache` in portions. The list `portions` has the number of tokens
-/// of each portion, and starts again after its end.
+/// Returns the logits of `sequence` after prefilling `cache` in portions. The list `portions` holds the number of tokens of
+/// each portion, and repeats until the sequence ends.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -79,8 +79,8 @@ fn cache_read_by_portions_gives_the_logits_of_one_pass() {
     });
 }
 
-/// A forward pass that computes only the last positions gives the same logits there as a pass over all positions.
-/// Layers that use an earlier layer's keys and values skip the other positions.
+/// A forward that computes only the last positions gives the same logits there as a forward over all positions. Layers that use
+/// the keys and values of an earlier layer skip the other positions.
 #[test]
 fn cache_logits_of_last_positions_equal_the_whole() {
     on_every_device(|fixture, gemma, device| {
@@ -114,8 +114,8 @@ fn cache_logits_of_last_positions_equal_the_whole() {
     });
 }
 
-/// Sequences of different lengths, left-padded to a batch, give the same logits as each sequence alone. The logits also
-/// agree after the ring buffer has overwritten the padding.
+/// Sequences of different lengths, left-padded to a batch, give the same logits as each sequence alone. The logits stay equal
+/// after the ring buffer has overwritten the padding.
 #[test]
 fn cache_padded_batch_equals_single_sequences() {
     on_every_device(|fixture, gemma, device| {
@@ -139,7 +139,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     let vocabulary = gemma.config().vocab_size;
     let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
     let mut start = 0;
-    // For one of the sequences the first portion is only padding. A short portion and single tokens follow.
+    // In one sequence, the first portion consists only of padding. A short portion and single tokens follow.
     for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
         let end = start + portion;
         let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
@@ -161,8 +161,8 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     }
 }
 
-/// The logits stay the same when buffers grow. The sequence has more columns than a block of the growing buffers, so
-/// each buffer moves to a larger one.
+/// The logits stay the same when the cache's buffers grow. The sequence needs more slots than a buffer first allocates, so each
+/// buffer moves to a larger one.
 #[test]
 fn cache_growing_past_its_blocks_keeps_the_logits() {
     for device in devices() {
@@ -184,15 +184,15 @@ fn cache_growing_past_its_blocks_keeps_the_logits() {
     }
 }
 
-/// Sliding layers store the keys and values of one window. Shared KV layers store none, because they use an earlier
-/// layer's keys and values.
+/// Sliding layers store the keys and values of one window. Shared KV layers store no keys and values, because they use those of
+/// an earlier layer.
 #[test]
 fn cache_bytes_equal_window_and_block_sizes() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
-    // The keys and values are f32. Each of two sliding layers has 8 slots of 32 columns. One full layer has a block of
-    // 256 slots of 64 columns.
+    // The factors are 2 for keys and values, and 4 bytes per f32. Each of two sliding layers has 8 slots of 32 columns. One
+    // full layer has a block of 256 slots of 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
         // This model computes its values separately from its keys, so even the compact cache stores complete keys and
@@ -212,7 +212,7 @@ fn cache_bytes_equal_window_and_block_sizes() {
     }
 }
 
-/// Returns the bytes of a cache that holds a fixture's prompt.
+/// Returns the size in bytes of a cache that holds a fixture's prompt.
 fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Device) -> usize {
     let mut cache = cache(gemma.model(), vec![0]);
     assert!(cache.is_empty());
@@ -225,8 +225,8 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
     cache.bytes()
 }
 
-/// The ring buffer of a sliding layer has as many slots as the window has keys, but at most as many as the model has
-/// positions.
+/// The ring buffer of a sliding layer has one slot for each key of the window. If the model has fewer positions than the window
+/// has keys, the ring buffer has one slot for each position.
 #[test]
 fn cache_window_beyond_the_positions_allocates_the_positions() {
     let device = Device::flex();

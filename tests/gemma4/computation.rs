@@ -1,10 +1,10 @@
-//! Every intermediate tensor of a whole forward pass equals that of transformers.
+//! Tests that every intermediate tensor of a whole forward equals the same tensor in transformers.
 
 use crate::fixture::{Fixture, on_every_device, tokens};
 use burn::tensor::Tensor;
 use burn_gemma4::observe::{LayerSite, Observer, Site};
 
-/// Compares the observed tensors with the fixture.
+/// An observer that compares the tensors of a forward with the tensors in the fixture.
 struct Comparison<'a> {
     fixture: &'a Fixture,
     device: &'a str,
@@ -38,8 +38,8 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // transformers returns the last layer's output only after the final norm. The output before the norm
-            // therefore has no reference and is not compared.
+            // transformers returns the last layer's output only after the final norm. The fixture therefore has no such output
+            // without the norm, and this tensor is not compared.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }
@@ -60,8 +60,8 @@ fn forward_every_intermediate_tensor_equals_transformers() {
             .expect("the tokens are in the vocabulary");
         let what = format!("{} {} logits", fixture.name, device.name);
         fixture.reference("logits").assert_close(logits, &what);
-        // The comparison covers the embedding and the final norm. It also covers at least queries, attention output and
-        // MLP output of each layer.
+        // The comparison covers the embedding and the final norm. For each layer, it also covers at least the queries, the
+        // attention output and the MLP output.
         let layers = gemma.config().num_layers();
         assert!(comparison.compared >= 2 + 3 * layers, "{what}");
     });

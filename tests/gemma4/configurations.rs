@@ -1,12 +1,12 @@
-//! Values in `config.json` that no model has. Each gives one clear error before any allocation, indexing or division
-//! uses the value.
+//! Tests `config.json` files with values that no model has. Each such value gives one clear error before any allocation,
+//! indexing or division uses it.
 
 use crate::fixture::folder;
 use burn_gemma4::{Gemma4Config, Gemma4Error};
 use serde_json::{Value, json};
 use std::fs;
 
-/// Reads a fixture's configuration with some fields replaced; `a.b` is the field `b` of `a`.
+/// Reads a fixture's configuration after replacing some fields. The path `a.b` names the field `b` of `a`.
 fn read(fixture: &str, changes: &[(&str, Value)]) -> Result<Gemma4Config, Gemma4Error> {
     let text =
         fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
@@ -53,8 +53,8 @@ fn config_token_outside_the_vocabulary_is_refused() {
     }
 }
 
-/// A per-layer table with fewer rows than the vocabulary is refused, because every token needs a row in both embedding
-/// tables.
+/// A per-layer table with fewer rows than the vocabulary is refused, because every token needs a row in this table and in the
+/// token embedding table.
 #[test]
 fn config_short_per_layer_table_is_refused() {
     for rows in [0, 1, 319] {
@@ -67,7 +67,7 @@ fn config_short_per_layer_table_is_refused() {
             &["vocab_size_per_layer_input", "vocab_size is 320"],
         );
     }
-    // A model without per-layer embeddings has no table of them, so it needs no rows.
+    // A model without per-layer embeddings has no per-layer table, so it needs no rows.
     let changes = [
         ("vocab_size_per_layer_input", json!(0)),
         ("hidden_size_per_layer_input", json!(0)),
@@ -128,7 +128,7 @@ fn config_absurd_size_is_refused() {
     check(&wide, &["moe_intermediate_size", "4611686018427387904"]);
 }
 
-/// Sizes whose product overflows are refused, although each of the sizes is possible alone.
+/// Sizes whose product overflows are refused, although each size alone is possible.
 #[test]
 fn config_overflowing_product_of_sizes_is_refused() {
     let wide = json!(1_u64 << 30);
@@ -192,7 +192,8 @@ fn config_field_of_wrong_type_is_named_with_its_path() {
     );
 }
 
-/// Scaling in the older field `rope_scaling` is refused, and so is a factor that transformers ignores.
+/// A configuration with scaling in the older field `rope_scaling` is refused. A scaling factor that transformers would ignore
+/// is refused too.
 #[test]
 fn config_rope_scaling_is_obeyed_or_refused() {
     for scaling in [

@@ -1,6 +1,6 @@
-//! Decoding a text token by token gives the same logits as one forward pass over it. The cases run the decode kernels
-//! and the layers, with and without CUDA graph capture, for one or several sequences of equal or different lengths. The
-//! texts exceed the window and the allocated buffers, for both kinds of cache.
+//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases run the decode
+//! kernels and the layers, with and without CUDA graph capture. The batches have one or several sequences of equal or different
+//! lengths. The texts exceed the window and the allocated buffers, for both kinds of cache.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -8,7 +8,8 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, DecodeMode, Gemma4, GenerateOptions, Logits, Prompt, Sampling};
 use std::ops::ControlFlow;
 
-/// Fixtures with batch sizes: one sequence, a few, the maximum of the decode kernels, and more than that.
+/// The fixtures with the batch sizes to test: one sequence, a few, the maximum of the decode kernels, and more than this
+/// maximum.
 const FIXTURES: [(&str, &[usize]); 4] = [
     ("dense-ple", &[1, 3, 8, 9]),
     ("dense-keqv", &[2]),
@@ -21,7 +22,7 @@ fn has_kernels(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Prefills `cache` with the first `prefix` columns of `rows` in one pass, and decodes the other columns. Returns the
+/// Prefills `cache` with the first `prefix` columns of `rows` in one forward, and decodes the remaining columns. Returns the
 /// logits of each step, `[batch · vocabulary]`, and the execution mode of each step.
 fn decode(
     gemma: &Gemma4,
@@ -118,8 +119,8 @@ fn decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// Left-padded sequences of a batch give the same logits as each sequence alone. No kernel may read the padding. The
-/// padding has ordinary tokens, so a kernel that reads it would change the logits.
+/// Left-padded sequences of a batch give the same logits as each sequence alone. No kernel may read the padding. The padding
+/// consists of ordinary tokens, so a kernel that reads it would change the logits.
 #[test]
 fn decode_left_padded_batch_equals_single_sequences() {
     for device in devices() {
@@ -154,7 +155,7 @@ fn decode_left_padded_batch_equals_single_sequences() {
             first.expect("the step succeeds");
             let mut found: Vec<Vec<f32>> = Vec::new();
             let mut modes = Vec::new();
-            // Between the two decoders, the model's layers process one column without the decode kernels. The layers
+            // Between the runs of the two decoders, one step runs the model's layers without the decode kernels. The layers
             // must find the cache columns that the first decoder wrote.
             for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
                 let mut decoder = model.decoder(&mut cache);
@@ -193,7 +194,7 @@ fn decode_left_padded_batch_equals_single_sequences() {
     }
 }
 
-/// A batch of prompts of different lengths gives each prompt the same answer as alone, greedy or sampled.
+/// In a batch of prompts of different lengths, each prompt gets the same answer as alone, greedy or sampled.
 #[test]
 fn generate_batch_of_ragged_prompts_equals_single_prompts() {
     for device in devices() {

@@ -1,6 +1,6 @@
-//! Speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
-//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. The texts
-//! are greedy and sampled, in passes with few rows (decode kernels) and with more rows than the decode kernels support.
+//! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
+//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. The texts are greedy
+//! and sampled. The passes have few rows, which the decode kernels support, or more rows than that.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -17,8 +17,9 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns four prompts. After the first prompt, the lookup finds many draft tokens, because the prompt contains its
-/// own answer. After the second, it finds some, because the model repeats itself. After the others, it finds few.
+/// Returns four prompts. After the first prompt, the lookup finds many draft tokens, because the prompt contains its own
+/// answer. After the second prompt, it finds some draft tokens, because the model repeats itself. After the last two prompts,
+/// it finds few draft tokens.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -94,7 +95,7 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// A batch of ten sequences leaves no rows of a pass for draft tokens. The decoder then uses draft tokens only if
+/// In a batch of ten sequences, a pass has no rows left for draft tokens. The decoder then uses draft tokens only if
 /// `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
@@ -113,8 +114,8 @@ fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     }
 }
 
-/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the processor
-/// only, because the host samples the tokens of a pass with several rows per sequence on every device.
+/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only. Other
+/// devices would add nothing, because the host samples the tokens if a pass has several rows per sequence.
 #[test]
 fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -141,8 +142,8 @@ fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     }
 }
 
-/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token, also between accepted
-/// draft tokens. The ended sequence stays in the batch until all other sequences have ended.
+/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token. The stop token may lie between
+/// accepted draft tokens. The ended sequence stays in the batch until all other sequences have ended.
 #[test]
 fn drafted_batch_sequences_end_separately() {
     for device in devices() {
@@ -171,9 +172,9 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// Batches with a drafter give the same texts as without. The first model writes a fixed chain of tokens, and its
-/// drafter knows the chain, so the model accepts draft tokens in all sequences. Each sequence begins at another
-/// position of the chain. The other models and drafters have random weights, so they reject most draft tokens.
+/// Batches with a drafter give the same texts as without a drafter. The first model writes a fixed chain of tokens, and its
+/// drafter knows the chain. So this model accepts draft tokens in all sequences. Each sequence begins at another position of
+/// the chain. The other models and drafters have random weights, so they reject most draft tokens.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

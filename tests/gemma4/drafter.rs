@@ -1,6 +1,6 @@
-//! Drafters, the small models that compute draft tokens. Their draft tokens and hidden states equal those of
-//! transformers on the same tiny checkpoints, with both kinds of output head. A text generated with a drafter equals
-//! the text without it. A drafter that does not fit the model is refused, and the error names the difference.
+//! Tests drafters, the small models that compute draft tokens. On the same tiny checkpoints, their draft tokens and hidden
+//! states equal the results of transformers, with both kinds of output head. A text generated with a drafter equals the text
+//! without it. A drafter that does not fit the model is refused, and the error names the difference.
 
 mod refused;
 
@@ -14,8 +14,8 @@ use burn_gemma4::{
 };
 use std::{collections::HashMap, ops::ControlFlow};
 
-/// Drafters with their target models. The first drafter's output head searches groups of tokens, and the second's has
-/// no groups.
+/// The drafters with their target models. The output head of the first drafter searches groups of tokens, and the output head
+/// of the second drafter has no groups.
 const PAIRS: [(&str, &str); 2] = [
     ("assistant-ple", "dense-ple"),
     ("assistant-keqv", "dense-keqv"),
@@ -36,9 +36,9 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// A drafter gives the draft tokens and hidden states of transformers. The reference has results for two windows: the
-/// exact sliding window, and one key more, which transformers uses. The test compares with those of the exact window
-/// (`strict_window`), because this project's queries see exactly the keys of the window.
+/// A drafter gives the draft tokens and hidden states of transformers. The reference file has results for two windows: the
+/// exact sliding window, and a window with one more key, which transformers uses. The test compares with the results of the
+/// exact window (`strict_window`), because this project's queries see exactly the keys of the window.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
@@ -61,8 +61,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
                         .expect("the step succeeds");
                     let mut decoder = model.decoder(&mut cache);
                     if spare > 0 {
-                        // The decoder processes four tokens and forgets them again. The next step must not depend on
-                        // the forgotten columns.
+                        // The decoder processes four tokens and forgets their cache columns again. The next step must not
+                        // depend on the forgotten columns.
                         decoder
                             .read(&[*last, 50, 60, 70])
                             .expect("the pass succeeds");
@@ -90,8 +90,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
     }
 }
 
-/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The caches have eight
-/// spare slots for rejected tokens, or none.
+/// A CUDA graph that computes draft tokens gives the same draft tokens as separate launches. The caches have either eight spare
+/// slots for rejected tokens or no spare slots.
 #[test]
 fn drafter_replayed_round_equals_direct_round() {
     for device in devices() {
@@ -155,10 +155,9 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// Draft tokens that stay on the device until the model's pass verifies them give the same results as draft tokens that
-/// the host passes on. Two decoders process a text longer than the window, one with each kind of draft tokens. The test
-/// chooses which row of a pass counts as the last accepted token. Both decoders continue from that row's hidden state
-/// and forget the rows after it.
+/// Draft tokens can stay on the device until the model's pass verifies them, or the host can pass them on. Both ways give the
+/// same results. Two decoders process a text longer than the window, one decoder per way. The test chooses which row of a pass
+/// counts as the last accepted token. Both decoders continue from the hidden state of that row and forget the rows after it.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
@@ -307,8 +306,8 @@ fn drafter_of_gguf_model_leaves_the_text_unchanged() {
     );
 }
 
-/// A drafter does not change a greedy or sampled text. These drafters have random weights, so the model rejects nearly
-/// all draft tokens.
+/// A drafter changes neither a greedy nor a sampled text. The drafters of this test have random weights, so the model rejects
+/// nearly all draft tokens.
 #[test]
 fn drafter_of_random_weights_leaves_the_text_unchanged() {
     for device in devices() {
@@ -342,7 +341,7 @@ fn drafter_of_random_weights_leaves_the_text_unchanged() {
     }
 }
 
-/// A drafter that knows the model's text has all of its draft tokens accepted. The text also ends correctly between two
+/// If a drafter knows the model's text, the model accepts all of its draft tokens. The text also ends correctly between two
 /// draft tokens of a pass.
 #[test]
 fn drafter_with_right_tokens_accepts_all() {
@@ -378,7 +377,7 @@ fn drafter_with_right_tokens_accepts_all() {
             assert_eq!(found.finish_reason, FinishReason::Stop);
             assert_eq!(session.len(), end);
         }
-        // If all draft tokens are accepted, the adaptive number of draft tokens grows.
+        // If all draft tokens are accepted, the adaptive number of draft tokens per pass grows.
         let options = GenerateOptions {
             draft_tokens: None,
             ..options

@@ -1,6 +1,6 @@
-//! Speculative decoding: the generated text equals the text without draft tokens. Texts are greedy or sampled, and some
-//! stop between accepted draft tokens. A draft token is a guess of a next token, which the model's next pass accepts or
-//! rejects.
+//! Tests speculative decoding: the generated text equals the text without draft tokens. A draft token is a guess of a next
+//! token, which the model's next pass accepts or rejects. Texts are greedy or sampled, and some texts stop between accepted
+//! draft tokens.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -10,7 +10,7 @@ use burn_gemma4::{
 };
 use std::ops::ControlFlow;
 
-/// The numbers of draft tokens per pass. `None` lets the decoder adapt the number.
+/// The numbers of draft tokens per pass that the tests use. `None` lets the decoder adapt the number.
 const PACES: [Option<usize>; 4] = [None, Some(1), Some(3), Some(8)];
 
 fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Generation {
@@ -27,8 +27,8 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// Returns the fixture's prompt and answer, and then both again up to the answer's eighth token. The lookup in earlier
-/// text finds draft tokens for the rest of the answer.
+/// Returns the fixture's prompt and answer, followed by the prompt again and the first eight tokens of the answer. The lookup
+/// in earlier text finds draft tokens for the rest of the answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],
@@ -60,8 +60,8 @@ pub fn assert_same(found: &Generation, expected: &Generation, what: &str) {
 #[test]
 fn drafts_greedy_tokens_equal_those_without() {
     on_every_device(|fixture, gemma, device| {
-        // Devices with kernels compile and tune new kernels for every number of rows, so fewer of the `PACES` run
-        // there.
+        // On devices with kernels, only some of the `PACES` run, because these devices compile and tune new kernels for every
+        // number of rows.
         let paces = match device.device == Device::flex() {
             true => &PACES[..],
             false => &[None, Some(8)],
@@ -88,8 +88,8 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// With draft tokens, penalties, suppressed tokens, min-p and all other sampling options still apply to the text before
-/// each token. The random numbers are drawn in the same order as without draft tokens.
+/// Penalties, suppressed tokens, min-p and all other sampling options depend on the text before each token, also if draft
+/// tokens are part of this text. The random numbers are drawn in the same order as without draft tokens.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -138,8 +138,8 @@ fn drafts_seed_gives_the_tokens_without_drafts() {
     assert!(accepted > 0);
 }
 
-/// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the
-/// second and third token of many texts with the expected counts. These follow from the model's probabilities of each
+/// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the second
+/// and third token of many texts with the expected counts. The expected counts follow from the model's probabilities of each
 /// token after the tokens before it. All but five tokens of the vocabulary are suppressed.
 #[test]
 fn drafts_sampled_tokens_have_the_models_distribution() {
@@ -152,8 +152,8 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     let suppress_tokens: Vec<u32> = (0..gemma.config().vocab_size as u32)
         .filter(|token| !VOCABULARY.contains(token))
         .collect();
-    // Each token occurs in the prompt after itself and before itself, so the lookup probably finds draft tokens for any
-    // first token.
+    // In the prompt, every token of `VOCABULARY` occurs twice in a row and is followed by other tokens. The lookup therefore
+    // probably finds draft tokens for any first token.
     let [a, b, c, d, e] = VOCABULARY;
     let prompt = [a, b, b, a, c, c, a, d, d, a, e, e, a, a, a];
 
@@ -225,8 +225,8 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     );
 }
 
-/// A text can end at any token and at any position of a pass: by cancellation, a stop token, a stop string, or the
-/// maximum number of tokens. The session then contains exactly the tokens before the last one.
+/// A text can end at any token and at any position of a pass: by cancellation, a stop token, a stop string, or the maximum
+/// number of tokens. The session then contains exactly the tokens before the last token of the text.
 #[test]
 fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {
@@ -293,8 +293,8 @@ fn drafts_text_ends_between_accepted_tokens() {
     }
 }
 
-/// Generates a text with drafts, and asserts that its tokens are `expected`. The callback stops the generation after
-/// `most` tokens. The function also asserts that the session continues after these tokens.
+/// Generates a text with draft tokens, and asserts that its tokens are `expected`. The callback stops the generation after
+/// `most` tokens. The function also asserts that the session can continue after the generated tokens.
 #[track_caller]
 fn ends(
     gemma: &Gemma4,

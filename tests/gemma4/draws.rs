@@ -1,6 +1,6 @@
-//! Sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have hostile logits,
-//! every cut (top-k, top-p, min-p), and every dtype. Another test checks the distribution. Generated texts are the same
-//! too, with or without graph capture, with penalties, alone and in batches.
+//! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have hostile logits,
+//! every cut (top-k, top-p, min-p), and every dtype. Another test checks the distribution of the drawn tokens. Generated texts
+//! are the same too, with or without graph capture, with penalties, alone and in batches.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -19,7 +19,7 @@ fn fresh() -> u64 {
     seed
 }
 
-/// Returns the next pseudo-random number from 0 to 1.
+/// Returns the next pseudo-random number, at least 0 and less than 1.
 fn uniform(state: &mut u64) -> f32 {
     *state = state
         .wrapping_mul(6_364_136_223_846_793_005)
@@ -34,7 +34,7 @@ fn sampling(temperature: f32) -> Sampling {
     }
 }
 
-/// Returns samplers with different seeds.
+/// Returns `count` samplers with different seeds.
 fn samplers(sampling: &Sampling, count: usize, seed: u64) -> Vec<Sampler> {
     (0..count as u64)
         .map(|row| {
@@ -55,7 +55,7 @@ fn draw(rows: &[Vec<f32>], samplers: &mut [Sampler], dtype: DType, device: &Devi
         .expect("the tokens are valid")
 }
 
-/// Rounds the rows to a dtype.
+/// Rounds the elements of the rows to `dtype`.
 fn rounded(rows: &[Vec<f32>], dtype: DType) -> Vec<Vec<f32>> {
     let round = |value: &f32| match dtype {
         DType::F16 => burn::tensor::f16::from_f32(*value).to_f32(),
@@ -66,7 +66,7 @@ fn rounded(rows: &[Vec<f32>], dtype: DType) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// Returns every cut (top-k, top-p, min-p), alone and together.
+/// Returns sampling options with each cut (top-k, top-p, min-p) alone and with several cuts together.
 fn cuts() -> Vec<Sampling> {
     let of = |temperature, top_k, top_p, min_p| Sampling {
         top_k,
@@ -81,13 +81,13 @@ fn cuts() -> Vec<Sampling> {
         of(1.0, None, None, Some(0.2)),
         of(2.0, Some(40), Some(0.6), Some(0.05)),
         of(1e-30, None, Some(0.5), None),
-        // Devices may flush this temperature to 0, because it is subnormal.
+        // A device may flush this temperature to 0, because it is a subnormal number.
         of(1e-40, None, Some(0.9), Some(0.1)),
         of(1e30, Some(300), Some(1e-6), None),
     ]
 }
 
-/// Returns rows of `columns` logits with hard cases: ties, zeros of both signs, NaN, infinities.
+/// Returns rows of `columns` logits with hard cases: ties, zeros of both signs, NaN, and infinities.
 fn hostile(columns: usize, state: &mut u64) -> Vec<Vec<f32>> {
     let (nothing, infinity) = (f32::NEG_INFINITY, f32::INFINITY);
     let mut any = |make: &dyn Fn(f32) -> f32| -> Vec<f32> {
@@ -119,7 +119,7 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
     for device in devices() {
         for dtype in [DType::F32, DType::F16] {
             let (mut drawn, mut others) = (0, 0);
-            // A row of the first two sizes is one chunk, which one cube processes. A row of the last size has several
+            // With 1 or 300 columns, a row is one chunk, which one cube processes. With 9,001 columns, a row has several
             // chunks.
             for columns in [1, 300, 9_001] {
                 let rows = rounded(&hostile(columns, &mut state), dtype);
@@ -140,8 +140,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently. This moves the bound between the intervals of random numbers
-            // of two tokens by a millionth, so a single draw may differ.
+            // Devices may round exponentials differently. Two neighboring tokens share a boundary between their intervals of
+            // random numbers. Rounding moves this boundary by a millionth, so a single draw may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -178,7 +178,7 @@ fn sampling_kernel_over_a_whole_vocabulary_draws_the_tokens_of_the_host() {
     }
 }
 
-/// Returns the tokens that top-k, then top-p, then min-p keep, by a complete sort in f64.
+/// Returns the tokens that remain after top-k, then top-p, then min-p. The function sorts all tokens and computes in f64.
 fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
     let mut order: Vec<usize> = (0..logits.len())
         .filter(|token| logits[*token] > f32::NEG_INFINITY)
@@ -208,8 +208,8 @@ fn kept(logits: &[f32], sampling: &Sampling) -> BTreeSet<u32> {
         .collect()
 }
 
-/// The kernel draws exactly the tokens that the cuts keep by definition. The kept tokens have nearly equal
-/// probabilities, so 1,000 draws contain each of them.
+/// The kernel draws exactly the tokens that the definitions of the cuts keep. The kept tokens have nearly equal probabilities,
+/// so 1,000 draws contain each kept token.
 #[test]
 fn sampling_kernel_keeps_the_tokens_of_the_host() {
     const DRAWS: usize = 1_000;
@@ -251,8 +251,8 @@ fn sampling_kernel_keeps_the_tokens_of_the_host() {
     }
 }
 
-/// The drawn tokens have the distribution that the logits give. Pearson's chi-square statistic must stay below a limit
-/// that it exceeds by chance in one of a million runs.
+/// The drawn tokens have the distribution that the logits define. Pearson's chi-square statistic must stay below a limit. By
+/// chance, the statistic exceeds this limit in one of a million runs.
 #[test]
 fn sampling_draws_have_the_right_distribution() {
     const ROWS: usize = 2_500;
@@ -288,8 +288,8 @@ fn sampling_draws_have_the_right_distribution() {
                 (f64::from(counts[*token as usize]) - expected).powi(2) / expected
             });
             let statistic: f64 = terms.sum();
-            // The limit is the chi-square distribution's quantile at 4.75 standard deviations, by Wilson's and
-            // Hilferty's approximation.
+            // The limit is the quantile of the chi-square distribution at 4.75 standard deviations, by Wilson's and Hilferty's
+            // approximation.
             let freedom = (kept.len() - 1) as f64;
             let spread = 2.0 / (9.0 * freedom);
             let limit = freedom * (1.0 - spread + 4.75 * spread.sqrt()).powi(3);
@@ -315,7 +315,7 @@ fn sampling_row_without_finite_logits_is_an_error() {
     }
 }
 
-/// With a subnormal repetition penalty, the token that was read before becomes the most probable one. A device may
+/// With a subnormal repetition penalty, a token that the sampler has read before becomes the most probable token. A device may
 /// flush the penalty to 0, and a logit of 0 divided by 0 would be NaN.
 #[test]
 fn sampling_subnormal_penalty_is_applied() {
@@ -361,8 +361,8 @@ fn sampling_with_too_few_samplers_is_refused() {
     assert!(error.is_err());
 }
 
-/// Returns the generated texts twice: first sampled by kernels, then sampled on the host, because logprobs are
-/// requested.
+/// Returns the generated texts twice: sampled by kernels, and sampled on the host. Sampling takes place on the host if logprobs
+/// are requested.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {
         let options = GenerateOptions {
@@ -418,7 +418,7 @@ fn sampling_kernel_texts_equal_those_of_the_host() {
     }
 }
 
-/// The samplers are created without a validation of their options, so the draw itself must refuse wrong options.
+/// A sampler is created without checking its options, so the draw itself must refuse invalid options.
 #[test]
 fn sampling_invalid_options_are_refused() {
     for device in devices() {
@@ -438,7 +438,7 @@ fn sampling_invalid_options_are_refused() {
     }
 }
 
-/// If one row has no token that can be drawn, the state of all samplers stays unchanged.
+/// If one row of a batch has no token that can be drawn, no sampler of the batch changes its state.
 #[test]
 fn sampling_failed_draw_leaves_samplers_unchanged() {
     let seed = fresh();

@@ -1,5 +1,5 @@
-//! Ends of texts and kinds of text. The tests cover stop strings that begin or end inside tokens, thoughts and tool
-//! calls apart from the answer, and cancellation during the prefill.
+//! Tests how texts end, and which kind each piece of a text has. The tests cover stop strings that begin or end inside tokens,
+//! and cancellation during the prefill. The tests also cover thoughts and tool calls, which are separated from the answer.
 
 use crate::fixture::{Fixture, greedy};
 use crate::programs::folder::{Folder, WRITING, written};
@@ -25,8 +25,7 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
 
 const X: u32 = 304;
 const BYTE: u32 = 24;
-/// A chain of tokens that the model writes one after the other: `x`, `the cat`, `É!` in bytes, a special token, and
-/// `hand`.
+/// The chain of tokens that the model writes one after the other: `x`, `the cat`, `É!` in bytes, a special token, and `hand`.
 const CHAIN: [u32; 12] = [
     X,
     315,
@@ -58,7 +57,7 @@ fn stop_string_ends_the_text() {
     assert_eq!(whole.text, "the catÉ!hand");
     assert_eq!(whole.finish_reason, FinishReason::Length);
     for (strings, count) in [
-        // The stop string lies inside a token, and the text keeps the whole token.
+        // The stop string lies inside a token. The generated text keeps the whole token.
         (&["h"][..], 1),
         (&["e c"], 3),
         (&["the cat"], 5),
@@ -87,7 +86,7 @@ fn stop_string_ends_the_text() {
     assert_eq!(until(&["É"]).text, "the catÉ");
 }
 
-/// Only generated text is compared with the stop strings.
+/// A stop string in the prompt has no effect, because only generated text is compared with the stop strings.
 #[test]
 fn stop_string_in_the_prompt_is_ignored() {
     let gemma = writer(&CHAIN);
@@ -139,7 +138,7 @@ fn generation_separates_answer_thoughts_and_tool_calls() {
     assert_eq!(of_kind(TextKind::ToolCall), written::TOOL_CALL);
 }
 
-/// A prompt that ends inside a thought is continued inside that thought.
+/// If a prompt ends inside a thought, the generated text continues this thought.
 #[test]
 fn generation_continues_a_thought_of_the_prompt() {
     const CHANNEL: u32 = 13;

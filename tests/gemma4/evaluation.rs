@@ -1,5 +1,5 @@
-//! The program `evaluate` and its library function. The cost of a text equals the loss of transformers. Each token
-//! counts once, however documents are divided into windows and rows. In conversations only the trained tokens count.
+//! Tests the program `evaluate` and its library function. The cost of a text equals the loss of transformers. Each token counts
+//! once, regardless of how documents are divided into windows and rows. In conversations, only the trained tokens count.
 
 use crate::{
     devices::devices,
@@ -59,8 +59,8 @@ fn assert_close(found: f64, expected: f64, what: &str) {
 #[test]
 fn evaluation_loss_equals_transformers() {
     for device in devices() {
-        // A device with kernels computes the losses of all fixtures by the same kernels, so one fixture is enough
-        // there.
+        // A device with kernels uses the same kernels for the losses of all fixtures, so one fixture is enough on such a
+        // device.
         let count = if device.name == "flex" { usize::MAX } else { 1 };
         for fixture in Fixture::all().take(count) {
             let Some(expected) = fixture.gradients() else {
@@ -76,7 +76,8 @@ fn evaluation_loss_equals_transformers() {
     }
 }
 
-/// Returns the sum of the cross entropies of the last `counted` tokens, computed from all logits in f64.
+/// Returns the sum of the cross entropies of the last `counted` tokens in `text`. The function computes the sum from all logits
+/// in f64.
 fn definition(gemma: &Gemma4, text: &[u32], counted: usize) -> f64 {
     let logits = gemma.model().forward(tokens(&[text], &gemma.device()));
     let logits = values(logits.expect("the tokens are in the vocabulary"));
@@ -100,8 +101,8 @@ fn evaluation_in_windows_and_shared_rows_equals_the_definition() {
     };
     let long = random(21, 5);
     let (length, stride) = (8, 3);
-    // The first window counts all its tokens, the next windows count 3 tokens each, and the last window counts one
-    // token. Each later window starts with the text's first token, and its uncounted tokens are context.
+    // The cost includes all tokens of the first window, 3 tokens of each of the next windows, and one token of the last window.
+    // Each later window starts with the text's first token, and its other uncounted tokens are context.
     let mut expected = definition(&gemma, &long[..8], 7);
     for (end, counted) in [(11, 3), (14, 3), (17, 3), (20, 3), (21, 1)] {
         let window = [&long[..1], &long[end - 7..end]].concat();
@@ -139,8 +140,8 @@ fn evaluation(model: &Path, data: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// `evaluate` reports the cross entropy of each document and of all documents. The cross entropy is lower with the
-/// adapter that `finetune` has trained, and about the same with quantized weights.
+/// `evaluate` reports the cross entropy of each document and of all documents together. An adapter that `finetune` has trained
+/// lowers the cross entropy. Quantized weights hardly change it.
 #[test]
 fn evaluate_reports_the_validation_loss_of_finetune() {
     let base = Folder::copy("dense-ple");
@@ -158,8 +159,8 @@ fn evaluate_reports_the_validation_loss_of_finetune() {
     assert_eq!(documents.len(), 200);
     assert_eq!(documents[199]["line"], 200);
     let of = |told: &Value| told["cross_entropy"].as_f64().expect("field is a number");
-    // Every fifth document has the same text. Its copies lie at different positions of their rows, where a GEMM on the
-    // processor may accumulate in another order.
+    // Every fifth document has the same text. The equal documents lie at different positions of their rows, and a GEMM on the
+    // CPU may add in another order at another position.
     let (first, fifth) = (of(&documents[0]), of(&documents[5]));
     let error = (first - fifth).abs();
     assert!(
@@ -228,7 +229,7 @@ fn evaluate_wrong_arguments_are_refused() {
     }
 }
 
-/// A text has one BOS and one EOS token, whether its author wrote them or not.
+/// A text has one BOS and one EOS token, regardless of the BOS and EOS tokens that the file contains.
 #[test]
 fn documents_have_one_bos_and_one_eos() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);

@@ -1,6 +1,6 @@
-//! A mixture of experts (MoE) gives the same results on kernels as on the host, for sizes that no tile divides. The
-//! tests compare the selected experts, including ties, the logits of one pass and of decode steps, and every gradient.
-//! Experts that no token selects have gradients of zero, and two runs give equal bits.
+//! Tests that a mixture of experts (MoE) gives the same results with kernels as on the host. The sizes are no multiples of a
+//! tile. The tests compare the selected experts, including ties, the logits of one forward and of decode steps, and every
+//! gradient. Experts that no token selects have gradients of zero. Two runs give bitwise equal results.
 
 use crate::{
     devices::devices,
@@ -18,10 +18,10 @@ use burn_gemma4::{
 };
 use std::collections::BTreeMap;
 
-/// Number of tokens in the vocabulary.
+/// The number of tokens in the vocabulary.
 const VOCABULARY: usize = 320;
 
-/// Sizes of a mixture of experts and length of a text.
+/// The sizes of a mixture of experts, and the length of the test's text.
 struct Case {
     num_experts: usize,
     top_k_experts: usize,
@@ -31,8 +31,8 @@ struct Case {
     tied: bool,
 }
 
-/// All tokens select the same two experts, because all probabilities are equal. There are more tokens than rows in a
-/// tile, and the experts' width of 7 is no multiple of a tile.
+/// A case in which all tokens select the same two experts, because all probabilities are equal. The number of tokens exceeds
+/// the rows of a tile, and the experts' width of 7 is no multiple of a tile.
 const TIED: Case = Case {
     num_experts: 9,
     top_k_experts: 2,
@@ -41,8 +41,8 @@ const TIED: Case = Case {
     tied: true,
 };
 
-/// Decode cases, each with its batch size. In the first case, each token selects every expert. In the second case, the
-/// batch has 8 sequences, and there are more experts than a cube has units.
+/// The decode cases, each with its batch size. In the first case, each token selects every expert. In the second case, the
+/// batch has 8 sequences, and there are more experts than units in a cube.
 const DECODED: [(Case, usize); 2] = [
     (
         Case {
@@ -77,11 +77,11 @@ impl Case {
         format!("{top_k_experts} of {num_experts}, {positions} positions")
     }
 
-    /// Returns a model with the same parameters on every device.
+    /// Returns a model that has the same parameters on every device.
     fn model(&self, device: &Device) -> Gemma4Model {
         let config = Gemma4Config {
-            // The sizes outside of the experts are the fixture's, whose kernels other tests have already compiled and
-            // tuned.
+            // All sizes except those of the experts equal the sizes of the fixture `moe`. Other tests have already compiled and
+            // tuned the kernels for the sizes of that fixture.
             vocab_size: VOCABULARY,
             vocab_size_per_layer_input: VOCABULARY,
             hidden_size: 64,
@@ -113,7 +113,7 @@ impl Case {
     }
 }
 
-/// Fills parameters with numbers that depend on their paths.
+/// Fills parameters with numbers that depend only on the parameters' paths.
 struct Numbers {
     path: Vec<String>,
     tied: bool,
@@ -156,7 +156,7 @@ impl ModuleMapper for Numbers {
     }
 }
 
-/// Records the chosen experts of each layer.
+/// Records the experts that the router of each layer has selected.
 #[derive(Default)]
 struct Chosen(Vec<Vec<f32>>);
 
@@ -168,7 +168,7 @@ impl Observer for Chosen {
     }
 }
 
-/// The logits of the whole text, the chosen experts, and all gradients of a loss of the logits.
+/// The results of a case: the logits of the whole text, the selected experts, and all gradients of a loss of the logits.
 struct Outcome {
     logits: Vec<f32>,
     chosen: Vec<Vec<f32>>,
@@ -216,8 +216,8 @@ fn moe_logits_experts_and_gradients_equal_the_host() {
                     continue;
                 }
             };
-            // A softmax over a single element has a gradient of 0 except for rounding errors, so the bound has an
-            // absolute part.
+            // A softmax over a single element has a gradient of 0 except for rounding errors. A bound relative to this gradient
+            // would be 0, so the bound also has an absolute term.
             let error = norm(found.iter().zip(expected).map(|(a, b)| a - b));
             let bound = 1e-4 * norm(expected.iter().copied()) + 1e-6 * most;
             assert!(
@@ -269,8 +269,8 @@ fn moe_decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// A training step is not captured as a CUDA graph if the model has more experts than the router kernel supports. The
-/// host then computes part of the step.
+/// If the model has more experts than the router kernel supports, a training step is not captured as a CUDA graph. The reason
+/// is that the host then computes a part of the step.
 #[test]
 fn moe_with_too_many_experts_is_not_captured() {
     let case = Case {

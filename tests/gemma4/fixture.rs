@@ -1,4 +1,4 @@
-//! The fixtures: tiny checkpoints with the results that transformers computed for them.
+//! The fixtures: tiny checkpoints, with the results that transformers computed for these checkpoints.
 
 use crate::devices::{TestDevice, devices};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
@@ -7,8 +7,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::{collections::HashMap, fs, path::PathBuf};
 
-/// All fixtures, in order: a model like E2B, the same model as a multimodal checkpoint in bf16, a model like 31B, a
-/// model like 26B, and a model with head sizes 256 and 512.
+/// The names of all fixtures. The first is a model like E2B, and the second is the same model as a multimodal checkpoint in
+/// bf16. The next two are models like 31B and 26B, and the last model has head sizes 256 and 512.
 pub const ALL: [&str; 5] = [
     "dense-ple",
     "dense-ple-mm-bf16",
@@ -17,10 +17,10 @@ pub const ALL: [&str; 5] = [
     "realhead-ple",
 ];
 
-/// The maximum difference between two correct computations in f32, relative to the largest element.
+/// The maximum difference between two correct computations in f32, relative to the largest element of the expected result.
 pub const TOLERANCE: f32 = 2e-4;
 
-/// A tiny checkpoint with its reference results.
+/// A tiny checkpoint with the results of transformers.
 pub struct Fixture {
     pub name: &'static str,
     pub prompt: Vec<u32>,
@@ -75,7 +75,7 @@ impl Fixture {
             .unwrap_or_else(|error| panic!("{}: {error}", self.name))
     }
 
-    /// Returns the loss and the gradients that transformers computed, or `None` if the fixture has none.
+    /// Returns the loss and the gradients that transformers computed, or `None` if the fixture has no gradients.
     pub fn gradients(&self) -> Option<HashMap<String, Reference>> {
         let path = self.folder().join("grads.safetensors");
         path.exists().then(|| read(path))
@@ -92,7 +92,7 @@ impl Fixture {
 }
 
 impl Reference {
-    /// Panics if `tensor` differs from this reference by more than f32 rounding.
+    /// Panics if `tensor` differs from this expected tensor by more than f32 rounding explains.
     pub fn assert_close<const D: usize>(&self, tensor: Tensor<D>, what: &str) {
         let (error, largest) = self.error(tensor, what);
         assert!(
@@ -101,8 +101,7 @@ impl Reference {
         );
     }
 
-    /// Returns two numbers: the largest absolute error of `tensor`, and the largest magnitude of the reference's
-    /// elements.
+    /// Returns the largest absolute error of `tensor`, and the largest magnitude of the expected elements.
     pub fn error<const D: usize>(&self, tensor: Tensor<D>, what: &str) -> (f32, f32) {
         let values = values(tensor);
         assert_eq!(values.len(), self.values.len(), "{what}");
@@ -111,7 +110,7 @@ impl Reference {
     }
 }
 
-/// Panics if `found` differs from `expected` by more than f32 rounding.
+/// Panics if `found` differs from `expected` by more than f32 rounding explains.
 pub fn assert_close(found: &[f32], expected: &[f32], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -137,7 +136,7 @@ pub fn tokens(rows: &[&[u32]], device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new(tokens, shape), device)
 }
 
-/// Returns the options of greedy generation of `max_tokens` tokens, without stop tokens.
+/// Returns options for the greedy generation of `max_tokens` tokens. Stop tokens are ignored.
 pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
     GenerateOptions {
         max_tokens,
@@ -147,7 +146,7 @@ pub fn greedy(gemma: &Gemma4, max_tokens: usize) -> GenerateOptions {
     }
 }
 
-/// Returns the CRC-32 checksum of zlib.
+/// Returns the CRC-32 checksum of `bytes`, as zlib defines it.
 pub fn crc32(bytes: &[u8]) -> u32 {
     let step = |crc: u32, byte: &u8| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
@@ -170,7 +169,7 @@ pub fn read(path: PathBuf) -> HashMap<String, Reference> {
         .collect()
 }
 
-/// Calls `test` with every fixture in f32 on every device.
+/// Calls `test` once for every fixture on every device, with the model in f32.
 pub fn on_every_device(test: impl Fn(&Fixture, &Gemma4, &TestDevice)) {
     for device in devices() {
         for fixture in Fixture::all() {

@@ -1,7 +1,7 @@
-//! `Decoder::follow` launches the next pass (a pass ahead) before the host has the tokens of the current pass. It gives
-//! the same tokens as separate steps, whatever the caller does in between. A pass ahead that is discarded leaves no
-//! trace in the cache. The texts exceed the window and the allocated buffers, use spare slots, and have sequences at
-//! different positions. They are greedy and sampled.
+//! Tests `Decoder::follow`, which launches the next pass before the host has the tokens of the current pass. The launched pass
+//! is called a pass ahead. Regardless of what the caller does between passes, the tokens equal the tokens of separate steps. A
+//! discarded pass ahead leaves no trace in the cache. The texts exceed the window and the allocated buffers, use spare slots,
+//! and have sequences at different positions. The texts are greedy and sampled.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -9,12 +9,13 @@ use burn::tensor::{DType, Device};
 use burn_gemma4::{Cache, Decoder, Gemma4Model, Logits, Sampler, Sampling, Token};
 use std::ops::ControlFlow;
 
-/// Returns true if the device samples tokens by kernels.
+/// Returns true if the device samples tokens by kernels instead of on the host.
 fn chooses(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Returns a cache with the beginning of `batch` texts. If `ragged`, row `i` starts with `2 · i` columns of padding.
+/// Returns a cache that holds the beginning of `batch` texts. If `ragged` is true, row `i` starts with `2 · i` columns of
+/// padding.
 fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: usize) -> Cache {
     let padding: Vec<usize> = (0..batch)
         .map(|row| if ragged { 2 * row } else { 0 })
@@ -30,7 +31,7 @@ fn begun(model: &Gemma4Model, text: &[u32], batch: usize, ragged: bool, spare: u
     cache
 }
 
-/// Runs a decode step on the tokens `read` and returns the next tokens.
+/// Runs a decode step on the tokens in `read`, and returns the next token of each sequence.
 fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) -> Vec<u32> {
     let next = decoder.step(read).expect("the step succeeds");
     match samplers.is_empty() {
@@ -40,7 +41,8 @@ fn stepped(decoder: &mut Decoder<'_>, read: &[u32], samplers: &mut [Sampler]) ->
     .expect("the tokens are valid")
 }
 
-/// Returns the next tokens after `read` by `follow`, or by a step if the device does not sample tokens.
+/// Returns the next tokens after the tokens in `read`. The function calls `follow`, or runs a step if the device does not
+/// sample tokens.
 fn followed(
     decoder: &mut Decoder<'_>,
     read: &[u32],
@@ -91,8 +93,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                 }
                 samplers
             };
-            // The first run uses separate steps, the second run passes ahead. Some passes ahead are discarded, and some
-            // are launched although the caller does not continue.
+            // The first run uses separate steps, and the second run uses passes ahead. Some passes ahead are discarded, because
+            // the caller does not continue or continues differently.
             let mut texts: Vec<Vec<Vec<u32>>> = Vec::new();
             let mut after: Vec<Vec<f32>> = Vec::new();
             for by_passes in [false, true] {
@@ -112,7 +114,7 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                     for column in 0..26 {
                         let mut read = text.last().expect("the text is not empty").clone();
                         if !drawn && column % 7 == 5 {
-                            // The caller continues with another token than the decoder chose.
+                            // The caller continues with a token that the decoder did not choose.
                             read[batch - 1] = read[batch - 1] % 50 + 2;
                         }
                         text.last_mut()
@@ -128,7 +130,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         text.push(next);
                         assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
                         if spare > 0 && column == 22 {
-                            // The caller continues with the same tokens as the pass ahead, but one column earlier.
+                            // The caller forgets one column and continues with the tokens that the pass ahead has read. This
+                            // step is therefore one column earlier than the pass ahead.
                             let last = text.last().expect("the text is not empty").clone();
                             decoder.forget(1).expect("the cache has a spare column");
                             let next = match by_passes {
@@ -148,8 +151,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         }
                     }
                 }
-                // The layers compute one more pass over the keys and values that the decode kernels have written. The
-                // logits of this pass show whether both runs left the same cache.
+                // Without the decode kernels, the layers compute one more step over the keys and values that the decode kernels
+                // have written. The logits of this step show if both runs left the same cache.
                 let rows: Vec<&[u32]> = text
                     .last()
                     .expect("the text is not empty")
@@ -172,7 +175,7 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A session goes back in a nearly full ring buffer as far after discarded passes ahead as without them.
+/// In a nearly full ring buffer, a session can go back as far after discarded passes ahead as without passes ahead.
 #[test]
 fn session_goes_back_after_discarded_passes() {
     for device in devices() {
@@ -185,7 +188,7 @@ fn session_goes_back_after_discarded_passes() {
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
             let first = first.expect("the generation succeeds");
-            // Two next prompts follow. `other` leaves the session's text in the middle of the prompt, and `longer`
+            // Two prompts follow. `other` differs from the session's text from the middle of the prompt on, and `longer`
             // continues the session's text.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();

@@ -1,4 +1,4 @@
-//! Checkpoints and adapters in formats that are not supported. Each error names the format instead of the first
+//! Tests checkpoints and adapters in formats that are not supported. Each error names the format instead of the first
 //! unexpected field or tensor.
 
 use crate::fixture::{folder, values};
@@ -28,7 +28,8 @@ fn load(path: &Path) -> Result<Gemma4Model, Gemma4Error> {
     Gemma4Model::load(path, &Device::flex(), LoadOptions::new())
 }
 
-/// Returns a fixture's `config.json` with one more field.
+/// Returns a fixture's `config.json` after setting one more field. The field lies in the object `inside`, or at the top level
+/// if `inside` is `None`.
 fn config(fixture: &str, inside: Option<&str>, field: &str, value: Value) -> String {
     let text =
         fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
@@ -89,8 +90,8 @@ fn quantized_checkpoint_is_refused_by_its_method() {
         Gemma4Config::from_json(&by_mlx),
         &["quantization", "MLX"],
     );
-    // Quantization-aware training leaves float weights and a quantization configuration that names no method. Such a
-    // configuration is read as unquantized.
+    // Quantization-aware training writes float weights and a quantization configuration without a method. Such a configuration
+    // is read as unquantized.
     for none in [
         Value::Null,
         json!({}),
@@ -102,8 +103,8 @@ fn quantized_checkpoint_is_refused_by_its_method() {
     }
 }
 
-/// Checkpoints like `…-qat-q4_0-unquantized` have float weights and a quantization configuration that names no method.
-/// Such a checkpoint loads as unquantized. An integer tensor in it is refused by name.
+/// Checkpoints like `…-qat-q4_0-unquantized` have float weights and a quantization configuration without a method. Such a
+/// checkpoint loads as unquantized. If it contains an integer tensor, the error names this tensor.
 #[test]
 fn quantization_config_without_a_method_over_floats_is_loaded() {
     let nameless = json!({"bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]});
@@ -140,8 +141,8 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The error names the GGUF file and its format if the file is loaded by its path, lies in a folder with or without a
-/// configuration, or has the name of another file. The test's GGUF file is only a header.
+/// The error names the GGUF file and its format in three situations. The file is loaded by its path, it lies in a folder with
+/// or without a configuration, or it has the name of another file. The GGUF file of this test is only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
@@ -194,7 +195,7 @@ fn weights_of_other_programs_are_refused_by_name() {
     );
 }
 
-/// If no file of another format is present, the error names the missing file.
+/// If the folder has no file of another format either, the error names the missing file.
 #[test]
 fn missing_file_is_named() {
     let folder = Folder::copy("dense-ple");
@@ -234,7 +235,7 @@ fn tensor_names_of_mlx_are_refused_by_name() {
     }
 }
 
-/// Returns an untrained adapter of the given rank for the fixture `dense-ple`.
+/// Returns a folder with an untrained adapter of the rank `rank` for the fixture `dense-ple`.
 fn adapter(rank: usize) -> TempDir {
     let model = Gemma4Model::load(
         folder("dense-ple"),
@@ -303,8 +304,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// These adapters are refused, because PEFT does not compute `weight + alpha / r · B · A` for them, or changes the base
-/// weights first.
+/// Adapters of unsupported kinds are refused. For these kinds, PEFT does not compute `weight + alpha / r · B · A`, or it
+/// changes the base weights first.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
@@ -337,7 +338,7 @@ fn adapter_of_unsupported_kind_is_refused() {
     }
 }
 
-/// Renames the matrices A and B in an adapter's file, and adds one tensor for each name in `more`.
+/// Renames all tensors in an adapter's file by `name_of`, and adds one tensor for each name in `more`.
 fn rename(adapter: &Path, name_of: impl Fn(&str) -> String, more: &[&str]) {
     let path = adapter.join("adapter_model.safetensors");
     let file = fs::read(&path).expect("the file is readable");
@@ -353,7 +354,7 @@ fn rename(adapter: &Path, name_of: impl Fn(&str) -> String, more: &[&str]) {
     fs::write(&path, file).expect("the file is written");
 }
 
-/// Returns a saved adapter whose matrices B are not 0.
+/// Returns a folder with an adapter whose matrices B are not 0, as after training.
 fn trained(rank: usize) -> TempDir {
     let written = adapter(rank);
     let path = written.path().join("adapter_model.safetensors");
@@ -377,7 +378,7 @@ fn trained(rank: usize) -> TempDir {
     written
 }
 
-/// Returns the values of two matrices to which the adapter adds.
+/// Returns the elements of two of the weight matrices that the adapter changes.
 fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
     let layer = &model.layers[0];
     [
@@ -386,8 +387,8 @@ fn adapted(model: &Gemma4Model) -> [Vec<f32>; 2] {
     ]
 }
 
-/// The scale follows PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`. The first pattern that matches a
-/// module's name sets its alpha and rank.
+/// The adapter's scale follows PEFT's formulas: `alpha / r`, or `alpha / √r` with `use_rslora`. In `alpha_pattern` and
+/// `rank_pattern`, the first pattern that matches a module's name sets the alpha or the rank of the module.
 #[test]
 fn adapter_scale_with_rslora_and_patterns_equals_peft() {
     const RANK: usize = 4;
@@ -427,8 +428,8 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
             ],
             [3.0, 0.5],
         ),
-        // The configuration's `r` of 64 differs from the rank of the matrices A and B, but `rank_pattern` gives their
-        // rank to every module.
+        // The configuration's `r` of 64 is not the rank of the matrices A and B. This is no error here, because `rank_pattern`
+        // gives every module the rank of its matrices.
         (
             vec![
                 ("lora_alpha", json!(6)),
@@ -446,7 +447,7 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
                 .zip(&expected)
                 .map(|(a, b)| a - b)
                 .collect();
-            // The tolerance covers the rounding of the merged f32 weights, which are numbers below 1.
+            // The tolerance covers the rounding of the merged f32 weights, whose magnitudes are below 1.
             assert!(
                 norm(&expected) > 0.1 && norm(&apart) < 1e-5,
                 "{fields:?}: {}",
@@ -467,8 +468,8 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
     );
 }
 
-/// Matrices A and B of vision and audio towers are ignored, and a warning gives their number. PEFT writes them with
-/// `target_modules="all-linear"` over a multimodal checkpoint.
+/// LoRA matrices A and B of vision and audio towers are ignored, and a warning gives the number of these matrices. PEFT writes
+/// such matrices if `target_modules` is `"all-linear"` and the checkpoint is multimodal.
 #[test]
 fn adapter_factors_of_towers_are_counted_and_ignored() {
     let written = trained(4);
@@ -493,7 +494,7 @@ fn adapter_factors_of_towers_are_counted_and_ignored() {
 
     let unknown = ["base_model.model.model.smell_tower.proj.lora_A.weight"];
     rename(written.path(), str::to_owned, &unknown);
-    // The adapter now has the tensor names of a text model, and its tensor of an unknown part is refused.
+    // The adapter now has the tensor names of a text model, and one tensor of an unknown module. This tensor is refused.
     let text = |name: &str| name.replace("language_model.layers", "layers");
     rename(written.path(), text, &[]);
     check("unknown", merged(written.path()), &["smell_tower"]);
@@ -516,7 +517,8 @@ fn adapter_of_towers_only_is_refused() {
     );
 }
 
-/// `torch.compile` puts `_orig_mod` before or inside the names of the saved tensors.
+/// An adapter loads if `_orig_mod` occurs in its tensor names. `torch.compile` puts `_orig_mod` before or inside the names of
+/// the saved tensors.
 #[test]
 fn adapter_of_a_compiled_model_is_loaded() {
     let written = trained(4);
@@ -531,8 +533,8 @@ fn adapter_of_a_compiled_model_is_loaded() {
     }
 }
 
-/// Shared KV layers have no key and value matrices. Some programs still write matrices A and B for them, which the
-/// loader ignores.
+/// Shared KV layers have no key and value matrices. Some programs still write LoRA matrices A and B for these layers. The
+/// loader ignores the matrices.
 #[test]
 fn adapter_factors_of_shared_kv_layers_are_ignored() {
     for (module, is_unread) in [
@@ -560,7 +562,7 @@ fn adapter_factors_of_shared_kv_layers_are_ignored() {
     }
 }
 
-/// The output head is outside of the module with the layers. An adapter may add to the head too.
+/// An adapter may also change the output head, which is outside of the module that contains the layers.
 #[test]
 fn adapter_factors_of_the_head_are_merged() {
     let device = Device::flex();

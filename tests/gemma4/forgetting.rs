@@ -1,6 +1,6 @@
-//! Caches that forget columns, as after rejected draft tokens. The cases combine forgetting with padding, with buffers
-//! that grow by a block, and with passes of more tokens than spare slots. Other cases have ring buffers that wrap
-//! around, and texts that are forgotten completely.
+//! Tests caches that forget columns, as after rejected draft tokens. The cases combine forgetting with padding, with buffers
+//! that grow, and with passes of more tokens than spare slots. In other cases, ring buffers wrap around, or a text is forgotten
+//! completely.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,8 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// Padded batches keep their logits after they forget columns across the end of a block. A buffer that has grown keeps
-/// its size, and the padding mask covers the spare slots too.
+/// Padded batches keep their logits if the forgotten columns extend over the end of a buffer's first allocation. A buffer that
+/// has grown keeps its size, and the padding mask covers the spare slots too.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -63,8 +63,8 @@ fn cache_forget_over_a_block_keeps_padded_batches() {
     }
 }
 
-/// If a ring buffer has fewer spare slots than a pass has tokens, some tokens overwrite slots that the first query
-/// still needs. They cannot be stored before that query has read the slots.
+/// If a ring buffer has fewer spare slots than a pass has tokens, some tokens overwrite slots that the pass's first query still
+/// needs. Such tokens must not be stored before that query has read the slots.
 #[test]
 fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     for device in devices() {
@@ -77,7 +77,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
             let mut decoder = gemma.model().decoder(&mut cache);
             let mut found = Vec::new();
             let mut rest = &text[..];
-            // The portions alternate between the decode kernels and the layers.
+            // The portions are processed alternately by the decode kernels and by the layers.
             for portion in [4, 1, 5, 3, 1].into_iter().cycle() {
                 let (now, later) = rest.split_at(portion.min(rest.len()));
                 found.extend(read(&mut decoder, now));
@@ -92,7 +92,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     }
 }
 
-/// After its cache has forgotten all columns, a decoder starts again, and the decode kernels continue from the new
+/// If a decoder's cache has forgotten all columns, the decoder starts again, and the decode kernels continue from the new
 /// tokens.
 #[test]
 fn cache_forget_everything_starts_again() {
@@ -116,9 +116,9 @@ fn cache_forget_everything_starts_again() {
     }
 }
 
-/// Each pass computes accepted tokens and rejected tokens, and the cache then forgets the rejected ones. The logits
-/// equal those of one forward pass over the accepted tokens. Windows have 8 and 16 tokens, so every ring buffer wraps
-/// around with rejected tokens in it.
+/// Each pass computes accepted and rejected tokens, and the cache then forgets the rejected tokens. The logits equal the logits
+/// of one forward over the accepted tokens. Windows have 8 and 16 tokens, so every ring buffer wraps around with rejected
+/// tokens in it.
 #[test]
 fn cache_forgotten_tokens_leave_no_trace() {
     for device in devices() {
@@ -159,8 +159,8 @@ fn forget(
     if !graph_capture {
         decoder = decoder.without_graph_capture();
     }
-    // The numbers of accepted and rejected tokens of each pass, in turn. Some passes are short enough for the decode
-    // kernels.
+    // Each entry holds the number of accepted tokens and the number of rejected tokens of a pass. Some passes are short enough
+    // for the decode kernels.
     let passes = [
         (1, 3),
         (2, 2),
@@ -199,7 +199,7 @@ fn forget(
     }
 }
 
-/// Several sequences forget the same columns. Their next logits equal those of sequences that never had these columns.
+/// Several sequences forget the same columns. The next logits equal the logits of sequences that never had these columns.
 #[test]
 fn cache_forget_in_batches_keeps_the_logits() {
     for device in devices() {

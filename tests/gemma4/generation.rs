@@ -1,5 +1,5 @@
-//! Generated tokens equal those of transformers: alone, in chunks, in batches and in sessions. Sampling and stopping
-//! obey their options.
+//! Tests that generated tokens equal the tokens of transformers: alone, in chunks, in batches and in sessions. Sampling and
+//! stopping follow their options.
 
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};
@@ -40,8 +40,8 @@ fn generate_greedy_tokens_equal_transformers() {
     });
 }
 
-/// The size of the prefill chunks does not change a text. The texts are longer than the window and than a block of the
-/// full layers' buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
+/// The size of the prefill chunks does not change a text. The texts are longer than the window, and longer than the first
+/// allocation of a full layer's buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
 #[test]
 fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {
@@ -105,7 +105,8 @@ fn generate_batch_equals_single_prompts() {
     });
 }
 
-/// A session prefills only new tokens. It prefills the whole prompt again if the prompt does not continue the old text.
+/// A session prefills only new tokens. If the prompt does not continue the old text, the session prefills the whole prompt
+/// again.
 #[test]
 fn session_reads_only_new_tokens() {
     let fixture = Fixture::open("dense-ple");
@@ -155,7 +156,7 @@ fn generate_stop_token_ends_the_text() {
     assert_eq!(generation.tokens, fixture.generated[..4]);
     assert_eq!(seen, fixture.generated[..3]);
 
-    // In a batch, a sequence that reaches its stop token ends, and the other sequence continues.
+    // In a batch, a sequence ends at its stop token, and the other sequence continues.
     let batch: Vec<Prompt> = vec![
         fixture.prompt.clone().into(),
         fixture.prompt[9..].to_vec().into(),
@@ -218,7 +219,7 @@ fn generate_seed_fixes_the_sampled_tokens() {
     assert_ne!(sampled(1), sampled(2));
 }
 
-/// Checks that the end of a turn stops answers, although the checkpoint of the embedded base model lists only `<eos>`.
+/// The end of a turn stops an answer, although the checkpoint of the embedded base model lists only `<eos>` as a stop token.
 #[test]
 fn chat_options_stop_at_the_end_of_a_turn() {
     let gemma =

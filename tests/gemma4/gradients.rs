@@ -1,4 +1,4 @@
-//! Training: the loss and the gradient of every parameter equal those of transformers, with and without gradient
+//! Tests training: the loss and the gradient of every parameter equal the results of transformers, with and without gradient
 //! checkpointing.
 
 use crate::{
@@ -13,10 +13,11 @@ use burn::{
 use burn_gemma4::{Gemma4Config, Gemma4Model, Logits};
 use std::collections::BTreeMap;
 
-/// The maximum difference between a gradient and that of transformers, relative to the gradient's norm.
+/// The maximum difference between a gradient and the gradient in transformers, relative to the gradient's norm.
 const TOLERANCE: f64 = 1e-3;
 
-/// Returns the device with autodiff twice: without and with gradient checkpointing, each with a name for messages.
+/// Returns the device with autodiff twice: without and with gradient checkpointing. Each of the two has a name for error
+/// messages.
 pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
     let plain = device.device.clone().autodiff();
     let checkpointed = plain.clone().gradient_checkpointing();
@@ -24,7 +25,7 @@ pub fn tracked(device: &TestDevice) -> [(String, Device); 2] {
         .map(|(strategy, tracked)| (format!("{} {strategy}", device.name), tracked))
 }
 
-/// Returns the mean cross entropy of the next tokens.
+/// Returns the mean cross entropy of predicting each next token.
 fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
     let [batch, positions] = tokens.dims();
     let logits = model
@@ -36,7 +37,7 @@ fn next_token_loss(model: &Gemma4Model, tokens: Tensor<2, Int>) -> Tensor<1> {
     -log_softmax(predicting, 2).gather(2, next).mean()
 }
 
-/// Collects the gradients of a model's parameters.
+/// A visitor that collects the gradients of a model's parameters.
 struct Collected<'a> {
     gradients: &'a Gradients,
     path: Vec<String>,
@@ -58,7 +59,7 @@ impl ModuleVisitor for Collected<'_> {
     }
 }
 
-/// Returns the gradient of every parameter by its path, and `None` for parameters without a gradient.
+/// Returns the gradients of all parameters, keyed by the parameter's path. A parameter without a gradient has `None`.
 pub fn gradients_of(
     model: &Gemma4Model,
     gradients: &Gradients,
@@ -72,7 +73,7 @@ pub fn gradients_of(
     collected.found
 }
 
-/// Returns the square root of the sum of squares.
+/// Returns the square root of the sum of squares of `values`.
 pub fn norm(values: impl Iterator<Item = f32>) -> f64 {
     let squares: f64 = values.map(|value| f64::from(value).powi(2)).sum();
     squares.sqrt()
@@ -169,8 +170,8 @@ fn gradients_of_the_chunked_loss_equal_transformers() {
     }
 }
 
-/// The loss and the gradients of the output head are equal on every device. Head and loss are one operator, which each
-/// backend implements.
+/// The loss and the gradients of the output head are equal on every device. The head and the loss together are one operator,
+/// which each backend implements separately.
 #[test]
 fn gradients_of_the_head_are_equal_on_every_device() {
     let fixture = Fixture::open("dense-ple");
@@ -265,7 +266,7 @@ fn gradients_of_an_untied_head_equal_those_of_plain_operations() {
     }
 }
 
-/// Gradients that are computed layer by layer equal those of one backward pass.
+/// Gradients that are computed layer by layer equal the gradients of one backward through the whole model.
 #[test]
 fn gradients_by_layer_equal_those_of_one_backward() {
     let plain = Device::flex().autodiff();

@@ -1,4 +1,5 @@
-//! Half precision: the logits are as close to the f32 logits as those of transformers in half precision.
+//! Tests half precision. The logits in half precision are as close to the f32 logits as the half-precision logits of
+//! transformers.
 
 use crate::{
     devices::devices,
@@ -17,12 +18,13 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     (squares / a.len() as f32).sqrt()
 }
 
-/// Finds the first position at which rounding makes the router select other experts than in f32. From that position on,
-/// logits differ by arbitrary amounts, here and in transformers, so the comparison leaves these positions out.
+/// An observer that finds the first position at which rounding makes the router select other experts than in f32. From that
+/// position on, logits differ by arbitrary amounts, here and in transformers. The comparison therefore excludes these
+/// positions.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
-    /// The first position with another expert than in the reference.
+    /// The first position at which the router selects another expert than in the f32 results.
     first_other: usize,
 }
 
@@ -44,8 +46,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Another expert is allowed only if the two experts' probabilities differ by less than rounding can
-                    // change them.
+                    // Another expert may be selected only if rounding explains it. The gap between the last selected and the
+                    // first unselected probability must then be at most twice the rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));
@@ -65,9 +67,9 @@ impl Observer for Routing<'_> {
     }
 }
 
-/// The error of half precision logits is like that of transformers in bf16, measured from transformers' f32 logits. Two
-/// correct orders of summation differ by rounding, so the limit for bf16 is 1.5 times the error of transformers. The
-/// format f16 has three bits more, so its limit is that error itself.
+/// The errors are measured from the f32 logits of transformers. Two correct orders of summation differ by rounding. The limit
+/// for bf16 is therefore 1.5 times the error that transformers has in bf16. f16 has three bits of precision more, so its limit
+/// is the error of transformers itself.
 #[test]
 fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {
@@ -117,8 +119,8 @@ fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     }
 }
 
-/// The logits with compact keys have at most 1.5 times the error of those with separate keys. Compact keys share
-/// columns with the values, so they are rounded at another point of the computation.
+/// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Compact keys share columns
+/// with the values, so they are rounded at another point of the computation.
 #[test]
 fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     for device in devices() {
@@ -139,7 +141,7 @@ fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     }
 }
 
-/// Returns the logits of all positions of `prompt`, which is prefilled a few tokens at a time.
+/// Returns the logits of all positions of `prompt`. The prompt is prefilled in chunks of three tokens.
 fn by_chunks(gemma: &Gemma4, mut cache: Cache, prompt: &[u32]) -> Vec<f32> {
     let model = gemma.model();
     prompt

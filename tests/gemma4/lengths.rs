@@ -1,5 +1,5 @@
-//! Options that limit the length and the beginning of texts, as in transformers' logits processors: `min_new_tokens`,
-//! `min_length`, `max_length`, `begin_suppress_tokens`.
+//! Tests the options that limit the length and the beginning of texts: `min_new_tokens`, `min_length`, `max_length` and
+//! `begin_suppress_tokens`. The options work as in the logits processors of transformers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy, tokens, values};
@@ -16,8 +16,8 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Vec<u3
         .tokens
 }
 
-/// Returns greedy tokens from whole forward passes. A token may be chosen only if `is_allowed` returns true for the
-/// number of tokens generated so far and the token.
+/// Returns greedy tokens, computed by a whole forward for each token. A token may be chosen only if `is_allowed` returns true
+/// for the number of tokens generated so far and for the token.
 fn expected(
     gemma: &Gemma4,
     prompt: &[u32],
@@ -47,16 +47,16 @@ fn expected(
     chosen
 }
 
-/// Each length option gives the same tokens as whole forward passes whose logits exclude the suppressed tokens. The
-/// texts are generated alone, with drafts and in a batch.
+/// Each length option gives the same tokens as whole forwards whose logits exclude the suppressed tokens. The texts are
+/// generated alone, with draft tokens, and in a batch.
 #[test]
 fn length_options_suppress_tokens_as_transformers_does() {
     let fixture = Fixture::open("dense-ple");
     let prompt = &fixture.prompt[..];
     let reference = fixture.load(&Device::flex(), DType::F32);
     let free = expected(&reference, prompt, &[], |_, _| true);
-    // The stop tokens are the first and the third token of the text without options. Without options the text would end
-    // at its first token.
+    // The stop tokens are the first and the third token of the text that the model generates without length options. So without
+    // length options, the text would end at its first token.
     let stop = [free[0], free[2]];
     for device in devices() {
         let gemma = fixture.load(&device.device, DType::F32);
@@ -93,7 +93,7 @@ fn length_options_suppress_tokens_as_transformers_does() {
             assert!(expected.len() > fewest.min(COUNT - 1), "{expected:?}");
             let new = GenerateOptions {
                 min_new_tokens: Some(fewest),
-                // `min_length` has no effect beside `min_new_tokens`.
+                // `min_length` has no effect if `min_new_tokens` is also set.
                 min_length: Some(prompt.len() + COUNT),
                 ..options.clone()
             };
@@ -192,8 +192,8 @@ fn max_length_counts_the_prompt() {
     }
 }
 
-/// The length options are those of the file. A `max_new_tokens` in the file overrides its `max_length`, and a bad word
-/// is never chosen.
+/// The file `generation_config.json` sets the length options. `max_new_tokens` in this file overrides its `max_length`, and a
+/// bad word is never chosen.
 #[test]
 fn length_options_are_read_from_generation_config() {
     let folder = crate::programs::folder::Folder::copy("dense-ple");

@@ -1,4 +1,4 @@
-//! Checkpoints in every format, and the errors of wrong checkpoints.
+//! Tests the loading of checkpoints in every format, and the errors of wrong checkpoints.
 
 use crate::fixture::{Fixture, folder, tokens, values};
 use burn::tensor::{DType, Device};
@@ -7,7 +7,7 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 
-/// The `config.json` of the hub and that of transformers 5 describe the same model.
+/// The `config.json` from the Hugging Face Hub and the file that transformers 5 writes describe the same model.
 #[test]
 fn load_both_config_dialects_give_the_same_model() {
     for fixture in Fixture::all() {
@@ -21,8 +21,9 @@ fn load_both_config_dialects_give_the_same_model() {
     }
 }
 
-/// A multimodal checkpoint gives the logits of its text model. Its file has other tensor names and another dtype. It
-/// also has keys and values of shared KV layers, which no layer reads.
+/// A multimodal checkpoint gives the logits of its text model. The multimodal checkpoint has other tensor names and another
+/// dtype than the checkpoint of the text model. The multimodal checkpoint also contains keys and values of shared KV layers,
+/// which no layer reads.
 #[test]
 fn load_multimodal_file_gives_its_text_model() {
     let device = Device::flex();
@@ -39,8 +40,7 @@ fn load_multimodal_file_gives_its_text_model() {
     assert_eq!(logits("dense-ple"), logits("dense-ple-mm-bf16"));
 }
 
-/// The default dtype on a processor is f32. In bf16 a processor rounds each result separately, which takes 30 times as
-/// long.
+/// On a CPU, the default dtype is f32. In bf16, a CPU rounds each result separately, which takes 30 times as long.
 #[test]
 fn load_dtype_on_processor_is_f32_by_default() {
     let device = Device::flex();
@@ -79,10 +79,10 @@ fn load_progress_reaches_the_end() {
 }
 
 type Config = serde_json::Map<String, serde_json::Value>;
-/// A text that the error must contain, and the change that spoils the configuration.
+/// A text that the error must contain, and the function that spoils the configuration.
 type Case = (&'static str, fn(&mut Config));
 
-/// A copy of a fixture that a test can spoil.
+/// A copy of a fixture's checkpoint that a test can change.
 struct Copy {
     folder: TempDir,
     tensors: Vec<(String, Dtype, Vec<usize>, Vec<u8>)>,
@@ -218,7 +218,8 @@ fn load_several_files_give_one_checkpoint() {
     );
 }
 
-/// `torch.compile` puts `_orig_mod` before or inside the names of the saved tensors.
+/// A checkpoint loads if `_orig_mod` occurs in its tensor names. `torch.compile` puts `_orig_mod` before or inside the names of
+/// the saved tensors.
 #[test]
 fn load_compiled_model_ignores_orig_mod() {
     let expected = Copy::of("dense-ple");
@@ -249,8 +250,8 @@ fn load_compiled_model_ignores_orig_mod() {
     assert!(twice.error().to_string().contains("twice"));
 }
 
-/// The written dtype is that of most elements. Trainers often leave the embedding, a norm or a router in f32, while all
-/// other tensors are in bf16.
+/// The written dtype of a checkpoint is the dtype of most of its elements. Trainers often leave the embedding, a norm or a
+/// router in f32, while all other tensors are in bf16.
 #[test]
 fn load_written_dtype_is_that_of_most_numbers() {
     let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {

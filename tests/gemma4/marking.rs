@@ -1,4 +1,4 @@
-//! Markers of special tokens in messages, with vocabularies that are made to defeat them.
+//! Tests the marking of special tokens in messages, with vocabularies that are made to defeat it.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 const FIRST_ID: u32 = 400;
 
-/// Returns the tokenizer of a fixture with more special tokens.
+/// Returns the tokenizer of a fixture with additional special tokens, or `None` if no such tokenizer can be built.
 fn tokenizer(special: &[String], is_normalized: bool) -> Option<Tokenizer> {
     let file = include_str!("../fixtures/dense-ple/tokenizer.json");
     let mut description: Value = serde_json::from_str(file).expect("the tokenizer is valid");
@@ -22,7 +22,7 @@ fn tokenizer(special: &[String], is_normalized: bool) -> Option<Tokenizer> {
     Tokenizer::from_bytes(description.to_string().as_bytes()).ok()
 }
 
-/// Asserts that a text is refused or contains none of the special tokens after marking.
+/// Asserts that marking `text` either fails or removes all special tokens from the encoded text.
 fn assert_plain(tokenizer: &Tokenizer, text: &str) {
     let marking = tokenizer.marking([text]).expect("a marker exists");
     let tokens = match marking

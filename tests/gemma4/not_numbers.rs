@@ -1,4 +1,4 @@
-//! Weights with NaN: greedy decoding ends with an error, as sampling does, on the host and by kernels.
+//! Tests models with NaN in their weights. Greedy decoding and sampling end with an error, on the host and by kernels.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -9,7 +9,7 @@ use std::ops::ControlFlow;
 
 const NONE: f32 = f32::NEG_INFINITY;
 
-/// Returns the greedy tokens (argmax) of the logits of several sequences.
+/// Returns the greedy token (argmax) of each row of logits.
 fn likeliest(rows: &[Vec<f32>], dtype: DType, device: &Device) -> Result<Vec<u32>, Gemma4Error> {
     let shape = [rows.len(), 1, rows[0].len()];
     let data = TensorData::new(rows.concat(), shape).convert_dtype(dtype);
@@ -33,7 +33,7 @@ fn argmax_of_a_row_without_finite_logits_is_an_error() {
             if !device.computes_in(dtype) {
                 continue;
             }
-            // A row of the first two sizes is one chunk, which one cube processes. A row of the last size has several
+            // With 3 or 300 columns, a row is one chunk, which one cube processes. With 40,000 columns, a row has several
             // chunks.
             for columns in [3, 300, 40_000] {
                 let what = format!("{} {} {columns}", device.name, dtype.name());
@@ -49,7 +49,7 @@ fn argmax_of_a_row_without_finite_logits_is_an_error() {
     }
 }
 
-/// Sampling treats NaN as −∞, and so does argmax.
+/// Argmax treats NaN as −∞, as sampling does.
 #[test]
 fn argmax_ignores_nan() {
     for device in devices() {
@@ -75,7 +75,7 @@ fn argmax_ignores_nan() {
     }
 }
 
-/// Argmax finds a logit that is the lowest finite number, with which models mask forbidden tokens.
+/// Argmax finds a logit that is the lowest finite number. Models set the logits of forbidden tokens to this number.
 #[test]
 fn argmax_of_the_lowest_finite_logit_is_found() {
     for device in devices() {
@@ -90,8 +90,8 @@ fn argmax_of_the_lowest_finite_logit_is_found() {
     }
 }
 
-/// Argmax and sampling are right for more rows than one dimension of a grid can have. The number of rows is prime, so
-/// it is not a product of two smaller grid dimensions.
+/// Argmax and sampling give the expected tokens for more rows than one dimension of a launch grid can have. The number of rows
+/// is prime, so it is not a product of two smaller grid dimensions.
 #[test]
 fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
     const ROWS: u32 = 131_071;
@@ -121,7 +121,7 @@ fn argmax_and_sampling_of_more_rows_than_a_grid_dimension_are_right() {
     }
 }
 
-/// Returns a copy of a fixture with NaN in the tensor `name`, in the given row or in all rows.
+/// Returns a copy of a fixture whose tensor `name` has NaN in the row `row`, or in all rows if `row` is `None`.
 fn spoiled(fixture: &str, name: &str, row: Option<usize>, device: &Device) -> (Folder, Gemma4) {
     let folder = Folder::copy(fixture);
     folder.edit(|tensors| {
@@ -165,8 +165,8 @@ fn generate_with_nan_weights_is_an_error() {
     }
 }
 
-/// Generation ends with an error when a decode step reads a token whose embedding is NaN. The prompt does not contain
-/// that token, so the prefill does not read it. The decoder runs with and without graph capture.
+/// Generation ends with an error if a decode step reads a token whose embedding is NaN. The prompt does not contain that token,
+/// so the prefill does not read its embedding. The decoder runs with and without graph capture.
 #[test]
 fn generate_with_a_nan_embedding_is_an_error() {
     for device in devices() {

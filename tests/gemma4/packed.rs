@@ -1,6 +1,6 @@
-//! Folders whose weights are packed by the Python package compressed-tensors. Their dequantized weights equal those of
-//! the unpacked checkpoints in every bit, and their texts in every token. The script
-//! `tests/fixtures/compressed/make.py` makes the folders with that package.
+//! Tests checkpoint folders whose weights are packed by the Python package compressed-tensors. The dequantized weights equal
+//! the weights of the unpacked checkpoints bit for bit, and the generated texts are the same. The script
+//! `tests/fixtures/compressed/make.py` made the folders with that package.
 
 use crate::fixture::{self, assert_close, greedy, values};
 use crate::programs::folder::{Folder, tensors};
@@ -13,18 +13,18 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf};
 use tempfile::TempDir;
 
-/// Three folders. The first has 4 bits in groups. The second has 4 and 8 bits, with and without zero points, in groups
-/// and by rows. The third has separate experts.
+/// The folders of packed checkpoints. The first folder has 4-bit weights in groups. The second folder has 4-bit and 8-bit
+/// weights, with and without zero points, in groups and by rows. The third folder has separate experts.
 const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
 
-/// The expected results of a folder.
+/// The expected results of a checkpoint folder.
 #[derive(Deserialize)]
 struct Reference {
     prompt: Vec<u32>,
     generated: Vec<u32>,
-    /// The logits of the last position of the prompt.
+    /// The logits at the last position of the prompt.
     logits: Vec<f32>,
-    /// The CRC-32 of each packed weight, dequantized to f32.
+    /// The CRC-32 of each packed weight after dequantization to f32.
     packed: BTreeMap<String, u32>,
 }
 
@@ -88,8 +88,8 @@ fn packed_tokens_equal_the_dequantized_model() {
     }
 }
 
-/// The written dtype of a packed folder is that of its unpacked tensors. In this dtype, every packed weight is
-/// represented exactly.
+/// The written dtype of a packed checkpoint is the dtype of its unpacked tensors. This dtype represents every packed weight
+/// exactly.
 #[test]
 fn packed_written_dtype_is_the_checkpoints() {
     let dtype = |name| {
@@ -100,8 +100,7 @@ fn packed_written_dtype_is_the_checkpoints() {
     assert_eq!(dtype("mixed"), Some(DType::F16));
 }
 
-/// `save_like` with a packed folder saves an unpacked model: no packed tensor and no quantization configuration is
-/// left.
+/// `save_like` with a packed folder saves an unpacked model, which has neither packed tensors nor a quantization configuration.
 #[test]
 fn packed_model_is_saved_unpacked() {
     for name in FOLDERS {
@@ -146,7 +145,8 @@ fn packed_model_is_saved_unpacked() {
     assert!(error.contains("vision_tower.proj.weight_packed"), "{error}");
 }
 
-/// Packed keys and values of a shared KV layer are ignored, because the layer uses those of an earlier layer.
+/// Packed key and value weights of a shared KV layer are ignored, because the layer uses the keys and values of an earlier
+/// layer.
 #[test]
 fn packed_keys_of_shared_kv_layers_are_ignored() {
     let folder = copy("mixed");
@@ -183,7 +183,7 @@ fn check(folder: &Folder, words: &[&str]) {
     }
 }
 
-/// Texts that the error must contain, the path in `quantization_config`, and the value to set there.
+/// The texts that the error must contain, a path in `quantization_config`, and the value to set at this path.
 type Case = (&'static [&'static str], &'static str, Value);
 
 #[test]
@@ -283,7 +283,8 @@ fn packed_config_with_unsupported_field_is_refused_by_name() {
     }
 }
 
-/// A sparsity configuration for dense weights, which older versions of compressed-tensors wrote, is accepted.
+/// A configuration with a sparsity format of `dense` is accepted. Older versions of compressed-tensors wrote such
+/// configurations.
 #[test]
 fn packed_config_with_dense_sparsity_is_loaded() {
     let folder = copy("w4a16-grouped");
@@ -346,7 +347,7 @@ fn packed_wrong_tensors_are_named() {
     }
     let folder = changed(&|tensors| {
         for (name, tensor) in tensors.iter_mut() {
-            // The changed tensors form a complete matrix, but it has only half of the rows of the model's matrix.
+            // The changed tensors form a complete matrix, but this matrix has only half of the rows of the model's matrix.
             if name.starts_with(module) {
                 let rows = tensor.shape[0] / 2;
                 match name.ends_with("weight_shape") {
@@ -360,7 +361,7 @@ fn packed_wrong_tensors_are_named() {
         }
     });
     check(&folder, &[&part("weight_packed"), "[64, 64]", "[128, 64]"]);
-    // The group size in the configuration differs from that of the packed tensors.
+    // The group size in the configuration differs from the group size of the packed tensors.
     let folder = copy("w4a16-grouped");
     let config = String::from_utf8(folder.read("config.json")).expect("the text is UTF-8");
     folder.write(

@@ -1,8 +1,8 @@
-//! Packed documents: each document has the same logits and gradients as alone. In half precision, no packed or
-//! padded token makes a gradient NaN.
+//! Tests packed documents: each document has the same logits and gradients as alone. In half precision, neither packed nor
+//! padded tokens make a gradient NaN.
 //!
-//! The results of single documents are computed on the processor, once. On a device every length would compile other
-//! kernels.
+//! The results of single documents are computed only once, on the CPU, because a GPU would compile other kernels for every
+//! length.
 
 use crate::{
     devices::devices,
@@ -12,15 +12,15 @@ use crate::{
 use burn::tensor::{DType, Device, Tensor, activation::log_softmax};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Packing};
 
-/// Rows of packed documents. Each document is a part of a fixture's text. Padding fills each row to `positions` tokens.
+/// The rows of packed documents. Each document is a part of a fixture's text. Padding fills each row to `positions` tokens.
 struct Packed {
     rows: Vec<Vec<Vec<u32>>>,
     positions: usize,
 }
 
 impl Packed {
-    /// The documents are shorter and longer than the window. One row is full, one has padding, and one has a single
-    /// document.
+    /// Creates documents that are shorter and longer than the window. One row is full, one row has padding, and one row has a
+    /// single document.
     fn new(fixture: &Fixture) -> Self {
         let text = [&fixture.prompt[..], &fixture.generated].concat();
         let part = |start: usize, length: usize| text[start..start + length].to_vec();
@@ -39,7 +39,7 @@ impl Packed {
         Packing::new(self.rows.iter().map(lengths).collect(), self.positions).expect("the rows fit")
     }
 
-    /// Returns the tokens of each row, filled up with the token `padding`.
+    /// Returns the tokens of each row, padded to `positions` tokens with the token `padding`.
     fn tokens(&self, padding: u32) -> Vec<Vec<u32>> {
         let fill = |row: &Vec<Vec<u32>>| {
             let mut row = row.concat();
@@ -53,7 +53,7 @@ impl Packed {
         self.rows.iter().flatten()
     }
 
-    /// Returns the sum of the cross entropies of every document's next tokens, in f32.
+    /// Returns the sum of the cross entropies of the next tokens in all documents, in f32.
     fn loss(&self, model: &Gemma4Model, device: &Device) -> Tensor<1> {
         let packing = self.packing();
         let rows = self.tokens(model.config().pad_token);
@@ -71,7 +71,7 @@ impl Packed {
     }
 }
 
-/// Returns the same sum as [`Packed::loss`], but with a separate forward pass for each document.
+/// Returns the same sum as [`Packed::loss`], but computes a separate forward for each document.
 fn loss_alone(model: &Gemma4Model, documents: &Packed, device: &Device) -> Tensor<1> {
     let of_one = |document: &Vec<u32>| {
         let count = document.len() - 1;

@@ -1,5 +1,5 @@
-//! The table of per-layer embeddings may be stored on the host, on the device in one buffer, or on the device in
-//! several buffers. All three give the same bits and the same texts. By default the table is stored where it fits. A
+//! Tests the table of per-layer embeddings in three places: on the host, on the device in one buffer, and on the device in
+//! several buffers. All three give bitwise equal embeddings and the same texts. By default the table is stored where it fits. A
 //! wrong file is refused before the table is read from it.
 
 use crate::devices::devices;
@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 const TABLE: &str = "model.embed_tokens_per_layer.weight";
 
-/// Checkpoints of every file format, each with the quantization option with which it is loaded.
+/// The checkpoints of every file format, each with the quantization option with which it is loaded.
 const CASES: [(&str, Quantization); 6] = [
     ("dense-ple", Quantization::Stored),
     ("dense-ple-mm-bf16", Quantization::Stored),
@@ -29,7 +29,8 @@ const CASES: [(&str, Quantization); 6] = [
     ("compressed/mixed", Quantization::Stored),
 ];
 
-/// Returns limits with which a fixture's table needs several buffers, and every other weight only one.
+/// Returns a memory limit for a fixture. Under this limit, the table needs several buffers, and every other weight needs only
+/// one buffer.
 fn small_buffers((name, quantization): (&str, Quantization), dtype: DType) -> DeviceMemory {
     let options = LoadOptions::new().dtype(dtype).quantization(quantization);
     let model = load(name, &Device::flex(), options).model().clone();
@@ -41,7 +42,7 @@ fn small_buffers((name, quantization): (&str, Quantization), dtype: DType) -> De
     }
 }
 
-/// Finds the bytes of the largest weight other than the table.
+/// A visitor that finds the size in bytes of the largest weight except the table.
 #[derive(Default)]
 struct Largest {
     path: Vec<String>,
@@ -76,11 +77,12 @@ fn load(name: &str, device: &Device, options: LoadOptions<'_>) -> Gemma4 {
     Gemma4::load(folder(name), device, options).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// Returns the model with its table on the device, on the host, and on the device in parts.
+/// Returns the model three times: with its table on the device in one buffer, on the host, and on the device in several
+/// buffers.
 fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gemma4; 3] {
     let (name, quantization) = case;
-    // Quantization while loading does not quantize a table on the host. A file that is already quantized therefore
-    // gives the same elements everywhere.
+    // The option `quantization` does not quantize a table on the host. For a file that is already quantized, the table has the
+    // same elements in all three places.
     let form = || LoadOptions::new().dtype(dtype).quantization(quantization);
     let on_device = form().per_layer_table(PerLayerTable::Device);
     let on_host = form().per_layer_table(PerLayerTable::Host);
@@ -90,7 +92,7 @@ fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gem
     [on_device, on_host, split].map(|options| load(name, device, options))
 }
 
-/// Records the per-layer embeddings of a forward pass.
+/// Records the per-layer embeddings of a forward.
 #[derive(Default)]
 struct Embeddings(Vec<f32>);
 
@@ -111,7 +113,7 @@ fn embeddings(model: &Gemma4Model, prompt: &[u32]) -> Vec<f32> {
     found.0
 }
 
-/// Returns a prompt with the first and the last tokens of the vocabulary, and with some tokens twice.
+/// Returns a prompt that contains the first and the last token of the vocabulary, and some tokens twice.
 fn prompt(gemma: &Gemma4) -> Vec<u32> {
     let last = gemma.config().vocab_size as u32 - 1;
     let mut prompt: Vec<u32> = (0..=last).step_by(7).collect();
@@ -132,7 +134,7 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
         for case in CASES {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 let is_plain = case == CASES[0];
-                // On devices with kernels only the plain format runs, because other tests cover the kernels of the
+                // On devices with kernels, only the unquantized format runs, because other tests cover the kernels of the
                 // quantized formats.
                 let is_of_kernels = device.device == Device::flex() || is_plain;
                 if !device.device.supports_dtype(dtype)
@@ -163,8 +165,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
                 assert_eq!(bits(embeddings(split.model(), &prompt)), expected, "{what}");
                 assert_eq!(text(&split), expected_text, "{what}");
                 if case.1 == Quantization::Q8 {
-                    // The table on the host stores the elements as they were before quantization, so its embeddings
-                    // differ from those on the device.
+                    // The table on the host stores the elements as they were before quantization. Its embeddings therefore
+                    // differ from the embeddings of a table on the device.
                     continue;
                 }
                 assert_eq!(
@@ -178,8 +180,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
     }
 }
 
-/// Captured decode passes read a table that is on the host: before each replay, the host provides the rows of the
-/// pass's tokens. The passes have one token or several, for one sequence or several.
+/// Captured decode passes can read a table that is on the host. Before each replay, the host provides the table rows for the
+/// tokens of the pass. The passes have one or several tokens, for one or several sequences.
 #[test]
 fn per_layer_table_on_host_is_read_by_decode_steps() {
     for device in devices() {
@@ -269,11 +271,11 @@ fn per_layer_table_with_drafts_and_batches_gives_equal_texts() {
     }
 }
 
-/// A table on the host has no gradient, and all other trained parameters have the same gradients as with the table on
-/// the device. The cases train all weights or adapters.
+/// A table on the host has no gradient. All other trained parameters have the same gradients as with the table on the device.
+/// The cases train all weights or adapters.
 #[test]
 fn per_layer_table_on_host_leaves_other_gradients_unchanged() {
-    /// Collects the gradients by their parameters' paths.
+    /// A visitor that collects the gradients, keyed by the paths of their parameters.
     struct Found<'a> {
         path: Vec<String>,
         gradients: &'a burn::optim::GradientsParams,
@@ -366,8 +368,8 @@ fn per_layer_table_is_saved_from_everywhere() {
     assert_eq!(written, table(base.join("model.safetensors")));
 }
 
-/// By default, the table is on the device if the memory that the device reports has room for it, and otherwise on the
-/// host.
+/// By default, the table is on the device if the memory that the device reports has room for the table. Otherwise the table is
+/// on the host.
 #[test]
 fn per_layer_table_goes_where_it_fits() {
     let device = Device::flex();
@@ -417,7 +419,7 @@ fn per_layer_table_goes_where_it_fits() {
             assert!(said.contains(word), "{said}");
         }
     }
-    // This model has no per-layer embeddings, so it has no table to place.
+    // This model has no per-layer embeddings, so it has no table.
     let other = load("dense-keqv", &device, LoadOptions::new());
     assert_eq!(other.model().per_layer_table(), None);
 }
@@ -443,7 +445,7 @@ fn per_layer_table_beyond_the_largest_buffer_is_refused() {
             "{reason}"
         );
     }
-    // A table in parts cannot be trained.
+    // A table in several buffers cannot be trained.
     let reason = load(&flex.autodiff(), 100_000, PerLayerTable::Device);
     assert!(
         reason.contains(TABLE) && reason.contains("not be trained"),
@@ -451,7 +453,7 @@ fn per_layer_table_beyond_the_largest_buffer_is_refused() {
     );
 }
 
-/// A wrong file is refused before the table is read from it, and so is a token outside of the table.
+/// A wrong file is refused before the table is read from it. A token outside of the table is refused too.
 #[test]
 fn per_layer_table_of_wrong_file_or_token_is_refused() {
     let from = folder("dense-ple");

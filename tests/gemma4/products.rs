@@ -1,5 +1,5 @@
-//! The GEMMs with weights and their gradients, for any matrix size. Their error is at most that of one rounding of the
-//! exact result. A GEMM must not read memory around a sliced matrix.
+//! Tests the GEMMs with weights and the gradients of these GEMMs, for any matrix size. The error is at most the error of
+//! rounding the exact result once. A GEMM must not read the memory around a sliced matrix.
 
 use crate::{devices::devices, fixture::values};
 use burn::{
@@ -8,8 +8,8 @@ use burn::{
 };
 use burn_gemma4::layer::{Linear, Weight};
 
-/// Shapes `[rows, inner, columns]`. Some consist of whole tiles, some are smaller or larger, and some have lengths that
-/// no tile divides.
+/// The shapes `[rows, inner, columns]` of the GEMMs. Some consist of whole tiles, some are smaller or larger than a tile, and
+/// some have sizes that are no multiples of a tile.
 const SHAPES: [[usize; 3]; 5] = [
     [128, 64, 256],
     [2, 8, 8],
@@ -18,8 +18,8 @@ const SHAPES: [[usize; 3]; 5] = [
     [64, 1544, 72],
 ];
 
-/// Returns a matrix whose elements `dtype` represents exactly. If `sliced`, the matrix is a slice of a larger matrix of
-/// NaN.
+/// Returns a matrix whose elements `dtype` represents exactly. If `sliced` is true, the matrix is a slice of a larger matrix,
+/// whose other elements are NaN.
 fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Tensor<2> {
     let [rows, columns] = shape;
     let numbers = Tensor::<2>::random(shape, Distribution::Default, device) - 0.5;
@@ -33,7 +33,7 @@ fn matrix(shape: [usize; 2], sliced: bool, dtype: DType, device: &Device) -> Ten
         .slice([0..rows, 0..columns])
 }
 
-/// Returns the output of a layer, and the gradients of its input and of its weight.
+/// Returns the output of a linear layer, and the gradients of the layer's input and weight.
 fn outcome(input: Tensor<2>, weight: Tensor<2>, gradient: Tensor<2>) -> [Tensor<2>; 3] {
     let (input, weight) = (input.require_grad(), weight.require_grad());
     let linear = Linear {

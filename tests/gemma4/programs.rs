@@ -1,7 +1,7 @@
-//! Runs of the programs of `examples/`, as from a command line: their output, their exit codes, and their files.
+//! Tests the subcommands of `gemma4` as from a command line: their output, their exit codes, and their files.
 //!
-//! `cargo test` builds the programs along with this test. `cargo test --test gemma4` does not build them; it runs the
-//! existing ones.
+//! `cargo test --workspace` builds the program before the tests run. `cargo test --test gemma4` does not build the program, so
+//! the existing one is run.
 
 mod answers;
 pub mod folder;
@@ -29,7 +29,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// Returns the command that generates greedily with a checkpoint.
+/// Returns the command that generates greedily with the checkpoint `model`.
 fn greedy(model: &str, device: &str) -> Command {
     let mut command = gemma4("run");
     command.arg("--model").arg(fixture::folder(model)).args([
@@ -75,8 +75,8 @@ fn program_generate_tokens_equal_transformers() {
     }
 }
 
-/// A table on the host does not change the generated text on standard output. The note about the table goes to standard
-/// error only.
+/// A table of per-layer embeddings on the host does not change the generated text on standard output. The note about the table
+/// goes only to standard error.
 #[test]
 fn program_generate_with_host_table_gives_the_same_text() {
     let with = |place| {
@@ -182,7 +182,7 @@ fn program_generate_text_is_equal_streamed_piped_and_reported() {
     }
 }
 
-/// Drafts change the speed of generation and its report, but not the text.
+/// Draft tokens change the speed of generation and the report, but not the text.
 #[test]
 fn program_generate_drafts_leave_the_text_unchanged() {
     let arguments = [
@@ -262,8 +262,8 @@ fn program_generate_chat_option_renders_the_template() {
     assert!(tokens(&instructed).len() > tokens(conversation).len() + 6);
 }
 
-/// Without arguments, the program generates a text with its small trained model. The test checks only that there is
-/// some text.
+/// Without arguments, the program generates a text with its small trained model. The test checks only that the text is not
+/// empty.
 #[test]
 fn program_generate_without_arguments_prints_text() {
     let ended = succeed(gemma4("run").args(["--device", "flex", "--ignore-eos"]));
@@ -273,7 +273,7 @@ fn program_generate_without_arguments_prints_text() {
     }
 }
 
-/// Returns a checkpoint without stop tokens and with very many positions, so that its texts never end.
+/// Returns a checkpoint whose texts never end, because it has no stop tokens and very many positions.
 fn endless() -> Folder {
     let folder = Folder::copy("dense-ple");
     folder.set("config.json", "max_position_embeddings", 1 << 20);
@@ -281,7 +281,7 @@ fn endless() -> Folder {
     folder
 }
 
-/// Starts a program on an [`endless`] checkpoint.
+/// Starts a subcommand of `gemma4` with a checkpoint from [`endless`].
 fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     let mut command = gemma4(name);
     command
@@ -300,8 +300,8 @@ fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     command.spawn().expect("the process starts")
 }
 
-/// Writes to the standard input. A program that refuses its arguments exits without reading, which is not an error
-/// here: the caller checks the exit code.
+/// Writes `text` to the standard input of a program. A program that refuses its arguments exits without reading its input. A
+/// broken pipe is therefore no error here, and the caller checks the exit code.
 fn write(child: &mut Child, text: impl AsRef<[u8]>) {
     let input = child.stdin.as_mut().expect("stdin is piped");
     match input.write_all(text.as_ref()) {
@@ -310,7 +310,7 @@ fn write(child: &mut Child, text: impl AsRef<[u8]>) {
     }
 }
 
-/// Waits until the process prints.
+/// Waits until the process has printed at least one byte to standard output.
 fn wait_for_text(child: &mut Child) {
     let output = child.stdout.as_mut().expect("stdout is piped");
     output.read_exact(&mut [0]).expect("the output is text");
@@ -381,7 +381,7 @@ fn program_generate_killed_leaves_the_checkpoint_unchanged() {
     for delay in [Some(5), Some(50), None] {
         let mut child = start("run", &folder, &["--prompt", "the cat"]);
         match delay {
-            // The process is killed after this delay, while it still starts or loads the model.
+            // The process is killed after this delay, while it is still starting or loading the model.
             Some(milliseconds) => std::thread::sleep(Duration::from_millis(milliseconds)),
             None => wait_for_text(&mut child),
         }
@@ -428,9 +428,9 @@ fn answers(input: &str) -> Ended {
 fn program_chat_answers_until_exit() {
     let first = answers("the cat\n").stdout;
     assert!(!first.trim().is_empty(), "{first:?}");
-    // The end of input and /exit end the chat; later lines are not answered.
+    // The end of input and `/exit` end the chat, and later lines get no answers.
     assert_eq!(answers("the cat\n/exit\nthe cat\n").stdout, first);
-    // After /reset, the same question has the same answer. Without /reset, the second answer depends on the first.
+    // After `/reset`, the same question has the same answer. Without `/reset`, the second answer depends on the first answer.
     let again = first.clone() + &first;
     assert_eq!(answers("the cat\n/reset\nthe cat\n").stdout, again);
     assert_ne!(answers("the cat\nthe cat\n").stdout, again);

@@ -1,4 +1,5 @@
-//! Prompts: special tokens that a message spells out are plain text, and a text has one BOS token.
+//! Tests prompts. If a message spells out a special token, the prompt contains it as plain text. A text has exactly one BOS
+//! token.
 
 use crate::fixture::{Fixture, folder};
 use burn::tensor::{DType, Device};
@@ -29,7 +30,7 @@ fn count(tokens: &[u32], token: u32) -> usize {
     tokens.iter().filter(|one| **one == token).count()
 }
 
-/// Decodes the tokens, with the names of special tokens.
+/// Decodes the tokens to a text, in which special tokens appear by their names.
 fn text(tokens: &[u32]) -> String {
     GEMMA
         .tokenizer()
@@ -62,7 +63,7 @@ fn prompt_message_cannot_end_its_turn() {
         assert_eq!(count(&found, TURN), turns + 1, "{found:?}");
         assert_eq!(count(&found, END_OF_TURN), turns, "{found:?}");
         assert_eq!(count(&found, BOS), 1, "{found:?}");
-        // The decoded tokens equal the rendered prompt, so the message's text is complete.
+        // The decoded tokens equal the rendered prompt, so no text of the message is lost.
         assert_eq!(text(&found), rendered(&messages));
     }
 }
@@ -125,7 +126,7 @@ fn any_text() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// For any message, the prompt has only the template's special tokens and the template's text.
+    /// For any message, the only special tokens in the prompt come from the template, and decoding gives the rendered text.
     #[test]
     fn prompt_of_any_message_has_only_the_templates_special_tokens(content in any_text()) {
         let messages = vec![Message::user(content)];
@@ -135,7 +136,7 @@ proptest! {
         prop_assert_eq!(special, [BOS, TURN, END_OF_TURN, TURN]);
     }
 
-    /// Messages without special tokens give the tokens of the rendered prompt.
+    /// For messages without special tokens, the prompt has the tokens of the encoded rendered text.
     #[test]
     fn prompt_of_plain_messages_equals_the_encoded_text(content in "[a-z é\n]{0,30}") {
         let messages = vec![Message::user(content)];

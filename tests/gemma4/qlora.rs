@@ -1,5 +1,5 @@
-//! LoRA adapters over quantized weights (QLoRA). They have the same gradients as over the dequantized weights, but need
-//! only the memory of the packed weights.
+//! Tests LoRA adapters over quantized weights (QLoRA). The gradients equal the gradients over the dequantized weights, but the
+//! weights need only the memory of the packed format.
 
 use crate::{
     devices::devices,
@@ -15,8 +15,8 @@ use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantiz
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
-/// The cases cover all bit widths, with and without zero points and block minima, experts, per-layer embeddings, and
-/// tied output heads.
+/// The checkpoints with their quantization options. The cases cover all bit widths, with and without zero points and block
+/// minima, experts, per-layer embeddings, and tied output heads.
 const CASES: [(&str, Quantization); 7] = [
     ("dense-ple", Quantization::Q4),
     ("moe", Quantization::Q8),
@@ -30,7 +30,7 @@ const PROMPT: [u32; 21] = [
     2, 24, 301, 33, 47, 210, 111, 85, 90, 24, 301, 34, 47, 25, 26, 310, 44, 45, 99, 100, 7,
 ];
 
-/// Fills the adapters' factors with numbers that depend only on their paths, so all models get equal factors.
+/// Fills the LoRA matrices A and B with numbers that depend only on the matrices' paths, so that all models get equal matrices.
 #[derive(Default)]
 struct Drawn {
     path: Vec<String>,
@@ -68,7 +68,8 @@ impl ModuleMapper for Drawn {
     }
 }
 
-/// Collects the gradients of the adapters' factors by their paths, and asserts that no other parameter has a gradient.
+/// A visitor that collects the gradients of the LoRA matrices A and B by their paths. The visitor panics if any other parameter
+/// has a gradient.
 struct Found<'a> {
     gradients: &'a GradientsParams,
     path: Vec<String>,
@@ -95,13 +96,13 @@ impl ModuleVisitor for Found<'_> {
     }
 }
 
-/// Loads the checkpoint `dense-ple` with this quantization.
+/// Loads the checkpoint `dense-ple` with the quantization `form`.
 fn dense_ple(form: Quantization, device: &Device) -> Gemma4Model {
     let options = LoadOptions::new().quantization(form);
     Gemma4Model::load(fixture::folder("dense-ple"), device, options).expect("the model is valid")
 }
 
-/// Attaches an adapter whose factors are not zero.
+/// Attaches an adapter to `model`. Neither of the adapter's matrices A and B is zero, unlike in an untrained adapter.
 pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     let mut drawn = Drawn::default();
     let model = Adapter::new(2, 4.0)
@@ -112,7 +113,8 @@ pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     model
 }
 
-/// Returns a loss and the gradients of the factors, by one backward pass or layer by layer.
+/// Returns a loss and the gradients of the LoRA matrices. The gradients are computed by one backward, or layer by layer if
+/// `by_layer` is true.
 pub fn learned(
     model: &Gemma4Model,
     device: &Device,
@@ -145,7 +147,7 @@ pub fn learned(
 #[test]
 fn qlora_gradients_equal_those_over_dequantized_weights() {
     for device in devices() {
-        // Other devices compile kernels for every format and operator, so one case with one strategy is enough there.
+        // Other devices compile kernels for every format and operator. On these devices, one case with one strategy is enough.
         let is_flex = device.name == "flex";
         let (cases, ways) = if is_flex {
             (&CASES[..], 2)
@@ -164,7 +166,7 @@ fn qlora_gradients_equal_those_over_dequantized_weights() {
                 let bytes = quantized.parameter_bytes();
                 let quantized = adapted(quantized);
                 assert!(quantized.is_quantized());
-                // The adapter's factors are the only bytes that the adapted model adds.
+                // The LoRA matrices are the only bytes that attaching the adapter adds.
                 let added = quantized.parameter_bytes() - bytes;
                 let (expected_loss, expected) = learned(&whole, &tracked, false);
                 let numbers: usize = expected.values().map(Vec::len).sum();
@@ -185,7 +187,7 @@ fn qlora_gradients_equal_those_over_dequantized_weights() {
     }
 }
 
-/// A decode step of a single token also uses the adapter. The step runs other kernels than a longer text.
+/// A decode step of a single token also uses the adapter, although this step runs other kernels than a longer text.
 #[test]
 fn qlora_decode_of_one_token_uses_the_adapter() {
     for device in devices() {
@@ -214,7 +216,7 @@ fn qlora_decode_of_one_token_uses_the_adapter() {
     }
 }
 
-/// A saved model contains the adapter. The adapter saved alone merges into the unquantized weights.
+/// A saved model includes the adapter. An adapter that is saved separately can be merged into the unquantized weights.
 #[test]
 fn qlora_model_and_adapter_are_saved() {
     let device = Device::flex().autodiff();
@@ -247,8 +249,8 @@ fn qlora_model_and_adapter_are_saved() {
     fixture::assert_close(&logits(&found), &expected, "merged");
 }
 
-/// An adapter that is loaded over quantized weights gives the results of its training, in prefill and in decode. The
-/// adapter is not rounded together with the weights.
+/// An adapter that is loaded over quantized weights gives the results that the model had in training, in prefill and in decode.
+/// The adapter is not rounded together with the weights.
 #[test]
 fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     let name = "dense-ple";
@@ -321,8 +323,8 @@ fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     }
 }
 
-/// An adapter that is merged or attached twice adds to the weights twice. The second merge adds to weights that the
-/// first merge has dequantized.
+/// If an adapter is merged or attached twice, its product is added to the weights twice. The first merge dequantizes the
+/// weights, and the second merge adds to these dequantized weights.
 #[test]
 fn qlora_second_merged_adapter_adds_to_the_first() {
     let device = Device::flex();
@@ -352,7 +354,7 @@ fn qlora_second_merged_adapter_adds_to_the_first() {
     fixture::assert_close(&twice(model, true), &expected, "twice");
 }
 
-/// Training a second adapter beside the first is refused, over quantized and over unquantized weights. Such training
+/// Training a second adapter in addition to the first is refused, over quantized and over unquantized weights. Such training
 /// would lose one of the two adapters.
 #[test]
 fn qlora_training_a_second_adapter_is_refused() {
@@ -386,7 +388,7 @@ fn qlora_dequantized_model_includes_the_adapter() {
         .expect("the model is dequantized");
     assert!(!whole.is_quantized());
     fixture::assert_close(&logits(&whole), &expected, "whole");
-    // An untrained adapter, whose factors B are zero, changes nothing.
+    // An untrained adapter changes nothing, because its matrices B are zero.
     let folder = TempDir::new().expect("a temporary folder");
     let adapter = Adapter::new(2, 4.0);
     let untrained = adapter.attach(load()).expect("the adapter is valid");
@@ -405,7 +407,7 @@ fn qlora_dequantized_model_includes_the_adapter() {
     }
 }
 
-/// An adapter for norms is refused, because a norm has no matrix to which A and B could be added.
+/// An adapter for norms is refused, because a norm has no weight matrix to which the product of A and B could be added.
 #[test]
 fn qlora_module_without_a_matrix_is_refused() {
     let device = Device::flex().autodiff();

@@ -1,6 +1,6 @@
-//! Models whose weights stay quantized. They give the same results as models with the dequantized weights, and need
-//! only the memory of the packed weights. Quantized weights are not trained. The file `qlora.rs` tests adapters over
-//! them.
+//! Tests models whose weights stay quantized. These models give the same results as models with the dequantized weights, and
+//! need only the memory of the packed weights. Quantized weights are not trained. The file `qlora.rs` tests adapters over
+//! quantized weights.
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
@@ -19,8 +19,8 @@ use burn_gemma4::{
 use std::ops::ControlFlow;
 use tempfile::TempDir;
 
-/// Quantized checkpoints, and checkpoints that are quantized while loading. They cover every format, tied output heads,
-/// per-layer embeddings, experts, and heads as wide as in real models.
+/// The cases: quantized checkpoints, and checkpoints that are quantized while loading. The cases cover every format, tied
+/// output heads, per-layer embeddings, experts, and heads as wide as in real models.
 const CASES: [(&str, Quantization); 12] = [
     ("gguf/dense-ple.Q8_0.gguf", Quantization::Stored),
     ("gguf/moe.Q4_0.gguf", Quantization::Stored),
@@ -43,7 +43,7 @@ fn load(name: &str, device: &Device, quantization: Quantization) -> Result<Gemma
     Gemma4::load(fixture::folder(name), device, options)
 }
 
-/// Returns a case's model and the same model with dequantized weights.
+/// Returns the quantized model of a case, and the same model with dequantized weights.
 fn both(case: (&str, Quantization), device: &Device) -> [Gemma4; 2] {
     let (name, quantization) = case;
     let quantized = load(name, device, quantization).expect(name);
@@ -56,7 +56,7 @@ fn both(case: (&str, Quantization), device: &Device) -> [Gemma4; 2] {
     [quantized, whole]
 }
 
-/// Saves the model, which dequantizes it, and loads the saved checkpoint.
+/// Saves the model and loads the saved checkpoint. Saving dequantizes the weights.
 fn dequantized(gemma: &Gemma4, name: &str, device: &Device) -> Gemma4 {
     let saved = TempDir::new().expect("a temporary folder");
     gemma
@@ -108,8 +108,8 @@ fn quantized_model_tokens_and_logits_equal_the_dequantized_model() {
     }
 }
 
-/// The decode kernels over quantized weights give the logits of the dequantized model. The batches have one sequence, a
-/// few, the maximum of the decode kernels, and more than that.
+/// The decode kernels over quantized weights give the logits of the dequantized model. The batch sizes are one, a few, the
+/// maximum of the decode kernels, and more than this maximum.
 #[test]
 fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     for device in devices() {
@@ -143,8 +143,8 @@ fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     }
 }
 
-/// Collects the packed weights of a model, with their number of rows and of words per row, and the bytes of the
-/// unquantized weights.
+/// A visitor that collects the packed weights of a model, each with its number of rows and its number of words per row. The
+/// visitor also adds up the bytes of the unquantized weights.
 #[derive(Default)]
 struct Words {
     path: Vec<String>,
@@ -172,9 +172,9 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// A quantized model takes the bytes of its packed rows and of its unquantized weights. A row has 64 columns, so it has
-/// 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of
-/// 4 words.
+/// A quantized model takes the bytes of its packed rows and of its unquantized weights. A row has 64 columns. These columns
+/// take 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of 4
+/// words.
 #[test]
 fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
@@ -192,8 +192,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
             load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // A row of the per-layer table has 16 columns, which is less than a block, so the table stays unquantized. Each
-        // packed row replaces at least 64 elements.
+        // A row of the per-layer table has 16 columns, which is less than a block, so the table stays unquantized. Every packed
+        // row replaces at least 64 elements of the dequantized model.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();
@@ -205,8 +205,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
     }
 }
 
-/// Quantizing a loaded model gives the same logits as quantizing while loading. The quantized model can be dequantized
-/// again.
+/// If a loaded model is quantized, its logits equal the logits of a model that is quantized while loading. The quantized model
+/// can be dequantized again.
 #[test]
 fn quantize_of_a_loaded_model_equals_quantizing_while_loading() {
     let device = Device::flex();
@@ -263,7 +263,7 @@ fn quantized_model_in_f16_is_as_close_to_f32_as_the_dequantized() {
     }
 }
 
-/// Training more than adapters over quantized weights is an error.
+/// Over quantized weights, only adapters can be trained. Training any other parameter is an error.
 #[test]
 fn quantized_model_full_training_is_refused() {
     let plain = Device::flex();
@@ -292,7 +292,7 @@ fn quantized_model_full_training_is_refused() {
         is_refused(model.loss(hidden, targets.clone()).map(drop));
     }
 
-    // A forward pass without gradients works.
+    // A forward without gradients works.
     let hidden = quantized
         .model()
         .hidden(tokens(&[&PROMPT], &plain), Logits::All);
@@ -303,7 +303,7 @@ fn quantized_model_full_training_is_refused() {
     assert!(loss.expect("the loss is computed").into_scalar::<f32>() > 0.0);
 }
 
-/// Merging an adapter dequantizes only the matrices to which the adapter adds.
+/// Merging an adapter dequantizes only the matrices that the adapter changes.
 #[test]
 fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     let name = "dense-ple";
@@ -335,7 +335,7 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert!(merged.model().is_quantized());
     assert_close(&logits(&merged), &expected, "an adapter that adds nothing");
 
-    // A program that quantizes while loading keeps the adapter beside the weights.
+    // A program that quantizes while loading does not merge the adapter, so the weights stay quantized.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
         adapter: Some(folder.path().into()),
@@ -353,7 +353,7 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert_eq!(logits(&loaded), expected);
 }
 
-/// A quantized model gives the same hidden states on a device with autodiff as on one without, with and without
+/// A quantized model gives the same hidden states on a device with autodiff as on a device without autodiff, with and without
 /// gradient checkpointing. Autodiff treats the dequantized weights as constants.
 #[test]
 fn quantized_model_on_autodiff_device_gives_equal_states() {
@@ -373,8 +373,8 @@ fn quantized_model_on_autodiff_device_gives_equal_states() {
     }
 }
 
-/// For the small trained model that `burn-gemma4` embeds, the cross entropy of a text changes by at most 1 % with 8
-/// bits, and by at most 10 % with 4 bits.
+/// Quantization hardly changes the cross entropy of a text in the small trained model that `burn-gemma4` embeds. The cross
+/// entropy changes by at most 1 % with 8 bits, and by at most 10 % with 4 bits.
 #[test]
 fn quantized_trained_model_keeps_its_loss() {
     let device = Device::flex();

@@ -1,6 +1,6 @@
-//! The int8 KV cache. Its logits stay close to those of the full-precision cache. The tests cover prefill in portions,
-//! decode kernels, graph capture, batches of any lengths, compact keys, draft tokens, and session files. The int8 cache
-//! takes less memory, and head sizes that cannot be packed are refused.
+//! Tests the int8 KV cache. The logits stay close to the logits with the full-precision cache. The tests cover prefill in
+//! portions, decode kernels, graph capture, batches of any lengths, compact keys, draft tokens, and session files. The int8
+//! cache takes less memory than the full-precision cache. Head sizes that cannot be packed are refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, largest, on_every_device, tokens, values};
@@ -12,14 +12,14 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The maximum root mean square difference between the logits with the int8 cache and those with the full-precision
-/// cache, relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean
-/// square of these errors is about 1/180 of the standard deviation of the row's elements. These models have random
-/// weights and scores with a standard deviation of 8, so probabilities are off by about 5 %.
+/// The maximum root mean square difference between the logits with the int8 cache and the logits with the full-precision cache,
+/// relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean square of these
+/// errors is about 1/180 of the standard deviation of the row's elements. The test models have random weights, and scores with
+/// a standard deviation of 8. The errors therefore change the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
-/// The maximum difference between two ways to compute with the same int8 keys. If an element lies midway between two
-/// codes, rounding in f32 decides which code it gets.
+/// The maximum difference between two ways to compute with the same int8 keys. If an element lies midway between two codes,
+/// rounding in f32 decides which of the two codes the element gets.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -34,7 +34,7 @@ fn cache(gemma: &Gemma4, compact_keys: bool, padding: Vec<usize>) -> Cache {
     cache.expect("the head sizes can be packed")
 }
 
-/// Returns the largest difference, relative to the largest expected number.
+/// Returns the largest difference of an element, relative to the largest magnitude of an expected element.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let error = largest(found.iter().zip(expected).map(|(a, b)| a - b));
@@ -52,8 +52,8 @@ fn whole(fixture: &Fixture) -> Vec<u32> {
     [&fixture.prompt[..], &fixture.generated].concat()
 }
 
-/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The list `portions` has the
-/// number of tokens of each portion, and starts again after its end.
+/// Returns the logits of all positions of `sequence` after prefilling `cache` in portions. The list `portions` holds the number
+/// of tokens of each portion, and repeats until the sequence ends.
 fn by_portions(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -78,8 +78,8 @@ fn by_portions(
     logits
 }
 
-/// Returns both values of `compact_keys` if the model computes values from the key projection. For other models compact
-/// keys change nothing, so the list has one value.
+/// Returns the values of `compact_keys` to test. If the model computes values from the key projection, both false and true are
+/// returned. In other models, compact keys store everything, so only false is returned.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],
@@ -87,9 +87,9 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// The logits with the int8 cache are near those with the full-precision cache, and do not depend on the portions of
-/// the prefill. Devices with kernels compile new kernels for every number of rows, so only the fixture with the most
-/// complex cache runs there.
+/// The logits with the int8 cache are near the logits with the full-precision cache, and do not depend on the portions of the
+/// prefill. Devices with kernels compile new kernels for every number of rows. On these devices, only the fixture with the most
+/// complex cache runs.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -107,8 +107,8 @@ fn int8_cache_logits_stay_near_full_precision() {
             let at_once = read(&[sequence.len()]);
             let what = format!("{} {} compact {compact}", fixture.name, device.name);
             let error = mean_difference(&at_once, &expected);
-            // In the MoE model, rounding may change which experts a token selects. Other experts change the logits much
-            // more.
+            // In the MoE model, rounding may change which experts a token selects. A change of experts changes the logits much
+            // more than rounding does.
             let bound = if fixture.name == "moe" { 0.5 } else { BOUND };
             assert!(error > 0.0 && error < bound, "{what}: {error}");
             let all = [&[24, 1][..], &[7, 1, 1], &[1]];
@@ -120,9 +120,9 @@ fn int8_cache_logits_stay_near_full_precision() {
     });
 }
 
-/// The decode kernels over the int8 cache give the logits of the layers. The sequences of a batch have equal or
-/// different lengths, and exceed the window and the allocated buffers. Each sequence is compared with a pass of the
-/// layers over that sequence alone.
+/// The decode kernels over the int8 cache give the logits that the layers give. The sequences of a batch have equal or
+/// different lengths, and exceed the window and the allocated buffers. Each sequence is compared with a forward of the layers
+/// over that sequence alone.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
@@ -219,7 +219,7 @@ fn int8_cache_tokens_are_equal_with_drafts_chunks_and_batches() {
     }
 }
 
-/// A drafter that reads the int8 cache with compact keys leaves the generated tokens unchanged.
+/// A drafter that reads the int8 cache with compact keys does not change the generated tokens.
 #[test]
 fn int8_cache_with_drafter_leaves_the_tokens_unchanged() {
     for device in devices() {
@@ -243,7 +243,7 @@ fn int8_cache_with_drafter_leaves_the_tokens_unchanged() {
     }
 }
 
-/// A session that is loaded from its file continues like the original, also on an autodiff device. If the file has
+/// A session that is loaded from its file continues like the original session, also on an autodiff device. If the file has
 /// another KV precision, the session prefills its text again.
 #[test]
 fn int8_cache_session_continues_from_its_file() {
@@ -279,7 +279,7 @@ fn int8_cache_session_continues_from_its_file() {
     }
 }
 
-/// Writes a session file with an int8 KV cache.
+/// Writes a session file with an int8 KV cache to `path`.
 fn save_words(gemma: &Gemma4, path: &Path) {
     let mut session = gemma.session();
     let options = quantized(&greedy(gemma, 2));
@@ -288,7 +288,8 @@ fn save_words(gemma: &Gemma4, path: &Path) {
     session.save(path, &[]).expect("the save succeeds");
 }
 
-/// A wrong dtype of the packed keys is reported as a malformed file, and not as another model.
+/// If the packed keys in a session file have a wrong dtype, the error says that the file is malformed. The error must not say
+/// that the file belongs to another model.
 #[test]
 fn int8_cache_session_of_wrong_dtype_is_malformed() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
@@ -313,8 +314,8 @@ fn int8_cache_session_of_wrong_dtype_is_malformed() {
     );
 }
 
-/// An int8 session that was computed in another dtype than the model's is refused. The packed keys do not reveal that
-/// dtype, so the file records it.
+/// An int8 session is refused if it was computed in another dtype than the dtype of the model. The packed keys do not reveal
+/// the dtype of the computation, so the file records this dtype.
 #[test]
 fn int8_cache_session_computed_in_another_dtype_is_refused() {
     let fixture = Fixture::open("dense-ple");
@@ -331,7 +332,8 @@ fn int8_cache_session_computed_in_another_dtype_is_refused() {
     assert!(text.contains("computed in f32"), "{text}");
 }
 
-/// A key or value element takes one byte. Each slot of each head takes 4 more bytes for its scale.
+/// A key or value element takes one byte. The elements of a head in one slot are a row, and each row takes 4 more bytes for its
+/// scale. Keys and values have separate rows, but a compact key shares the row of its value.
 #[test]
 fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
     let device = Device::flex();

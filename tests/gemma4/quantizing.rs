@@ -1,6 +1,6 @@
-//! The program `quantize` and its library function. The written weights equal those of quantizing while loading, and
-//! the bytes equal those of the formats' own programs. The output appears complete or not at all, and unsupported input
-//! is refused by name.
+//! Tests the program `quantize` and its library function. The written weights equal the weights after quantizing while loading.
+//! The written bytes equal the output of the formats' own programs. The output appears either complete or not at all, and the
+//! error for unsupported input names the problem.
 
 use crate::{
     fixture,
@@ -40,7 +40,7 @@ fn load(path: &Path, form: Quantization) -> Gemma4 {
         .unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Collects a model's parameters as bytes, packed or not.
+/// A visitor that collects the bytes of all parameters of a model. Packed parameters stay packed.
 #[derive(Default)]
 struct Parameters {
     path: Vec<String>,
@@ -112,7 +112,7 @@ fn quantize_to_gguf_equals_quantizing_while_loading() {
     }
 }
 
-/// A quantized GGUF file equals the file that llama.cpp's converter and quantizer made of the same checkpoint.
+/// A quantized GGUF file equals the file that llama.cpp's converter and quantizer made from the same checkpoint.
 #[test]
 fn quantize_to_gguf_equals_llama_cpp() {
     let folder = TempDir::new().expect("a temporary folder");
@@ -134,11 +134,12 @@ fn quantize_to_gguf_equals_llama_cpp() {
         for (tensor, found) in &found.tensors {
             let expected = &expected.tensors[tensor];
             assert_eq!(found.dimensions, expected.dimensions, "{tensor}");
-            // Only tensors of equal types are compared, because llama.cpp's quantizer chooses larger types for some
-            // tensors.
+            // Only tensors that have the same type in both files are compared, because llama.cpp's quantizer chooses larger
+            // types for some tensors.
             if found.kind == expected.kind {
                 let bytes = found.bytes.len().min(expected.bytes.len());
-                // The last tensor's bytes extend to the end of the file, so only the common part is compared.
+                // The last tensor's bytes extend to the end of the file, and may include padding. Only the bytes that both
+                // files have are compared.
                 assert!(found.bytes[..bytes] == expected.bytes[..bytes], "{tensor}");
                 alike += 1;
             }
@@ -148,8 +149,8 @@ fn quantize_to_gguf_equals_llama_cpp() {
     }
 }
 
-/// The packed tensors of quantized folders have the recorded checksums. The script `tests/fixtures/check_quantized.py`
-/// has checked these folders with compressed-tensors and transformers, and has written the checksums.
+/// The packed tensors of quantized folders have the recorded checksums. The script `tests/fixtures/check_quantized.py` has
+/// written these checksums after checking the folders with compressed-tensors and transformers.
 #[test]
 fn quantize_to_folder_equals_compressed_tensors() {
     let checksums = fs::read(fixture::folder("quantized.json")).expect("the fixture is readable");
@@ -197,8 +198,8 @@ fn quantize(from: &Path, to: &str, out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The program reports the cross entropy of a text before and after quantization. The model is the small trained one
-/// that `burn-gemma4` embeds.
+/// The program reports the cross entropy of a text before and after quantization. The model is the small trained model that
+/// `burn-gemma4` embeds.
 #[test]
 fn quantize_program_reports_the_cost() {
     let embedded = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/burn-gemma4/embedded");
@@ -220,7 +221,8 @@ fn quantize_program_reports_the_cost() {
     for (out, to, most) in [("w8", "q8", 0.01), ("w4.gguf", "q4", 0.1)] {
         let out = path(out);
         let ended = succeed(&mut quantize(Path::new(embedded), to, &out, &arguments));
-        // The rows of `per_layer_projection` have 8 columns, less than a block, so the program names it as unquantized.
+        // The rows of `per_layer_projection` have 8 columns, which is less than a block. The matrix stays unquantized, and the
+        // program names it.
         assert!(
             ended.stderr.contains("layers.0.per_layer_projection"),
             "{ended:?}"
@@ -274,8 +276,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
             tensor.bytes[40..44].copy_from_slice(&number.to_le_bytes());
         });
         let words = ["layers.1.mlp.up_proj", "no finite number"];
-        // The finite number 1e38 is refused only for GGUF: a GGUF file stores scales in f16, which cannot represent
-        // such a scale. A folder stores them in f32.
+        // The finite number 1e38 is refused only for GGUF. A GGUF file stores scales in f16, which cannot represent a scale of
+        // this size. A folder stores scales in f32.
         let outs = if number.is_finite() {
             &outs[..1]
         } else {
@@ -340,8 +342,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
     );
 }
 
-/// Other files in the folder of the output, such as temporary files of a killed run, do not prevent the output, and are
-/// not overwritten. A symbolic link is not followed.
+/// Other files in the folder of the output, such as temporary files of a killed run, neither prevent the output nor are
+/// overwritten. A symbolic link is not followed.
 #[test]
 fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");
@@ -374,7 +376,8 @@ fn quantize_leaves_other_files_unchanged() {
     }
 }
 
-/// The output has the usual permissions, although temporary files are readable only by their owner.
+/// The output has the usual permissions. The temporary files from which it is made are readable only by their owner, so the
+/// program must set the permissions.
 #[cfg(unix)]
 #[test]
 fn quantize_output_has_the_usual_permissions() {
@@ -407,8 +410,8 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     }
 }
 
-/// The rows of the matrices are shorter than a block, so no matrix can be packed. The table of per-layer embeddings has
-/// whole blocks (2 layers with 16 columns each), but a folder does not pack tables.
+/// A folder without any packable weights is refused. The rows of all matrices are shorter than a block. The table of per-layer
+/// embeddings has whole blocks (2 layers with 16 columns each), but a folder does not pack tables.
 #[test]
 fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {
@@ -440,7 +443,8 @@ fn quantize_folder_without_packable_weights_is_refused() {
     assert!(!path("out").exists());
 }
 
-/// A folder keeps the towers unchanged. A GGUF file leaves them out, and the program says so.
+/// A quantized folder contains the vision and audio towers unchanged. A GGUF file leaves the towers out, and the program
+/// reports that.
 #[test]
 fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -471,8 +475,8 @@ fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     let out = folder.path().join("out.gguf");
     base.set("generation_config.json", "eos_token_id", json!([1, 77]));
     base.set("generation_config.json", "max_new_tokens", 5);
-    // The defaults have a repetition penalty, but disable sampling. The program must report this, because GGUF readers
-    // and the converter use sampling options only together.
+    // The generation defaults have a repetition penalty but disable sampling. GGUF readers and the converter use all sampling
+    // options or none. The program must therefore report that it leaves the sampling options out.
     base.set("generation_config.json", "do_sample", false);
     base.set("generation_config.json", "repetition_penalty", 1.5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));
@@ -486,7 +490,7 @@ fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     }
 }
 
-/// The unused keys of a shared KV layer may have no elements. Loading ignores them too.
+/// The unused key weights of a shared KV layer may have no elements. `quantize` ignores such tensors, as loading does.
 #[test]
 fn quantize_empty_keys_of_shared_kv_layers_are_ignored() {
     for shape in [[8, 0], [0, 32]] {

@@ -1,6 +1,6 @@
-//! Training steps that are captured as CUDA graphs. A replay gives the same results as separate launches, whatever runs
-//! between the replays and wherever the optimizer writes the parameters. The cases train whole models and adapters, on
-//! packed and plain rows, and with a per-layer table on the host.
+//! Tests training steps that are captured as CUDA graphs. A replay gives the same results as separate launches, regardless of
+//! what runs between the replays and of where the optimizer writes the parameters. The cases train whole models and adapters,
+//! on packed and plain rows, and with a per-layer table on the host.
 
 use crate::{
     devices::devices,
@@ -19,13 +19,13 @@ use burn_gemma4::{
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The maximum relative difference. The replay may use other kernels than separate launches, because tuning may have
-/// chosen differently.
+/// The maximum relative difference between a replay and separate launches. Both may use different kernels, because tuning may
+/// have chosen differently.
 const TOLERANCE: f64 = 1e-5;
 
 const POSITIONS: usize = 24;
 
-/// A checkpoint with its load options and the way of training.
+/// A checkpoint with its load options and the kind of training.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     checkpoint: &'static str,
@@ -98,8 +98,8 @@ struct Numbers {
 }
 
 impl Numbers {
-    /// Draws a batch of two rows. The rows are packed with documents if `is_packed` is true. Otherwise the targets
-    /// cover only the last third of each row.
+    /// Draws a batch of two rows. If `is_packed` is true, the rows consist of packed documents. Otherwise the targets cover
+    /// only the last third of each row.
     fn draw(random: &mut StdRng, words: i32, is_packed: bool, device: &Device) -> Self {
         let packing = is_packed.then(|| {
             let rows = (0..2).map(|_| {
@@ -130,7 +130,7 @@ impl Numbers {
     }
 }
 
-/// Collects the gradients of all parameters in order.
+/// A visitor that collects the gradients of all parameters in the order of the parameters.
 struct Collected<'a> {
     gradients: &'a GradientsParams,
     found: Vec<Vec<f32>>,
@@ -152,7 +152,7 @@ fn collected(model: &Gemma4Model, gradients: &GradientsParams) -> Vec<Vec<f32>> 
     collected.found
 }
 
-/// A gradient descent step that writes each parameter to new memory.
+/// A step of gradient descent that writes each parameter to new memory.
 struct Descent<'a> {
     gradients: &'a GradientsParams,
     rate: f64,
@@ -170,7 +170,7 @@ impl ModuleMapper for Descent<'_> {
     }
 }
 
-/// Leaves NaN in freed memory, so that a replay that reads freed memory fails the comparison.
+/// Writes NaN to memory and frees it. A replay that reads freed memory then fails the comparison.
 fn dirty(device: &Device) {
     let sizes = [1 << 8, 1 << 12, 1 << 16, 1 << 20];
     let noise = sizes.map(|size| Tensor::<1>::random([size], Distribution::Default, device));
@@ -234,8 +234,8 @@ fn captured_training_steps_equal_separate_launches() {
     }
 }
 
-/// If a batch has another shape than the graph, or another model is trained, the recorder drops the graph and launches
-/// the step directly.
+/// The recorder drops the graph if a batch has another shape than in the graph, or if another model is trained. The recorder
+/// then launches the step directly.
 #[test]
 fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     for device in devices() {
@@ -281,7 +281,7 @@ fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     }
 }
 
-/// Sets which parameters require gradients.
+/// A mapper that makes exactly the listed parameters require gradients.
 struct TrainsOnly(Vec<ParamId>);
 
 impl ModuleMapper for TrainsOnly {
@@ -291,7 +291,7 @@ impl ModuleMapper for TrainsOnly {
     }
 }
 
-/// Collects the one-dimensional parameters with their sizes.
+/// A visitor that collects the one-dimensional parameters, each with its size.
 #[derive(Default)]
 struct Vectors(Vec<(ParamId, usize)>);
 
@@ -303,8 +303,8 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// If another parameter of the same size is trained, the recorder drops the graph, although the model has the same
-/// parameters as before.
+/// The model is the same, but another parameter of the same size is trained. The recorder then drops the graph and launches the
+/// step directly.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {
@@ -340,7 +340,7 @@ fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     }
 }
 
-/// A recorder that panics releases the device, so another recorder can capture.
+/// A recorder that panics releases the device, so that another recorder can capture a graph.
 #[test]
 fn capture_after_a_panic_still_works() {
     for device in devices() {

@@ -1,4 +1,5 @@
-//! Chat templates against Python's jinja2. `tests/fixtures/make_templates.py` has made the expected renderings.
+//! Compares rendered chat templates with the output of Python's jinja2. `tests/fixtures/make_templates.py` has made the
+//! expected output.
 
 use burn_gemma4::{ChatOptions, ChatTemplate};
 use serde::Deserialize;

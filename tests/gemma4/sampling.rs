@@ -1,5 +1,5 @@
-//! The effect of sampling options on logits: penalties, suppressed tokens, cuts, seeds of batches, and reported log
-//! probabilities.
+//! Tests the effect of sampling options on logits: penalties, suppressed tokens, cuts (top-k, top-p, min-p), seeds of batches,
+//! and reported log probabilities.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -14,7 +14,7 @@ fn generate(gemma: &Gemma4, prompt: &[u32], options: &GenerateOptions) -> Genera
         .expect("the generation succeeds")
 }
 
-/// Returns the logits after the last token of `read`.
+/// Returns the model's logits after the last token of `read`.
 fn logits(gemma: &Gemma4, read: &[u32]) -> Vec<f32> {
     let logits = values(
         gemma
@@ -31,8 +31,8 @@ fn largest(logits: &[f32]) -> u32 {
     largest.expect("the row is not empty").0
 }
 
-/// Applies transformers' logits processors in f32: the penalty on tokens of prompt and text, then the suppressed
-/// tokens.
+/// Applies the logits processors of transformers in f32. First comes the repetition penalty on the tokens of prompt and text,
+/// and then the suppression of tokens.
 fn processed(mut logits: Vec<f32>, read: &[u32], sampling: &Sampling) -> Vec<f32> {
     for (token, logit) in (0u32..).zip(&mut logits) {
         if read.contains(&token) {
@@ -142,8 +142,8 @@ fn sampling_min_p_applies_after_temperature() {
     assert_frequencies(&min_p(0.0, 1.0), &[], &logits, &[0.1, 0.4, 0.2, 0.3]);
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
-    // At temperature 0.5 the probabilities are squared: 0.2 becomes a quarter of the largest probability instead of a
-    // half, so a min-p of 0.4 removes it.
+    // At temperature 0.5 the probabilities are squared. The probability 0.2 then becomes a quarter of the largest probability
+    // instead of a half, so a min-p of 0.4 removes its token.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],
@@ -162,8 +162,8 @@ fn sampling_penalty_applies_before_temperature() {
         temperature: 0.5,
         ..drawing()
     };
-    // The penalty gives 2 / 2 and -2 · 2, and the temperature doubles these logits. A token counts once, however often
-    // it was read.
+    // The penalty gives 2 / 2 and -2 · 2, and the temperature doubles these logits. The penalty applies to a token only once,
+    // even if the token was read several times.
     let weights = [2.0f64, -8.0, 2.0].map(f64::exp);
     let sum: f64 = weights.iter().sum();
     let expected = [weights[0] / sum, weights[1] / sum, weights[2] / sum, 0.0];
@@ -244,7 +244,7 @@ fn sampling_option_out_of_range_is_refused() {
     }
 }
 
-/// Equal prompts of a batch get different answers. Each answer equals that of a single run with the sequence's seed.
+/// Equal prompts of a batch get different answers. Each answer equals the answer of a single run with the seed of the sequence.
 #[test]
 fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     let fixture = Fixture::open("dense-ple");
@@ -268,11 +268,11 @@ fn sampling_sequences_of_a_batch_have_their_own_seeds() {
     assert_ne!(generations[0].tokens, generations[1].tokens);
     assert_ne!(generations[1].tokens, generations[2].tokens);
     assert_ne!(generations[0].tokens, generations[2].tokens);
-    // The sequences of a batch have consecutive seeds. The seed after the largest number is 0.
+    // The sequences of a batch have consecutive seeds. After the largest possible seed, the next seed is 0.
     assert!(gemma.generate_batch(&batch, &options(u64::MAX)).is_ok());
 }
 
-/// The log probabilities are the model's own, before sampling options apply.
+/// The reported log probabilities are computed from the model's logits before any sampling option applies.
 #[test]
 fn logprobs_are_those_of_the_model() {
     on_every_device(|fixture, gemma, device| {

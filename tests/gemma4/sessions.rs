@@ -1,7 +1,7 @@
-//! Sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common beginning of
-//! the new and the old text, even if the template changes earlier turns. The generated text equals that of a new
-//! session. Ring buffers are restored from checkpoints, also from a session file. Session files of other models, and
-//! files of another kind, are refused.
+//! Tests sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common beginning of
+//! the new and the old text, even if the template changes earlier turns. The generated text equals the text of a new session.
+//! Ring buffers are restored from checkpoints, also from a session file. Session files of other models, and files of another
+//! kind, are refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
@@ -14,7 +14,7 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The distance in tokens from the checkpoint to the end of the prompt, if the prompt is not a conversation.
+/// The distance in tokens from a checkpoint of the cache to the end of the prompt, if the prompt is not a conversation.
 const MARGIN: usize = 8;
 
 fn generate(
@@ -31,16 +31,16 @@ fn alone(gemma: &Gemma4, prompt: impl Into<Prompt>, options: &GenerateOptions) -
     generation.expect("the generation succeeds")
 }
 
-/// Returns random tokens that depend on the seed.
+/// Returns `count` pseudo-random tokens that depend on `seed`.
 fn text(seed: u32, count: usize) -> Vec<u32> {
     (0..count as u32)
         .map(|index| 20 + (index * 7 + seed * 31 + index * index % 11) % 290)
         .collect()
 }
 
-/// A prompt that branches off from a session's text is prefilled from the last checkpoint before the branch. The
-/// prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring
-/// buffers of different sizes.
+/// If a prompt branches off from a session's text, the session prefills it from the last checkpoint before the branch. The
+/// prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring buffers
+/// of different sizes.
 #[test]
 fn session_branch_is_read_from_the_last_checkpoint() {
     for device in devices() {
@@ -52,8 +52,8 @@ fn session_branch_is_read_from_the_last_checkpoint() {
         for name in names {
             let gemma = Fixture::open(name).load(&device.device, DType::F32);
             let plain = GenerateOptions {
-                // Devices with kernels compile and tune new kernels for every number of rows, so each prefill chunk
-                // has one token there.
+                // On devices with kernels, each prefill chunk has one token, because these devices compile and tune new kernels
+                // for every number of rows.
                 prefill_chunk: (!is_flex).then_some(1),
                 ..greedy(&gemma, if is_flex { 12 } else { 5 })
             };
@@ -88,15 +88,15 @@ fn session_branch_is_read_from_the_last_checkpoint() {
                     let longer = [&trunk[..], &first.tokens, &text(1, 3)].concat();
                     expect(&mut session, longer, 4);
                 }
-                // A prompt's checkpoint is 8 tokens before its end. The checkpoint exists only if the session prefilled
-                // tokens before that position.
+                // The checkpoint of a prompt is 8 tokens before the prompt's end. The checkpoint exists only if the session has
+                // prefilled tokens before that position.
                 let at = trunk.len() - MARGIN;
                 expect(&mut session, branch(36, 2), 45 - at);
                 if !is_flex {
                     continue;
                 }
                 expect(&mut session, branch(34, 3), 43 - at);
-                // A branch before the first checkpoint is prefilled from the beginning.
+                // If a prompt branches off before the first checkpoint, the whole prompt is prefilled.
                 expect(&mut session, branch(20, 4), 29);
                 // For a repeated prompt, only the tokens after the checkpoint are prefilled.
                 expect(&mut session, branch(20, 4), MARGIN);
@@ -105,7 +105,7 @@ fn session_branch_is_read_from_the_last_checkpoint() {
     }
 }
 
-/// While the text is shorter than the window, a session can go back to any column.
+/// As long as its text is shorter than the window, a session can go back to any column.
 #[test]
 fn session_of_short_texts_needs_no_checkpoint() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
@@ -118,7 +118,8 @@ fn session_of_short_texts_needs_no_checkpoint() {
     assert_eq!(found.tokens, alone(&gemma, branch, &options).tokens);
 }
 
-/// A ring buffer is restored from a file that contains fewer tokens than slots, as many, or more.
+/// A ring buffer is restored from a file. The file contains fewer tokens than the ring buffer has slots, as many tokens, or
+/// more tokens.
 #[test]
 fn session_full_ring_buffer_is_restored_from_disk() {
     let gemma = Fixture::open("dense-ple").load(&Device::flex(), DType::F32);
@@ -149,8 +150,8 @@ fn session_full_ring_buffer_is_restored_from_disk() {
     }
 }
 
-/// A session whose window is one column continues from its file. Its ring buffers have one slot, so they store no
-/// earlier column. The decode kernels write to the slot in place.
+/// A session with a window of one column continues from its file. Each ring buffer has one slot, so it stores no earlier
+/// column. The decode kernels overwrite the slot in place.
 #[test]
 fn session_window_of_one_column_is_restored_from_disk() {
     let copy = Folder::copy("dense-ple");
@@ -177,10 +178,11 @@ fn session_window_of_one_column_is_restored_from_disk() {
     }
 }
 
-/// The templates in order. The first one only appends turns. The second one begins an answer with an empty thought,
-/// which it omits from the history. The third one formats the last question differently from earlier questions.
+/// The chat templates of the test. The first template only appends turns. The second template begins an answer with an empty
+/// thought, and omits this thought from earlier answers. The third template formats the last question differently from earlier
+/// questions.
 const TEMPLATES: [&str; 3] = [
-    // The empty string stands for the checkpoint's own template.
+    // The empty string stands for the template of the checkpoint.
     "",
     "{{ bos_token }}{% for message in messages %}<|turn>{{ message.role }}\n{{ message.content }}<turn|>\n{% endfor %}\
      {% if add_generation_prompt %}<|turn>model\n<|channel>thought\n<channel|>{% endif %}",
@@ -219,11 +221,11 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 let found = generate(&mut session, messages.clone(), &options);
                 let expected = alone(&gemma, messages.clone(), &options);
                 assert_eq!(found.tokens, expected.tokens, "{index} turn {turn}");
-                // In the history, the answer has other tokens than those in the session's cache.
+                // The next prompt contains this answer, whose tokens differ from the generated tokens in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
-                // The template rewrites the last question. The session knows the beginning of that question from the
-                // second turn on.
+                // The third template rewrites the last question when the next question follows. The session has the beginning
+                // of that question in its cache from the second turn on.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
@@ -279,7 +281,7 @@ fn session_is_continued_from_its_file() {
             let trunk = text(0, 30);
             let first = generate(&mut session, trunk.clone(), &options);
             session.save(&path, &messages).expect("the save succeeds");
-            // The restored session continues like the original, from its end and from its checkpoint.
+            // The restored session continues like the original session, both from the end of its text and from its checkpoint.
             for prompt in [
                 [&trunk[..], &first.tokens, &text(1, 3)].concat(),
                 [&trunk[..25], &text(2, 5)].concat(),
@@ -294,7 +296,7 @@ fn session_is_continued_from_its_file() {
                 assert!(found.timings.prefill_tokens < 10, "{:?}", found.timings);
             }
         }
-        // This session is new, so its cache contains no token.
+        // This session has not generated anything, so its cache contains no token.
         let session = gemma.session();
         session.save(&path, &[]).expect("the save succeeds");
         let saved = SavedSession::read(gemma.model(), &path).expect("the session is readable");
@@ -305,8 +307,8 @@ fn session_is_continued_from_its_file() {
     }
 }
 
-/// A session file matches its model with any number in the configuration. A JSON reader may parse the number of this
-/// test as its neighbour.
+/// A session file matches its model for any number in the configuration. A JSON parser may round the number of this test to a
+/// neighboring floating-point number.
 #[test]
 fn session_file_matches_its_model_with_any_config_number() {
     let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");
@@ -344,7 +346,7 @@ fn session_of_another_model_is_refused() {
     generate(&mut session, text(0, 20), &greedy(&gemma, 2));
     session.save(&path, &[]).expect("the save succeeds");
 
-    // A model whose table of per-layer embeddings is on the host still counts as the same model.
+    // A model with its table of per-layer embeddings on the host counts as the same model.
     let on_host = LoadOptions::new().per_layer_table(PerLayerTable::Host);
     SavedSession::read(load("dense-ple", on_host).model(), &path).expect("the model is the same");
 
@@ -365,7 +367,7 @@ fn session_of_another_model_is_refused() {
     for word in ["whole", "quantized to 8 bits"] {
         assert!(other.contains(word), "{other}");
     }
-    // The other checkpoint has one different weight, in a layer or in the table.
+    // The changed checkpoint differs in one weight, either in a layer or in the per-layer table.
     for name in [
         "model.layers.1.mlp.up_proj.weight",
         "model.embed_tokens_per_layer.weight",
@@ -404,7 +406,7 @@ fn session_of_another_model_is_refused() {
         );
     }
 
-    // The file is truncated, or another kind of file.
+    // Truncated session files and files of another kind are refused.
     let whole = fs::read(&path).expect("the file is readable");
     for end in [0, 3, 8, 100, whole.len() / 2, whole.len() - 1] {
         fs::write(&path, &whole[..end]).expect("the file is written");

@@ -1,5 +1,5 @@
-//! Chat templates from unknown sources. They are found where transformers finds them, and their computation and output
-//! are bounded.
+//! Tests chat templates from unknown sources. The loader finds them in the same files as transformers does, and bounds their
+//! computation and output.
 
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ fn render(template: &ChatTemplate) -> Result<String, Gemma4Error> {
     template.render(&[Message::user("hi")], ChatOptions::default())
 }
 
-/// Asserts that the template is refused in time, with an error that contains `words`.
+/// Asserts that the template `source` is refused within a time limit, with an error that contains `words`.
 #[track_caller]
 fn assert_refused(source: &str, words: &[&str]) {
     let start = Instant::now();
@@ -57,7 +57,7 @@ fn template_with_huge_loops_is_refused() {
     };
     assert_refused(&nested(3, ""), &["instructions"]);
     assert_refused(&nested(4, "{% set x = 1 %}"), &["instructions"]);
-    // The text is so long that the limit of bytes comes before the limit of time, even on a busy machine.
+    // The text is so long that the limit on bytes is reached before the time limit, even on a busy machine.
     let words = "endless words ".repeat(1000);
     assert_refused(&nested(2, &format!("{{{{ '{words}' }}}}")), &["bytes"]);
     assert_refused(&nested(2, &words), &["bytes"]);
@@ -80,7 +80,7 @@ fn template_with_deep_recursion_is_refused() {
     assert_refused(&format!("{{{{ {deep} }}}}"), &["recursion"]);
 }
 
-/// The text doubles in each of forty steps, which would fill any memory.
+/// A template that doubles a text in each of forty steps is refused, because the text would not fit in memory.
 #[test]
 fn template_that_doubles_a_text_is_refused() {
     let step = |step: &str| {
@@ -173,7 +173,7 @@ fn template_with_deeply_nested_lists_is_refused() {
     }
 }
 
-/// A value that contains itself could be printed and compared without end.
+/// A template with a value that contains itself is refused, because printing or comparing such a value would never end.
 #[test]
 fn template_with_a_circular_value_is_refused() {
     for circle in [
@@ -187,7 +187,7 @@ fn template_with_a_circular_value_is_refused() {
             &["namespace"],
         );
     }
-    // A list may contain another list twice, which doubles the number of elements.
+    // A list may contain another list twice, but each such step doubles the number of elements.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
@@ -195,7 +195,7 @@ fn template_with_a_circular_value_is_refused() {
     );
 }
 
-/// There is only one template, so a template cannot include another one or itself.
+/// A template that includes another template or itself is refused, because a checkpoint has only one template.
 #[test]
 fn template_that_includes_a_template_is_refused() {
     for step in ["include", "extends"] {
@@ -210,7 +210,7 @@ fn template_that_includes_a_template_is_refused() {
     );
 }
 
-/// A long conversation stays within the limits.
+/// A conversation of 1,000 messages stays within the limits.
 #[test]
 fn template_renders_a_long_conversation() {
     let source = "{{ bos_token }}{% set ns = namespace(last=-1, texts=[]) %}\
@@ -297,8 +297,8 @@ fn template_of_tokenizer_config_is_used() {
     assert_eq!(folder.rendered(), "file");
 }
 
-/// The order is that of transformers' processors: `processor_config.json`, `chat_template.json`, then the files of the
-/// tokenizer.
+/// The templates have the same precedence as in transformers' processors: `processor_config.json`, `chat_template.json`, then
+/// the files of the tokenizer.
 #[test]
 fn template_of_a_processor_takes_precedence_over_the_tokenizers() {
     let folder = Folder::new();
@@ -374,7 +374,8 @@ fn template_of_malformed_tokenizer_config_is_refused() {
     }
 }
 
-/// Each of these templates would overflow the parser's stack, or take quadratic time in the parser.
+/// A template with a long chain is refused before it is parsed. The chain would overflow the stack of the parser, or take
+/// quadratic time in the parser.
 #[test]
 fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     let chain =
@@ -406,7 +407,8 @@ fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     );
 }
 
-/// One instruction may read 30 MB, so the number of instructions does not bound the time.
+/// A single instruction may read 30 MB, so a limit on the number of instructions does not bound the time. The time limit must
+/// therefore end such a template.
 #[test]
 fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}{% set t = messages[0]['content'] * 15000000 %}";
@@ -418,7 +420,7 @@ fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     }
 }
 
-/// The parser nests one level for each `elif`, including those of the surrounding `if`.
+/// The parser nests one level for each `elif`, and adds the levels of all surrounding `if` chains.
 #[test]
 fn template_with_nested_chains_of_branches_is_refused() {
     for (begin, end) in [("", ""), ("{% for x in [1] %}", "{% endfor %}")] {
@@ -428,7 +430,7 @@ fn template_with_nested_chains_of_branches_is_refused() {
     }
 }
 
-/// The time is checked between instructions that read a whole text, and between the elements of a filter.
+/// The time limit is checked between instructions that read a whole text, and between the elements that a filter processes.
 #[test]
 fn template_that_reads_long_texts_without_a_loop_is_refused_in_time() {
     let long = "{% set s = messages[0]['content'] * 15000000 %}";

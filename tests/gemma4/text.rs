@@ -1,4 +1,4 @@
-//! Text: tokenization as in transformers, token streams, prompts, and the checkpoints' defaults.
+//! Tests text processing: tokenization as in transformers, token streams, prompts, and the generation defaults of checkpoints.
 
 use crate::fixture::{self, folder};
 use burn_gemma4::{ChatOptions, ChatTemplate, GenerationDefaults, Message, Sampling, Tokenizer};
@@ -14,7 +14,7 @@ pub fn reference(name: &str) -> Value {
     serde_json::from_slice(&json).expect("the description parses")
 }
 
-/// Returns the tokens of a JSON list.
+/// Returns the tokens in a JSON list of numbers.
 pub fn tokens(list: &Value) -> Vec<u32> {
     Vec::deserialize(list).expect("a list of tokens")
 }
@@ -51,7 +51,8 @@ fn tokenizer_vocabulary_counts_each_token_once() {
     assert_eq!(tokenizer.id("<turn|>"), Some(12));
 }
 
-/// The built-in template renders a prompt that is one of the reference's texts, and the tokenizer encodes it.
+/// The built-in template renders a conversation to one of the texts in `reference.json`. The tokenizer encodes this prompt to
+/// the tokens that transformers gives.
 #[test]
 fn tokenizer_prompt_of_a_conversation_equals_transformers() {
     let prompt = ChatTemplate::gemma4()
@@ -84,7 +85,7 @@ fn generation_defaults_are_those_of_the_checkpoints() {
 
 static TOKENIZER: LazyLock<Tokenizer> = LazyLock::new(|| tokenizer("dense-ple"));
 
-/// Byte tokens are 24 to 279 in this vocabulary; its last token is 319.
+/// Returns lists of random tokens. In this vocabulary, the tokens 24 to 279 are bytes, and the last token is 319.
 fn any_tokens() -> impl Strategy<Value = Vec<u32>> {
     let token = prop_oneof![4 => 24u32..280, 2 => 280u32..320, 1 => 0u32..24, 1 => 320u32..330];
     proptest::collection::vec(token, 0..40)
@@ -93,8 +94,8 @@ fn any_tokens() -> impl Strategy<Value = Vec<u32>> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// For any tokens, a stream gives the text of all tokens together. It never gives a replacement character for bytes
-    /// that the next token could complete.
+    /// For any tokens, the pieces of a stream together equal the text of all tokens. A stream never gives a replacement
+    /// character for bytes that the next token could complete.
     #[test]
     fn token_stream_gives_the_whole_text(tokens in any_tokens()) {
         let mut stream = TOKENIZER.stream();
@@ -106,7 +107,8 @@ proptest! {
         prop_assert_eq!(text, TOKENIZER.decode(&tokens, true).expect("the tokens decode"));
     }
 
-    /// Any text survives encoding and decoding, also in a stream.
+    /// Decoding the tokens of an encoded text gives the same text. In a stream, no piece contains a replacement character
+    /// unless the text does.
     #[test]
     fn tokenizer_decode_of_encoded_text_gives_the_text(text in "\\PC{0,60}") {
         let tokens = TOKENIZER.encode(&text).expect("the text encodes");

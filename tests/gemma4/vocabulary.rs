@@ -1,11 +1,12 @@
-//! Tokens outside the vocabulary give an error in every function that takes tokens, and never an unchecked read.
+//! Tests that a token outside the vocabulary gives an error in every function that takes tokens. No function may read memory at
+//! the index of such a token.
 
 use crate::devices::devices;
 use crate::fixture::Fixture;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_gemma4::{Gemma4Error, Gemma4Model, Logits, Packing};
 
-/// Texts with one token outside the vocabulary of 320, and that token.
+/// The texts, each with one token outside the vocabulary of 320 tokens, and that token.
 const OUTSIDE: [([i32; 4], i32); 5] = [
     ([2, 7, 9, 320], 320),
     ([1_000_000, 7, 9, 8], 1_000_000),
@@ -15,7 +16,7 @@ const OUTSIDE: [([i32; 4], i32); 5] = [
 ];
 
 fn tensor(tokens: [i32; 4], device: &Device) -> Tensor<2, Int> {
-    // The second of the two sequences has the wrong token.
+    // The wrong token is in the second of the two sequences.
     let both = [[2, 5, 6, 7], tokens].concat();
     Tensor::from_data(TensorData::new(both, [2, 4]), device)
 }
@@ -79,7 +80,7 @@ fn token_outside_the_vocabulary_is_refused_by_gradients() {
     }
 }
 
-/// A refused step leaves the cache unchanged.
+/// A step with a token outside the vocabulary is refused and leaves the cache unchanged.
 #[test]
 fn token_outside_the_vocabulary_is_refused_by_steps() {
     on_every_device(|name, model, device| {

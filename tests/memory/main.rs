@@ -1,7 +1,8 @@
-//! Tests of the device memory that generation and training use. These tests are a separate program and run one at a time, because
+//! Tests the device memory that generation and training use. These tests are a separate program and run one at a time, because
 //! a device counts the memory of the whole process.
 //!
-//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them.
+//! The enabled Cargo features select the devices. The environment variable `ATTENTION_TEST_DEVICES` restricts them, for example
+//! `ATTENTION_TEST_DEVICES=cuda,flex`.
 #![cfg(feature = "flex")]
 
 mod training;
@@ -37,8 +38,8 @@ fn model(device: &Device) -> Gemma4Model {
     Gemma4Model::new(&config, device)
 }
 
-/// Generates `count` tokens. Returns the bytes of device memory in use at the end, while the decoder still exists. Returns `None`
-/// if the device does not count its memory.
+/// Generates `count` tokens. Returns the number of bytes of device memory in use at the end, while the decoder still exists.
+/// Returns `None` if the device does not count its memory.
 fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64> {
     let device = model.device();
     let mut token = 20;
@@ -51,8 +52,8 @@ fn generate(model: &Gemma4Model, cache: &mut Cache, count: usize) -> Option<u64>
     device.memory_pool_usage().map(|usage| usage.bytes_in_use)
 }
 
-/// Checks that only the full layer's cache grows with the text. The ring buffer of the sliding layer must keep its size, and the
-/// other memory of a decode step must be freed after the step.
+/// As the text grows, only the full layer's cache grows. The ring buffer of the sliding layer must keep its size, and the other
+/// memory of a decode step must be freed after the step.
 #[test]
 fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,8 +72,8 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
 
         let positions = PROMPT + 20 + count;
         assert_eq!(cache.len(), positions, "{}", device.name);
-        // The bound has the slots of both layers: the window of the sliding layer, and the positions of the full layer rounded up
-        // to a multiple of 1024, plus 1024. A slot has a key and a value of `HEAD_DIM` f32 elements each.
+        // The bound counts the slots of both layers. The sliding layer has as many slots as its window. The full layer has its
+        // positions rounded up to a multiple of 1024, plus 1024. A slot has a key and a value of `HEAD_DIM` f32 elements each.
         let slots = WINDOW + positions.next_multiple_of(1024) + 1024;
         assert!(
             cache.bytes() <= 2 * 4 * HEAD_DIM * slots,
@@ -83,8 +84,8 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
         if let (Some(first), Some(last)) = (first, last) {
             let grown = last.saturating_sub(first) as usize;
             let of_cache = cache.bytes() - bytes;
-            // The RoPE tables grow with the positions and stay in memory. There is a table of cosines and one of sines for each
-            // of the two kinds of layers.
+            // The RoPE tables grow with the positions and stay in memory. Each of the two kinds of layers has a table of
+            // cosines and a table of sines.
             let of_tables = 4 * (HEAD_DIM / 2) * 4 * 2 * positions.next_power_of_two();
             assert!(
                 grown <= of_cache + of_tables,

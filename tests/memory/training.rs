@@ -1,5 +1,5 @@
-//! Tests of the memory that the forward with an adapter keeps for its backward. The table in `docs/adapters.md` gives the
-//! expected sizes.
+//! Tests the memory that the forward with an adapter keeps for its backward. The table in `docs/adapters.md` gives the expected
+//! sizes.
 
 use super::ONE_AT_A_TIME;
 use attention_workspace::testing::devices::devices;
@@ -34,7 +34,8 @@ fn model(device: &Device) -> Gemma4Model {
         .expect("the adapter is valid")
 }
 
-/// Returns the bytes that a forward keeps in device memory until its backward, or `None` if the device does not count its memory.
+/// Returns the number of bytes that a forward keeps in device memory until its backward. Returns `None` if the device does not
+/// count its memory.
 fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
     let in_use = || {
         device.sync().expect("the device synchronizes");
@@ -50,7 +51,8 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
         .hidden(tokens, Logits::All)
         .expect("the tokens are in the vocabulary");
     let kept = in_use()?.checked_sub(before)?;
-    // Burn keeps the autodiff graph until the backward has run. This backward frees the graph for the next measurement.
+    // Burn keeps the autodiff graph until the backward has run. This backward frees the graph, so that the next measurement
+    // does not count it.
     drop(hidden.sum().backward());
     Some(kept as usize)
 }
@@ -65,16 +67,17 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
         let model = model(&device.device.clone().autodiff());
         let numbers = LAYERS * POSITIONS * DType::F32.size();
         let inside = numbers * 2 * INSIDE;
-        // Queries, keys and values are kept twice: before and after their norms. The attention output is kept twice too: by
+        // Queries, keys and values are kept twice, before and after their norms. The attention output is kept twice too, by
         // attention and by the output projection.
         let heads = numbers * HEAD_DIM * (2 * HEADS + 2 * 2 + 2 * HEADS);
-        // Each layer keeps six tensors of the hidden size: its input and the MLP's input, each before and after the norm, and the
-        // outputs of attention and MLP.
+        // Each layer keeps six tensors of the hidden size. Four of them are the layer's input and the MLP's input, each before
+        // and after the norm. The other two are the outputs of attention and MLP.
         let streams = numbers * 6 * HIDDEN;
         let mut found = Vec::new();
         for anew in [false, true] {
             let model = model.clone().with_mlp_recompute(anew);
-            // The first run compiles kernels and draws weights, which would count as kept memory.
+            // The first run is not measured. This run compiles kernels and initializes weights, and the measurement would count
+            // this memory as kept.
             let _ = kept(&model, &device.device);
             let Some(kept) = kept(&model, &device.device) else {
                 continue;
@@ -84,7 +87,7 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
                 "{}, recompute: {anew}: {kept} bytes, {expected} by the table",
                 device.name
             );
-            // The tolerance of an eighth covers smaller tensors: the inputs of the adapter's factors, the RoPE tables, the
+            // The tolerance of an eighth covers smaller tensors: the inputs of the LoRA matrices A and B, the RoPE tables, the
             // logsumexps and the final hidden states.
             assert!(kept <= expected + expected / 8, "{}: {kept}", device.name);
             found.push(kept);

@@ -5,8 +5,8 @@ use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// Returns a case of three sequences with two query heads that share a key head. The 130 queries and 66 keys span more than one
-/// tile of 64 each.
+/// Returns a case of three sequences with two query heads that share a KV head. The 130 queries and the 66 keys do not fit in
+/// one tile of 64 rows.
 fn case(head_dim: usize) -> Case {
     Case {
         dtype: DType::BF16,
@@ -68,8 +68,8 @@ fn bias_gradient_with_softcap_matches_reference() {
 #[test]
 fn bias_gradient_skipped_tiles_are_zero() {
     for extent in [FULL, [false, false, true, true], [false, true, false, true]] {
-        // Skipped tiles have two causes here. The second sequence has no keys, and the last queries of the first sequence see no
-        // key.
+        // Skipped tiles have two causes here. The second sequence has no keys, and the last queries of the first sequence see
+        // no key.
         Case {
             bias: Some(extent),
             causal: Some(CausalAlignment::TopLeft),
@@ -90,8 +90,8 @@ fn bias_gradient_skipped_tiles_are_zero() {
     }
 }
 
-/// Checks even and odd numbers of keys. For an even number, kernels load the biases of two neighbouring keys at once. Queries and
-/// keys leave their last tiles partly empty.
+/// Checks even and odd numbers of keys. For an even number, kernels load the biases of two neighboring keys at once. The
+/// queries and the keys fill their last tiles only partly.
 #[test]
 fn bias_gradient_partial_tiles_match_reference() {
     for (q_len, kv_len, extent, dtype) in [
@@ -115,8 +115,8 @@ fn bias_gradient_partial_tiles_match_reference() {
     }
 }
 
-/// Checks a bias of −∞ that hides both keys of a pair of neighbouring keys, one of them, or neither. Kernels load the biases of
-/// such a pair at once. One query sees no key at all.
+/// Checks a bias of −∞ on pairs of neighboring keys, whose biases kernels load at once. The bias hides both keys of a pair, one
+/// key, or no key. One query sees no key at all.
 #[test]
 fn bias_gradient_bias_of_minus_infinity_hides_keys() {
     for head_dim in [64, 128] {

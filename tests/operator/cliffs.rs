@@ -1,4 +1,5 @@
-//! Tests of the plans for layouts and shapes that once took ten times as long as similar ones. Such a cliff must not return.
+//! Tests of the kernel plans for layouts and shapes that once ran ten times slower than similar layouts and shapes. The tests
+//! ensure that such performance cliffs do not return.
 
 use crate::case::Case;
 use crate::dense::read;
@@ -61,7 +62,8 @@ fn plan_unaligned_head_dim_selects_wgmma() {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
             assert_eq!(engine, Engine::Wgmma, "{width}, {pass:?}: {selection:?}");
-            // The operator copies inputs to aligned rows if their head size is not a multiple of 8. The plan lists these inputs.
+            // The operator copies inputs to aligned rows if their head size is not a multiple of 8. The plan lists these
+            // inputs.
             let are_copied = !width.is_multiple_of(8);
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
             let plan = format!("{selection:?}");
@@ -70,7 +72,8 @@ fn plan_unaligned_head_dim_selects_wgmma() {
     }
 }
 
-/// Checks that head sizes below 8 run on the unit engine, because half precision is too coarse for their probabilities.
+/// Checks that head sizes below 8 run on the unit engine. At such sizes, the rounding of the probabilities P to half precision
+/// would dominate the error of the other engines.
 #[test]
 fn plan_head_dim_below_eight_selects_unit() {
     for width in [1, 4, 7] {
@@ -81,8 +84,8 @@ fn plan_head_dim_below_eight_selects_unit() {
     }
 }
 
-/// Checks that queries that are broadcast with a stride of 0 also run on the fastest engine, wgmma. TMA cannot load them, so the
-/// plan copies the queries, but no other input.
+/// Checks that broadcast queries, which have a stride of 0, also run on the fastest engine, wgmma. TMA cannot load such
+/// queries. The plan therefore copies the queries, but no other input.
 #[test]
 fn plan_broadcast_queries_copies_queries_only() {
     let problem = problem([4, 16, 2048, 128]);
@@ -108,8 +111,8 @@ fn plan_broadcast_queries_copies_queries_only() {
     }
 }
 
-/// Checks the scheduler that a plan selects. Segments make tiles cost different amounts, so persistent CTAs must fetch their next
-/// tile dynamically. Problems without segments, or with few queries, keep a static schedule.
+/// Checks the scheduler that a plan selects. Segments make tiles cost different amounts, so persistent CTAs must fetch their
+/// next tile dynamically. Problems without segments or with few queries keep a static schedule.
 #[test]
 fn plan_packed_segments_selects_dynamic_scheduler() {
     let plain = AttentionProblem {
@@ -137,9 +140,9 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
     }
 }
 
-/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a loop
-/// that is too long, so the engine refuses problems with such a loop. The sum over the broadcast dimensions would be such a loop
-/// in a single unit, and the plan divides it among many units.
+/// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a
+/// loop that is too long, so the engine refuses problems with such a loop. The sum over the broadcast dimensions would be such
+/// a loop in a single unit, and the plan divides it among many units.
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {
@@ -167,8 +170,8 @@ fn plan_broadcast_bias_on_software_driver_selects_unit() {
     }
 }
 
-/// Checks the gradient of a bias that is constant over the keys, which is the sum of the scores' gradients. The cases have sinks
-/// or none, and the queries of the second sequence see no key.
+/// Checks the gradient of a bias that is constant over the keys. This gradient is the sum of the scores' gradients over the
+/// keys. The cases have sinks or none, and the queries of the second sequence see no key.
 #[test]
 fn bias_gradient_constant_over_keys_matches_reference() {
     for extent in [
@@ -208,7 +211,7 @@ fn asking([query, key, value]: [bool; 3]) -> BackwardRequest {
     }
 }
 
-/// Returns every combination in which query, key and value may be trained (true) or frozen (false).
+/// Returns all eight combinations in which each of query, key and value is trained (true) or frozen (false).
 fn choices() -> impl Iterator<Item = [bool; 3]> {
     (0..8).map(|bits| [0, 1, 2].map(|index| bits >> index & 1 == 1))
 }
@@ -239,7 +242,7 @@ fn hopper_backward_launches_only_requested_gradients() {
     }
 }
 
-/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs. On a card, one kernel computes
+/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs. On a GPU, one kernel computes
 /// the gradients of keys and values. On a software driver, one kernel computes all three gradients.
 #[test]
 fn unit_backward_launches_only_requested_gradients() {

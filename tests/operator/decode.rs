@@ -1,5 +1,5 @@
-//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are split over
-//! cubes (split-KV), and the kernel `combine` merges the splits' results. The tests cover lengths, sinks and windows.
+//! Tests of decode: few queries over many keys. The query heads that share a key head also share a tile. The keys are split
+//! over cubes (split-KV), and the kernel `combine` merges the splits' results. The tests cover lengths, sinks and windows.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -42,7 +42,8 @@ fn decode_one_to_eight_queries_matches_reference() {
     }
 }
 
-/// Checks tiles whose rows belong to several heads. Some GQA groups have more rows (heads times queries) than the smallest tile.
+/// Checks tiles whose rows belong to several heads. Some GQA groups have more rows (heads times queries) than the smallest
+/// tile.
 #[test]
 fn decode_large_groups_match_reference() {
     for (q_heads, kv_heads, q_len) in [(8, 1, 1), (8, 1, 3), (16, 1, 2), (6, 2, 8)] {
@@ -90,8 +91,8 @@ fn decode_half_precision_tiles_match_reference() {
     }
 }
 
-/// Checks that NaN keys past a sequence's length do not matter. The lengths are 0, fewer keys than a split, fewer keys than
-/// queries, and all keys.
+/// Checks that NaN keys past a sequence's length do not affect results. The tested lengths are 0, fewer keys than one split
+/// holds, fewer keys than queries, and all keys.
 #[test]
 fn decode_kv_lengths_hide_nan_keys() {
     for q_len in [1, 4] {
@@ -175,7 +176,7 @@ fn decode_segments_match_reference() {
     .check();
 }
 
-/// Checks a batch of 66,000 sequences. Its cubes exceed the limit of one dimension of the launch grid.
+/// Checks a batch of 66,000 sequences. The launch needs more cubes than one dimension of the launch grid allows.
 #[test]
 fn decode_more_cubes_than_one_grid_dimension_matches_values() {
     for device in cube_devices() {

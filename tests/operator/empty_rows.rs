@@ -10,8 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects and in their output
-/// gradients. The reference gets the inputs `clean`.
+/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects and in their
+/// output gradients. The reference gets the inputs `clean`.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -197,9 +197,9 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Checks queries that see no key beside queries that see NaN. Every second query sees no key. The other queries see all keys.
-/// Some keys are NaN and have NaN values. A query that sees no key must have an output and a gradient of 0, and the logsumexp
-/// −∞ or its sink.
+/// Checks queries that see no key beside queries that see NaN. Every second query sees no key, and the other queries see all
+/// keys. Some keys and their values are NaN. A query that sees no key must have an output of 0, a gradient of 0, and a
+/// logsumexp of −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -241,8 +241,8 @@ pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     }
 }
 
-/// Checks tiles that queries without keys share with queries that see NaN. In the case with 2000 keys, such queries share a tile
-/// in every split of the keys.
+/// Checks tiles in which some queries see no key and others see NaN. In the case with 2000 keys, split-KV repeats this mixture
+/// in every split.
 #[test]
 fn empty_row_beside_rows_that_see_nan_is_zero() {
     for (q_len, kv_len, width) in [(70, 66, 32), (2, 66, 32), (2, 2000, 64), (70, 66, 100)] {
@@ -273,8 +273,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// Checks the gradients of a reference call without keys or without queries. The reference computes its output of zeros from the
-/// query. Autodiff therefore gives the query a gradient of zeros instead of none, even for a query of NaN.
+/// Checks the gradients of a reference call without keys or without queries. The reference computes its output of zeros from
+/// the query. Autodiff therefore gives the query a gradient of zeros instead of none, even for a query of NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

@@ -9,7 +9,7 @@ use attention_cube::quantized::{QuantizedRows, try_quantized_attention};
 use attention_cube::{AttentionOptions, attention_with_lse};
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// The tested sizes `[batch, q_heads, kv_heads, q_len, kv_len]`. At least one size is zero in each.
+/// The tested sizes `[batch, q_heads, kv_heads, q_len, kv_len]`. At least one size in each entry is zero.
 const SIZES: [[usize; 5]; 9] = [
     [2, 4, 2, 3, 0],
     [2, 2, 1, 3, 0],
@@ -173,8 +173,8 @@ impl Call {
     }
 }
 
-/// Checks causal calls of all empty sizes, with and without sinks. Values have fewer columns than keys, so that a mistaken shape
-/// is detected.
+/// Checks causal calls of all empty sizes, with and without sinks. Values have fewer columns than keys, so that a mistaken
+/// shape is detected.
 #[test]
 fn empty_tensor_gives_zero_output_and_gradients() {
     for device in devices() {

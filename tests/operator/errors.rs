@@ -1,5 +1,5 @@
-//! Tests that wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one. The
-//! panicking functions panic with the same text, and the `try_` functions never panic.
+//! Tests that wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one.
+//! The panicking functions panic with the same text, and the `try_` functions never panic.
 
 use crate::devices::{cube_devices, devices};
 use crate::refused::{Call, Expected, Kind, bools, check, dtype, floats, ints, number, shape};

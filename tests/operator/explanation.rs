@@ -17,7 +17,7 @@ fn problem(head_dim: usize) -> AttentionProblem {
         .unwrap_or_else(|error| panic!("{head_dim}: {error}"))
 }
 
-/// Layouts of inputs that every engine can read.
+/// The input layouts that every engine can read.
 const READABLE: Layouts = Layouts {
     vectors: true,
     tma: Operands::ALL,
@@ -90,7 +90,7 @@ fn explain_cube_device_selects_kernels() {
     }
 }
 
-/// Checks that `explain` names a dtype that the device does not support.
+/// Checks that `explain` names the problem's dtype if the device does not support that dtype.
 #[test]
 fn explain_unsupported_dtype_is_named() {
     for device in devices() {
@@ -251,9 +251,10 @@ fn select_long_loops_on_software_driver_are_refused() {
     assert!(text.contains("software driver ends"), "{text:?}");
 }
 
-/// Checks the number of partial gradients of the query (`parts`) if one kernel computes all gradients on a software driver. The
-/// kernel has a buffer of operands and a buffer of gradients. If the gradients exceed the largest buffer of the device, there are
-/// fewer parts. If not even one part fits, `parts` is `None` and the query's gradient has its own kernel.
+/// Checks the field `parts` of the plan for a software driver, on which one kernel can compute all gradients. `parts` is the
+/// number of partial sums into which this kernel divides the query's gradient. The kernel has a buffer of operands and a buffer
+/// of gradients. If the gradients would exceed the largest buffer of the device, `parts` is smaller. If even one partial sum
+/// does not fit, `parts` is `None`, and a kernel of its own computes the query's gradient.
 #[test]
 fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {
@@ -276,7 +277,7 @@ fn plan_joint_gradients_fit_the_largest_buffer() {
         }
     };
     // The operand buffer has 4.5 MB per head: query, keys, values and output gradient, in padded rows. In the gradient buffer,
-    // each partial gradient of the query has 1 MB, and the gradients of the keys and of the values have 1 MB each.
+    // each partial sum of the query's gradient takes 1 MB. The gradients of the keys and of the values take 1 MB each.
     assert_eq!(parts(1, 128), Some(4));
     assert_eq!(parts(1, 5), Some(3));
     assert_eq!(parts(1, 4), None);
@@ -318,7 +319,8 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks that disabling an engine makes the device run the next one, here the reference, and that the refusal names the reason.
+/// Checks that a device runs the next engine if an engine is disabled, and that the refusal names the reason. The next engine
+/// is the reference here.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {
@@ -344,7 +346,8 @@ fn select_disabled_engine_is_refused() {
     }
 }
 
-/// Checks that the refusal names the missing Cargo feature, and not the card, if the build lacks an engine's kernels.
+/// Checks that the refusal names the missing Cargo feature if the build lacks an engine's kernels. The refusal must not blame
+/// the GPU.
 #[test]
 fn select_engine_not_built_names_the_feature() {
     let features = vec![
@@ -390,7 +393,7 @@ fn select_engine_not_built_names_the_feature() {
             }
         }
         // The runtime of this device is not CUDA, so enabling the Cargo feature would not help. The refusal names the missing
-        // feature of the card instead.
+        // feature of the GPU instead.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);

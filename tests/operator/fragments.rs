@@ -27,7 +27,7 @@ const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 /// fastest.
 const LITTLE: usize = 16 << 10;
 
-/// A shared memory size in bytes that holds the queries, keys and values of a block at the same time if the heads are narrow.
+/// A shared memory size in bytes that holds a block of queries, keys and values at the same time, if the heads are narrow.
 const ENOUGH: usize = 32 << 10;
 
 /// Runs `check` on every device that supports f16, in a new process for each pair in `shapes`. A pair is a fragment shape and a
@@ -116,8 +116,8 @@ fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     );
 }
 
-/// Checks all options that hide keys together, with a bias and sinks. Hidden keys are NaN, and queries of the sequence without
-/// keys too. The scores grow along the keys, so that row maxima change.
+/// Checks all options that hide keys together, with a bias and sinks. Hidden keys are NaN, and so are the queries of the
+/// sequence without keys. The scores grow along the keys, so that row maxima change.
 #[test]
 fn fragments_all_options_ignore_hidden_nan() {
     let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
@@ -179,8 +179,8 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     );
 }
 
-/// Checks kernels that stage queries, keys and values in f32, for devices on which f16 fragments accumulate less accurately. The
-/// head sizes are odd.
+/// Checks kernels that stage queries, keys and values in f32, for devices on which f16 fragments accumulate less accurately.
+/// The head sizes are odd.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -206,8 +206,8 @@ fn fragments_int8_keys_and_values_match_reference() {
     );
 }
 
-/// Checks which engine serves int8 keys and values on a card with fragments: cmma in bf16, but the unit engine in f16. A
-/// probability times a value's scale can exceed the range of f16.
+/// Checks which engine serves int8 keys and values on a GPU with fragments: cmma in bf16, but the unit engine in f16. The cmma
+/// engine refuses f16, because a probability times a value's scale can exceed the range of f16.
 #[test]
 fn select_int8_with_f16_fragments_is_refused() {
     for (dtype, engine) in [(DType::BF16, Engine::Cmma), (DType::F16, Engine::Unit)] {
@@ -219,7 +219,8 @@ fn select_int8_with_f16_fragments_is_refused() {
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
         let selection = select(&problem, Some(&card), layouts, Pass::Forward);
         assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
-        // This card has fragments, but lacks the features that the mma engine requires, so mma gives another reason.
+        // This GPU has fragments, but lacks the features that the mma engine requires. The mma engine therefore refuses for
+        // another reason than the other engines.
         let is_told = |(engine, refusal): &(Engine, Refusal)| match engine {
             Engine::Mma => matches!(refusal, Refusal::MissingFeature(_)),
             _ => matches!(refusal, Refusal::Quantized(_)),
@@ -244,7 +245,7 @@ fn fragments_wide_values_match_reference() {
     );
 }
 
-/// Returns the profile of a Vulkan card that supports one shape and dtype of fragments.
+/// Returns the profile of a Vulkan GPU that supports one shape and dtype of fragments.
 fn card(shape: [usize; 3], dtype: DType) -> DeviceProfile {
     let [m, n, k] = shape;
     DeviceProfile {

@@ -7,8 +7,8 @@ use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Reads a tensor to the host and writes it back. Burn then runs all pending operations and can fuse none of them with later
-/// ones.
+/// Reads a tensor to the host and writes it back. Burn then runs all pending operations, so it cannot fuse them with later
+/// operations.
 fn materialised(tensor: Tensor<4>) -> Tensor<4> {
     let device = tensor.device();
     let dtype = tensor.dtype();
@@ -29,7 +29,7 @@ fn block(inputs: &[Tensor<4>; 3], between: impl Fn(Tensor<4>) -> Tensor<4>) -> [
         value.clone(),
         options,
     ));
-    // The next two results use the inputs again, which detects a kernel that has overwritten them.
+    // The next two results use the inputs again. A kernel that has overwritten an input would change these results.
     let first = between(output.clone() * query.clone() + query);
     let second = between((value - 1.0) * (key + 2.0));
     [first, second, output.tanh()]

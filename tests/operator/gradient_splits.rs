@@ -12,7 +12,7 @@ use attention_cube::internals::select::Pass;
 use attention_cube::{AttentionProblem, CausalAlignment};
 use burn::tensor::DType;
 
-/// Returns the profile of a card with matrix units on which the engine `mma` runs.
+/// Returns the profile of a GPU with matrix units on which the engine `mma` runs.
 fn ampere() -> DeviceProfile {
     DeviceProfile {
         features: vec![
@@ -33,8 +33,8 @@ fn planned_splits(problem: &AttentionProblem, device: &DeviceProfile) -> Gradien
     }
 }
 
-/// Checks that a kernel with few tiles is split until it fills the device, while the problem's other gradient kernel, which has
-/// many tiles, stays unsplit.
+/// Checks that a kernel with few tiles is split until its cubes fill the device. The other gradient kernel of the same problem
+/// has many tiles and stays unsplit.
 #[test]
 fn plan_few_tiles_fill_the_device() {
     for device in [hopper(), ampere()] {
@@ -116,7 +116,8 @@ fn splits_of_case(case: &Case, device: &DeviceProfile) -> GradientSplits {
     planned_splits(&problem, device)
 }
 
-/// Checks that the engines of cards plan splits for the cases of this file. The other tests here then do cover splits.
+/// Checks that the GPU engines plan splits for the cases of this file. Otherwise, the other tests of this file would not cover
+/// splits.
 #[test]
 fn plan_compared_shapes_are_split() {
     for device in [hopper(), ampere()] {
@@ -133,7 +134,7 @@ fn plan_compared_shapes_are_split() {
     }
 }
 
-/// Head sizes that together use each kernel in the engines' tile tables at least once.
+/// The tested head sizes. Together, these sizes use every kernel in the engines' tile tables.
 const WIDTHS: [usize; 6] = [9, 64, 128, 200, 256, 320];
 
 fn check_each(width: usize, change: impl Fn(Case) -> Case) {
@@ -183,8 +184,9 @@ fn gradient_splits_uneven_match_reference() {
     }
 }
 
-/// Checks splits without visible keys. In the first case, one sequence has no keys, and the keys of the other end in the first of
-/// many splits. In the second case, the queries see a single block, because the causal mask is aligned top-left.
+/// Checks splits without visible keys. In the first case, one sequence has no keys, and the keys of the other sequence end in
+/// the first of many splits. In the second case, the queries see a single block of keys, because the causal mask is aligned
+/// top-left.
 #[test]
 fn gradient_splits_without_keys_match_reference() {
     let [.., few_queries] = uneven_shapes();

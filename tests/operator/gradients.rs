@@ -36,7 +36,8 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks a case for errors that are larger than the rounding of the stored results explains. See [`Definition::random_faults`].
+/// Checks that the errors of a case are no larger than the rounding of the stored results explains. See
+/// [`Definition::random_faults`].
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -288,8 +289,8 @@ fn gradient_of_one_tracked_input_matches_reference() {
     }
 }
 
-/// Checks gradients that fit a buffer of a small device one by one, but not all together. A software driver is such a device. The
-/// last head must get the same gradients as in a call with this head alone.
+/// Checks gradients that each fit in the largest buffer of a small device, but do not fit in one buffer together. A software
+/// driver is such a device. The last head must get the same gradients as in a call with this head alone.
 #[test]
 fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;

@@ -32,8 +32,8 @@ fn gqa_decode_matches_reference() {
     }
 }
 
-/// Checks that the f64 reference treats a group as a key head that is repeated for each of the group's query heads. The gradients
-/// of the repeated heads add up to the gradient of the key head.
+/// Checks that the f64 reference with GQA equals the reference with each key head repeated for all query heads of its group.
+/// The gradients of the repeated heads add up to the gradient of the original key head.
 #[test]
 fn gqa_reference_equals_repeated_keys() {
     let grouped = Case::new([2, 6, 2, 5, 7, 8, 4]);

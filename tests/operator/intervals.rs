@@ -7,11 +7,12 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// The first keys and the ends (one past the last key) of an interval per query, sequence after sequence.
+/// One interval of keys for each query, sequence after sequence. The first list holds the first key of each interval, and the
+/// second list holds the end of each interval (one past the last key).
 type Interval = (Vec<i64>, Vec<i64>);
 
-/// Checks that the devices, with intervals, match the reference, with the equivalent mask. Keys that no query sees are NaN on the
-/// devices.
+/// Checks that the devices, which get intervals, match the reference, which gets the equivalent mask. Keys that no query sees
+/// are NaN on the devices.
 fn check(case: Case) {
     let masked = Case {
         intervals: Vec::new(),
@@ -38,8 +39,8 @@ fn check(case: Case) {
     case.check_inputs(&poisoned, &equivalent);
 }
 
-/// Returns an interval for each query of each sequence. `keys(b, i)` gives the first key and the end for query `i` of sequence
-/// `b`.
+/// Returns one interval for each query of each sequence. `keys(b, i)` gives the first key and the end (one past the last key)
+/// of the interval of query `i` in sequence `b`.
 fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, usize)) -> Interval {
     let queries = (0..batch).flat_map(|b| (0..q_len).map(move |i| (b, i)));
     queries
@@ -48,8 +49,8 @@ fn interval(batch: usize, q_len: usize, keys: impl Fn(usize, usize) -> (usize, u
         .unzip()
 }
 
-/// The first token and the end of each image in the tests. The tokens of an image see each other, and all tokens see the tokens
-/// before them.
+/// The first token and the end (one past the last token) of each image in the tests. The tokens of an image see each other, and
+/// all tokens see the tokens before them.
 const IMAGES: [(usize, usize); 3] = [(20, 84), (100, 101), (120, 200)];
 
 /// Returns the first key and the end (one past the last key) that query `i` sees in causal attention with images.
@@ -92,8 +93,8 @@ fn intervals_of_a_window_with_image_blocks_equal_a_mask() {
 
 #[test]
 fn intervals_of_two_ranges_equal_a_mask() {
-    // The first interval of a query holds the sequence's first tokens (attention sinks), and the second a window that ends at the
-    // query.
+    // The first interval of a query holds the sequence's first tokens (attention sinks). The second interval holds a window
+    // that ends at the query.
     let first = interval(2, 230, |b, _| (0, 5 + b));
     let window = interval(2, 230, |_, i| (i.saturating_sub(30), i + 1));
     check(Case {
@@ -118,8 +119,8 @@ fn intervals_without_order_equal_a_mask() {
     }
 }
 
-/// Checks empty intervals, intervals past the keys, and bounds that only just fit in 32 bits. All of them are clamped to the
-/// keys.
+/// Checks empty intervals, intervals past the last key, and interval bounds that only just fit in 32 bits. The kernels clamp
+/// all bounds to the number of keys.
 #[test]
 fn intervals_out_of_range_are_clamped() {
     let values = [
@@ -180,8 +181,8 @@ fn intervals_of_few_queries_equal_a_mask() {
     }
 }
 
-/// Checks the head sizes for which matrix units have kernels. The dtype is bf16, which software Vulkan does not support. It would
-/// take seconds to compile each of these kernels.
+/// Checks the head sizes for which matrix units have kernels. The dtype is bf16, so software Vulkan, which does not support
+/// bf16, skips the test. Software Vulkan would take seconds to compile each of these kernels.
 #[test]
 fn intervals_of_wide_heads_in_bf16_equal_a_mask() {
     let length = 300;

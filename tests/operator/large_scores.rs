@@ -1,5 +1,5 @@
-//! Tests of scores of 10⁸ and more. Neighbouring f32 numbers are 8 or more apart there. Rounding to f32 then changes the scaled
-//! dot product, and the sum of a score with a logarithm.
+//! Tests of scores of 10⁸ and more, where neighboring f32 numbers are 8 or more apart. Rounding to f32 then changes the scaled
+//! dot product, and also the sum of a score and a logarithm.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -23,7 +23,7 @@ fn tensor_of_rows(
     Tensor::from_data(data, (on, dtype)).require_grad()
 }
 
-/// The option of a case besides its scores.
+/// The option that a case uses. Each option selects another kernel.
 #[derive(Clone, Copy, Debug)]
 enum Extra {
     Nothing,
@@ -33,12 +33,12 @@ enum Extra {
     /// Two segments, with the boundary at two fifths of the rows.
     Segments,
     Lengths,
-    /// A sink as large as the largest score of the small queries.
+    /// A sink as large as the largest score of the queries with small elements.
     Sink,
 }
 
-/// The data of a test. Every second query is huge and the others are small, so that a tile contains both kinds. Most keys are
-/// equal, some are half as large, and the last key is negative.
+/// The data of a test. Every second query has huge elements and the other queries have small elements, so that a tile contains
+/// both kinds of queries. Most keys are equal, some keys are half as large, and the last key is negative.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     head_dim: usize,
@@ -87,7 +87,7 @@ impl Case {
         i32::from(row >= self.length * 2 / 5)
     }
 
-    /// Returns the sequence's length for the option `Lengths`: four fifths of the keys.
+    /// Returns the number of visible keys under the option `Lengths`: four fifths of all keys.
     fn keys(&self) -> usize {
         self.length * 4 / 5
     }
@@ -241,8 +241,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
             continue;
         }
         let on = &device.device.clone().autodiff();
-        // The kernels with matrix units support half precision. Software Vulkan is excluded because it has no bf16. It would take
-        // seconds to compile a kernel.
+        // Only half precision runs on matrix units. Software Vulkan is excluded by its lack of bf16, because it would take
+        // seconds to compile each of these kernels.
         let has_matrix_units = dtype != DType::F32 && device.supports(DType::BF16);
         let long = LONG.iter().filter(|_| has_matrix_units);
         for (head_dim, length, extra) in SHORT.iter().chain(long).copied() {
@@ -259,8 +259,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
     }
 }
 
-/// Checks a single far query, that is, a query whose scores are too large for a precise f32 logsumexp. It is in the last head and
-/// the last sequence, after many queries of zeros, so the kernels find a far query in one block only.
+/// Checks a single far query, that is, a query whose scores are too large for a precise f32 logsumexp. The far query is in the
+/// last head and the last sequence, after many queries of zeros. The kernels therefore find a far query in one block only.
 fn check_one_far_query(dtype: DType, tolerance: f64) {
     const LENGTH: usize = 1100;
     const FAR_QUERY: usize = 1090;

@@ -9,8 +9,8 @@ use burn::tensor::{DType, Tensor};
 /// The number of keys. All keys have the same score.
 const KEYS: usize = 64;
 
-/// The upper bound of the softmax's numerators. With this power of two, sums of values up to `f32::MAX / (256 ·
-/// kv_len)` are finite.
+/// The upper bound of the softmax's numerators, a power of two. With this bound, sums of values up to
+/// `f32::MAX / (256 · kv_len)` are finite.
 const LARGEST_NUMERATOR: f32 = 256.0;
 
 #[test]

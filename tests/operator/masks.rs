@@ -1,5 +1,5 @@
-//! Tests of options that hide keys: causal masks with both alignments, windows, bool masks of every broadcast shape, and lengths
-//! of every integer dtype. Some cases combine all of these options. Hidden keys may contain any value.
+//! Tests of options that hide keys: causal masks with both alignments, windows, bool masks of every broadcast shape, and
+//! lengths of every integer dtype. Some cases combine all of these options. Hidden keys may contain any value.
 
 use crate::case::{Case, FULL};
 use crate::dense::read;
@@ -125,8 +125,8 @@ fn causal_mask_hides_nan_right_of_the_diagonal() {
 
 #[test]
 fn window_hides_nan_outside_of_the_window() {
-    // Query 0 is at the position of key 40, and the last query at that of key 129. Each query sees 10 keys to its left, so the
-    // keys before 30 are hidden from all queries.
+    // Query 0 is at the position of key 40, and the last query is at the position of key 129. Each query sees 10 keys to its
+    // left, so the keys before 30 are hidden from all queries.
     let windowed = Case {
         window: (Some(10), Some(5)),
         ..case(90, 130)
@@ -164,8 +164,8 @@ fn mask_hides_nan_between_visible_keys() {
     }
 }
 
-/// Checks a bias of −∞ that hides some keys from all queries, and all keys from some queries. NaN in the hidden keys, and in the
-/// queries without keys, must not change any result.
+/// Checks a bias of −∞ that hides some keys from all queries, and all keys from some queries. NaN in the hidden keys, and in
+/// the queries without keys, must not change any result.
 #[test]
 fn bias_of_minus_infinity_hides_nan() {
     // The cases with 270 keys have blocks that no option but the bias makes partly visible.

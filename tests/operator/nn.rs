@@ -1,5 +1,6 @@
-//! Tests of the modules with fused attention against the modules of burn-nn. Both have the same parameters. A result may have
-//! twice the error of burn-nn's own result in f32, where burn-nn in f64 is exact.
+//! Tests of the modules with fused attention against the modules of burn-nn with the same parameters. The modules of burn-nn
+//! run in f64 to give exact results, and in f32 to give a baseline. The error of a fused module may be twice the error of this
+//! baseline.
 
 mod attention;
 mod cache;
@@ -12,14 +13,14 @@ use burn::nn::attention::{MultiHeadAttention, MultiHeadAttentionConfig};
 use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 use rand::{SeedableRng, rngs::StdRng};
 
-// All tests have these sizes, so that few kernels are compiled. The head size is 8.
+// All tests use the following sizes, so that few kernels must be compiled. The head size is 8.
 const BATCH: usize = 2;
 const LENGTH: usize = 12;
 const D_MODEL: usize = 32;
 const HEADS: usize = 4;
 
-/// Replaces parameters by random numbers in `dtype` on `device`. Two modules with parameters of the same shapes and order get the
-/// same numbers, whatever the dtype and the device are.
+/// Replaces parameters by random numbers in `dtype` on `device`. Two modules with parameters of the same shapes and order get
+/// the same numbers, whatever the dtype and the device are.
 struct Randomize {
     rng: StdRng,
     device: Device,
@@ -29,7 +30,8 @@ struct Randomize {
 impl ModuleMapper for Randomize {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let shape: [usize; D] = param.lazy_shape().dims();
-        // Vectors are biases and the factors of layer normalization, so their mean is 1.
+        // One-dimensional parameters are the biases of layers and the factors of layer normalization. Their mean is 1, which is
+        // the usual initial value of the factors.
         let mean = if D == 1 { 1.0 } else { 0.0 };
         let data = random(shape, mean, 0.25, &mut self.rng);
         Param::from_tensor(tensor(&data, &self.device, self.dtype))
@@ -50,7 +52,7 @@ fn unfused(config: &MultiHeadAttentionConfig, device: &Device, dtype: DType) -> 
     randomized(config.init(device), device, dtype)
 }
 
-/// Returns the configuration without dropout.
+/// Returns the configuration of the tested attention modules, without dropout.
 fn config(quiet_softmax: bool) -> MultiHeadAttentionConfig {
     MultiHeadAttentionConfig::new(D_MODEL, HEADS)
         .with_dropout(0.0)
@@ -115,15 +117,16 @@ fn distance(found: &[f64], expected: &[f64]) -> f64 {
     rms(&differences)
 }
 
-/// Named results of a run.
+/// The named results of a run, such as an output or a gradient.
 type Results = Vec<(String, Vec<f64>)>;
 
-/// Checks that no error of `found` exceeds twice that of `baseline`, plus a few f32 roundings.
+/// Checks that each error of `found` is at most twice the corresponding error of `baseline`, plus a few f32 roundings.
 fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Results) {
     assert_eq!(found.len(), exact.len(), "{case}");
     for ((name, found), ((_, baseline), (_, exact))) in found.iter().zip(baseline.iter().zip(exact))
     {
-        // The gradient of the key bias is 0 up to rounding, so the slack has a lower limit.
+        // The exact gradient of the key bias is 0, so a slack relative to its size would be 0 too. The slack therefore has a
+        // lower limit.
         let slack = 2e-6 * rms(exact).max(1.0);
         let allowed = 2.0 * distance(baseline, exact) + slack;
         let error = distance(found, exact);

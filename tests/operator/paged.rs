@@ -1,5 +1,6 @@
-//! Tests of keys and values in pages. Attention over shuffled pages must give the bits of attention over contiguous keys and
-//! values, if it has the same kernel. Pages that no query sees hold NaN, and unused entries of the page table hold any number.
+//! Tests of keys and values in pages. Attention over shuffled pages must give the same bits as attention over contiguous keys
+//! and values, if the same kernel runs. Pages that no query sees hold NaN, and unused entries of the page table hold any
+//! number.
 
 use crate::case::{Case, FULL};
 use crate::cliffs::hopper;
@@ -22,7 +23,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 /// The number of pages that belong to no sequence.
 const UNUSED_PAGES: usize = 3;
 
-/// The pages of a case, and its page table.
+/// The keys and values of a case in pages, and the page table.
 struct Pages {
     key: Dense,
     value: Dense,
@@ -95,10 +96,10 @@ fn values(results: (Tensor<4>, Tensor<3>)) -> Vec<f64> {
     [host(output.into_data()), host(lse.into_data())].concat()
 }
 
-/// Checks that results over pages have the bits of results over contiguous keys.
+/// Checks that results over pages have the same bits as results over contiguous keys.
 ///
-/// If a page size makes a device choose another kernel, keys are summed in another order. The results may then differ by some
-/// roundings of the dtype.
+/// If a page size makes a device choose another kernel, that kernel sums over the keys in another order. The results may then
+/// differ by some roundings of the dtype.
 #[track_caller]
 fn check_equal(
     found: &[f64],
@@ -122,7 +123,7 @@ fn check_equal(
     }
 }
 
-/// True if attention over the pages runs the kernel of attention over contiguous keys.
+/// Returns true if attention over the pages runs the same kernel as attention over contiguous keys.
 fn has_same_kernel(paged: AttentionProblem, device: &Device) -> bool {
     let kernel = |problem: &AttentionProblem| explain(problem, device).forward;
     let contiguous = AttentionProblem {
@@ -133,7 +134,7 @@ fn has_same_kernel(paged: AttentionProblem, device: &Device) -> bool {
     of_pages.copies_pages || of_pages.kernel == kernel(&contiguous).kernel
 }
 
-/// Checks that pages of each size give the bits of contiguous keys and values.
+/// Checks that pages of each size give the same bits as contiguous keys and values.
 #[track_caller]
 fn check(case: Case, page_lens: &[usize]) {
     let inputs = case.inputs();
@@ -150,7 +151,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // Contiguous keys with the same NaN: one page per sequence, in the order of the sequences.
+        // The contiguous keys have the same NaN as the pages. One page per sequence is built, and the pages are then put in the
+        // order of the sequences.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(
@@ -281,7 +283,7 @@ fn paged_layouts_have_the_bits_of_contiguous_keys() {
     }
 }
 
-/// Checks int8 pages against int8 rows in order.
+/// Checks that attention over int8 pages gives the same bits as attention over contiguous int8 rows.
 #[test]
 fn paged_int8_has_the_bits_of_contiguous_rows() {
     for (q_len, width, page_lens) in [(1, 32, [64, 16]), (4, 64, [64, 5]), (40, 32, [64, 16])] {
@@ -386,7 +388,7 @@ fn paged_gradients_without_pages_are_zero() {
     }
 }
 
-/// The new rows of a test of `append`, and the pages that it must give.
+/// A test case of `append`: the new rows, the pages before the call, and the pages that the call must return.
 struct Appended {
     places: Places,
     rows: Dense,
@@ -394,14 +396,15 @@ struct Appended {
     after: Dense,
 }
 
-/// Draws pages, new rows and their places. Some rows have no place: rows past their sequence's count or pages.
+/// Draws random pages, new rows, and the positions at which `append` must write the rows. Rows past their sequence's count or
+/// past the last page are not written.
 fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
     let [heads, page_len, new, columns] = case;
     let (batch, of_sequence, count) = (3, 4, 15);
     let mut rng = StdRng::seed_from_u64((page_len * new + columns) as u64);
     let mut order: Vec<i64> = (0..count).collect();
     order.shuffle(&mut rng);
-    // Two entries are no page, so rows there are not written.
+    // Two entries of the page table refer to no page, so rows there are not written.
     (order[0], order[batch * of_sequence - 1]) = (-1, count);
     let table = &order[..batch * of_sequence];
     let before = Dense::normal(
@@ -466,8 +469,8 @@ fn append_writes_only_the_places_of_new_rows() {
     }
 }
 
-/// Checks pools in the order of tokens, `[blocks, block_len, kv_heads, columns]`, as burn-lm has them. Several calls of `append`
-/// write them, and attention then reads them by burn-lm's gather index and lengths.
+/// Checks pools whose dimensions are in the order `[blocks, block_len, kv_heads, columns]` of burn-lm, with tokens before
+/// heads. Several calls of `append` write the pools. Attention then reads the pools by burn-lm's gather index and lengths.
 #[test]
 fn paged_pools_in_token_order_equal_contiguous_keys() {
     let (lanes, block_len, heads, columns) = (2, 8, 2, 16);
@@ -476,7 +479,7 @@ fn paged_pools_in_token_order_equal_contiguous_keys() {
         let mut random =
             |shape| Dense::normal(shape, DType::F32, &mut rng).tensor(&device, DType::F32);
         let list = |integers: &[i32]| Tensor::<1, Int>::from_ints(integers, &device);
-        // Block 0 belongs to no lane. The gather index pads short lanes with it.
+        // The gather index pads short lanes (sequences) with block 0, which belongs to no lane.
         let gather_idx = list(&[3, 1, 5, 2, 0, 0]);
         let table = gather_idx.reshape([lanes, 3]);
         let lengths = [19, 7];
@@ -519,7 +522,7 @@ fn paged_pools_in_token_order_equal_contiguous_keys() {
     }
 }
 
-/// Checks the shapes for which nothing can be written.
+/// Checks shapes for which `append` has nothing to write.
 #[test]
 fn append_without_places_returns_the_pages() {
     for TestDevice { device, .. } in devices() {
@@ -614,7 +617,7 @@ fn paged_arguments_that_do_not_fit_are_refused() {
     }
 }
 
-/// Checks on the profile of a Hopper card which problems read pages in place.
+/// Checks on the profile of a Hopper GPU for which problems the kernel reads pages in place, without a contiguous copy.
 #[test]
 fn paged_selection_tells_which_problems_copy() {
     let device = Device::flex();
@@ -646,7 +649,7 @@ fn paged_selection_tells_which_problems_copy() {
         assert!(copies([1, width], 10), "{width}");
         assert!(copies([512, width], 64), "{width}");
     }
-    // Tiles of 32 rows exist up to 256 columns.
+    // The decode kernel has tiles of 32 rows only for head sizes up to 256. The four queries of eight heads are 32 rows.
     assert!(!copies([4, 256], 16));
     assert!(copies([4, 512], 16));
 }

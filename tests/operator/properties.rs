@@ -2,9 +2,9 @@
 //! repeated call must give the same bits.
 //!
 //! `PROPTEST_CASES` sets the number of problems, which is 24 by default, and `ATTENTION_TEST_SEED` the seed. With
-//! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than a card
+//! `ATTENTION_TEST_SIZES=every`, the test draws every row of the tile tables, few queries and many, and more tiles than a GPU
 //! has multiprocessors. `ATTENTION_TEST_JOBS` sets the number of processes, which end after `ATTENTION_TEST_SECONDS`. On a
-//! machine with a card and sixteen processor cores:
+//! machine with a GPU and sixteen processor cores:
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \
@@ -12,8 +12,8 @@
 //!     --exact properties::random_problem_matches_reference --nocapture
 //! ```
 //!
-//! Each wrong problem prints a line with the problem's number. A run with `ATTENTION_TEST_PROBLEM` set to that number checks this
-//! problem alone and shrinks it.
+//! Each wrong problem prints a line with the problem's number. A run with `ATTENTION_TEST_PROBLEM` set to that number checks
+//! this problem alone and shrinks it.
 
 use crate::case::seed;
 use crate::random::{Sizes, Target, bundle, numbered};

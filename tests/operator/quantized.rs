@@ -1,7 +1,7 @@
-//! Tests of attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows read
-//! the packed int8 in place; those for many rows read a dequantized copy. The cases cover every option, lengths that fill no
-//! tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales. Other tests cover the
-//! quantizer's error, the query's gradient, and wrong arguments.
+//! Tests of attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
+//! read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every option, lengths that
+//! fill no tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales. Other tests
+//! cover the quantizer's error, the query's gradient, and wrong arguments.
 
 mod case;
 mod many_rows;
@@ -28,8 +28,8 @@ fn causal(sizes: [usize; 7]) -> Case {
     }
 }
 
-/// Checks few rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split, and some keys lie
-/// past the sequences' lengths.
+/// Checks a few rows in f16, and asserts that the cmma engine multiplies them in fragments. The keys are split, and some keys
+/// lie past the sequences' lengths.
 pub fn check_in_fragments(device: &TestDevice) {
     let quantized = Quantized::new(Case {
         dtype: DType::F16,
@@ -47,8 +47,8 @@ pub fn check_in_fragments(device: &TestDevice) {
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// Checks few rows (queries times heads of a group), which share a tile, and many rows, for which keys and values are dequantized
-/// to a copy. In some cases the keys are split.
+/// Checks few rows (queries times heads of a group), which share a tile, and many rows, for which keys and values are
+/// dequantized to a copy. In some cases the keys are split.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [
@@ -115,7 +115,8 @@ fn int8_every_option_matches_reference() {
     }
 }
 
-/// Checks keys and values with extreme scales. Some have only zero codes, some a scale of 0, and others a tiny or a huge scale.
+/// Checks keys and values with extreme scales. Some rows have only zero codes, some rows have a scale of 0, and other rows have
+/// a tiny or a huge scale.
 #[test]
 fn int8_rows_of_any_scale_match_reference() {
     for q_len in [1, 40] {
@@ -136,8 +137,8 @@ fn int8_rows_of_any_scale_match_reference() {
             .value
             .scales
             .fill_rows(0.0, |[_, _, key]| key % 7 == 1);
-        // `huge` is the scale of every seventh value. The rows of zeros in the keys make some queries attend mainly to these huge
-        // values.
+        // `huge` is the scale of every seventh value. The rows of zeros in the keys make some queries attend mainly to these
+        // huge values.
         let huge = match quantized.case.dtype {
             // A larger scale would overflow the output, which is in f16.
             DType::F16 => 400.0,
@@ -156,8 +157,8 @@ fn int8_rows_of_any_scale_match_reference() {
     }
 }
 
-/// Checks that keys and values past a sequence's length are not read. Their scales are NaN or infinite there, and their codes are
-/// −128, which the quantizer never gives.
+/// Checks that keys and values past a sequence's length are not read. Their scales are NaN or infinite there, and their codes
+/// are −128, which the quantizer never gives.
 #[test]
 fn int8_hidden_rows_are_not_read() {
     for q_len in [1, 3, 40] {
@@ -177,8 +178,9 @@ fn int8_hidden_rows_are_not_read() {
     }
 }
 
-/// Checks keys and values that are views of a larger tensor of codes and a larger tensor of scales, both with heads last. Keys
-/// are the columns 32 to 95 and values the columns 0 to 63 of the same rows.
+/// Checks keys and values that are views of one larger tensor of codes and one larger tensor of scales. In memory, both tensors
+/// have the order `[batch, length, heads, columns]`. Keys are the columns 32 to 95 and values the columns 0 to 63 of the same
+/// rows.
 #[test]
 fn int8_views_match_reference() {
     for TestDevice { name, device } in devices() {
@@ -214,8 +216,8 @@ fn int8_views_match_reference() {
     }
 }
 
-/// Checks the quantizer in every dtype and with two memory layouts. Each code times its row's scale is at most half a scale away
-/// from the number. The dequantized number is the code times the scale.
+/// Checks the quantizer in every dtype and with two memory layouts. Each code times its row's scale differs from the original
+/// number by at most half a scale. The dequantized number is the code times the scale.
 #[test]
 fn quantized_rows_err_by_at_most_half_a_scale() {
     for device in devices() {
@@ -319,14 +321,14 @@ fn int8_attention_is_near_the_unquantized() {
         let output = quantized_attention(query, key, value, options());
         let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
         let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
-        // The rounding error of a code is the scale / √12. A scale is about three standard deviations / 127, so the error is less
-        // than a hundredth of a standard deviation.
+        // The standard deviation of a code's rounding error is the scale / √12. A scale is about three standard deviations of
+        // the elements / 127, so the error is less than a hundredth of a standard deviation.
         assert!(error < 0.02 * size, "{name}: {error} of {size}");
     }
 }
 
-/// Checks that packed codes and scales have no gradients, even if they come from an autodiff device. They also have no
-/// checkpointing strategy that could differ from the query's.
+/// Checks that packed codes and scales have no gradients, even if the codes and scales come from an autodiff device. Codes and
+/// scales also have no checkpointing strategy that could differ from the query's strategy.
 #[test]
 fn int8_parts_are_detached_from_autodiff() {
     for TestDevice { name, device } in devices() {
@@ -474,7 +476,8 @@ fn int8_wrong_arguments_are_refused() {
     }
 }
 
-/// Checks that `explain` names the engine that reads the packed int8 for 32 rows, and the reason why no engine does for 34 rows.
+/// Checks that `explain` names the engine that reads the packed int8 for 32 rows. For 34 rows, `explain` must name the reason
+/// why no engine reads the packed int8.
 #[test]
 fn int8_explain_names_engine_or_reason() {
     for device in devices().into_iter().filter(TestDevice::is_cube) {

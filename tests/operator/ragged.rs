@@ -45,7 +45,8 @@ fn ragged_prompts_match_reference() {
 
 #[test]
 fn ragged_prompts_beside_single_tokens_match_reference() {
-    // A prompt chunk, two single tokens and three drafted tokens, over caches of different lengths.
+    // The first sequence has a prompt chunk of 90 queries. The next two sequences have a single query each, and the last
+    // sequence has three drafted tokens. The KV lengths of the sequences differ.
     check(Case {
         query_lengths: Some(vec![90, 1, 1, 3]),
         kv_lengths: Some(vec![140, 200, 1, 63]),
@@ -55,7 +56,7 @@ fn ragged_prompts_beside_single_tokens_match_reference() {
 
 #[test]
 fn ragged_decode_matches_reference() {
-    // Few rows and many keys: heads share a tile, and keys are split.
+    // These cases have few rows and many keys, so heads share a tile, and the keys are split over cubes.
     for (group, width) in [(1, 32), (4, 64), (8, 32)] {
         check(Case {
             q_heads: group,
@@ -144,7 +145,7 @@ fn ragged_queries_in_half_precision_match_reference() {
     }
 }
 
-/// Checks that each sequence gives the bits of the same sequence in a batch whose other sequences have no queries.
+/// Checks that each sequence gives the same bits as in a batch whose other sequences have no queries.
 #[test]
 fn ragged_sequence_is_independent_of_the_others() {
     let lengths = [50, 3, 0, 21];

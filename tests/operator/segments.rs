@@ -1,12 +1,13 @@
-//! Tests of packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order. The
-//! reference gets a block-diagonal mask instead of segments.
+//! Tests of packed documents (segments): tokens with equal ids see each other and no other tokens, for any ids in any order.
+//! The reference gets a block-diagonal mask instead of segments.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 
-/// Checks that the devices, with segments, match the reference, with the equivalent mask and with segments.
+/// Checks that the devices, which get segments, match the reference. The reference runs once with the equivalent mask and once
+/// with segments.
 fn check(case: Case) {
     let (queries, keys) = case.segments.clone().expect("the case has segments");
     let masked = Case {
@@ -92,9 +93,9 @@ fn segments_with_lengths_and_window_equal_a_mask() {
     });
 }
 
-/// Checks documents of nine tokens, so that a tile of queries sees few of the many blocks of keys. The queries' documents are in
-/// order, reversed, or a single document for two queries. In one case, padding tokens share an id. The last documents of the keys
-/// have no queries.
+/// Checks documents of nine tokens, so that a tile of queries sees few of the many blocks of keys. The queries' documents are
+/// in the same order as the keys' documents, or in reversed order. In other cases, two queries belong to a single document. In
+/// one case, padding tokens share an id. The last documents of the keys have no queries.
 #[test]
 fn segments_of_many_documents_equal_a_mask() {
     let (q_len, kv_len) = (400, 460);

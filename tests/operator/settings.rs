@@ -1,5 +1,6 @@
-//! Tests of devices whose default bool and integer dtypes are configured. Masks, lengths and segment ids then have these dtypes.
-//! The reference must give the same results with any of these dtypes, called directly and as the fallback of the operator.
+//! Tests of devices whose default bool and integer dtypes are configured. Masks, lengths and segment ids then have these
+//! dtypes. The reference must give the same results with any of these dtypes, called directly and as the fallback of the
+//! operator.
 //!
 //! A device is configured once in a process, so each test runs itself in a new process for every dtype.
 
@@ -24,8 +25,8 @@ fn config(dtype: DType) -> DeviceConfig {
     }
 }
 
-/// Runs `check` on every device, in one new process for each dtype in `dtypes` that the device supports. The operator falls back
-/// to the reference in the new process. `test` is the name of the calling test.
+/// Runs `check` on every device, in one new process for each dtype in `dtypes` that the device supports. The operator falls
+/// back to the reference in the new process. `test` is the name of the calling test.
 fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     let own = env::var(CONFIGURED).ok();
     for device in devices() {
@@ -100,8 +101,8 @@ fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     );
 }
 
-/// Checks lengths and segment ids in unusual integer dtypes. Unsigned dtypes cannot represent the positions before the first key,
-/// and the narrowest dtypes cannot represent all positions.
+/// Checks lengths and segment ids in unusual integer dtypes. Unsigned dtypes cannot represent the positions before the first
+/// key, and the narrowest dtypes cannot represent all positions.
 #[test]
 fn settings_integers_of_every_dtype_hide_the_same_keys() {
     let dtypes = [DType::U32, DType::I64, DType::I8];
@@ -112,7 +113,7 @@ fn settings_integers_of_every_dtype_hide_the_same_keys() {
     );
 }
 
-/// Checks packed sequences, whose keys are computed with tensors of integers.
+/// Checks packed sequences (varlen), for which tensors of integers hold the bounds of the keys that each query sees.
 #[test]
 fn settings_integers_of_every_dtype_show_keys_of_packed_sequences() {
     let dtypes = [DType::U32, DType::I64, DType::I8];

@@ -1,5 +1,5 @@
-//! Tests of keys that are divided into shards. The merged results equal attention over all keys, and the shards' gradients add up
-//! to the gradients over all keys.
+//! Tests of keys that are divided into shards. The merged results equal attention over all keys, and the shards' gradients add
+//! up to the gradients over all keys.
 
 use crate::case::seed;
 use crate::devices::{TestDevice, devices};
@@ -59,7 +59,7 @@ impl Problem {
 /// depends only on the arguments.
 fn normal(salt: u64, index: u64) -> f64 {
     let uniform = |part: u64| {
-        // The mixing function is that of SplitMix64 (Steele et al.).
+        // The mixing function is the one of SplitMix64 (Steele et al.).
         let mut z = (salt << 48 ^ index << 4 ^ part).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -68,8 +68,8 @@ fn normal(salt: u64, index: u64) -> f64 {
     (0..12).map(uniform).sum::<f64>() - 6.0
 }
 
-/// Returns the first key and the end of the keys that query `i` sees. The first queries see no key of the last shards, and query
-/// 5 sees no key at all.
+/// Returns the first key and the end of the keys that query `i` sees. The first queries see no key of the last shards, and
+/// query 5 sees no key at all.
 fn keys_of(i: usize) -> (usize, usize) {
     match i {
         5 => (0, 0),
@@ -77,8 +77,8 @@ fn keys_of(i: usize) -> (usize, usize) {
     }
 }
 
-/// Returns the options of the shard with the keys `first..end`: the queries' intervals within the shard. The first shard also has
-/// the sinks, which must count once.
+/// Returns the options of the shard with the keys `first..end`: the queries' intervals within the shard. The first shard also
+/// has the sinks, which must count once.
 fn options(first: usize, end: usize, sinks: &Tensor<1>, device: &Device) -> AttentionOptions {
     let side = |key: fn(usize) -> usize| {
         let keys = (0..BATCH * Q_LEN).map(|query| key(query % Q_LEN).clamp(first, end) - first);
@@ -234,8 +234,9 @@ fn check(device: &TestDevice, dtype: DType) {
         let found = run(&problem, method, &device.device, dtype);
         let names = ["output", "logsumexp", "query", "key", "value", "sinks"];
         for (index, name) in names.into_iter().enumerate() {
-            // The error over all keys may be 0 by chance, so an error of one f32 rounding is always allowed. The gradients of the
-            // few sinks get more slack: their sums have addends that cancel, and each shard's output is rounded once more.
+            // The error of the call over all keys may be 0 by chance, so an error of one f32 rounding is always allowed. The
+            // gradients of the few sinks get more slack, because the addends of their sums cancel, and each shard's output is
+            // rounded once more.
             let scale = error(&exact[index], &vec![0.0; exact[index].len()]);
             let slack = match (name, dtype) {
                 ("sinks", DType::F32) => 1e-6,
@@ -365,8 +366,8 @@ fn shards_that_do_not_fit_are_refused() {
     assert!(refused);
 }
 
-/// Checks the gradient of a bias with one element per query in the explicit backward of shards. The sum of the shards' gradients
-/// must equal the gradient by autodiff.
+/// Checks the gradient of a bias with one element per query in the explicit backward of shards. The sum of the shards'
+/// gradients must equal the gradient by autodiff.
 #[test]
 fn shards_backward_bias_of_queries_equals_autodiff() {
     for device in devices() {
@@ -418,8 +419,8 @@ fn shards_backward_bias_of_queries_equals_autodiff() {
                     .expect("there is a bias"),
             )
         });
-        // The whole gradient of a bias that is constant over all keys is 0, but the gradient from a single shard is not. The test
-        // would be useless if that gradient were 0 too.
+        // The gradient over all keys is 0 for a bias that is constant over the keys, but the gradient from a single shard is
+        // not. The test would be useless if the gradient from a shard were 0 too.
         assert!(found[0].iter().any(|x| x.abs() > 1e-3), "{}", device.name);
         for (index, expected) in expected.into_iter().enumerate() {
             let sum: f64 = found.iter().map(|shard| shard[index]).sum();
@@ -432,7 +433,8 @@ fn shards_backward_bias_of_queries_equals_autodiff() {
     }
 }
 
-/// Checks that rows past the end of a sequence's queries may hold NaN in the explicit backward, also beside a sink.
+/// Checks that rows past the end of a sequence's queries may hold NaN in the explicit backward. The call has a sink, whose
+/// gradient must not become NaN either.
 #[test]
 fn shards_backward_of_ragged_queries_ignores_nan() {
     for TestDevice { name, device } in devices() {

@@ -6,7 +6,7 @@ use crate::devices::devices;
 use attention_cube::{AttentionOptions, attention_with_lse, fused_attention};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Number of columns of queries, keys and values. Every engine serves this number.
+/// The number of columns of queries, keys and values. Every engine serves this number.
 const WIDTH: usize = 16;
 
 /// Returns a tensor `[1, 1, 1, WIDTH]` that starts with `columns`, followed by zeros.
@@ -23,8 +23,8 @@ fn sink(value: f64, device: &Device) -> Tensor<1> {
     Tensor::from_data(data, (device, DType::F32))
 }
 
-/// Checks the gradient of a sink that equals the only score. The sink and the key then have a probability of ½ each. The elements
-/// of the value sum to 1, so the sink's gradient is −½ · ½.
+/// Checks the gradient of a sink that equals the only score. The sink and the key then have a probability of ½ each. The
+/// elements of the value sum to 1, so the sink's gradient is −½ · ½.
 #[test]
 fn sink_equal_to_the_only_score_has_half_of_the_row() {
     for device in devices() {
@@ -52,9 +52,9 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
     }
 }
 
-/// Checks the gradient of a value whose key has a score of 3 below a large sink. The gradient is the key's probability. The value
-/// is 0, so the output does not show that the query sees a key. In half precision the case has a bias, for which the backward
-/// keeps row maximum and logarithm apart.
+/// Checks the gradient of a value whose key has a score of 3 below a large sink. The gradient is the key's probability. The
+/// value is 0, so the output does not show that the query sees a key. In half precision the case has a bias, with which the
+/// backward stores the row maximum and the logarithm of the row sum separately.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());
@@ -91,8 +91,8 @@ fn sink_above_a_key_keeps_the_value_gradient() {
 }
 
 /// Checks gradients of a key whose score is so far below the sink that f32 loses the key's contribution to the row sum. The
-/// gradients are small but not 0. The value is 0, so the output equals that of a query without keys, and only the saved logsumexp
-/// distinguishes the two cases.
+/// gradients are small but not 0. The value is 0, so the output equals that of a query without keys, and only the saved
+/// logsumexp distinguishes the two cases.
 #[test]
 fn sink_far_above_a_key_keeps_small_gradients() {
     const WEIGHT: f64 = 16384.0;
@@ -123,7 +123,8 @@ fn sink_far_above_a_key_keeps_small_gradients() {
                 let first = |tensor: &Tensor<4>, column: usize| {
                     read(tensor.grad(&gradients).expect("the leaf has a gradient"))[column]
                 };
-                // The value gets its gradient through the output, the query and the key get theirs through the logsumexp.
+                // The value gets its gradient through the output. The query and the key get their gradients through the
+                // logsumexp.
                 for (name, found) in [
                     ("value", first(&value, 0)),
                     ("query", first(&query, 1)),

@@ -1,5 +1,6 @@
 //! Tests of inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last dimension
-//! that is not contiguous. The result equals that of the contiguous copy, and every gradient has its input's shape.
+//! that is not contiguous. The result must equal the result for contiguous copies of the inputs, and every gradient must have
+//! its input's shape.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Layout, read};
@@ -26,8 +27,8 @@ fn strides_of_every_layout_match_contiguous() {
     }
 }
 
-/// Checks calls in which one input has another layout than the others. A kernel that applies one input's strides to another input
-/// fails.
+/// Checks calls in which one input has another layout than the others. In such a call, a kernel that applies one input's
+/// strides to another input gives wrong results.
 #[test]
 fn strides_of_one_input_apart_match_contiguous() {
     for index in 0..3 {
@@ -128,8 +129,8 @@ fn strides_of_odd_columns_match_contiguous() {
 #[test]
 fn strides_of_a_single_row_are_not_read() {
     for (q_len, kv_len) in [(1, 70), (3, 1), (70, 1)] {
-        // The widths differ in the alignment of rows. In bf16, rows of 100 columns start at multiples of 8 bytes, and rows of 64
-        // columns at multiples of 16 bytes.
+        // The widths differ in the alignment of rows. In bf16, rows of 100 columns start at multiples of 8 bytes, and rows of
+        // 64 columns at multiples of 16 bytes.
         for width in [33, 261, 100, 64] {
             for layout in [Layout::Contiguous, Layout::Transposed] {
                 for dtype in [DType::F32, DType::BF16] {
@@ -180,7 +181,8 @@ fn strides_of_sliced_lengths_segments_sinks_and_masks_match_contiguous() {
             Tensor::<4>::from_data(data, on)
         };
         let (query, key) = (normal(4, 66), normal(2, 70));
-        // Each value becomes the first column of a row with `wide` columns. The other columns hold −9, which must not be read.
+        // Each element of `values` becomes the first column of a row with `wide` columns. The other columns hold −9, which must
+        // not be read.
         let spread = |values: Vec<i64>, wide: usize| -> Vec<i64> {
             let row = |value| iter::once(value).chain(iter::repeat(-9)).take(wide);
             values.into_iter().flat_map(row).collect()

@@ -1,5 +1,6 @@
-//! Tests of lengths that fill no tile, and of the memory beyond them: keys past a sequence's length, and rows and columns around
-//! a slice. That memory is NaN or infinite here, and no result may depend on it.
+//! Tests of lengths that are not multiples of a tile's size, and of the memory around the data. This memory contains keys past
+//! a sequence's length, and rows and columns around a slice. The memory around the data is NaN or infinite here, and no result
+//! may depend on it.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};
@@ -49,8 +50,8 @@ fn lengths_of_more_than_a_thousand_match_reference() {
 
 const LENGTHS: [i64; 6] = [0, 1, 63, 64, 70, 101];
 
-/// Returns two sets of inputs for `case`. In the first, keys past each sequence's length are NaN, and their values infinite. The
-/// second is equal but has finite keys and values there.
+/// Returns two sets of inputs for `case`. In the first set, keys past each sequence's length are NaN, and their values are
+/// infinite. In the second set, these keys and values are finite.
 fn poisoned(case: &Case) -> (Inputs, Inputs) {
     let clean = case.inputs();
     let mut given = clean.clone();
@@ -150,8 +151,8 @@ fn kv_lengths_equal_trimmed_sequences() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // Take the part of the results that belongs to this sequence. The case has one key head, so the gradients of the
-                // trimmed keys are the first rows of that part.
+                // This slice is the part of the results that belongs to one sequence. The case has one key head, so the
+                // gradients of the trimmed keys are the first rows of this part.
                 let precision = Precision {
                     dtype: case.dtype,
                     terms: 101,

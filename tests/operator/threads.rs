@@ -1,4 +1,5 @@
-//! Tests of several threads and devices at the same time: forward and backward give the bits of serial runs.
+//! Tests of calls from several threads and on several devices at the same time. The forward and the backward must give the same
+//! bits as serial runs.
 
 use crate::case::{Case, FULL};
 use crate::devices::{TestDevice, devices};
@@ -12,7 +13,7 @@ use std::thread;
 /// The number of runs of each thread. Other threads run at the same time.
 const RUNS: usize = 3;
 
-/// Returns two problems that use different kernels, so that threads launch both kinds at the same time.
+/// Returns two problems that use different kernels, so that concurrent threads launch different kernels.
 fn cases() -> [(Case, Inputs); 2] {
     let causal = Case {
         causal: Some(CausalAlignment::BottomRight),
@@ -36,8 +37,8 @@ fn run((case, inputs): &(Case, Inputs), device: &TestDevice) -> Vec<(&'static st
     prepared.run(Operator::Fused)
 }
 
-/// Runs each pair of a problem and a device in its own thread, all at the same time. The results must equal those of a run while
-/// no other thread runs.
+/// Runs each pair of a problem and a device in its own thread, all at the same time. The results must equal the results of runs
+/// one after another.
 fn check(pairs: &[(&(Case, Inputs), &TestDevice)]) {
     let alone: Vec<_> = pairs.iter().map(|(case, on)| run(case, on)).collect();
     let start = Barrier::new(pairs.len());
@@ -78,7 +79,7 @@ fn threads_on_all_devices_give_the_bits_of_serial_runs() {
     check(&pairs);
 }
 
-/// Returns the kind of the device `device` if a machine may have several devices of that kind, and `None` for other kinds.
+/// Returns the device type of `device` if a machine may have several devices of that type, and `None` for other types.
 fn kind_of(device: &TestDevice) -> Option<DeviceType> {
     match device.name {
         #[cfg(feature = "cuda")]
@@ -102,7 +103,8 @@ fn devices_by_kind() -> Vec<Vec<TestDevice>> {
     kinds.filter(|kind| kind.len() > 1).collect()
 }
 
-/// Checks that both problems give the bits of serial runs if they run on each device of a kind at the same time.
+/// Runs both problems on all devices of one kind at the same time, and checks that the results equal those of serial runs bit for
+/// bit.
 #[test]
 fn threads_on_devices_of_a_kind_give_the_bits_of_serial_runs() {
     let [first, second] = cases();

@@ -1,11 +1,11 @@
-//! Tests of faults in Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them. A
-//! test of a fault passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
+//! Tests of faults in Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them.
+//! A test of a fault passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// Returns a sum over the dimension `axis`, computed on `device` and on the processor. The summed tensor is random, has the shape
+/// Returns a sum over the dimension `axis`, computed on `device` and on the CPU. The summed tensor is random, has the shape
 /// `stored` in memory, and its dimensions are permuted by `order`.
 fn sums<const D: usize>(
     device: &Device,
@@ -40,8 +40,8 @@ fn sum_of_a_permuted_tensor_of_rank_4_is_wrong_in_burn() {
     }
 }
 
-/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The gradient contains a sum of a permuted tensor,
-/// without any attention.
+/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The computation contains no attention. The fault is
+/// in a sum over a permuted tensor.
 #[test]
 fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     let flex = Device::flex();
@@ -64,8 +64,9 @@ fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     }
 }
 
-/// Checks that sums of permuted tensors with three dimensions are right. The model's own sums of permuted tensors need no
-/// workaround: they have at most three dimensions, or are over contiguous columns (see the next test).
+/// Checks that sums of permuted tensors with three dimensions are correct in Burn. The Gemma model's own sums of permuted
+/// tensors therefore need no workaround. These sums have at most three dimensions, or are over contiguous columns (see the next
+/// test).
 #[test]
 fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     let orders = [
@@ -86,8 +87,8 @@ fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     }
 }
 
-/// Checks that a sum over the dimension that is contiguous in memory is right with four dimensions too. The norms over permuted
-/// heads are such sums.
+/// Checks that a sum over the dimension that is contiguous in memory is correct with four dimensions too. The norms over
+/// permuted heads are such sums.
 #[test]
 fn sum_over_contiguous_columns_of_rank_4_is_right_in_burn() {
     for TestDevice { name, device } in cube_devices() {

@@ -8,7 +8,7 @@ mod errors;
 mod separate_calls;
 pub mod visible;
 
-/// Packed rows and the bounds of their sequences.
+/// The numbers of packed queries and keys, and the bounds of the sequences in them.
 struct Packed {
     q_len: usize,
     kv_len: usize,
@@ -17,8 +17,8 @@ struct Packed {
 }
 
 impl Packed {
-    /// Returns sequences with the given numbers of queries and keys. Three rows precede the first sequence, and five rows follow the
-    /// last one.
+    /// Returns sequences with the given numbers of queries and keys. Three rows precede the first sequence, and five rows
+    /// follow the last one.
     fn new(lengths: &[(usize, usize)]) -> Self {
         let cumulative = |length: fn(&(usize, usize)) -> usize| {
             let mut bounds = vec![3];
@@ -55,12 +55,12 @@ impl Packed {
     }
 }
 
-/// The options of a call over the queries and keys of a range of packed rows.
+/// The options of a test call, which covers all packed rows or the rows of one sequence.
 #[derive(Clone, Debug, Default)]
 struct Options {
     causal: Option<CausalAlignment>,
     window: Option<(Option<usize>, Option<usize>)>,
-    /// True for a softcap, a bias, a mask and sinks.
+    /// True if the call has a softcap, a bias, a mask and sinks.
     others: bool,
 }
 

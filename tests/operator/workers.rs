@@ -1,6 +1,6 @@
-//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling takes longer
-//! than running, so several processes are faster. All workers use the same device. A worker that ends or hangs at a problem is
-//! replaced by a new one.
+//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling takes
+//! longer than running, so several processes are faster. All workers use the same device. A worker that ends or hangs at a
+//! problem is replaced by a new worker.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 /// The environment variable that is set in a worker process.
 const WORKER: &str = "ATTENTION_TEST_WORKER";
 
-/// Time without an answer after which a worker counts as hung. An answer may take seconds, if all kernels of a problem must be
-/// compiled.
+/// The time without an answer after which a worker counts as hung. An answer may take seconds if all kernels of a problem must
+/// be compiled.
 const PATIENCE: Duration = Duration::from_secs(150);
 
-/// A line with the number of checked problems is printed each time this number of problems was checked.
+/// The number of problems between two progress lines. Each progress line tells how many problems were checked so far.
 const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
@@ -169,8 +169,8 @@ impl Worker {
                 }
             }
         }
-        // No further answer came. If the worker ended or hung at a problem, that problem counts as wrong, unless the deadline has
-        // passed. A worker that ended between two problems leaves the rest to the worker that replaces it.
+        // No further answer came. If the worker ended or hung at a problem, that problem counts as wrong, unless the deadline
+        // has passed. A worker that ended between two problems leaves the rest to the worker that replaces it.
         let in_time = left().is_none_or(|left| !left.is_zero());
         if let Some(problem) = begun.filter(|_| in_time) {
             let fault = match self.process.try_wait() {
@@ -210,8 +210,8 @@ pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Dura
                     }
                     let mut left = first..(first + bundle).min(count);
                     while !left.is_empty() && !is_late() {
-                        // A worker that cannot start has printed the reason on its standard error. Another one would fail too, so
-                        // the thread ends.
+                        // A worker that cannot start has printed the reason on its standard error. A new worker would fail too,
+                        // so the thread ends.
                         let Some(rest) = worker.check(left, &tally, deadline) else {
                             return worker.end();
                         };

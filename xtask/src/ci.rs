@@ -54,7 +54,7 @@ const STEPS: &[Step] = &[
         name: "broken files",
         run: broken_files,
     },
-    // The tests are last, so that their result is at the end of the output.
+    // The tests run last, so that their result is at the end of the output.
     Step {
         name: "tests",
         run: tests,
@@ -113,7 +113,8 @@ fn clippy(features: &[&str]) -> Result<()> {
     )
 }
 
-/// Checks the build of a program that computes attention on the CPU alone. The workspace's builds always contain kernels.
+/// Checks the build of `attention-cube` for the CPU alone, without kernels. The builds of the workspace always contain kernels,
+/// so they would not find an error in such a build.
 fn without_kernels() -> Result<()> {
     process::run(process::cargo().args([
         "check",
@@ -132,8 +133,8 @@ fn documentation() -> Result<()> {
     )
 }
 
-/// Packs the crates that are published. One command packs them all, because a crate may depend on another crate's unpublished
-/// version. The packed crates are not built, because that would compile every dependency once more.
+/// Packs the crates that are published. One command packs all of them, because a crate may depend on a version of another crate
+/// that is not published yet. The packed crates are not built, because that would compile every dependency once more.
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",
@@ -147,7 +148,8 @@ fn packages() -> Result<()> {
     ]))
 }
 
-/// Runs the fuzzing for a sixth of the time of `cargo xtask fuzz`, so that all checks finish within an hour on a new machine.
+/// Fuzzes each format for 10 seconds, which is a sixth of the time of `cargo xtask fuzz`. With this shorter time, all checks
+/// finish within an hour on a new machine.
 fn broken_files() -> Result<()> {
     fuzz::run(&["--seconds", "10"].map(String::from))
 }

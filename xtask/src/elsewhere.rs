@@ -1,5 +1,5 @@
-//! Sets up systems other than Linux. Nothing needs to be installed there, because the system has a graphics driver, and CubeCL's
-//! build downloads LLVM.
+//! Sets up systems other than Linux. Nothing needs to be installed on these systems, because they have a graphics driver, and
+//! CubeCL's build downloads LLVM.
 
 use std::process::Command;
 

@@ -1,4 +1,4 @@
-//! `cargo xtask emulate`: runs the operator's CUDA tests without a GPU. `docs/emulator.md` describes the checks.
+//! `cargo xtask emulate`: runs the operator's CUDA tests without a GPU. `docs/emulator.md` describes what the emulator checks.
 
 use std::{
     env, fs,
@@ -11,8 +11,8 @@ use crate::{
     setup,
 };
 
-/// The file names under which programs load CUDA's driver and its compiler. `libcuda.so.1` is left out, because the real
-/// compiler loads a driver under that name and needs functions that the emulator lacks.
+/// The file names under which programs load the CUDA driver and the CUDA C++ compiler. The name `libcuda.so.1` is left out,
+/// because the real compiler loads a driver under that name. That driver must have functions that the emulator lacks.
 const NAMES: [&str; 2] = ["libcuda.so", "libnvrtc.so"];
 
 /// The cargo options of the build.
@@ -26,7 +26,7 @@ const PROFILE: [&str; 4] = [
 /// A Python program that prints the folders of NVIDIA's Python packages, one per line.
 const PACKAGES: &str = "import nvidia; print('\\n'.join(nvidia.__path__))";
 
-/// Builds the emulator, runs the tests with it and returns their exit code.
+/// Builds the emulator, runs the tests with the emulator, and returns the exit code of the tests.
 pub fn run(args: &[String]) -> Result<u8> {
     if !cfg!(target_os = "linux") {
         return Err("the emulator supports only Linux".into());
@@ -57,8 +57,8 @@ pub fn run(args: &[String]) -> Result<u8> {
     }
 
     let mut command = process::cargo();
-    // The variables are set through cargo's runner, so that only the programs that cargo runs see them. If cargo itself saw
-    // another CUDA_PATH, it would rebuild CUDA's crates.
+    // The environment variables are set through cargo's `runner` setting, so that only the programs that cargo runs see them.
+    // If cargo itself saw another CUDA_PATH, it would rebuild the CUDA crates.
     command.arg("--config").arg(runner(&environment));
     command.arg("test").args(PROFILE);
     if !chooses_test(args) {
@@ -77,7 +77,7 @@ pub fn run(args: &[String]) -> Result<u8> {
     }
 }
 
-/// Splits the arguments into the requested card and the arguments for cargo.
+/// Splits the arguments into the name of the requested GPU and the arguments for cargo.
 fn card(args: &[String]) -> Result<(Option<&str>, &[String])> {
     match args {
         [option, card, rest @ ..] if option == "--card" => Ok((Some(card), rest)),
@@ -95,9 +95,9 @@ fn chooses_test(args: &[String]) -> bool {
     for_cargo.any(|arg| arg == "--test" || arg.starts_with("--test="))
 }
 
-/// Returns the cargo setting that runs programs with these environment variables.
+/// Returns the cargo setting that runs programs with the environment variables `environment`.
 fn runner(environment: &[String]) -> String {
-    // Rust's escapes are valid in TOML strings for all characters that paths contain.
+    // The `Debug` format of a Rust string is also a valid TOML string for all characters that paths contain.
     let words = environment.iter().map(|variable| format!("{variable:?}"));
     let words: Vec<_> = std::iter::once("\"env\"".to_string())
         .chain(words)
@@ -110,7 +110,7 @@ fn target_folder() -> PathBuf {
     process::workspace_root().join(folder)
 }
 
-/// Builds the emulator for this CPU, and copies it to the file names under which programs load CUDA.
+/// Builds the emulator for this CPU, and copies the emulator's library to the file names under which programs load CUDA.
 fn build(target: &Path) -> Result<PathBuf> {
     let mut flags = env::var("RUSTFLAGS").unwrap_or_default();
     flags.push_str(" -C target-cpu=native");
@@ -134,7 +134,7 @@ fn build(target: &Path) -> Result<PathBuf> {
     Ok(libraries)
 }
 
-/// The folders of CUDA's headers and of NVRTC, NVIDIA's compiler for CUDA C++. Neither needs a GPU.
+/// The folders of CUDA's headers and of NVRTC, NVIDIA's compiler for CUDA C++. Neither the headers nor NVRTC need a GPU.
 struct Cuda {
     root: PathBuf,
     libraries: PathBuf,

@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: passes broken files of every format to the code that reads them.
+//! `cargo xtask fuzz`: passes broken files of every format to the code that reads this format.
 
 use crate::process::{self, Result};
 
-/// The default time per format, in seconds.
+/// The default fuzzing time per format, in seconds.
 const SECONDS: &str = "60";
 
 /// Runs the fuzzing test program with `args`.

@@ -1,8 +1,8 @@
-//! `cargo xtask kernels`: compiles kernels for cards that this machine does not have, and writes tables of the results.
+//! `cargo xtask kernels`: compiles kernels for GPUs that this machine does not have, and writes tables of the results.
 //!
-//! The library emits kernels without a card. For NVIDIA it emits CUDA C++ of the mma engine, which `nvcc` compiles. For AMD,
-//! CubeCL's own compiler generates machine code of the cmma and unit engines. The tables of registers, shared memory and spills
-//! go into `docs`. A spill is hot if it is executed in a loop that multiplies.
+//! The library emits kernels without a GPU. For NVIDIA, the library emits CUDA C++ of the mma engine, which `nvcc` compiles.
+//! For AMD, CubeCL's own compiler generates machine code of the cmma and unit engines. The tables of registers, shared memory
+//! and spills go into `docs`. A spill is hot if it is executed in a loop with multiply instructions.
 
 mod amd;
 mod nvidia;
@@ -17,22 +17,22 @@ use crate::{
     setup,
 };
 
-/// The suffixes of kernel names: one without options, and one with as many options as can be combined.
+/// The suffixes of kernel names: an empty suffix without options, and a suffix with as many options as can be combined.
 const OPTIONS: &[&str] = &["", "-softcap-bias-mask-lengths-segments"];
 
-/// Emits and compiles kernels for NVIDIA's cards, and writes the table.
+/// Emits and compiles kernels for NVIDIA's GPUs, and writes a table of their registers and shared memory to the docs.
 pub fn nvidia() -> Result<()> {
     setup::llvm_if_possible();
     nvidia::run()
 }
 
-/// Emits and compiles kernels for AMD's cards, and writes the table.
+/// Emits and compiles kernels for AMD's GPUs, and writes the table.
 pub fn amd() -> Result<()> {
     setup::llvm_if_possible();
     amd::run()
 }
 
-/// Returns the names of all kernels, without options and with the combined options.
+/// Returns the names of all kernels. Each kernel occurs without options and with the combined options.
 fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
     kernels
         .flat_map(|kernel| {
@@ -43,7 +43,7 @@ fn options(kernels: impl Iterator<Item = String>) -> Vec<String> {
         .collect()
 }
 
-/// The library with one of its features, and the name of the test that emits kernels.
+/// The Cargo feature with which `attention-cube` is built, and the name of the test that emits its kernels.
 struct Library {
     feature: &'static str,
     test: &'static str,
@@ -81,8 +81,8 @@ fn number_between(log: &str, after: &str, before: &str) -> Option<usize> {
     rest[..rest.find(before)?].trim().parse().ok()
 }
 
-/// Counts the instructions on spilled registers in loops that multiply. A loop is the code from the target of a backward branch
-/// to the branch. Each instruction is given by its address and its text.
+/// Counts the instructions on spilled registers in loops with multiply instructions. A loop is the code from the target of a
+/// backward branch to that branch. `instructions` holds the address and the text of each instruction.
 fn hot_spills(
     instructions: &[(usize, &str)],
     branch_target: impl Fn(&str) -> Option<usize>,

@@ -34,7 +34,7 @@ Usage: cargo xtask <command>
   help                       show this text
 ";
 
-/// The exit code for an invalid command line. A command that fails has the exit code 1.
+/// The exit code for an invalid command line. If the command itself fails, the exit code is 1.
 const USAGE_ERROR: u8 = 2;
 
 fn main() -> ExitCode {

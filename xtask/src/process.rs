@@ -8,11 +8,11 @@ use std::{
     sync::LazyLock,
 };
 
-/// A result whose error is the message to print. The message says what failed and how to fix it.
+/// A result whose error is the message that the program prints. The message says what failed and how to fix it.
 pub type Result<T> = std::result::Result<T, String>;
 
-/// Returns the cargo options that select all programs of the workspace, with MPI if it is installed. Every step uses the same
-/// features, so that dependencies are compiled only once.
+/// Returns the cargo options that select all programs of the workspace, with MPI if MPI is installed. All steps use the same
+/// features, because other features would compile the dependencies a second time.
 pub fn programs() -> [&'static str; 2] {
     let features = match setup::has_mpi() {
         true => "training,mpi",
@@ -21,15 +21,15 @@ pub fn programs() -> [&'static str; 2] {
     ["--features", features]
 }
 
-/// Returns the command that tests the whole workspace, with all programs.
+/// Returns the cargo command that tests the whole workspace, including all programs.
 pub fn test_workspace() -> Command {
     let mut command = cargo();
     command.args(["test", "--workspace"]).args(programs());
     command
 }
 
-/// Returns the root of the workspace in which cargo started this program. The folder in which this program was built may be
-/// another one, because clones that share a target folder also share this program.
+/// Returns the root of the workspace in which cargo started this program. The program may have been built in another folder,
+/// because clones that share a target folder also share this program.
 pub fn workspace_root() -> &'static Path {
     static PACKAGE: LazyLock<PathBuf> = LazyLock::new(|| {
         let started = env::var_os("CARGO_MANIFEST_DIR");
@@ -38,21 +38,22 @@ pub fn workspace_root() -> &'static Path {
     PACKAGE.parent().unwrap_or(&PACKAGE)
 }
 
-/// Returns a command for the cargo that runs this program. It will start in the workspace root.
+/// Returns a command that runs cargo in the workspace root. If cargo started this program, the same cargo is used.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(workspace_root());
     command
 }
 
-/// Runs `command` on this terminal and waits for its end. Returns an error only if the command cannot be started.
+/// Runs `command` with this terminal's input and output, and waits until it ends. Returns an error only if the command cannot
+/// be started.
 pub fn status(command: &mut Command) -> Result<ExitStatus> {
     command
         .status()
         .map_err(|error| format!("`{}` could not be started: {error}", display(command)))
 }
 
-/// Runs `command` on this terminal. Returns an error if the command does not succeed.
+/// Runs `command` with this terminal's input and output. Returns an error if the command fails.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = status(command)?;
     if status.success() {

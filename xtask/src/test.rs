@@ -11,10 +11,10 @@ use std::{
     thread,
 };
 
-/// The test target that takes as long as all others together.
+/// The test target that takes as long as all other test targets together.
 const LONGEST: &str = "operator";
 
-/// Sets the machine up, runs `cargo test` and returns its exit code.
+/// Installs what the tests need, runs `cargo test` and returns its exit code.
 pub fn run(args: &[String]) -> Result<u8> {
     let graphics = setup::graphics()?;
     if args.is_empty() {
@@ -24,8 +24,8 @@ pub fn run(args: &[String]) -> Result<u8> {
         setup::llvm_if_possible();
     }
 
-    // The workspace is selected only if the arguments select no packages. With both options, cargo would ignore the selected
-    // packages and test everything.
+    // The workspace is selected only if the arguments select no packages. If a command has both `--workspace` and `--package`,
+    // cargo ignores the selected packages and tests everything.
     let mut command = if chooses_packages(args) {
         let mut command = process::cargo();
         command.arg("test");
@@ -42,8 +42,8 @@ pub fn run(args: &[String]) -> Result<u8> {
 
 /// Builds the whole suite, runs it and returns an exit code.
 ///
-/// A software driver compiles kernels on one thread, so the operator's tests leave cores idle. All other tests therefore run
-/// beside them. The output of the other tests is printed after that of the operator's tests.
+/// A software driver compiles kernels on one thread, so the operator's tests leave CPU cores idle. All other tests therefore
+/// run at the same time. The output of the other tests is printed after the output of the operator's tests.
 fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
     let cargo_test = |targets: &[&str]| {
         let mut command = process::test_workspace();
@@ -77,7 +77,8 @@ fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
     Ok(codes.into_iter().find(|code| *code != 0).unwrap_or(0))
 }
 
-/// Returns the names of the workspace's test targets: folders `tests/NAME` with a `main.rs`, and files `crates/*/tests/NAME.rs`.
+/// Returns the names of the workspace's test targets. A test target is a folder `tests/NAME` with a `main.rs`, or a file
+/// `crates/*/tests/NAME.rs`.
 fn test_targets(root: &Path) -> Result<Vec<String>> {
     let entries = |folder: &Path| -> Result<Vec<_>> {
         let listing = fs::read_dir(folder).and_then(|entries| entries.collect());
@@ -119,7 +120,7 @@ fn exit_code(command: &Command, status: ExitStatus) -> Result<u8> {
     }
 }
 
-/// Returns the arguments for cargo. The arguments for the test programs are left out.
+/// Returns the arguments for cargo, which are the arguments before `--`. The arguments after `--` are for the test programs.
 fn for_cargo(args: &[String]) -> impl Iterator<Item = &str> {
     args.iter()
         .map(String::as_str)

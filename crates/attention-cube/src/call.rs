@@ -8,7 +8,7 @@ use crate::types::tensors::{AttentionOutput, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-/// Returns the output, the two-part logsumexp and the validated problem.
+/// Returns the output, the logsumexp in two parts (reference scores and logarithms), and the validated problem.
 pub(crate) fn attend(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -24,7 +24,7 @@ pub(crate) fn attend(
     ))
 }
 
-/// Returns the output alone.
+/// Returns only the output.
 pub(crate) fn compute_output(
     query: Tensor<4>,
     key: Tensor<4>,

@@ -17,7 +17,7 @@ pub enum AttentionError {
         has: Vec<usize>,
         /// The dimension that does not fit.
         dimension: &'static str,
-        /// The size of that dimension.
+        /// The size of the dimension that does not fit.
         found: usize,
         /// The expected size, and the reason for it.
         expected: String,
@@ -39,9 +39,9 @@ pub enum AttentionError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The argument whose device this tensor must be on, such as the query.
+        /// The name of the argument whose device the tensor must share, such as the query.
         whose: &'static str,
-        /// The device of that argument.
+        /// The device of the argument that `whose` names.
         expected: String,
     },
     /// Two tensors under autodiff have different gradient checkpointing strategies, which Burn cannot mix.
@@ -81,9 +81,9 @@ pub enum AttentionError {
     /// Two options were set that cannot be used together.
     #[error("{argument} cannot be combined with {with}")]
     Combination {
-        /// The option's name.
+        /// The name of one of the two options.
         argument: &'static str,
-        /// The other option, or the kind of call.
+        /// The name of the second option, or the kind of call that does not accept the first option.
         with: &'static str,
     },
 }

@@ -1,7 +1,7 @@
 //! Keys and values in pages, the KV cache of a server (PagedAttention, block tables).
 //!
-//! All sequences share one tensor of pages. A page table lists the pages of each sequence, so sequences grow without copies, and
-//! may share the pages of a common prefix.
+//! All sequences share one tensor of pages. A page table lists the pages of each sequence. Sequences thus grow without copies,
+//! and may share the pages of a common prefix.
 //!
 //! ```
 //! use attention_cube::AttentionOptions;
@@ -31,26 +31,27 @@
 //! # Ok::<(), attention_cube::AttentionError>(())
 //! ```
 //!
-//! Pages in the order of tokens, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass `pages.swap_dims(1,
-//! 2)`. burn-lm has such pools. Pass its `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and its `lengths` as
-//! `kv_lengths`. A lane of burn-lm is a sequence here.
+//! Pages with tokens before heads, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass
+//! `pages.swap_dims(1, 2)`. burn-lm has such pools. Pass its `gather_idx.reshape([lanes, blocks_per_lane])` as the page table,
+//! and its `lengths` as `kv_lengths`. A lane of burn-lm is a sequence in this module.
 //!
 //! # Contract
-//! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer dtype.
-//! Key `j` of sequence `b` is row `j % page_len` of page `page_table[b, j / page_len]`. All options see `kv_len = pages of a
-//! sequence · page_len` keys: set [`kv_lengths`](AttentionOptions::kv_lengths) for sequences that do not fill their pages.
+//! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer
+//! dtype. Key `j` of sequence `b` is row `j % page_len` of page `page_table[b, j / page_len]`. For all options, `kv_len` is the
+//! number of pages of a sequence times `page_len`. Set [`kv_lengths`](AttentionOptions::kv_lengths) for sequences that do not
+//! fill their pages.
 //!
 //! | case | result |
 //! |---|---|
-//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. Results have the bits of a call over contiguous keys, except if the page size makes the device choose another kernel |
-//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. Rows are `q_len` times the number of query heads per key head. The decode kernel serves up to 32 rows at head sizes up to 256, and up to 16 rows above. Its blocks have 16 or 32 keys. The blocks of the portable engines are larger; pages of a multiple of 128 keys fit most of them |
+//! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
+//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The number of query rows is `q_len` times the number of query heads per key head. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows above. Its blocks have 16 or 32 keys. The blocks of the portable engines are larger; pages of a multiple of 128 keys fit most of them |
 //! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied, because the copy must be differentiable |
-//! | entries of the page table for keys that no query sees | may have any value |
+//! | entries of the page table for keys that no query sees | may be any integer |
 //! | other entries outside of `0..pages` | count as the nearest page, so no access leaves the tensors |
 //! | NaN in rows that no query sees | never reaches the output |
-//! | pages in several sequences | are read by each of them |
-//! | gradients | the query, the bias and the sinks receive gradients on every device. Keys and values receive them through the copy, if they are tracked |
+//! | a page that several sequences list | is read by each of these sequences |
+//! | gradients | the query, the bias and the sinks receive gradients on every device. Keys and values receive gradients through the copy, if autodiff tracks them |
 
 use crate::backend::{AttentionBackend, check_backend};
 use crate::error::AttentionError;
@@ -63,16 +64,16 @@ use crate::types::tensors::{AppendPlaces, AttentionInputs, inputs};
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
-/// The places of new rows in pages, for [`append`].
+/// The slots in the pages to which [`append`] writes new rows.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The page table, `[batch, pages of a sequence]`.
     pub page_table: Tensor<2, Int>,
-    /// The position of each sequence's first new row, `[batch]`: the number of rows that the sequence already has. Negative
-    /// positions count as 0.
+    /// The position of each sequence's first new row, `[batch]`. This is the number of rows that the sequence already has.
+    /// Negative positions count as 0.
     pub starts: Tensor<1, Int>,
-    /// The number of new rows of each sequence, `[batch]`, if sequences have different numbers of new rows. The rows after them
-    /// are not written.
+    /// The number of new rows of each sequence, `[batch]`, or `None` if every given row is a new row. Given rows past this
+    /// number are not written.
     pub counts: Option<Tensor<1, Int>>,
 }
 
@@ -100,7 +101,7 @@ pub fn paged_attention(
     }
 }
 
-/// Computes [`paged_attention`] and the logsumexp, and returns an error instead of a panic.
+/// Computes [`paged_attention`] and the logsumexp. Returns an error instead of a panic.
 ///
 /// The logsumexp is `[batch, q_heads, q_len]`, an f32 natural logarithm as in
 /// [`attention_with_lse`](crate::attention_with_lse).
@@ -127,7 +128,8 @@ pub fn try_paged_attention(
 /// Computes [`paged_attention`] over int8 pages, and the logsumexp as in [`try_paged_attention`].
 ///
 /// # Shapes
-/// `key` and `value` are rows of `[pages, kv_heads, page_len, columns]`. The others are those of [`paged_attention`].
+/// `key` and `value` are rows of `[pages, kv_heads, page_len, columns]`. All other tensors have the shapes of
+/// [`paged_attention`].
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.
@@ -146,13 +148,15 @@ pub fn try_paged_quantized_attention(
     Ok(reference::output_and_lse(result, &problem))
 }
 
-/// Writes new keys, or new values, to their places in the pages, and returns the pages without autodiff.
+/// Writes new keys, or new values, to their slots in the pages, and returns the pages without autodiff.
 ///
-/// On devices with kernels, the pages are written in place if `pages` is their only handle and each row is contiguous. Otherwise
-/// the function first copies all pages. To avoid this copy, keep no clone of the pages, and continue with the returned tensor.
+/// On devices with kernels, the pages are written in place if `pages` is their only handle and each row is contiguous.
+/// Otherwise the function first copies all pages. To avoid this copy, keep no clone of the pages, and continue with the
+/// returned tensor.
 ///
-/// Rows whose position lies past the sequence's pages are not written. Neither are rows whose entry in the page table names no
-/// page, such as −1. If two new rows have the same place, each element there comes from either row.
+/// A row is not written if its position lies past the sequence's pages. A row is also not written if its page table entry is
+/// not the index of a page, such as −1. If two new rows have the same slot, each element of the slot comes from one of the two
+/// rows.
 ///
 /// # Shapes
 /// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.
@@ -179,14 +183,14 @@ pub fn append(
     )))
 }
 
-/// Quantizes new keys, or new values, and writes them to their places in int8 pages, like [`append`].
+/// Quantizes new keys, or new values, and writes them to their slots in int8 pages, like [`append`].
 ///
 /// # Shapes
 /// `pages` are rows of `[pages, kv_heads, page_len, columns]`, and `rows` is `[batch, kv_heads, new, columns]`.
 ///
 /// # Errors
-/// Returns [`AttentionError`] if the shapes or devices do not fit each other, or if attention does not support the device. It
-/// also returns an error if `columns` is 0 or not a multiple of 4.
+/// Returns [`AttentionError`] if the shapes or devices do not fit each other, or if attention does not support the device. Also
+/// returns an error if `columns` is 0 or not a multiple of 4.
 pub fn append_quantized(
     pages: QuantizedRows,
     rows: Tensor<4>,
@@ -202,7 +206,7 @@ pub fn append_quantized(
         new_words.into_dispatch(),
         places.clone().into_tensors(),
     ));
-    // A scale is a row of one column.
+    // Append the scales as rows of one column.
     let scales = append(scales.unsqueeze_dim(3), new_scales.unsqueeze_dim(3), places)?;
     QuantizedRows::of_parts(words, scales.squeeze_dim(3))
 }
@@ -246,7 +250,7 @@ fn check_append(
     }
 }
 
-/// The tensor whose device all arguments of an append must have, as errors name it.
+/// The tensor whose device all arguments of an append must share. Error messages use this name for the tensor.
 const OF_ROWS: &str = "new row";
 
 fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {

@@ -1,7 +1,7 @@
-//! Selects the kernel for a problem on a device, and records why each faster engine refused.
+//! Selects the kernel for a problem on a device, and records why each faster engine refused the problem.
 //!
 //! Selection tries the engines in order, the fastest first. Each engine returns a plan or a typed [`Refusal`]. The
-//! [`reference`](crate::reference) comes last and serves every problem.
+//! [`reference`](crate::reference) implementation comes last and serves every problem.
 
 use crate::engine::{BackwardKernel, ForwardKernel, Kernel};
 use crate::problem::AttentionProblem;
@@ -10,15 +10,15 @@ use crate::types::engine::Engine;
 pub use crate::types::refusal::{Refusal, Warning};
 pub use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The kernel chosen for one pass (forward or backward), and the engines that refused.
+/// The kernel chosen for one pass (forward or backward), and the engines that refused the problem.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Selection<K = Kernel> {
     /// The chosen kernel.
     pub kernel: K,
-    /// The engines that selection tried before the chosen one, each with the reason for its refusal.
+    /// The engines that selection tried before the chosen engine, each with the reason for its refusal.
     pub refusals: Vec<(Engine, Refusal)>,
-    /// The cases in which the chosen kernel falls short of the contract.
+    /// The respects in which the chosen kernel falls short of the contract in the crate's documentation.
     pub warnings: Vec<Warning>,
     /// True if keys and values lie in pages that the chosen kernel cannot read in place. A launch then first copies the visible
     /// rows to contiguous tensors.
@@ -34,7 +34,8 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses int8 keys and values if the engine cannot read them directly, or if the problem has too many query rows for that.
+/// Refuses int8 keys and values if the engine cannot read them directly, or if the problem has too many query rows for reading
+/// them directly.
 ///
 /// With many query rows, one dequantized copy of keys and values costs less than dequantizing keys and values again for each
 /// tile.

@@ -1,17 +1,19 @@
-//! Attention over shards of the keys: the parts of ring attention, of context parallelism and of a KV cache in pieces.
+//! Attention over shards of the keys, as in ring attention, in context parallelism and with a KV cache that is divided into
+//! pieces.
 //!
 //! Each shard has some of the keys and values, and all queries. [`attention_with_lse`](crate::attention_with_lse) on a shard
 //! gives an output and a logsumexp (LSE). [`merge`] turns the results of all shards into the result over all keys. Autodiff
 //! differentiates this whole computation.
 //!
-//! A ring that passes keys from device to device cannot keep its forward in one autodiff graph. [`backward`] then computes a
-//! shard's gradients from the merged output and logsumexp. The key and value gradients belong to the shard. The query
-//! gradients of all shards are added.
+//! A ring that passes keys from device to device cannot keep its forward in one autodiff graph. In this case, [`backward`]
+//! computes a shard's gradients from the merged output and logsumexp. The resulting gradients of keys and values are complete
+//! for the keys of the shard. The query gradients of all shards must be added.
 //!
-//! Positions count within a shard. For a causal mask over all keys, give each query the end of its keys in the shard by
-//! [`visible_between`](AttentionOptions::visible_between). Pass sinks to one shard only.
+//! Positions count within a shard. A causal mask over all keys must therefore be translated: give each query the end of its
+//! keys in the shard by [`visible_between`](AttentionOptions::visible_between). Pass sinks to one shard only.
+//! The code of a [score mod](crate::score_mod) also counts keys from the shard's first key: give the code this key in the table.
 //!
-//! The method is that of ring attention (Liu et al., 2023, arXiv:2310.01889).
+//! The method is the one of ring attention (Liu et al., 2023, arXiv:2310.01889).
 
 use crate::backend::{AttentionBackend, check_backend};
 use crate::error::AttentionError;
@@ -22,10 +24,10 @@ use crate::types::tensors::{AttentionSaved, MaybeFloat, inputs, logsumexp_dtype}
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
 
-/// Merges the outputs and logsumexps of attention over disjoint shards of the keys into those of attention over all keys.
+/// Merges the attention outputs and logsumexps of disjoint shards of the keys into the output and logsumexp over all keys.
 ///
 /// The result is differentiable, and the gradients flow to the outputs and logsumexps of all shards. A query that sees no key
-/// of any shard has the output 0 and the logsumexp −∞. The sums are f32, and f64 for f64 outputs.
+/// of any shard has the output 0 and the logsumexp −∞. The sums are f32, or f64 for f64 outputs.
 ///
 /// # Shapes
 /// Per shard: `output [batch, q_heads, q_len, value_dim]`, `logsumexp [batch, q_heads, q_len]`. The results have the same shapes.
@@ -81,7 +83,7 @@ pub fn merge(
     }
     let (outputs, logsumexps): (Vec<_>, Vec<_>) = shards.into_iter().unzip();
     let logsumexps = Tensor::stack::<4>(logsumexps, 0);
-    // The result does not depend on the maximum, so autodiff need not differentiate it.
+    // The result does not depend on the maximum that is subtracted, so autodiff need not differentiate the maximum.
     let largest = logsumexps.clone().detach().max_dim(0);
     let sees_no_key = largest.clone().equal_elem(f64::NEG_INFINITY);
     let largest = largest.mask_fill(sees_no_key.clone(), 0.0);
@@ -102,12 +104,12 @@ pub fn merge(
     Ok((output.cast(dtype), logsumexp.squeeze_dim(0)))
 }
 
-/// The results over all keys and their gradients, from which [`backward`] computes the gradients of a shard.
+/// The output and logsumexp over all keys, and their gradients. [`backward`] computes the gradients of a shard from them.
 #[derive(Clone, Debug)]
 pub struct Merged {
     /// The output over all keys, `[batch, q_heads, q_len, value_dim]`.
     pub output: Tensor<4>,
-    /// The logsumexp over all keys, `[batch, q_heads, q_len]`: a natural logarithm in f32, or in f64 for f64 outputs.
+    /// The logsumexp over all keys, `[batch, q_heads, q_len]`. It is a natural logarithm in f32, or in f64 for f64 outputs.
     pub logsumexp: Tensor<3>,
     /// The gradient of `output`, `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: Tensor<4>,
@@ -118,7 +120,7 @@ pub struct Merged {
 /// The gradients of one shard, in the shapes and dtypes of the inputs.
 #[derive(Clone, Debug)]
 pub struct ShardGradients {
-    /// The shard's part of the query's gradient. The gradient is the sum over all shards.
+    /// The shard's contribution to the query's gradient. The query's gradient is the sum of the contributions of all shards.
     pub query: Tensor<4>,
     /// The gradient of the shard's keys.
     pub key: Tensor<4>,
@@ -134,15 +136,15 @@ pub struct ShardGradients {
 ///
 /// The function recomputes only the scores of the shard. Autodiff does not track the results.
 ///
-/// Scores of one shard and the logsumexp may come from kernels that sum `q·k` in different orders. For scores beyond some
+/// The scores of one shard and the logsumexp may come from kernels that sum `q·k` in different orders. For scores beyond some
 /// hundreds, the probabilities then lose a few of f32's digits.
 ///
-/// NaN in the shard's keys, in its values or in the output's gradient may also reach the gradients of queries that see no key of
-/// the shard.
+/// NaN in the shard's keys, in its values or in the output's gradient may also reach the gradients of queries that see no key
+/// of the shard.
 ///
 /// # Shapes
-/// `query`, `key` and `value` have the shapes of [`fused_attention`](crate::fused_attention), with the keys of this shard. The
-/// options are those of the shard's forward.
+/// `query`, `key` and `value` have the shapes of [`fused_attention`](crate::fused_attention), with the keys of this shard.
+/// `options` must be the options of the shard's forward.
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit, if the shard has no key, or if a shard of one key has a bias.
@@ -159,9 +161,9 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // For a bias that is constant over keys, kernels do not sum dS but use the LSE gradient of each query, which accounts for
-    // the keys of all shards. The bias is therefore expanded over the shard's keys, and its gradient is summed over these
-    // keys afterwards.
+    // For a bias that is constant over keys, kernels do not sum dS but use the LSE gradient of each query. This gradient
+    // accounts for the keys of all shards and not only for this shard. The bias is therefore expanded over the shard's keys, so
+    // that kernels sum dS. The gradient of the expanded bias is summed over these keys afterwards.
     let constant = options
         .bias
         .as_ref()
@@ -180,8 +182,8 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // The backward of a kernel recognizes a query that sees no key by a logarithm of −0. All other logarithms are +0, because
-    // the first part of the logsumexp holds its whole value.
+    // The backward of a kernel recognizes a query that sees no key by a logarithm of −0 in the second part of the logsumexp.
+    // All other logarithms are +0, because the first part of the logsumexp holds the whole logsumexp.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {
@@ -315,7 +317,7 @@ fn check_lse(
     )
 }
 
-/// Returns the dtype of the logsumexp of outputs in `dtype`.
+/// Returns the dtype of the logsumexp that belongs to outputs in `dtype`.
 fn lse_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,

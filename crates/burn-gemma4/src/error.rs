@@ -41,7 +41,7 @@ pub enum Gemma4Error {
     Tensors {
         /// The path of the checkpoint's folder or file.
         path: PathBuf,
-        /// The problems. Each problem concerns one tensor.
+        /// The list of problems, each of which concerns one tensor.
         problems: Vec<TensorProblem>,
     },
     /// The tokenizer cannot encode a text, or its vocabulary lacks a token.
@@ -101,7 +101,7 @@ pub enum TensorProblem {
         /// The shape in the model.
         expected: Vec<usize>,
     },
-    /// A LoRA matrix of an adapter has another rank than the adapter's configuration says.
+    /// The rank of a LoRA matrix differs from the rank in the adapter's configuration.
     #[error(
         "{} has the rank {found}, but r is {expected} in adapter_config.json",
         Escaped::line(name)
@@ -125,7 +125,7 @@ pub enum TensorProblem {
         /// The dtype in the file.
         found: String,
     },
-    /// Some elements of the tensor cannot be quantized.
+    /// An element of the tensor cannot be quantized, because the element is not finite or is too large for a block's scale.
     #[error(
         "{} has an element that is no finite number, or too large for a block's scale",
         Escaped::line(name)
@@ -189,7 +189,8 @@ pub(crate) fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gem
     }
 }
 
-/// Joins the first few problems to one text. If every layer has a problem, the text does not list all of them.
+/// Joins the first five problems into one text, and adds the number of further problems. A list of all problems could be very
+/// long, because each layer may have one.
 fn list(problems: &[TensorProblem]) -> String {
     const SHOWN: usize = 5;
     let mut text = problems
@@ -207,7 +208,8 @@ fn list(problems: &[TensorProblem]) -> String {
 /// Runs `work`. If `work` panics, returns the panic's message as an error. Drivers and Burn's operators panic if a device is
 /// missing or out of memory, or if an operation is not supported.
 ///
-/// While `work` runs, the process's panic hook is replaced by one that prints nothing. This also affects other threads.
+/// While `work` runs, a panic hook that prints nothing replaces the process's panic hook. The replacement also affects other
+/// threads.
 ///
 /// # Errors
 /// Returns the message of the panic.

@@ -1,5 +1,5 @@
-//! Escapes text from files before it is shown in messages. Without the escapes, a checkpoint could contain control characters
-//! that a terminal obeys.
+//! Escapes text from files before the text is shown in messages. Without the escapes, control characters in a checkpoint's
+//! files could control the user's terminal.
 
 use std::fmt::{self, Display, Write};
 

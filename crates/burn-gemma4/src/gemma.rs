@@ -56,12 +56,12 @@ pub struct Gemma4 {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
     /// A text to continue. Special tokens in the text are encoded as special tokens. The BOS token is prepended unless the text
-    /// already begins with it.
+    /// already begins with this token.
     Text(String),
     /// A conversation to answer. The checkpoint's chat template renders it. Special tokens in the messages are encoded as plain
     /// text, unless [`ChatOptions::special_tokens`] is set.
     Chat(Vec<Message>),
-    /// Token ids to continue. They are passed to the model unchanged.
+    /// Token ids to continue. The ids are passed to the model unchanged.
     Tokens(Vec<u32>),
 }
 
@@ -90,8 +90,8 @@ impl From<Vec<u32>> for Prompt {
 }
 
 impl Gemma4 {
-    /// Loads a checkpoint from a Hugging Face folder or from a GGUF file. The model computes in the checkpoint's dtype, or in f32
-    /// if the device does not support that dtype.
+    /// Loads a checkpoint from a Hugging Face folder or from a GGUF file. The model computes in the checkpoint's dtype, or in
+    /// f32 if the device does not support that dtype.
     ///
     /// # Errors
     /// Passes on the errors of [`load`](Self::load).
@@ -100,8 +100,8 @@ impl Gemma4 {
     }
 
     /// Loads a checkpoint from a folder or from a GGUF file. A folder contains `config.json`, safetensors files and
-    /// `tokenizer.json`, and optionally `chat_template.jinja` and `generation_config.json`. A GGUF file contains the data of all
-    /// these files.
+    /// `tokenizer.json`, and optionally `chat_template.jinja` and `generation_config.json`. A GGUF file contains the data of
+    /// all these files.
     ///
     /// # Errors
     /// Returns an error that names the file if a file is missing or malformed. Passes on the errors of [`Gemma4Model::load`].
@@ -157,8 +157,8 @@ impl Gemma4 {
         })
     }
 
-    /// Loads the small model that is embedded in this crate. It has 1.4 million parameters and was trained on this project's Rust
-    /// and Markdown files. Its output looks like these files but makes little sense.
+    /// Loads the small model that is embedded in this crate. The model has 1.4 million parameters and was trained on this
+    /// project's Rust and Markdown files. Its output looks like these files but makes little sense.
     ///
     /// # Errors
     /// Returns an error if the device does not support the requested dtype.
@@ -225,7 +225,7 @@ impl Gemma4 {
         })
     }
 
-    /// The drafter for speculative decoding, if one has been loaded.
+    /// The drafter for speculative decoding, or `None` if no drafter has been loaded.
     pub fn drafter(&self) -> Option<&Drafter> {
         self.drafter.as_ref()
     }
@@ -272,8 +272,8 @@ impl Gemma4 {
         self.model.device()
     }
 
-    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. If the checkpoint has no limit, the
-    /// limit is 256 tokens.
+    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. If the checkpoint has no limit,
+    /// the limit is 256 tokens.
     pub fn options(&self) -> GenerateOptions {
         let positions = self.config().max_position_embeddings;
         let (max_tokens, max_length) =
@@ -304,11 +304,11 @@ impl Gemma4 {
         }
     }
 
-    /// Returns [`options`](Self::options) for answers in a conversation. The token that ends a turn, `<turn|>`, stops an answer,
-    /// even if the checkpoint does not list it among its stop tokens.
+    /// Returns [`options`](Self::options) for answers in a conversation. The token that ends a turn, `<turn|>`, stops an
+    /// answer, even if the checkpoint does not list it among its stop tokens.
     ///
-    /// A base model's checkpoint lists only `<eos>`. A model that was fine-tuned from it on conversations ends its answers by
-    /// `<turn|>`.
+    /// The checkpoint of a base model lists only `<eos>` as a stop token. A model that was fine-tuned from this base model on
+    /// conversations ends its answers with `<turn|>`.
     pub fn chat_options(&self) -> GenerateOptions {
         let mut options = self.options();
         let end_of_turn = self.tokenizer.id(END_OF_TURN);
@@ -368,8 +368,8 @@ impl Gemma4 {
         }
     }
 
-    /// Generates a continuation of a prompt. `on_token` receives each token as soon as it is generated, and can return `Break` to
-    /// stop the generation.
+    /// Generates a continuation of a prompt. `on_token` receives each token as soon as it is generated, and can return `Break`
+    /// to stop the generation.
     ///
     /// # Errors
     /// Returns an error if the prompt or the options do not fit the model, or if the device fails.

@@ -15,8 +15,8 @@ pub fn empty(like: &CubeTensor, shape: impl Into<Shape>, dtype: DType) -> CubeTe
     )
 }
 
-/// Returns a grid of at least `cubes` cubes. If one dimension is too short, the grid has a second dimension and may have a
-/// few more cubes.
+/// Returns a grid of at least `cubes` cubes. If one dimension cannot hold all cubes, the grid has a second dimension and may
+/// have a few more cubes.
 pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     let limit = client.properties().hardware.max_cube_count.0 as usize;
     let cubes = cubes.max(1);
@@ -24,7 +24,7 @@ pub fn cube_count(client: &Client, cubes: usize) -> CubeCount {
     CubeCount::Static(cubes.div_ceil(rows) as u32, rows as u32, 1)
 }
 
-/// Returns the address width that suffices to reach every element of `tensors`.
+/// Returns the smallest address width with which kernels can address every element of `tensors`.
 pub fn address_type<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> AddressType {
     tensors
         .into_iter()

@@ -1,6 +1,6 @@
-//! Rounds f32 values to the element type of an output: to nearest, ties to even.
+//! Rounds f32 numbers to the element type of an output: to the nearest number, with ties to even.
 //!
-//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. Values are therefore
+//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. f32 numbers are therefore
 //! first rounded to bf16 by integer operations, so that the conversion is exact.
 
 #![allow(
@@ -11,13 +11,13 @@
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-/// Rounds `value` to the nearest value of `E`.
+/// Rounds `value` to the nearest number of type `E`.
 #[cube]
 pub fn rounded<E: Float>(value: f32) -> E {
     E::cast_from(convertible::<E>(value))
 }
 
-/// Rounds `values` to the nearest values of `E`.
+/// Rounds each element of `values` to the nearest number of type `E`.
 #[cube]
 pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N> {
     if is_bfloat16::<E>() {
@@ -32,7 +32,7 @@ pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N>
     }
 }
 
-/// Rounds `value` in f32 so that the conversion to `E` gives the value of `E` that is nearest to `value`.
+/// Rounds `value` within f32, so that the conversion to `E` then gives the number of type `E` that is nearest to `value`.
 #[cube]
 pub fn convertible<E: Float>(value: f32) -> f32 {
     if is_bfloat16::<E>() {
@@ -48,7 +48,7 @@ fn is_bfloat16<E: Float>() -> comptime_type!(bool) {
     comptime!(element == ElemType::Float(FloatKind::BF16))
 }
 
-/// Returns the nearest bf16 value: an f32 whose lower 16 bits are zero. A carry increments the exponent, up to infinity.
+/// Returns the nearest bf16 number as an f32 whose lower 16 bits are zero. A carry increments the exponent, up to infinity.
 #[cube]
 pub fn nearest_bfloat16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
@@ -60,13 +60,13 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
     f32::reinterpret(kept & 0xffff_0000u32)
 }
 
-/// Returns the nearest f16 value, ties to even.
+/// Returns the nearest f16 number as an f32, with ties to even.
 #[cube]
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // Rounds to multiples of 2⁻²⁴ where the f16 result is subnormal. The rounding uses integers: with floats, it would be an
-    // addition followed by the same subtraction, which compilers remove.
+    // If the f16 result is subnormal, rounds to multiples of 2⁻²⁴. The rounding uses integers, because compilers would remove
+    // the alternative with floats: an addition followed by the same subtraction.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

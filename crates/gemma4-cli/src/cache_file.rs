@@ -1,4 +1,4 @@
-//! The file that `--cache` names. It contains the KV cache of a session and the messages of a conversation.
+//! The file that `--cache` names. The file contains the KV cache of a session and the messages of a conversation.
 
 use crate::{
     Error,

@@ -312,8 +312,7 @@ fn named(name: DeviceName, drivers: Drivers) -> Result<Chosen, Error> {
     }
 }
 
-/// Returns the best device that a runtime lists. Listing devices opens none of them, and does not panic if the driver is
-/// missing.
+/// Returns the best device that a runtime lists. Listing opens no device, and does not panic if the driver is missing.
 #[cfg(feature = "cube")]
 fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen, Error> {
     let word = name.as_str();
@@ -344,8 +343,8 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
 #[cfg(feature = "cube")]
 const SOFTWARE: usize = 4;
 
-/// Returns the rank of a device in the order of preference: 0 for the most preferred. Discrete GPUs come first, and software
-/// drivers last.
+/// Returns the rank of a device in the order of preference. Rank 0 is the most preferred. Discrete GPUs come first, and
+/// software drivers last.
 #[cfg(feature = "cube")]
 fn rank(device: &Device) -> usize {
     match device.as_dispatch() {

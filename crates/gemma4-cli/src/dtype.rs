@@ -15,7 +15,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Returns Burn's dtype for this dtype.
+    /// Returns the dtype of Burn that this value of the command line names.
     pub fn burn(self) -> DType {
         match self {
             Self::F32 => DType::F32,

@@ -66,7 +66,7 @@ fn resolve_in(model: &Path, cache: Option<&Path>) -> Result<PathBuf, Error> {
     }
 }
 
-/// Returns the path as a name `organisation/name`, or `None` if it does not have this form.
+/// Returns the path as a name `organisation/name`, or `None` if the path does not have this form.
 fn name_on_hub(model: &Path) -> Option<&str> {
     let text = model.to_str()?;
     let (organisation, name) = text.split_once('/')?;
@@ -82,7 +82,8 @@ fn name_on_hub(model: &Path) -> Option<&str> {
     (is_part(organisation) && is_part(name) && !is_file).then_some(text)
 }
 
-/// Returns the folder in which the Hub's own programs keep models. The rules for finding it are those of `huggingface_hub`.
+/// Returns the folder in which the Hub's own programs keep models. The rules for finding this folder are those of
+/// `huggingface_hub`.
 fn cache_folder() -> Option<PathBuf> {
     let of = |name: &str| {
         env::var_os(name)

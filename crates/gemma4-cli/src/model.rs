@@ -345,7 +345,7 @@ impl GenerationArguments {
         })
     }
 
-    /// Opens the file of `--cache`. Commands call this before they load the model, so that errors appear early.
+    /// Opens the file of `--cache`. Commands call this method before they load the model, so that errors appear early.
     ///
     /// # Errors
     /// Returns the errors of [`CacheFile::open`].
@@ -354,8 +354,8 @@ impl GenerationArguments {
     }
 
     /// Returns the generation options: the values of the arguments, and the checkpoint's values for missing arguments. A note
-    /// names each argument that has no effect. `is_chat` says that the prompts are conversations. The end of a turn then stops an
-    /// answer.
+    /// names each argument that has no effect. If `is_chat` is true, the prompts are conversations, and the end of a turn stops
+    /// an answer.
     pub fn options(&self, gemma: &Gemma4, is_chat: bool) -> GenerateOptions {
         let config = gemma.config();
         let mut layers = 0..config.num_layers();
@@ -465,7 +465,7 @@ fn number(text: &str) -> Result<f32, String> {
     text.parse().map_err(|_| "expected a number".into())
 }
 
-/// Validates the sampling settings. The messages omit the argument's name, because the command line's parser adds it.
+/// Validates the sampling settings. The messages omit the argument's name, because the command line's parser adds the name.
 fn check(sampling: Sampling) -> Result<(), String> {
     match sampling.validate() {
         Ok(()) => Ok(()),

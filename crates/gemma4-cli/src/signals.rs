@@ -1,4 +1,4 @@
-//! Handles signals that request the end of a program, and defines the exit code for each.
+//! Handles signals that request the end of a program, and defines the exit code for each signal.
 //!
 //! Unix has three such signals: `SIGINT` (Ctrl-C), `SIGTERM` (sent by Slurm, `docker stop` and `torchrun`) and `SIGHUP` (sent by
 //! a terminal that closes). Windows has only Ctrl-C.
@@ -43,10 +43,10 @@ impl Signal {
     }
 }
 
-/// The number of the first signal that was received, or 0 if none was received yet.
+/// The number of the first signal that was received, or 0 if no signal was received yet.
 static FIRST: AtomicU8 = AtomicU8::new(0);
 
-/// Returns the first signal that was received since [`handle`] was called, or `None` if none was.
+/// Returns the first signal that was received since [`handle`] was called, or `None` if no signal was received.
 pub fn first() -> Option<Signal> {
     Signal::from_number(FIRST.load(Ordering::SeqCst).into())
 }
@@ -108,8 +108,8 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
 #[cfg(unix)]
 pub fn ignores_hang_up() -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. If it returns 0, it has written
-    // the current action to `action`, which has room for one `sigaction` and is read only in this case.
+    // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. If the call returns 0, it has
+    // written the current action to `action`, which has room for one `sigaction`. Only in this case is `action` read.
     unsafe {
         libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN

@@ -34,7 +34,7 @@ impl Display for WrongArgument {
 impl std::error::Error for WrongArgument {}
 
 /// Runs a program, prints its error if it fails, and returns its exit code. The code is 0 for success, 2 for wrong arguments,
-/// and the signal's code if a signal [`Stopped`] the program. It is 1 for all other failures.
+/// and the signal's code if a signal [`Stopped`] the program. For all other failures the code is 1.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     leave_out_device_selection();
     install_logger();
@@ -111,8 +111,8 @@ pub fn code_of(error: &Error) -> u8 {
 /// The rank of this process. Only the process with the rank 0 prints notes.
 static RANK: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the rank of this process in a run of several processes. Its error messages then name the rank, and only the process
-/// with rank 0 prints notes.
+/// Sets the rank of this process in a run of several processes. The error messages of this process then name the rank, and only
+/// the process with rank 0 prints notes.
 pub fn speak_as(rank: usize) {
     RANK.store(rank, Ordering::Relaxed);
 }
@@ -124,15 +124,15 @@ fn one_line(text: &str) -> String {
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Prints a note on standard error, if this process has the rank 0. Unlike `eprintln!`, it does not panic if standard error is
-/// closed.
+/// Prints a note on standard error, if this process has the rank 0. Unlike `eprintln!`, this function does not panic if
+/// standard error is closed.
 pub fn note(line: impl Display) {
     if RANK.load(Ordering::Relaxed) == 0 {
         say(format!("{}\n", Escaped::lines(line)));
     }
 }
 
-/// Writes the line in a single call, so that output of other processes on the same terminal does not split it.
+/// Writes the line in a single call, so that output of other processes on the same terminal does not split the line.
 fn say(line: String) {
     let _ = io::stderr().write_all(line.as_bytes());
 }
@@ -209,7 +209,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Prints `text` and flushes it. Returns [`ControlFlow::Break`] if the output is closed.
+    /// Prints `text` and flushes standard output. Returns [`ControlFlow::Break`] if the output is closed.
     pub fn write(&mut self, text: &str) -> ControlFlow<()> {
         if self.fault.is_none() {
             let mut out = io::stdout().lock();
@@ -342,7 +342,7 @@ enum Phase {
 }
 
 impl State {
-    /// Stores a signal and returns how the program must react to it.
+    /// Stores a signal and returns how the program must react to the signal.
     fn receive(&mut self, signal: Signal) -> Reaction {
         if self
             .received

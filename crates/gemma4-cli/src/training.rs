@@ -15,7 +15,7 @@ use gemma4_train::{
 use std::{process::ExitCode, sync::Arc};
 
 /// Runs a program that may be one of several processes, and returns its exit code like [`terminal::exit_code`]. If one process
-/// fails, all other processes end with its error.
+/// fails, all other processes end with the error of the failed process.
 pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) -> ExitCode {
     terminal::exit_code(|| {
         let rank = Rank::of_process()?;

@@ -249,8 +249,8 @@ pub fn progress() -> impl FnMut(usize, usize) {
 /// Returns the loss at each position of a row, in nats.
 fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
     let data = Data {
-        // The row is padded to a power of two, at most `longest`, which limits the number of shapes for which kernels are
-        // compiled.
+        // The row is padded to a power of two, at most `longest`, so that rows have few different lengths. Kernels are then
+        // compiled for few different shapes.
         positions: row.tokens.len().next_power_of_two().min(longest),
         rows: vec![row],
         batch: 1,

@@ -34,7 +34,7 @@ pub enum Preset {
     B31,
 }
 
-/// The values in which the configuration of a small model differs from that of E2B.
+/// The settings in which the configuration of a small model differs from that of E2B.
 struct Small {
     hidden_size: usize,
     intermediate_size: usize,

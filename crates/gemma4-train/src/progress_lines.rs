@@ -27,7 +27,7 @@ pub struct ProgressLines {
     /// The number of rows per batch, and the number of tokens per row.
     size: [usize; 2],
     names: HashMap<MetricId, Arc<String>>,
-    /// The index of the current interval, the steps between two checkpoints.
+    /// The index of the current interval. An interval is the steps between two checkpoints.
     interval: usize,
     losses: Vec<f64>,
     /// The time at which the last line was printed.

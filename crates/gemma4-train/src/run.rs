@@ -50,7 +50,7 @@ pub struct Run<'a> {
     pub arguments: &'a TrainingArguments,
     /// The peak learning rate.
     pub learning_rate: f64,
-    /// The devices, with autodiff enabled. The model must be on the first one.
+    /// The devices, with autodiff enabled. The model must be on the first device.
     pub devices: Vec<Device>,
     /// True if the devices copy memory to one another directly. In this case, each device has its own optimizer, and an
     /// all-reduce sums the gradients. Otherwise the first device gathers the gradients and updates the weights.
@@ -62,8 +62,8 @@ pub struct Run<'a> {
     pub resume: Option<usize>,
     /// All processes that train the model.
     pub group: &'a Arc<ProcessGroup>,
-    /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. If it returns
-    /// an error, the run ends.
+    /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. If this
+    /// function returns an error, the run ends.
     pub before_first_step: Option<&'a dyn Fn(Stop) -> Result<(), Error>>,
 }
 
@@ -150,8 +150,8 @@ impl Run<'_> {
             restored: self.resume.map(|done| after(rates.clone(), done)),
         };
         let skipped = SkippedSteps::default();
-        // The first process writes the history of the metrics into the run's folder. All other processes write it to a temporary
-        // folder.
+        // The first process writes the history of the metrics into the run's folder. Each of the other processes writes its
+        // history to a temporary folder.
         let scratch = tempfile::tempdir()?;
         let history = match rank.is_first() {
             true => self.folder,
@@ -171,7 +171,7 @@ impl Run<'_> {
                     schedule,
                 })
                 .with_training_strategy(TrainingStrategy::Default(self.strategy()))
-                // Burn's application logger is disabled, because it would replace the messages of panics.
+                // Burn's application logger is disabled, because this logger would replace the messages of panics.
                 .with_application_logger(None);
         if self.resume.is_some() {
             learning = learning.checkpoint(schedule.first_interval());

@@ -39,7 +39,7 @@ pub struct TrainableModel {
     pub model: Gemma4Model,
     /// The loss scale for a model in f16, or `None` for other dtypes.
     scale: Option<LossScale>,
-    /// True if the gradients of a step are accumulated in f32. If it is false, each step has exactly one batch.
+    /// True if the gradients of a step are accumulated in f32. If this field is false, each step has exactly one batch.
     in_f32: bool,
     /// True if the backward pass recomputes each layer.
     by_layer: bool,
@@ -158,7 +158,7 @@ fn loss(model: &Gemma4Model, batch: &Batch) -> Tensor<1> {
         .expect(ONE_SHAPE)
 }
 
-/// A mean loss with its weight in the metric.
+/// A mean loss, and the weight of this loss in Burn's metric.
 pub struct Loss {
     value: Tensor<1>,
     /// The weight of the loss: the number of tokens for the loss of a batch, or 1 for the loss of a step.
@@ -252,8 +252,8 @@ impl InferenceStep for TrainableModel {
     }
 }
 
-/// The implementation differs from the one that Burn derives in one point: the record contains only trained parameters. So a
-/// checkpoint of an adapter is as small as the adapter.
+/// The implementation differs from Burn's derived implementation in one point: the record contains only trained parameters. So
+/// a checkpoint of an adapter is as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.model.collect_devices(devices)

@@ -4,11 +4,12 @@ use super::{bytes, json};
 use attention_workspace::testing::gguf::Gguf;
 use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 
-/// The upper bound of a random tensor type: the number of known types plus one, so that the type may also be unknown.
+/// The exclusive upper bound of a random tensor type. The bound is the number of known types plus one, so that the type may
+/// also be unknown.
 const TYPES: u32 = 43;
 
-/// Returns `input` with one metadata value or tensor broken, possibly replaced by one of the file `other`. Returns `None` if
-/// `input` is not a readable GGUF file any more, because an earlier mutation broke it.
+/// Returns `input` with one broken metadata value or tensor, which may be a value or tensor of the file `other`. Returns `None`
+/// if `input` is not a readable GGUF file any more, because an earlier mutation broke it.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();
@@ -33,8 +34,8 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // Eight bytes are overwritten. They begin at byte 0, which is the value's number or the length of a text, or at byte
-            // 4, which is the count of a list.
+            // Eight bytes of the value are overwritten. These bytes begin at byte 0 or at byte 4. At byte 0 is a number or the
+            // length of a text, and at byte 4 is the element count of a list.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

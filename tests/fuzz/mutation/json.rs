@@ -39,16 +39,16 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// Upper bound of the depth at which a value is nested. serde_json reads at most 128 levels, so both accepted and refused depths
-/// occur.
+/// The upper bound of the depth at which a value is nested. serde_json reads at most 128 levels, so some depths are accepted
+/// and others are refused.
 const DEEPEST: usize = 140;
 
-/// Returns a random number at a limit of a type or buffer, from [`NUMBERS`].
+/// Returns a random element of [`NUMBERS`], which are numbers at the limits of types or buffers.
 pub fn number(random: &mut StdRng) -> u64 {
     *NUMBERS.choose(random).expect("NUMBERS is not empty")
 }
 
-/// Breaks one random value in `root`, possibly replacing it by a value of `other`.
+/// Breaks one random value in `root`. A broken value may be replaced by a value of `other`.
 pub fn break_one(root: &mut Value, other: &Value, random: &mut StdRng) {
     let place = random.random_range(0..count(root));
     let value = nth(root, &mut place.clone()).expect("the index is within the values");
@@ -80,7 +80,8 @@ fn count(value: &Value) -> usize {
     1 + inner
 }
 
-/// Returns the value that comes after `left` other values in depth-first order. The function counts `left` down.
+/// Returns the value after `left` other values in depth-first order, or `None` if there are fewer values. `left` is decremented
+/// for each value that is skipped.
 fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     if *left == 0 {
         return Some(value);
@@ -93,8 +94,7 @@ fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     }
 }
 
-/// Changes a value within its kind: a number to another number, a list to another list and so on. Null becomes a value of any
-/// kind.
+/// Changes a value to another value of the same kind, for example a number to another number. Null becomes a value of any kind.
 fn change(value: &mut Value, random: &mut StdRng) {
     match value {
         Value::Null => *value = any(random),
@@ -160,7 +160,7 @@ fn changed(text: &str, random: &mut StdRng) -> String {
         }
         2 if at < characters.len() => drop(characters.remove(at)),
         3 if at < characters.len() => {
-            // The character is replaced by its successor in Unicode, which turns most digits into another digit.
+            // The character is replaced by its successor in Unicode, which turns every digit except 9 into another digit.
             let next = u32::from(characters[at]) + 1;
             characters[at] = char::from_u32(next).unwrap_or('\u{FFFD}');
         }

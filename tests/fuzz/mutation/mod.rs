@@ -1,5 +1,5 @@
-//! Mutations of inputs that follow the structure of the format: values in JSON, words in templates, and headers or keys in tensor
-//! files. Inputs of all formats are also broken byte by byte.
+//! Mutations of inputs. Some follow the structure of the format: values in JSON, words in templates, and headers or metadata in
+//! tensor files. Others break the bytes of any format without regard to its structure.
 
 mod gguf;
 mod json;
@@ -17,18 +17,18 @@ pub enum Format {
     JsonLines,
     /// A Jinja template.
     Template,
-    /// A header length in 8 bytes, a JSON header of that length, and the tensors' bytes.
+    /// A safetensors file: a header length in 8 bytes, a JSON header of that length, and the bytes of the tensors.
     Safetensors,
-    /// A JSON text, then the byte [`BETWEEN`], then a file in [`Format::Safetensors`].
+    /// A JSON text, followed by the byte [`BETWEEN`] and a file in [`Format::Safetensors`].
     JsonAndSafetensors,
-    /// A GGUF file: metadata keys with values, descriptions of tensors, and the tensors' bytes.
+    /// A GGUF file: metadata keys with values, descriptions of tensors, and the bytes of the tensors.
     Gguf,
 }
 
 /// The byte that separates the two files in an input of [`Format::JsonAndSafetensors`].
 pub const BETWEEN: u8 = 0;
 
-/// Returns a copy of a random element of `inputs` that one or several mutations have broken.
+/// Picks a random element of `inputs`, applies one or several mutations to a copy, and returns this broken copy.
 pub fn broken(format: Format, inputs: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     let mut input = one(inputs, random).clone();
     let mut more = true;
@@ -130,7 +130,7 @@ fn of_safetensors(input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> 
     [&length.to_le_bytes()[..], &header, &numbers].concat()
 }
 
-/// Removes, repeats, replaces or changes bytes of `input` without regard to their meaning. The replacements come from `other`.
+/// Removes, repeats, replaces or changes bytes of `input` without regard to their meaning. Replacement bytes come from `other`.
 fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
     let (from, to) = stretch(input.len(), random);
     match random.random_range(0..6) {
@@ -157,7 +157,7 @@ fn bytes(mut input: Vec<u8>, other: &[u8], random: &mut StdRng) -> Vec<u8> {
 }
 
 /// Returns the start and the end of a random range within `count` elements. At least seven of ten ranges have at most 16
-/// elements.
+/// elements, so that most mutations stay small.
 fn stretch(count: usize, random: &mut StdRng) -> (usize, usize) {
     let from = random.random_range(0..=count);
     let most = match random.random_bool(0.7) {

@@ -3,7 +3,8 @@
 use super::{json, stretch};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// Words that are inserted into templates: parts of chat templates, and templates that would exceed the limits of a rendering.
+/// The words that are inserted into templates. Some are parts of chat templates, and others would exceed the limits of
+/// rendering.
 const WORDS: &[&str] = &[
     "{{ messages }}",
     "{{ messages[0]['content'] }}",
@@ -50,7 +51,7 @@ const WORDS: &[&str] = &[
     ".split('').strip().items().get(0)",
 ];
 
-/// Returns `template` with words removed, added or changed. Some added words come from the template `other`.
+/// Returns `template` after removing, adding or changing some of its words. Some added words come from the template `other`.
 pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     let (mut words, other) = (words(template), words(other));
     let (from, to) = stretch(words.len(), random);
@@ -65,8 +66,8 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
             words.splice(from..to, other[start..end].iter().cloned());
         }
         3 => {
-            // A loop is put around the words `from..to`. These words may contain a loop from an earlier mutation, so loops may be
-            // nested.
+            // A loop is put around the words `from..to`. The range may already contain a loop from an earlier mutation, so
+            // loops may be nested.
             words.insert(to, "{% endfor %}".into());
             words.insert(
                 from,
@@ -90,8 +91,8 @@ pub fn broken(template: &str, other: &str, random: &mut StdRng) -> String {
     words.concat()
 }
 
-/// Splits a text into words, which together are the text: runs of letters and digits, runs of spaces, and single signs. No word
-/// is empty.
+/// Splits a text into words. A word is a run of letters and digits, a run of spaces, or a single sign. The words joined
+/// together are the text again, and no word is empty.
 fn words(text: &str) -> Vec<String> {
     let kind = |character: char| match character {
         _ if character.is_alphanumeric() => 0,

@@ -1,4 +1,4 @@
-//! Folders that hold no drafter, drafters for other models, and wrong calls. Each error names the problem.
+//! Tests that folders without a drafter, drafters for other models, and wrong calls give errors. Each error names the problem.
 
 use super::{PAIRS, load};
 use crate::fixture::{Fixture, folder, tokens};
@@ -8,7 +8,7 @@ use burn_gemma4::{Drafter, DrafterConfig, Gemma4Config, Gemma4Error, LoadOptions
 use safetensors::tensor::Dtype;
 use serde_json::json;
 
-/// Changes a drafter's folder by `spoil`, and asserts that the error of loading it contains `words`.
+/// Changes a drafter's folder by calling `spoil`, and asserts that loading the drafter gives an error that contains `words`.
 #[track_caller]
 fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     let folder = Folder::drafter("assistant-ple");
@@ -23,8 +23,8 @@ fn refused(spoil: impl FnOnce(&Folder), words: &[&str]) {
     }
 }
 
-/// Returns a change of a drafter's folder that sets a field of `text_config`, the configuration of the drafter's
-/// layers.
+/// Returns a function that sets a field of `text_config` in a drafter's folder. `text_config` is the configuration of the
+/// drafter's layers.
 fn text(field: &'static str, value: serde_json::Value) -> impl FnOnce(&Folder) {
     move |folder| {
         let path = folder.file("config.json");
@@ -113,7 +113,7 @@ fn drafter_with_unsupported_configuration_is_refused() {
         "{error}"
     );
     refused(|folder| folder.write("config.json", "{"), &["config.json"]);
-    // The folder's weights include centroids of token groups, but a head without token groups has no centroids.
+    // The weights in the folder include centroids of token groups, but a head without token groups must not have centroids.
     refused(
         top("use_ordered_embeddings", json!(false)),
         &["masked_embedding.centroids.weight is not part of the model"],
@@ -127,7 +127,7 @@ fn drafter_with_unsupported_configuration_is_refused() {
         config.expect("the drafter is valid").ordered_embeddings,
         None
     );
-    // The configuration file of the hub and that of transformers 5 give the same configuration.
+    // The configuration file from the Hugging Face Hub and the file that transformers 5 writes give the same configuration.
     for (name, _) in PAIRS {
         let [hub, saved] = ["config.json", "config.transformers5.json"]
             .map(|file| DrafterConfig::from_file(folder(name).join(file)).expect("is valid"));

@@ -1,4 +1,5 @@
-//! Truncated, bit-flipped and made-up GGUF files. Each gives an error with a clear text, whatever its header claims.
+//! Tests truncated, bit-flipped and made-up GGUF files. Each file gives an error with a clear text, regardless of what the
+//! file's header claims.
 
 use super::{Copy, parts, path};
 use attention_workspace::testing::gguf::text_bytes;
@@ -51,7 +52,7 @@ fn gguf_huge_counts_are_refused() {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // The huge number is in turn the length of a key, of a text, of lists of bytes, numbers and texts, and of a
+        // The huge number is successively the length of a key, of a text, of lists of bytes, numbers and texts, and of a
         // tensor's name.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
@@ -60,8 +61,8 @@ fn gguf_huge_counts_are_refused() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // The huge number is a dimension or the offset of a tensor. The last tensors have a wrong number of dimensions,
-        // or no elements.
+        // The huge number is a dimension or the offset of a tensor. Two more kinds of tensors follow, with a wrong number of
+        // dimensions or without elements.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();
@@ -121,7 +122,7 @@ fn gguf_unsupported_format_is_refused_by_name() {
     }
 }
 
-/// Random bits of the header are flipped. A file that is still valid loads.
+/// Random bits of the header are flipped. A file that is still valid must load, and any other file must give an error.
 #[test]
 fn gguf_flipped_bits_give_a_model_or_an_error() {
     let whole = fs::read(path("dense-ple.Q8_0")).expect("the fixture is readable");

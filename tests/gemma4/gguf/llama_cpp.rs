@@ -1,5 +1,5 @@
-//! GGUF files made by llama.cpp give the same results as llama.cpp: greedy tokens after several prompts, logits, and
-//! tokenization of texts. `tests/fixtures/gguf/continuations.py` records llama.cpp's results.
+//! Tests that GGUF files made by llama.cpp give the same results as in llama.cpp: greedy tokens after several prompts, logits,
+//! and tokenization of texts. `tests/fixtures/gguf/continuations.py` has recorded the results of llama.cpp.
 
 use super::{load, path};
 use crate::fixture::{self, assert_close, greedy, values};
@@ -9,9 +9,9 @@ use burn_gemma4::Gemma4;
 use serde::Deserialize;
 use std::{fs, ops::ControlFlow};
 
-/// Files of every kind of model and number format. E2B has per-layer embeddings and shared KV layers. 31B has no
-/// separate values in full layers, and 26B has experts. One model has heads of 256 and 512. The numbers are in f16,
-/// bf16, blocks and super-blocks.
+/// The files cover every kind of model and number format. Models like E2B have per-layer embeddings and shared KV layers.
+/// Models like 31B have no separate values in full layers, and models like 26B have experts. One model has head sizes 256 and
+/// 512. The weights are stored in f16, bf16, blocks and super-blocks.
 const FILES: [&str; 8] = [
     "dense-keqv.F16",
     "realhead-ple.BF16",
@@ -34,7 +34,7 @@ struct LlamaCpp {
 struct Continuation {
     prompt: Vec<u32>,
     tokens: Vec<u32>,
-    /// The logits of the dequantized model in f32: after the prompt, and after all tokens but the last.
+    /// The logits of the dequantized model in f32: after the prompt, and after all generated tokens except the last one.
     logits: [Vec<f32>; 2],
 }
 

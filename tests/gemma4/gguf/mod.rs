@@ -1,6 +1,6 @@
-//! GGUF files that llama.cpp's converter and quantizer made of tiny checkpoints. A loaded file gives the same weight
-//! bits, generated tokens, tokenizer and defaults as the dequantized checkpoint. `tests/fixtures/gguf` describes how
-//! the files are made, and their contents.
+//! Tests GGUF files that llama.cpp's converter and quantizer made from tiny checkpoints. A loaded file gives bitwise the same
+//! weights as the dequantized checkpoint, and the same generated tokens, tokenizer and defaults. `tests/fixtures/gguf`
+//! describes the contents of the files and how they are made.
 
 mod hostile;
 mod llama_cpp;
@@ -23,8 +23,8 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// The GGUF files, each with the fixture from which it was made, if any. The first is like E2B, the second like 26B,
-/// and the third has rows that are wide enough for every block type.
+/// The GGUF files, each with the fixture from which it was made, or `None`. The first file is a model like E2B, and the second
+/// is a model like 26B. The third file has rows that are wide enough for every block type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),
@@ -37,11 +37,11 @@ struct Reference {
     prompt: Vec<u32>,
     /// The tokens that transformers generates in f32 with the dequantized weights.
     generated: Vec<u32>,
-    /// The logits of the last position of the prompt.
+    /// The logits at the last position of the prompt.
     logits: Vec<f32>,
     /// The tokens that llama.cpp generates with the GGUF file.
     llama_cpp: Vec<u32>,
-    /// The type and the CRC-32 of each tensor. The CRC-32 is that of the tensor's elements in f32.
+    /// The type of each tensor, and the CRC-32 of the tensor's elements in f32.
     tensors: BTreeMap<String, (String, u32)>,
 }
 
@@ -59,7 +59,7 @@ fn load(path: &Path, device: &Device) -> Result<Gemma4, Gemma4Error> {
     Gemma4::load(path, device, LoadOptions::new().dtype(DType::F32))
 }
 
-/// A file that is deleted after the test.
+/// A GGUF file that is deleted after the test.
 struct Copy {
     folder: TempDir,
 }
@@ -86,7 +86,7 @@ fn parts(name: &str) -> Gguf {
         .expect("the file is complete")
 }
 
-/// Returns a copy of a fixture that `change` has changed.
+/// Returns a copy of a fixture's GGUF file after `change` has changed its contents.
 fn changed(name: &str, change: impl FnOnce(&mut Gguf)) -> Copy {
     let mut gguf = parts(name);
     change(&mut gguf);
@@ -147,7 +147,8 @@ fn gguf_tokens_equal_the_dequantized_model_and_llama_cpp() {
     }
 }
 
-/// The configuration, the tokenizer and the defaults of a GGUF file equal those of the folder from which it was made.
+/// The configuration, the tokenizer and the defaults of a GGUF file equal those of the checkpoint folder from which the file
+/// was made.
 #[test]
 fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     for (name, folder) in FILES {
@@ -195,7 +196,7 @@ fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     }
 }
 
-/// The written dtype of a GGUF model is bf16, the dtype of the original checkpoints before quantization.
+/// The written dtype of a GGUF model is bf16, because the original checkpoints had this dtype before quantization.
 #[test]
 fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {
@@ -204,7 +205,7 @@ fn gguf_default_dtype_is_that_before_quantization() {
     let written = |path: &Path| load(path, LoadOptions::new()).written_dtype();
     let quantized = path("dense-ple.Q8_0");
     assert_eq!(written(&quantized), Some(DType::BF16));
-    // On a processor the default dtype is f32.
+    // On a CPU, the default dtype is f32.
     assert_eq!(load(&quantized, LoadOptions::new()).dtype(), DType::F32);
     let asked = LoadOptions::new().dtype(DType::F16);
     assert_eq!(load(&quantized, asked).dtype(), DType::F16);
@@ -236,11 +237,12 @@ fn gguf_progress_reaches_the_end() {
         .map(|(_, tensor)| tensor.bytes.len().div_ceil(32) * 32)
         .sum();
     let read = seen.last().expect("progress is reported").1;
-    // A tensor is padded to a multiple of 32 bytes in the file. The reported bytes may include this padding or not.
+    // In the file, a tensor is padded to a multiple of 32 bytes. The test accepts reported bytes with or without this padding.
     assert!((whole - 32 * gguf.tensors.len()..=whole).contains(&read));
 }
 
-/// Other converters store the two halves (gate and up) of the experts' first matrices as separate tensors.
+/// Some converters store the two halves (gate and up) of an expert's first matrix as separate tensors. The loader joins the
+/// halves.
 #[test]
 fn gguf_separate_expert_halves_are_joined() {
     let prompt = reference("moe.Q4_0").prompt;
@@ -272,8 +274,8 @@ fn gguf_separate_expert_halves_are_joined() {
     assert_eq!(logits(&found, &prompt), logits(&expected, &prompt));
 }
 
-/// Converted files of E2B still contain keys and values of the shared KV layers, although these layers use the keys and
-/// values of an earlier layer.
+/// Converted files of E2B contain keys and values of the shared KV layers, although these layers use the keys and values of an
+/// earlier layer. The loader ignores such tensors.
 #[test]
 fn gguf_keys_of_shared_kv_layers_are_ignored() {
     let copy = changed("dense-ple.Q8_0", |gguf| {
@@ -309,7 +311,7 @@ fn gguf_chat_template_of_the_file_is_used() {
     );
 }
 
-/// A model from a GGUF file can be saved as a checkpoint.
+/// A model that was loaded from a GGUF file can be saved as a checkpoint folder.
 #[test]
 fn gguf_model_is_saved_as_a_folder() {
     let gemma = load(&path("dense-ple.Q8_0"), &Device::flex()).expect("the model is valid");

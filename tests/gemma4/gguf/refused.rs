@@ -1,4 +1,4 @@
-//! GGUF files of other models, and files with wrong contents. Each refusal names what is wrong.
+//! Tests that GGUF files of other models, and files with wrong contents, are refused. Each error names what is wrong.
 
 use super::{changed, path};
 use crate::programs::folder::Folder;
@@ -7,7 +7,7 @@ use burn::tensor::Device;
 use burn_gemma4::{Gemma4, Gemma4Error, LoadOptions};
 use std::fs;
 
-/// Texts that the error must contain, and the change that spoils the file.
+/// The texts that the error must contain, and the function that spoils the file.
 type Case = (&'static [&'static str], fn(&mut Gguf));
 
 #[track_caller]
@@ -23,7 +23,7 @@ fn check(file: &str, words: &[&str], change: impl FnOnce(&mut Gguf)) {
     }
 }
 
-/// Returns a list of numbers as a GGUF value.
+/// Returns a GGUF metadata value that is a list of numbers.
 fn list(kind: u32, numbers: &[u32]) -> (u32, Vec<u8>) {
     let count = (numbers.len() as u64).to_le_bytes();
     let numbers = numbers.iter().flat_map(|number| number.to_le_bytes());
@@ -31,7 +31,7 @@ fn list(kind: u32, numbers: &[u32]) -> (u32, Vec<u8>) {
     (kind::LIST, bytes.collect())
 }
 
-/// Returns a list of texts as a GGUF value.
+/// Returns a GGUF metadata value that is a list of texts.
 fn texts(texts: &[&str]) -> (u32, Vec<u8>) {
     let count = (texts.len() as u64).to_le_bytes();
     let bytes = kind::TEXT.to_le_bytes().into_iter().chain(count);
@@ -220,7 +220,7 @@ fn gguf_wrong_tensor_is_refused_by_name() {
             gguf.tensors.get_mut(name).expect(name).kind = kind;
         });
     }
-    // The file has only one of the two separate halves of the experts' matrices.
+    // The file has only one of the two separate halves of the experts' first matrices.
     check(
         "moe.Q4_0",
         &["blk.0.ffn_up_exps.weight is missing"],
@@ -234,7 +234,7 @@ fn gguf_wrong_tensor_is_refused_by_name() {
     );
 }
 
-/// A folder with a GGUF file is refused; the error says to load the file by its own path.
+/// A folder with a GGUF file is refused. The error says that the file must be loaded by its own path.
 #[test]
 fn gguf_folder_error_names_the_file() {
     let folder = Folder::copy("dense-ple");

@@ -1,5 +1,5 @@
-//! The programs' handling of answers: thoughts and tool calls apart from the answer, options that end texts and weight
-//! tokens, and Ctrl-C during the prefill.
+//! Tests how the programs handle answers. Thoughts and tool calls are separated from the answer, options end texts and change
+//! the probabilities of tokens, and Ctrl-C ends the prefill.
 
 use super::folder::{Folder, WRITING, written};
 use super::{Ended, endless, gemma4, greedy, refused, report, run, succeed, write};
@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Returns a checkpoint that thinks, answers and calls a tool. Its template refuses thoughts in the history, and
+/// Returns a checkpoint that thinks, answers and calls a tool. Its chat template refuses thoughts in earlier messages, and
 /// renders the word "think" if thinking is requested.
 fn thinker() -> Folder {
     let folder = Folder::that_writes(&WRITING);
@@ -131,7 +131,8 @@ fn program_generation_options_are_obeyed() {
     let stopped = tokens(&["--stop", "zz", "--stop", "bc"]);
     assert_eq!(stopped["text"], "abc");
     assert_eq!(stopped["finish_reason"], "stop");
-    // The token after `b` is `c`. With a penalty on `c`, which the prompt contains, the token after `b` is `a`.
+    // The token after `b` is `c`. With a repetition penalty, the token after `b` is `a`, because the prompt contains `c` and
+    // the penalty makes `c` less probable.
     let penalty = ["--repetition-penalty", "1000000"];
     assert_eq!(tokens_after("cxb", &[])["text"], "cddd");
     let penalized = tokens_after("cxb", &penalty);
@@ -200,7 +201,7 @@ fn program_prompt_with_bos_keeps_one_bos() {
     assert_eq!(prompt("hi"), json!([2, 288, 289]));
 }
 
-/// Starts a program with a prompt whose prefill takes minutes, and interrupts it with Ctrl-C.
+/// Starts a program with a prompt whose prefill takes minutes, and interrupts the program with Ctrl-C during the prefill.
 #[cfg(unix)]
 fn reading(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     let mut command = on(name, folder, arguments);
@@ -212,7 +213,7 @@ fn reading(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     if name == "run" {
         drop(child.stdin.take());
     }
-    // After this time the program has loaded the model and prefills the prompt.
+    // After five seconds, the program has loaded the model and is prefilling the prompt.
     thread::sleep(Duration::from_secs(5));
     assert!(child.try_wait().expect("its state").is_none());
     super::interrupt(&child);
@@ -266,7 +267,7 @@ fn program_message_refused_by_the_template_is_explained() {
     assert!(ended.stderr.contains("no <turn|> today"), "{ended:?}");
 }
 
-/// If the model has only thought about a message, the message is not part of the conversation.
+/// If the model has only thought about a message and has not answered, the message is not part of the conversation.
 #[test]
 fn program_chat_thought_without_answer_is_not_kept() {
     let folder = thinker();
@@ -289,7 +290,8 @@ fn program_chat_thought_without_answer_is_not_kept() {
     assert!(again.stderr.contains("0 messages"), "{again:?}");
 }
 
-/// Sampling that the command line requests uses the checkpoint's options, even if the checkpoint's default is greedy.
+/// If the command line requests sampling, the sampling options of the checkpoint apply, even if the checkpoint's default is
+/// greedy.
 #[test]
 fn program_sampling_uses_the_checkpoints_options() {
     let folder = Folder::copy("dense-ple");
@@ -306,8 +308,8 @@ fn program_sampling_uses_the_checkpoints_options() {
     assert_ne!(others, greedy);
 }
 
-/// A text that reaches the model's last position ends with a note. The fixture has 512 positions, and the prompt has
-/// 505 tokens.
+/// If a text reaches the model's last position, the program ends the text with a note. The fixture has 512 positions, and the
+/// prompt has 505 tokens.
 #[test]
 fn program_end_of_positions_is_reported() {
     let prompt = vec!["50"; 505].join(",");

@@ -1,4 +1,4 @@
-//! Copies of checkpoints that tests can spoil.
+//! Creates copies of checkpoints that tests can change.
 
 use crate::fixture;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
@@ -16,19 +16,19 @@ const FILES: [&str; 4] = [
     "tokenizer.json",
 ];
 
-/// The chain for [`Folder::that_writes`]: after `x`, a thought, an answer, a tool call, and the end of the turn.
+/// The chain of tokens for [`Folder::that_writes`]: `x`, a thought, an answer, a tool call, and the end of the turn.
 pub const WRITING: [u32; 18] = [
     304, 13, 307, 295, 301, 287, 288, 300, 34, 281, 14, 282, 283, 19, 284, 16, 20, 12,
 ];
 
-/// The texts of [`WRITING`].
+/// The texts that [`WRITING`] consists of.
 pub mod written {
     pub const THOUGHTS: &str = "a";
     pub const ANSWER: &str = "bc";
     pub const TOOL_CALL: &str = "d<|\"|>";
 }
 
-/// A checkpoint's folder that is deleted after the test.
+/// A checkpoint folder that is deleted after the test.
 pub struct Folder {
     folder: TempDir,
 }
@@ -42,7 +42,7 @@ pub struct Stored {
 }
 
 impl Folder {
-    /// Returns a copy of the checkpoint `name`.
+    /// Returns a copy of the fixture `name`, which is a model checkpoint.
     pub fn copy(name: &str) -> Self {
         Self::copy_of(name, &FILES)
     }
@@ -58,7 +58,7 @@ impl Folder {
         Self::copy_of("../../crates/burn-gemma4/embedded", &files)
     }
 
-    /// Returns a copy of the drafter `name`.
+    /// Returns a copy of the fixture `name`, which is a drafter.
     pub fn drafter(name: &str) -> Self {
         Self::copy_of(name, &["config.json", "model.safetensors"])
     }
@@ -72,15 +72,15 @@ impl Folder {
         Self { folder }
     }
 
-    /// Returns a checkpoint that continues each token of `chain` with the next token of the chain, after any text.
-    /// Tokens of the chain are distinct, and there are at most 25.
+    /// Returns a checkpoint that follows each token of `chain` with the next token of `chain`, regardless of the text before.
+    /// The tokens of `chain` must be distinct, and there may be at most 25.
     pub fn that_writes(chain: &[u32]) -> Self {
         let folder = Self::copy("dense-ple");
         // A softcap would make all large logits equal.
         folder.set("config.json", "final_logit_softcapping", Value::Null);
         folder.edit(|tensors| {
             for (name, tensor) in tensors.iter_mut() {
-                // These zeros and ones let the layers add nothing to the embedding.
+                // With these zeros and ones, the layers add nothing to the embedding.
                 let value: Option<f32> = match name.rsplit('.').nth(1) {
                     _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
                     Some("embed_tokens" | "o_proj" | "down_proj" | "per_layer_projection") => {
@@ -93,8 +93,8 @@ impl Folder {
                     tensor.bytes = value.to_le_bytes().repeat(count);
                 }
             }
-            // The embeddings of a token and of the next token share one direction. The next token's embedding is
-            // longer, so its logit is larger.
+            // The embeddings of a token and of the next token share one direction. The embedding of the next token is longer,
+            // so its logit is larger.
             let embedding = tensors
                 .get_mut("model.embed_tokens.weight")
                 .expect("the tensor exists");
@@ -111,8 +111,8 @@ impl Folder {
         folder
     }
 
-    /// Returns a drafter whose draft tokens follow the chain of [`Folder::that_writes`]. The drafter reads only the
-    /// first columns of a token's embedding.
+    /// Returns a drafter whose draft tokens follow the chain of [`Folder::that_writes`]. The drafter uses only the first
+    /// columns of a token's embedding.
     pub fn drafter_of_chain(&self) -> Self {
         let folder = Self::drafter("assistant-ple");
         // The drafter searches all of its 16 groups of tokens, so it finds every token of the chain.
@@ -170,7 +170,7 @@ impl Folder {
         fs::read(self.file(name)).expect("the file is readable")
     }
 
-    /// Returns all files with their contents.
+    /// Returns the paths and the contents of all files in the folder.
     pub fn contents(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         fs::read_dir(self.path())
             .expect("the folder is readable")
@@ -182,14 +182,14 @@ impl Folder {
             .collect()
     }
 
-    /// Sets a field of a JSON file.
+    /// Sets a top-level field of a JSON file in the folder.
     pub fn set(&self, file: &str, field: &str, value: impl Into<Value>) {
         let mut json: Value = serde_json::from_slice(&self.read(file)).expect("the text is JSON");
         json[field] = value.into();
         self.write(file, json.to_string());
     }
 
-    /// Changes the tensors of `model.safetensors`.
+    /// Applies `change` to the tensors of `model.safetensors` in the folder.
     pub fn edit(&self, change: impl FnOnce(&mut BTreeMap<String, Stored>)) {
         let mut tensors = tensors(self.path());
         change(&mut tensors);
@@ -202,7 +202,7 @@ impl Folder {
     }
 }
 
-/// Returns the tensors of `model.safetensors` in a folder.
+/// Returns the tensors of the file `model.safetensors` in `folder`.
 pub fn tensors(folder: &Path) -> BTreeMap<String, Stored> {
     let file = fs::read(folder.join("model.safetensors")).expect("the file is readable");
     SafeTensors::deserialize(&file)

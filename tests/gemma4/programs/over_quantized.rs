@@ -1,5 +1,5 @@
-//! `finetune` over quantized weights (QLoRA): it learns, resumes only over the same weights, and writes the trained
-//! adapter or the merged model.
+//! Tests `finetune` over quantized weights (QLoRA). The program learns, resumes only over the same weights, and writes the
+//! trained adapter or the merged model.
 
 use super::{
     folder::{Folder, tensors},
@@ -17,7 +17,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// A folder with training data, and the base checkpoint.
+/// A folder with training data, and the folder of the base checkpoint.
 struct Tuning {
     folder: TempDir,
     base: Folder,
@@ -37,7 +37,7 @@ impl Tuning {
         self.folder.path().join(name)
     }
 
-    /// Returns the command that runs `finetune`. If `model` is given, it replaces the base checkpoint.
+    /// Returns the command that runs `finetune`. If `model` is not `None`, it replaces the base checkpoint.
     fn command(&self, model: Option<&Path>, out: &str, arguments: &[&str]) -> Command {
         let data = self.out("data.jsonl");
         // A row of 48 tokens holds a whole conversation.
@@ -49,8 +49,8 @@ impl Tuning {
         command
     }
 
-    /// Returns the cross entropy of the training data, which the command `evaluate` reports. In `arguments`, a text
-    /// without `--` is the name of a file in the folder.
+    /// Returns the cross entropy of the training data, as reported by the command `evaluate`. In `arguments`, a text that does
+    /// not begin with `--` is the name of a file in the folder.
     fn told(&self, model: &Path, arguments: &[&str]) -> f64 {
         let mut command = gemma4("evaluate");
         command.args(["--device", "flex", "--json", "--length", "64", "--model"]);
@@ -96,8 +96,8 @@ fn tensors_of(adapter: &Path) -> PathBuf {
     adapter.join("adapter_model.safetensors")
 }
 
-/// `--merge` after training over quantized weights writes an unquantized checkpoint: the dequantized weights with the
-/// adapter added.
+/// After training over quantized weights, `--merge` writes an unquantized checkpoint. Its weights are the dequantized weights
+/// with the adapter added.
 #[test]
 fn finetune_merge_over_quantized_weights_is_unquantized() {
     let tuning = Tuning::new();
@@ -114,8 +114,8 @@ fn finetune_merge_over_quantized_weights_is_unquantized() {
             .all(|name| !name.contains("packed") && !name.contains("lora"))
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
-    // The cross entropy of the merged checkpoint equals that of the same adapter over the quantized weights, except for
-    // rounding of the merged weights.
+    // The merged checkpoint and the same adapter over the quantized weights have equal cross entropies, except for rounding of
+    // the merged weights.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);

@@ -1,5 +1,5 @@
-//! `finetune` reaches the same losses in half precision as in f32. The adapter's tensors have the names that PEFT
-//! expects.
+//! Tests that `finetune` reaches the same losses in half precision as in f32, and that the adapter's tensors have the names
+//! that PEFT expects.
 
 use super::{
     folder::{Folder, Stored, tensors},
@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::{collections::BTreeMap, fs, path::Path};
 use tempfile::TempDir;
 
-/// Writes lines of a fixed text as training data.
+/// Writes 120 lines of a fixed text to `path` as training data.
 fn texts(path: &Path) {
     let text = include_str!("../../../LICENSE-APACHE");
     let lines = text.lines().map(str::trim);
@@ -23,7 +23,7 @@ fn texts(path: &Path) {
     fs::write(path, lines.join("\n")).expect("the file is written");
 }
 
-/// Returns the validation losses of a full fine-tuning.
+/// Returns the validation losses of a full fine-tuning run.
 fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> Vec<f64> {
     let data = folder.join("texts.jsonl");
     texts(&data);
@@ -36,8 +36,8 @@ fn full(base: &Folder, folder: &Path, dtype: &str, steps: &str, rate: &str) -> V
     losses.collect()
 }
 
-/// Returns the distance of the f32 number `to` from the bf16 number `from`, both given as bits. The unit is the
-/// distance to the next bf16 number, and the result is at most 1.
+/// Returns the distance from the bf16 number `from` to the f32 number `to`, both given as bits. The unit is the distance from
+/// `from` to the next bf16 number, and the result is at most 1.
 fn share_of_the_way(from: u16, to: u32) -> f64 {
     let (kept, share) = ((to >> 16) as u16, f64::from(to & 0xFFFF) / 65536.0);
     match from.wrapping_sub(kept) {
@@ -47,9 +47,9 @@ fn share_of_the_way(from: u16, to: u32) -> f64 {
     }
 }
 
-/// Returns how far training moved the layers' weights from their bf16 values. If the trained weights are in bf16, this
-/// is the share of weights that changed. If they are in f32, it is the mean distance in units of the distance to the
-/// next bf16 number.
+/// Returns how far training moved the layers' weights from their initial bf16 numbers. If the trained weights are in bf16, the
+/// result is the share of weights that changed. If the trained weights are in f32, the result is the mean distance, in units of
+/// the distance to the next bf16 number.
 fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
     let layers = before.keys().filter(|name| name.contains(".layers."));
     let (mut changed, mut all) = (0.0, 0);
@@ -77,9 +77,10 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
     changed / all as f64
 }
 
-/// Training in bf16 changes as large a share of the weights as f32 training moves them, in units of the distance to the
-/// next bf16 number. At this learning rate an update is less than half of that unit. Stochastic rounding must therefore
-/// change a weight with a probability that equals the weight's movement in that unit.
+/// Training in f32 moves a weight by a fraction of the distance to the next bf16 number. At this learning rate, one update is
+/// less than half of this distance, so rounding to the nearest number would discard it. Stochastic rounding in bf16 must change
+/// a weight with a probability equal to that fraction. The share of bf16 weights that change therefore equals the mean movement
+/// of the f32 weights.
 #[test]
 fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -95,9 +96,9 @@ fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     assert!((found / exact - 1.0).abs() < 0.1, "{found}, not {exact}");
 }
 
-/// In the second half of training, the validation losses in bf16 and f16 differ from those in f32 by less than 0.5 %.
-/// In the first half they also differ by the rounding of the bf16 forward. At this learning rate, single roundings do
-/// not change the losses.
+/// In the second half of training, the validation losses in bf16 and f16 differ by less than 0.5 % from the losses in f32. In
+/// the first half, the losses also differ because of the rounding in the bf16 forward. At this learning rate, single roundings
+/// do not change the losses.
 #[test]
 fn finetune_half_precision_loss_curve_is_that_of_f32() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -114,9 +115,9 @@ fn finetune_half_precision_loss_curve_is_that_of_f32() {
     }
 }
 
-/// Fine-tuning a trained model in bf16 gives the losses of f32 within 0.5 %, over the whole curve. For the adapter the
-/// training losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared: its
-/// weights start in bf16, so the first updates of the master weights are smaller than the weights' rounding.
+/// Over the whole loss curve, fine-tuning a trained model in bf16 gives the losses of f32 within 0.5 %. For the adapter, the
+/// training losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared. The weights of
+/// full fine-tuning start in bf16, so the first updates of the master weights are smaller than the rounding of the weights.
 #[test]
 fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     let base = Folder::embedded();
@@ -159,9 +160,9 @@ fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     }
 }
 
-/// The adapter's tensors have the names that PEFT gives them in the class that loads the base. PEFT matches
-/// `target_modules` with the full names of all modules, including those of towers, so the pattern must not match
-/// towers.
+/// The adapter's tensors have the names that PEFT uses for the class that loads the base checkpoint. PEFT matches
+/// `target_modules` with the full names of all modules, including the modules of vision and audio towers. The pattern must
+/// therefore not match modules of towers.
 #[test]
 fn finetune_adapter_names_the_modules_of_the_published_classes() {
     for (name, prefix) in [
@@ -180,7 +181,7 @@ fn finetune_adapter_names_the_modules_of_the_published_classes() {
         let mut zeros = 0;
         for (tensor, view) in adapter.iter() {
             assert!(tensor.starts_with(&first), "{name}: {tensor}");
-            // The matrices A and B of an adapter over bf16 weights are trained in f32.
+            // The LoRA matrices A and B are trained in f32, even over bf16 weights.
             assert_eq!(view.dtype(), Dtype::F32, "{name}: {tensor}");
             let is_zero = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
             zeros += usize::from(is_zero(view.data()));

@@ -1,5 +1,5 @@
-//! Several processes train one model, through MPI on this machine's processor. They give the results of one process,
-//! end together, and resume at the last checkpoint.
+//! Tests the training of one model by several processes, through MPI on this machine's CPU. The processes give the results of
+//! one process, end together, and resume at the last checkpoint.
 
 use super::{
     Ended,
@@ -33,7 +33,7 @@ fn several(count: usize, program: &Command) -> Command {
     command
 }
 
-/// Returns the lines that a program has printed, without the speeds.
+/// Returns the lines that a program has printed, without the learning rates and speeds at their ends.
 fn without_speeds(ended: &Ended) -> Vec<&str> {
     let lines = ended.stdout.lines();
     lines
@@ -51,8 +51,8 @@ fn processes_give_the_losses_of_one_process() {
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
     let in_parts = [&short[..], &["--shard-optimizer"]].concat();
     let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
-    // With a sharded optimizer, each parameter is updated by one of the processes. The sum of its gradients is the
-    // same, so the losses are equal.
+    // With a sharded optimizer, each parameter is updated by only one of the processes. The gradients are summed over all
+    // processes as without sharding, so the losses are equal.
     assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
@@ -79,8 +79,8 @@ fn processes_give_the_losses_of_one_process() {
     assert_eq!(files("together"), files("alone"));
 }
 
-/// The gradient of a step is the mean over the tokens of all processes. In each step, one process has the long answers
-/// and the other the short answers, so their numbers of tokens differ.
+/// The gradient of a step is the mean over the tokens of all processes. In each step, one process has the long answers and
+/// another process has the short answers, so their numbers of tokens differ.
 #[test]
 fn processes_weigh_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
@@ -156,7 +156,7 @@ fn processes_end_after_a_kill_and_resume() {
     assert!(weights(&whole) == weights(&killed));
 }
 
-/// An interrupt of one process ends all processes after the same step, with a checkpoint.
+/// If one process is interrupted, all processes end after the same step and write a checkpoint.
 #[test]
 fn processes_end_together_after_an_interrupt() {
     let folder = TempDir::new().expect("a temporary folder");
@@ -181,7 +181,7 @@ fn processes_end_together_after_an_interrupt() {
     assert_eq!(resumed, expected[20 - resumed.len()..]);
 }
 
-/// Sends a signal to one of the processes that write to a folder.
+/// Sends a signal to one of the processes that write to the folder `out`.
 fn signal_one(out: &Path, signal: &str) {
     let writes_there = |process: &Path| {
         let line = fs::read(process.join("cmdline")).unwrap_or_default();
@@ -207,15 +207,15 @@ fn processes_with_devices_option_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
     let ended = run(&mut several(2, &train(&out, &["--devices", "0,0"])));
-    // Each process prints an error, and so does the launcher.
+    // Each process and the launcher print an error.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     let reason = "error: --devices: the run has several processes";
     assert!(ended.stderr.contains(reason), "{ended:?}");
     assert!(!out.join("run").join("settings.json").exists());
 }
 
-/// Two processes that another launcher than MPI's starts are refused, because processes without MPI need NCCL. This
-/// build is for the processor and has no NCCL.
+/// Two processes are refused if a launcher other than MPI's starts them, because processes without MPI need NCCL. This build is
+/// for the CPU and has no NCCL.
 #[test]
 fn processes_without_nccl_or_mpi_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");

@@ -1,5 +1,5 @@
-//! Wrong folders and arguments. Each run prints one line that names the problem, and exits with code 1 for a folder and
-//! 2 for an argument.
+//! Tests runs with wrong folders and wrong arguments. Each run prints one line that names the problem. The exit code is 1 for a
+//! wrong folder and 2 for a wrong argument.
 
 use super::folder::{Folder, Stored};
 use super::{Ended, gemma4, run};
@@ -10,7 +10,7 @@ use std::process::Stdio;
 
 const TENSOR: &str = "model.layers.1.mlp.up_proj.weight";
 
-/// Checks that a program exited with `code` and one error that contains all `words`.
+/// Checks that a program exited with `code` and printed exactly one error, which contains all `words`.
 #[track_caller]
 pub fn check(what: &str, ended: &Ended, code: i32, words: &[&str]) {
     let report = format!("{what}: {ended:?}");
@@ -39,7 +39,7 @@ fn generate(folder: &Folder, arguments: &[&str]) -> Ended {
     run(&mut command)
 }
 
-/// Checks that a spoiled folder is refused with exit code 1.
+/// Changes a checkpoint folder by calling `spoil`, and checks that the folder is refused with exit code 1.
 #[track_caller]
 fn check_folder(what: &str, spoil: impl FnOnce(&Folder), words: &[&str]) {
     let folder = Folder::copy("dense-ple");
@@ -119,7 +119,7 @@ fn program_config_of_another_model_is_refused() {
     }
 }
 
-/// A terminal obeys control characters, so the programs escape those that a checkpoint contains.
+/// A terminal obeys control characters. The programs therefore escape the control characters that a checkpoint contains.
 #[test]
 fn program_control_characters_of_files_are_escaped() {
     let hostile = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{9b}2Jx";
@@ -168,7 +168,7 @@ fn program_control_characters_of_files_are_escaped() {
     }
 }
 
-/// Unsupported generation defaults give a warning, and the text is generated without them.
+/// An unsupported generation default gives a warning, and the text is generated without this default.
 #[test]
 fn program_unsupported_generation_default_is_warned_of() {
     let folder = Folder::copy("dense-ple");

@@ -1,4 +1,4 @@
-//! Training runs that are killed or stopped at any time resume at their last checkpoint.
+//! Tests that training runs resume at their last checkpoint, even if they are killed or stopped at an arbitrary time.
 
 use super::{
     Ended,
@@ -19,7 +19,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Returns the weights file of a finished run.
+/// Returns the contents of the weights file that a finished run has written.
 fn written(folder: &Path) -> Vec<u8> {
     let names = ["model.safetensors", "adapter_model.safetensors"];
     let path = names
@@ -29,16 +29,16 @@ fn written(folder: &Path) -> Vec<u8> {
     fs::read(path.expect("the weights file exists")).expect("the file is readable")
 }
 
-/// Returns true if a checkpoint is complete, which means that its three files exist. A run writes them at the same
-/// time, in any order.
+/// Returns true if a checkpoint is complete, which means that its three files exist. A run writes the three files concurrently,
+/// so they may appear in any order.
 fn is_whole(step: &Path) -> bool {
     ["model", "optimizer", "schedule"]
         .iter()
         .all(|record| step.join(record).with_extension("bpk").exists())
 }
 
-/// Kills a run repeatedly, each time a little later after its start, also while it writes checkpoints, until it
-/// finishes. Returns the number of kills.
+/// Starts a run, kills it, and resumes it, until a run finishes. Each time, the kill comes a little later after the start,
+/// sometimes while the run writes a checkpoint. Returns the number of kills.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
@@ -47,7 +47,8 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let mut command = if is_begun { go_on() } else { begin() };
         let mut child = command.spawn().expect("the process starts");
         let mut lines = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
-        // The delay before the kill starts when the run prints its first loss, or when the run ends.
+        // The delay before the kill begins when the run prints its first loss. If the run ends before that, the delay begins at
+        // the end of the run.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
         thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
@@ -85,7 +86,7 @@ fn train_killed_often_gives_the_weights_of_one_run() {
 #[test]
 fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
     let base = Folder::copy("dense-ple-mm-bf16");
-    // The other base has the same sizes, and all its weights differ.
+    // The other base checkpoint has the same sizes, but all of its weights differ.
     let other = Folder::copy("dense-ple-mm-bf16");
     let mut weights = other.read("model.safetensors");
     let (length, _) = weights.split_first_chunk().expect("a length");
@@ -121,7 +122,8 @@ fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
         let elsewhere = run(&mut finetune(&other, &data, &whole, &resumed));
         check("another base", &elsewhere, 2, &["base is", "begun with"]);
     }
-    // A checkpoint of an adapter run does not contain the whole model.
+    // A checkpoint of an adapter run is much smaller than a checkpoint of a full run, because it does not contain the whole
+    // model.
     let size = |name: &str| {
         let path = folder
             .path()
@@ -132,8 +134,8 @@ fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
     assert!(4 * size("adapter-whole") < size("full-whole"));
 }
 
-/// Runs a program until it prints a line that begins with `line`, and then sends the program a signal. Returns all
-/// printed lines.
+/// Runs a program until it prints a line that begins with `line`, and then sends `signal` to the program. Returns all printed
+/// lines and the result of the ended program.
 #[cfg(unix)]
 fn stop_at(mut command: Command, line: &str, signal: &str) -> (Vec<String>, Ended) {
     let mut child = command.spawn().expect("the process starts");
@@ -175,7 +177,7 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // The run's recorded settings are now those of the longer run, so a shorter run is refused.
+    // The run has recorded the settings of the longer run, so resuming with fewer steps is refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

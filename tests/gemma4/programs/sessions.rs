@@ -1,4 +1,4 @@
-//! Sessions that programs keep in a file.
+//! Tests the sessions that programs keep in a file.
 
 #[cfg(unix)]
 use super::signal;
@@ -18,8 +18,8 @@ use std::{
 #[cfg(unix)]
 use std::{thread, time::Duration};
 
-/// With a session file, a second run of `run` prefills only new tokens, and a second chat continues the conversation of
-/// the first.
+/// With a session file, a second `run` prefills only new tokens, and a second chat continues the conversation of the first
+/// chat.
 #[test]
 fn program_session_file_is_continued() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -48,8 +48,8 @@ fn program_session_file_is_continued() {
     let again = report(&succeed(&mut generate(&longer, "dense-ple")));
     #[cfg(unix)]
     assert_eq!(mode(&path), 0o640);
-    // The session reuses the first prompt without its last 8 tokens. These 6 tokens leave 10 of the longer prompt's 16
-    // tokens to prefill.
+    // The session keeps the first 6 tokens of the earlier prompt and forgets the last 8. The longer prompt has 16 tokens, so 10
+    // tokens remain to prefill.
     assert_eq!(again["timings"]["prefill_tokens"], 10);
     let mut fresh = greedy("dense-ple", "flex");
     fresh.args([
@@ -98,12 +98,13 @@ fn program_session_file_is_continued() {
     refused::check("another system", &other, 2, &["--system", "--cache"]);
     let again = chat(&[], "");
     assert!(again.stderr.contains("5 messages"), "{again:?}");
-    // Input that is not UTF-8 ends a chat, and the conversation before it is kept.
+    // Input that is not UTF-8 ends a chat, and the conversation before this input is kept.
     let broken = chat_in(&path, &[], b"go on\n\xff\n");
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
-    // The command `run` continues from the chat's keys and values, and leaves the conversation in the file unchanged.
+    // The command `run` continues from the keys and values of the chat. The command does not change the conversation in the
+    // session file.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));
@@ -150,7 +151,7 @@ fn line(pipe: &mut impl Read) -> String {
     String::from_utf8_lossy(&line).into_owned()
 }
 
-/// Reads lines from the chat's standard error until one tells that the chat has read its session file.
+/// Reads lines from the chat's standard error until a line says that the chat has read its session file.
 fn wait_until_resumed(child: &mut Child) {
     let notes = child.stderr.as_mut().expect("stderr is piped");
     loop {
@@ -175,8 +176,8 @@ fn program_chat_ended_by_a_signal_keeps_its_answers() {
         let mut child = chat_with(&path).spawn().expect("the process starts");
         write(&mut child, "the cat\n");
         answer(&mut child);
-        // The input stays open, so only the signal ends the chat. A signal during the save of the answer may stop only
-        // that answer, after which the chat continues. The loop therefore repeats the signal.
+        // The input stays open, so only the signal can end the chat. If a signal arrives while the chat saves an answer, it may
+        // stop only that answer, and the chat continues. The loop therefore repeats the signal until the chat ends.
         let input = child.stdin.take();
         while child
             .try_wait()
@@ -203,7 +204,7 @@ fn program_two_chats_of_one_file_keep_both_conversations() {
     write(&mut earlier, "hello\n");
     let earlier = Ended::from(earlier.wait_with_output().expect("the process ends"));
     assert_eq!(earlier.code, Some(0), "{earlier:?}");
-    // Both chats read the file before either of them writes it.
+    // Both chats read the session file before any of the two chats writes the file.
     let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
     chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {
@@ -242,7 +243,7 @@ fn program_cache_path_that_is_not_writable_is_refused() {
 fn program_cache_link_is_followed() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let [there, link] = ["there", "link"].map(|name| folder.path().join(name));
-    // A link to a file that does not exist yet is followed too.
+    // A symbolic link to a file that does not exist yet is followed too, and stays a link.
     std::os::unix::fs::symlink("there", &link).expect("the link is created");
     for _ in 0..2 {
         let mut command = greedy("dense-ple", "flex");

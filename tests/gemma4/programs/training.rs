@@ -1,4 +1,4 @@
-//! `train` and `finetune`: the losses decrease, crashed runs resume, and wrong data is refused.
+//! Tests `train` and `finetune`: the losses decrease, crashed runs resume, and wrong data is refused.
 
 use super::{
     Ended,
@@ -18,7 +18,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Returns the command that trains the smallest model for 20 steps on the README.
+/// Returns the command that trains the smallest model for 20 steps on the text of the README.
 pub fn train(out: &Path, arguments: &[&str]) -> Command {
     let mut command = gemma4("train");
     command
@@ -42,7 +42,7 @@ pub fn train(out: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// Returns the losses that a program has printed, with their steps.
+/// Returns the losses that a program has printed, each with the number of its step.
 pub fn losses(output: &str, kind: &str) -> Vec<(usize, f64)> {
     let loss = |line: &str| {
         let step = line.strip_prefix("step ")?.split('/').next()?;
@@ -57,7 +57,7 @@ pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
-/// Checks that losses are equal except for the rounding of sums in another order.
+/// Checks that losses are equal, except for the rounding errors of sums in another order.
 #[track_caller]
 pub fn assert_same_losses(name: &str, found: &[(usize, f64)], expected: &[(usize, f64)]) {
     for ((step, expected), (_, found)) in expected.iter().zip(found) {
@@ -91,8 +91,8 @@ fn train_killed_and_resumed_gives_the_losses_of_one_run() {
     child.wait().expect("the process ends");
 
     let resumed = succeed(&mut train(&killed, &["--resume"]));
-    // Checkpoints are written while the next steps run. The last complete checkpoint is that of step 10, or of step 5
-    // if the disk was slow.
+    // Checkpoints are written while the next steps run. The last complete checkpoint is from step 10, or from step 5 if the
+    // disk was slow.
     let of_resumed = losses(&resumed.stdout, "  loss ");
     let begun = of_steps.len() - of_resumed.len();
     assert!([5, 10].contains(&begun), "{resumed:?}");
@@ -218,13 +218,13 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // A per-layer table on the host works with the default `--checkpointing`, and below with `--checkpointing layers`.
+    // A per-layer table on the host works with the default `--checkpointing` here, and with `--checkpointing layers` below.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
     assert!(losses[3].1 < 0.8 * losses[0].1, "{ended:?}");
     assert!(path("adapter").join("adapter_model.safetensors").exists());
-    // The table on the host is written to the merged checkpoint.
+    // The merged checkpoint contains the table that stayed on the host.
     let merge = [
         "--merge",
         "--checkpointing",
@@ -267,8 +267,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     );
 }
 
-/// Returns conversations that fill a row each: a long answer to a short question, and a short answer to a long
-/// question.
+/// Returns conversations that fill a row each. The conversations alternate between a long answer to a short question and a
+/// short answer to a long question.
 pub fn unequal_conversations() -> String {
     let line = |number: usize| {
         let (question, answer) = match number % 2 {
@@ -282,7 +282,7 @@ pub fn unequal_conversations() -> String {
     (0..40).map(line).collect()
 }
 
-/// The gradient of a step is the mean over its tokens, however they are divided into batches and devices.
+/// The gradient of a step is the mean over its tokens, regardless of how the tokens are divided into batches and devices.
 #[test]
 fn finetune_weighs_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
@@ -294,7 +294,7 @@ fn finetune_weighs_answers_by_their_tokens() {
         let mut command = finetune(&base, &data, &out, &["--length", "40"]);
         let ended = succeed(command.args(arguments));
         assert!(!ended.stderr.contains("and cut"), "{ended:?}");
-        // A row holds exactly one conversation: two do not fit, and none is cut.
+        // A row holds exactly one conversation, because two conversations do not fit and no conversation is cut.
         assert!(ended.stderr.contains("38 rows"), "{ended:?}");
         (losses(&ended.stdout, "  loss "), validation(&ended.stdout))
     };
@@ -354,7 +354,7 @@ fn finetune_malformed_line_is_refused() {
     check("a rank beyond the matrices", &ended, 2, &["rank", "65"]);
 }
 
-/// The written checkpoint keeps the towers of a multimodal base checkpoint, byte for byte.
+/// The written checkpoint contains the vision and audio towers of a multimodal base checkpoint, byte for byte.
 #[test]
 fn finetune_keeps_the_towers_of_the_base() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -422,7 +422,8 @@ fn finetune_keeps_the_towers_of_the_base() {
     }
 }
 
-/// A conversation with no learned token within the row's length is left out, wherever it stands in the file.
+/// A conversation is left out if none of its learned tokens lies within the row's length. Its position in the file does not
+/// matter.
 #[test]
 fn finetune_too_long_conversation_is_left_out() {
     let base = Folder::copy("dense-ple");

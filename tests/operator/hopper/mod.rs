@@ -20,7 +20,7 @@ use attention_cube::internals::engine::Engine;
 use attention_cube::{AttentionProblem, explain};
 use burn::tensor::{DType, Tensor};
 
-/// Pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that fill no subtile.
+/// The tested pairs of `(head_dim, value_dim)`: every row of the tile tables, and widths that fill no subtile.
 const WIDTHS: [(usize, usize); 8] = [
     (40, 24),
     (64, 64),
@@ -32,10 +32,10 @@ const WIDTHS: [(usize, usize); 8] = [
     (512, 512),
 ];
 
-/// Number of rows (queries times heads of a group) up to which the operator prefers the mma engine's forward.
+/// The largest number of rows (queries times heads of a group) for which the operator prefers the mma engine's forward.
 const FEW_ROWS: usize = 32;
 
-/// Largest head size for which the backward has tiles.
+/// The largest head size for which the wgmma backward has tiles.
 const WIDEST_GRADIENT: usize = 512;
 
 fn hopper_devices() -> Vec<TestDevice> {
@@ -59,8 +59,8 @@ fn check(case: Case) {
     check_poisoned(&case, |_| {});
 }
 
-/// Checks `case` with inputs that differ between the devices and the reference. `poison` changes the devices' inputs, for example
-/// to NaN in hidden keys, and the reference keeps the original ones.
+/// Checks `case` with inputs that differ between the devices and the reference. `poison` changes the devices' inputs, for
+/// example to NaN in hidden keys, and the reference keeps the original ones.
 fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
     check_with(case, |_| {}, poison);
 }

@@ -8,8 +8,8 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Checks tiles that the heads of a group share, in which some rows are unused. Data that other kernels left in shared memory for
-/// the unused rows must not change the results.
+/// Checks tiles that the heads of a group share, in which some rows are unused. Data that other kernels left in shared memory
+/// for the unused rows must not change the results.
 #[test]
 fn wgmma_shared_tiles_repeat_after_other_work() {
     let cases = [
@@ -21,7 +21,7 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
         Case::new([1, 16, 2, 3, 799, 512, 512]),
         Case::new([2, 8, 1, 1, 3000, 128, 128]),
         Case::new([1, 128, 1, 1, 3000, 576, 512]),
-        // A group has ten heads here, so its last tile holds fewer heads than the others.
+        // A group has ten heads here, so the last tile of a group holds fewer heads than the other tiles.
         Case::new([1, 10, 1, 30, 900, 320, 320]),
     ];
     for device in hopper_devices() {
@@ -33,8 +33,8 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
             let inputs = case.inputs();
             let mut first: Option<Vec<Named>> = None;
             for round in 0..12 {
-                // The other call has more queries, so it fills every row of the tile with other values. With an amplitude of
-                // 1e18, its QK products are infinite.
+                // The other call has more queries, so its data fill every row of the tile. With an amplitude of 1e18, its QK
+                // products are infinite.
                 let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
                 let other = Case {
                     dtype: DType::BF16,
@@ -75,14 +75,14 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The pipeline has a single stage for biases here, which TMA refills as soon as a block has read it. A refill that comes
-        // too early would change the bits.
+        // The pipeline has a single stage for biases here, which TMA refills as soon as a block has read it. A refill that
+        // comes too early would change the bits.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
         },
-        // A separate kernel computes the gradient of the values here. It frees the stage of a block's biases as soon as P is
-        // computed.
+        // A separate kernel computes the gradient of the values here. This kernel frees the pipeline stage of a block's biases
+        // as soon as P is computed.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 4, 2, 300, 1000, 192, 192])
@@ -101,7 +101,8 @@ fn cases_to_repeat() -> Vec<Case> {
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
         },
-        // The tiles cost different amounts here, because of the segments. The persistent CTAs fetch their next tile dynamically.
+        // The tiles cost different amounts here, because of the segments. The persistent CTAs fetch their next tile
+        // dynamically.
         Case {
             causal,
             segments: Some((documents(3 * 300), documents(3 * 300))),
@@ -128,8 +129,8 @@ fn cases_to_repeat() -> Vec<Case> {
     cases.map(in_half).into()
 }
 
-/// Checks that `repeats` runs of each case give the same bits as the first run. If `of_gradients` is true, the check compares the
-/// gradients of a loss of the output. Otherwise it compares output and logsumexp.
+/// Checks that `repeats` runs of each case give the same bits as the first run. If `of_gradients` is true, the check compares
+/// the gradients of a loss that depends on the output. Otherwise the check compares the output and the logsumexp.
 fn check_repeats(repeats: usize, of_gradients: bool, cases: Vec<Case>) {
     for device in hopper_devices() {
         for case in &cases {

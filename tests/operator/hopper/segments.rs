@@ -35,8 +35,8 @@ fn wgmma_many_segments_match_reference() {
     }
 }
 
-/// Checks the dynamic scheduler, with which CTAs fetch their tiles one by one. It runs here because there are more tiles than
-/// multiprocessors and the documents have very different lengths.
+/// Checks the dynamic scheduler, with which CTAs fetch their tiles one by one. The plan selects this scheduler here, because
+/// there are more tiles than multiprocessors and the documents have very different lengths.
 #[test]
 fn wgmma_uneven_segments_with_dynamic_scheduler_match_reference() {
     let uneven = |length: usize| {

@@ -5,8 +5,8 @@ use crate::case::Case;
 use attention_cube::{AttentionOptions, CausalAlignment, attention_with_lse};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// Checks cases with more tiles than multiprocessors, in which persistent CTAs process several tiles each. Under a causal mask a
-/// CTA takes tiles in pairs, and in some cases the number of tiles per head is odd.
+/// Checks cases with more tiles than multiprocessors, in which persistent CTAs process several tiles each. Under a causal mask
+/// a CTA takes tiles in pairs, and in some cases the number of tiles per head is odd.
 #[test]
 fn wgmma_persistent_ctas_match_reference() {
     for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
@@ -28,8 +28,8 @@ fn wgmma_persistent_ctas_match_reference() {
 }
 
 /// Checks tiles without visible keys, which persistent CTAs process between other tiles. A mask hides the first keys, as left
-/// padding does, or hides all keys from the last queries. A sequence alone has fewer tiles than CTAs and must give the same bits
-/// as in the batch.
+/// padding does, or hides all keys from the last queries. A call with one sequence has fewer tiles than CTAs, and must give the
+/// same bits as the batch.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);
@@ -55,8 +55,8 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
                 random(8, value_dim),
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
-            // The mask `keys` hides the first 70 % of the keys, which are more than two tiles. The mask `queries` hides all keys
-            // from the queries from 130 on, which are more than two tiles too.
+            // The mask `keys` hides the first 70 % of the keys, which are more than two tiles. The mask `queries` hides all
+            // keys from the queries from 130 on, which are more than two tiles too.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)

@@ -79,8 +79,8 @@ fn wgmma_expanded_masks_match_reference() {
     }
 }
 
-/// Checks that hidden keys and values are not read. Keys and values past a sequence's length, or of segments without queries, are
-/// NaN or infinite. They lie in the middle and at the end of blocks.
+/// Checks that hidden keys and values are not read. The keys and values past a sequence's length, or of segments without
+/// queries, are NaN or infinite. Such rows occur in the middle and at the end of blocks.
 #[test]
 fn wgmma_hidden_nan_keys_are_not_read() {
     for (head_dim, value_dim) in WIDTHS {
@@ -192,8 +192,8 @@ fn wgmma_sink_of_minus_infinity_matches_reference() {
     }
 }
 
-/// Checks a mask with more elements than 32 bits can count, which the kernels index without copying it, in forward and backward.
-/// The last head must get the same results as in a call with that head and its mask only.
+/// Checks a mask with more elements than 32 bits can count, which the kernels index without copying it, in forward and
+/// backward. The last head must get the same results as in a call with that head and its mask only.
 #[test]
 fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];

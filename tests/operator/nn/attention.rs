@@ -160,8 +160,8 @@ fn mha_weights_on_request_equal_burn_nn() {
     }
 }
 
-/// Checks a sequence whose keys are all padding. Its context is the bias of the output projection here, and another one in
-/// burn-nn.
+/// Checks a sequence whose keys are all padding. With fused attention, the context of this sequence is the bias of the output
+/// projection. The context of burn-nn differs.
 #[test]
 fn mha_without_visible_keys_gives_zeros() {
     for device in devices() {
@@ -223,8 +223,8 @@ fn mha_record_of_burn_nn_loads() {
     }
 }
 
-/// Checks dropout over many copies of one sequence. About half of the weights are 0, the contexts differ, and their mean is near
-/// the context without dropout.
+/// Checks dropout over many copies of one sequence. About half of the weights are 0, the contexts differ, and their mean is
+/// near the context without dropout.
 #[test]
 fn mha_with_active_dropout_drops_half_of_the_weights() {
     const COPIES: usize = 64;
@@ -247,7 +247,7 @@ fn mha_with_active_dropout_drops_half_of_the_weights() {
         let sample = distance(&plain(contexts.clone().narrow(0, 0, 1)), &expected);
         let mean = distance(&plain(contexts.mean_dim(0)), &expected);
         assert!(sample > 0.05 * rms(&expected), "{}: {sample}", device.name);
-        // The mean of 64 samples has about an eighth of the deviation of one sample.
+        // The mean of 64 samples has about an eighth of the standard deviation of one sample.
         assert!(mean < 0.4 * sample, "{}: {mean} {sample}", device.name);
 
         let frozen = mha.clone().freeze();

@@ -1,11 +1,11 @@
-//! Tests of the cache of autoregressive inference.
+//! Tests of multi-head attention with a cache of keys and values, as in autoregressive inference.
 
 use super::*;
 use crate::devices::{TestDevice, devices};
 use attention_cube::nn::{self, MhaCache, MhaInput};
 use burn::nn::attention as burn_nn;
 
-/// Lengths of the sequence in the calls. The first call has three tokens.
+/// The length of the sequence in each call. The first call has three tokens, and each further call adds one token.
 const STEPS: std::ops::RangeInclusive<usize> = 3..=6;
 
 struct Modules {
@@ -63,7 +63,7 @@ fn mha_cache_with_masks_equals_burn_nn() {
                 let mut input = MhaInput::self_attn(first(&tokens, length));
                 let mut input_of_burn_nn = burn_nn::MhaInput::self_attn(first(&tokens, length));
                 if masked {
-                    // The last keys of the padding mask, so that some keys of the second sequence are hidden.
+                    // This slice takes the last keys of the padding mask, so that some keys of the second sequence are hidden.
                     let pad = pad_mask(on).narrow(1, LENGTH - length - 2, length);
                     let attn = attention_mask(on).narrow(1, 0, length).narrow(2, 0, length);
                     input = input.mask_pad(pad.clone()).mask_attn(attn.clone());

@@ -21,7 +21,7 @@ fn unfused_encoder(norm_first: bool, device: &Device, dtype: DType) -> burn_nn::
     randomized(encoder_config(norm_first).init(device), device, dtype)
 }
 
-/// Returns the losses of a training by stochastic gradient descent.
+/// Trains `module` by stochastic gradient descent, and returns the loss of each step.
 fn train<M: Module>(
     mut module: M,
     device: &Device,

@@ -66,7 +66,8 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// True if the call sets the option `kv_lengths_ahead`, which promises that the lengths are on the device before the launch.
+    /// True if the call sets the option `kv_lengths_ahead`, which promises that the lengths are on the device before the
+    /// launch.
     pub lengths_ahead: bool,
 }
 
@@ -85,8 +86,8 @@ impl Quantized {
         }
     }
 
-    /// Checks the output and the logsumexp of each device against the reference over `key` and `value`. The devices get
-    /// the rows `given_key` and `given_value`, which may differ from `key` and `value` only where keys are hidden.
+    /// Checks the output and the logsumexp of each device against the reference over `key` and `value`. The devices get the
+    /// rows `given_key` and `given_value`, which may differ from `key` and `value` only where keys are hidden.
     pub fn check(&self, given_key: &Rows, given_value: &Rows) {
         self.check_on(&devices(), given_key, given_value);
     }

@@ -1,7 +1,7 @@
-//! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support it. The cases cover every head
-//! size of the tile table and sizes in between. The number of rows is at most 32. The rows belong to one head or to a group of
-//! heads, and the keys have one split or many. The cases also cover all options that hide keys, with NaN scales of hidden keys,
-//! and views whose rows start at any address.
+//! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support this kernel. The cases cover
+//! every head size of the tile table and sizes in between. The number of rows is at most 32, and the rows belong to one head or
+//! to the heads of a group. The keys are split or not. The cases also cover all options that hide keys, with NaN scales of
+//! hidden keys, and views whose rows start at any address.
 
 use super::case::{Quantized, Rows};
 use super::causal;
@@ -17,8 +17,8 @@ use attention_cube::{
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Pairs of `(head_dim, value_dim)`: every row of the tile table, and sizes that fill neither a tile nor a subtile. All sizes are
-/// multiples of 16 codes.
+/// The tested pairs of `(head_dim, value_dim)`: every row of the tile table, and sizes that fill neither a tile nor a subtile.
+/// All sizes are multiples of 16 codes.
 const WIDTHS: [(usize, usize); 9] = [
     (48, 32),
     (64, 64),
@@ -46,8 +46,8 @@ fn matrix_unit_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(has_engine).collect()
 }
 
-/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the keys and values that the devices get,
-/// but only where keys are hidden, because the reference gets the original ones.
+/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the keys and values that the devices
+/// get, but only where keys are hidden, because the reference gets the original ones.
 fn check_given(case: Case, given: impl Fn(&mut Rows, &mut Rows)) {
     let devices = matrix_unit_devices();
     if devices.is_empty() {
@@ -90,8 +90,8 @@ fn int8_mma_rows_of_two_fragments_match_reference() {
     }
 }
 
-/// Checks head sizes above 256, for which 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query heads
-/// that share keys, or several queries of one head.
+/// Checks head sizes above 256, for which 17 to 32 rows are divided into two or three tiles of 16 rows. The rows are query
+/// heads that share keys, or several queries of one head.
 #[test]
 fn int8_mma_wide_heads_with_several_tiles_match_reference() {
     for (head_dim, value_dim) in [(272, 48), (512, 512), (576, 512)] {
@@ -165,8 +165,8 @@ fn int8_mma_every_option_matches_reference() {
     }
 }
 
-/// Checks that keys and values past a sequence's length and outside of its window are not read. Their scales are NaN or infinite,
-/// and their codes are −128.
+/// Checks that keys and values past a sequence's length or outside of the window are not read. The scales of these keys and
+/// values are NaN or infinite, and their codes are −128.
 #[test]
 fn int8_mma_hidden_scales_are_not_read() {
     for head_dim in [64, 256, 512] {
@@ -192,8 +192,8 @@ fn int8_mma_hidden_scales_are_not_read() {
     }
 }
 
-/// Checks keys and values that are views of a larger tensor with heads last. The rows of the views start at multiples of 4 or of
-/// 16 bytes.
+/// Checks keys and values that are views of larger tensors, which have the order `[batch, length, heads, columns]` in memory.
+/// The rows of the views start at multiples of 4 or of 16 bytes.
 #[test]
 fn int8_mma_views_match_dequantized_attention() {
     for TestDevice { name, device } in matrix_unit_devices() {

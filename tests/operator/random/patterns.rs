@@ -24,11 +24,13 @@ enum MaskPattern {
     Random,
     /// One of sixteen pairs of a query and a key is visible.
     Sparse,
-    /// The first keys of each sequence are hidden, as padding is. Sequences have different lengths, and all end at the last key.
+    /// The first keys of each sequence are hidden, as padding is. Sequences have different lengths, and all end at the last
+    /// key.
     LeftPadded,
     /// Several consecutive queries in each sequence see no key.
     BlindQueries,
-    /// All pairs in some blocks are hidden, all in others visible, and some in the rest.
+    /// The mask is drawn per block of pairs of a query and a key. In some blocks all pairs are hidden, in others all pairs are
+    /// visible. In the remaining blocks most pairs are visible.
     Blocks,
     /// Some keys are hidden from all queries: single keys and many consecutive keys.
     UnseenKeys,
@@ -48,9 +50,11 @@ enum BiasPattern {
     BlindQueries,
     /// The bias is −∞ for some keys, which no query then sees.
     UnseenKeys,
-    /// The bias is the lowest finite number for one of four pairs. Such a bias is an ordinary number and hides no key.
+    /// The bias is the lowest finite number for one of four pairs of a query and a key. Such a bias is an ordinary number and
+    /// hides no key.
     Lowest,
-    /// The bias is the lowest finite number for all keys of several consecutive queries, whose scores are then all that low.
+    /// The bias is the lowest finite number for all keys of several consecutive queries. All scores of such a query are then
+    /// that low.
     LowestQueries,
 }
 
@@ -69,7 +73,8 @@ enum SinkPattern {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Poison {
     None,
-    /// Keys and values that no query sees, and queries that see no key, are NaN or infinite. They must not change any result.
+    /// Keys and values that no query sees, and queries that see no key, are NaN or infinite. Such rows must not change any
+    /// result.
     Unused,
     /// A key or a value that some query sees is NaN. The NaN must not change the results of queries that see no key.
     Seen,
@@ -129,7 +134,7 @@ pub fn data() -> impl Strategy<Value = Data> {
 /// Returns a pseudo-random number that depends on `salt` and `numbers`.
 pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     numbers.into_iter().fold(salt, |mixed, number| {
-        // The mixing function is that of SplitMix64 (Steele et al.).
+        // The mixing function is the one of SplitMix64 (Steele et al.).
         let mut z = (mixed ^ number as u64).wrapping_add(0x9E37_79B9_7F4A_7C15);
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -137,7 +142,7 @@ pub fn mix(salt: u64, numbers: impl IntoIterator<Item = usize>) -> u64 {
     })
 }
 
-/// Returns true if `row` is one of the consecutive rows that are randomly chosen for sequence `b`.
+/// Returns true if `row` belongs to the range of consecutive rows that is randomly chosen for sequence `b`.
 fn in_run(salt: u64, b: usize, row: usize, rows: usize) -> bool {
     let drawn = |what| mix(salt, [b, what]) as usize % rows;
     let start = drawn(0);
@@ -148,7 +153,8 @@ fn is_unseen_key(key: usize) -> bool {
     key % 16 == 5 || (60..150).contains(&key)
 }
 
-/// Returns the lowest finite number of the bias's dtype. For an f32 bias, an even `salt` gives the lowest number of bf16 instead.
+/// Returns the lowest finite number of the bias's dtype. For an f32 bias, an even `salt` gives the lowest number of bf16
+/// instead.
 fn lowest(dtype: DType, salt: u64) -> f64 {
     let bf16 = f64::from(f32::from_bits(0xFF7F_0000));
     match dtype {
@@ -213,8 +219,9 @@ impl SinkPattern {
     }
 }
 
-/// Returns the marks of the rows of a tensor in `layout`. `marked` has a mark for each row of `[batch, heads, length]`. If the
-/// layout stores one row for several heads or sequences, the row is marked only if it is marked for each of them.
+/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. `marked` is
+/// true for the rows that may be replaced. If the layout stores one row for several heads or sequences, that row is replaced
+/// only if `marked` is true for all of them.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -242,7 +249,8 @@ pub struct Drawn {
     pub given: Inputs,
     /// The inputs that the reference gets, without NaN in unused rows. `given` and `clean` must give the same results.
     pub clean: Inputs,
-    /// The sequence and the key head, `[batch, kv_heads]`, in which a visible key or value is NaN, or `None` without such a NaN.
+    /// The sequence and the key head, `[batch, kv_heads]`, in which a visible key or value is NaN. `None` if no visible key or
+    /// value is NaN.
     tainted: Option<[usize; 2]>,
     /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.
     blind: Vec<bool>,
@@ -305,9 +313,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got` with some results replaced by the expected results: those that the contract leaves undefined. A visible key
-    /// or value that is NaN makes the outputs undefined for all queries of its heads that see a key. The gradients of these
-    /// heads' keys and values, and the sums over queries, are undefined too.
+    /// Returns `got`, in which the expected results replace all results that the contract leaves undefined. If a visible key or
+    /// value is NaN, the output is undefined for each query that sees any key of that KV head. The gradients of that head's
+    /// keys and values are undefined too, and so are all gradients that are sums over queries.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

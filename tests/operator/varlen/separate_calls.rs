@@ -124,7 +124,7 @@ fn run(
             Method::Reference => reference::attention,
             _ => attention_with_lse,
         };
-        // Other rows see no key: output 0, and a logsumexp of −∞ or the sink.
+        // Rows outside of all sequences see no key. Their output is 0, and their logsumexp is −∞ or the sink.
         let mut of_output = vec![0.0; packed.q_len * Q_HEADS * WIDTH];
         let sinks: Vec<f64> = match options.others {
             true => inputs.sinks.iter().collect(),
@@ -186,8 +186,8 @@ fn error(found: &[f64], exact: &[f64]) -> f64 {
     (squares / exact.len().max(1) as f64).sqrt()
 }
 
-/// Checks that the packed call's error is at most twice the error of separate calls, and that rows outside of all sequences have
-/// zeros as output and gradients.
+/// Checks that the packed call's error is at most twice the error of separate calls. The output and the gradients of rows
+/// outside of all sequences must be 0.
 fn check_on(device: &TestDevice, packed: &Packed, options: &Options, dtype: DType) {
     let inputs = Inputs::new(packed, dtype);
     let run = |method, device: &Device, dtype| run(packed, &inputs, options, method, device, dtype);
@@ -228,8 +228,8 @@ fn check(packed: &Packed, options: Options) {
     }
 }
 
-/// Sequences with equal and unequal numbers of queries and keys. One has no queries, one has no keys, and one has more queries than
-/// keys.
+/// Returns six sequences with equal and unequal numbers of queries and keys. One sequence has no queries, one sequence has no
+/// keys, and one sequence has more queries than keys.
 fn mixed() -> Packed {
     Packed::new(&[(70, 70), (0, 5), (1, 90), (33, 0), (64, 20), (5, 5)])
 }

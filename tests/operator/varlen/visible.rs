@@ -9,8 +9,8 @@ use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Returns the keys that each query sees, as a table of queries and keys. The queries are zeros and the values are the unit vectors,
-/// so an output has a number above 0 for each visible key.
+/// Returns a table of all pairs of a query and a key, which is true if the query sees the key. The queries are zeros and the
+/// values are the unit vectors. An output row is therefore positive in the columns of its visible keys.
 fn visible(
     device: &Device,
     [q_len, kv_len]: [usize; 2],
@@ -29,7 +29,7 @@ fn visible(
     read(output).into_iter().map(|share| share > 0.0).collect()
 }
 
-/// Returns the table of [`visible`] by the definition.
+/// Returns the same table as [`visible`], computed from the definition of packed sequences.
 fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
     let mut visible = vec![false; packed.q_len * packed.kv_len];
     for [q0, q1, k0, k1] in packed.sequences() {
@@ -54,8 +54,8 @@ fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
     visible
 }
 
-/// Checks every alignment and window over sequences of any lengths. The number of bounds is near a power of two, at which the binary
-/// search takes another step.
+/// Checks every alignment and window over sequences of any lengths. The numbers of bounds include numbers near a power of two,
+/// at which the binary search takes another step.
 pub fn check_visible(device: &TestDevice) {
     let mut rng = StdRng::seed_from_u64(seed());
     for count in [1, 2, 3, 4, 6, 7, 8, 40] {
@@ -98,7 +98,7 @@ fn varlen_of_any_lengths_shows_keys_of_definition() {
     }
 }
 
-/// Checks cumulative lengths of every integer dtype, beyond the rows and in descending order.
+/// Checks cumulative lengths of every integer dtype. Some cumulative lengths exceed the number of rows, and some descend.
 #[test]
 fn varlen_bounds_of_every_dtype_are_clamped() {
     for device in devices() {
@@ -122,7 +122,8 @@ fn varlen_bounds_of_every_dtype_are_clamped() {
                 };
                 visible(on, sizes, &sequences, AttentionOptions::new().causal())
             };
-            // The clamped bounds decide the alignment of the second sequence.
+            // The expected lengths are the given ones, clamped to the number of rows. The clamped bounds decide the causal
+            // alignment of the second sequence.
             for (given, clamped) in [
                 (([0, 2, beyond], [0, 2, 6]), ([0, 2, 6], [0, 2, 6])),
                 (([0, 2, 5], [0, 4, beyond]), ([0, 2, 5], [0, 4, 9])),
@@ -138,7 +139,7 @@ fn varlen_bounds_of_every_dtype_are_clamped() {
                 assert!(found.contains(&true), "{name} {dtype:?} {given:?}");
             }
             for descending in [[4, 1, 6], [6, 3, 0], [beyond, 3, 1]] {
-                // The result is not specified, but no access may leave the tensors.
+                // The result for descending bounds is not specified, but no access may leave the tensors.
                 seen(descending, descending);
             }
         }

@@ -1,11 +1,11 @@
-//! The emulated graphics cards, with the properties that a program can query through CUDA's driver.
+//! The emulated GPUs, with the properties that a program can query through CUDA's driver.
 
 use std::sync::OnceLock;
 
-/// The properties of an emulated card.
+/// The properties of an emulated GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Card {
-    /// The value of the environment variable `EMULATED_CARD` that selects this card.
+    /// The value of the environment variable `EMULATED_CARD` that selects this GPU.
     pub name: &'static str,
     /// The compute capability, as major and minor version.
     pub capability: (i32, i32),
@@ -16,7 +16,7 @@ pub struct Card {
     pub multiprocessor_threads: i32,
 }
 
-/// The emulated cards. The first one is the default.
+/// The emulated GPUs. The first GPU in the list is the default.
 pub const CARDS: [Card; 5] = [
     Card {
         name: "a100",
@@ -55,8 +55,8 @@ pub const CARDS: [Card; 5] = [
     },
 ];
 
-/// The default number of multiprocessors. The number is small, so that work that is divided among multiprocessors
-/// rarely leaves one of them idle.
+/// The default number of multiprocessors. The number is small, so that even little work rarely leaves a multiprocessor
+/// idle when a program divides the work among all multiprocessors.
 const MULTIPROCESSORS: i32 = 4;
 
 /// The default size of global memory, in bytes.
@@ -72,7 +72,8 @@ pub struct Settings {
     pub threads: usize,
     /// True if a data race makes the launch fail, false if the emulator only reports the race.
     pub races_fail: bool,
-    /// The duration in milliseconds from which the emulator reports a launch as slow.
+    /// The duration in milliseconds from which the emulator reports a launch as slow, or `None` if it never reports
+    /// slow launches.
     pub slow_launch: Option<u64>,
 }
 

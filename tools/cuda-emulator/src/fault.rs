@@ -37,7 +37,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Appends `place` to the message of a fault of unknown or unsupported PTX. Returns any other fault unchanged.
+    /// Appends `place` to the message if the fault is unknown or unsupported PTX. Returns any other fault unchanged.
     pub fn at(self, place: &str) -> Self {
         match self {
             Self::Syntax(what) => Self::Syntax(what + place),
@@ -53,7 +53,7 @@ impl Fault {
 pub struct LocatedFault {
     pub kernel: String,
     pub cube: [u32; 3],
-    /// The warp and the instruction, or `None` if no single warp caused the fault.
+    /// The index of the warp and the text of the instruction, or `None` if no single warp caused the fault.
     pub place: Option<(usize, String)>,
     pub fault: Fault,
 }

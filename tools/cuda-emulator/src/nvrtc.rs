@@ -1,4 +1,4 @@
-//! A wrapper of NVRTC, NVIDIA's runtime compiler. The wrapper has the real compiler emit PTX instead of machine code,
+//! A wrapper of NVRTC, NVIDIA's runtime compiler. The wrapper lets the real compiler emit PTX instead of machine code,
 //! and caches the PTX on disk.
 #![allow(non_snake_case)]
 
@@ -17,7 +17,8 @@ const INTERNAL_ERROR: Status = 11;
 /// The default file name of the real NVRTC library. The environment variable `EMULATOR_NVRTC` overrides it.
 const LIBRARY: &str = "libnvrtc.so.13";
 
-/// A program that the caller created. Its texts end with a zero, which their sizes include.
+/// A program that the caller created, with its source, its PTX and its compilation log. Each of these texts ends with a
+/// zero, which counts in its size.
 struct Program {
     source: CString,
     ptx: Vec<u8>,
@@ -29,7 +30,7 @@ unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
-/// The flag `RTLD_NOW`, which resolves all symbols at once.
+/// The value of the flag `RTLD_NOW` of `dlopen`, which resolves all symbols at once.
 const NOW: c_int = 2;
 
 type GetVersion = unsafe extern "C" fn(*mut c_int, *mut c_int) -> Status;
@@ -115,7 +116,7 @@ impl Compiler {
             return created;
         }
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
-        // SAFETY: the program exists until it is destroyed below, and `options` has the length that is passed.
+        // SAFETY: the real program exists until it is destroyed below, and `options` has the length that is passed.
         unsafe {
             let compiled = (self.compile)(real, options.len() as c_int, options.as_ptr());
             program.log = text(real, self.log_size, self.log);
@@ -135,17 +136,19 @@ impl Compiler {
 unsafe fn symbol<T: Copy>(library: *mut c_void, name: &CStr) -> Option<T> {
     // SAFETY: the library is open, and the name ends with a zero.
     let found = unsafe { dlsym(library, name.as_ptr()) };
-    // SAFETY: the caller guarantees the type. Function pointers and data pointers have the same size.
+    // SAFETY: the caller guarantees that the symbol is a function of type `T`. Function pointers and data pointers have
+    // the same size.
     (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
 }
 
-/// Reads a text of a program, such as its PTX. `size` returns the text's size, and `get` copies the text.
+/// Reads a text of a program of the real NVRTC, such as the PTX. `size` returns the text's size, and `get` copies the
+/// text.
 ///
 /// # Safety
 /// The program exists.
 unsafe fn text(program: *mut c_void, size: GetSize, get: GetText) -> Vec<u8> {
     let mut bytes = 0;
-    // SAFETY: the caller guarantees the program, and the buffer has the size that `size` returns.
+    // SAFETY: the caller guarantees that the program exists, and the buffer has the size that `size` returns.
     unsafe {
         size(program, &mut bytes);
         let mut text = vec![0; bytes.max(1)];
@@ -154,7 +157,8 @@ unsafe fn text(program: *mut c_void, size: GetSize, get: GetText) -> Vec<u8> {
     }
 }
 
-/// Returns the version of the real compiler. If the compiler is not installed, returns 13.0, for which CubeCL is built.
+/// Returns the version of the real compiler. If the compiler is not installed, the function returns 13.0, the version
+/// for which CubeCL is built.
 pub fn version() -> (c_int, c_int) {
     let (mut major, mut minor) = (13, 0);
     if let Some(compiler) = Compiler::get() {
@@ -164,8 +168,8 @@ pub fn version() -> (c_int, c_int) {
     (major, minor)
 }
 
-/// Returns the path at which a program's PTX is cached. Its name is a hash of the source, the options and the
-/// compiler's version.
+/// Returns the path of the file that caches a program's PTX. The file's name is a hash of the source, the options and
+/// the compiler's version.
 fn kept(program: &Program, options: &[CString]) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     (version(), &program.source, options).hash(&mut hasher);
@@ -178,7 +182,8 @@ fn kept(program: &Program, options: &[CString]) -> PathBuf {
 fn keep(path: &std::path::Path, text: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(path);
     std::fs::create_dir_all(folder)?;
-    // The file has a temporary name until it is complete, because several processes may write the same PTX.
+    // The file has a temporary name until it is complete. Otherwise, other processes could read or write an incomplete
+    // file of the same program.
     let mut name = OsString::from(path);
     name.push(format!(".{}", std::process::id()));
     std::fs::write(&name, text)?;
@@ -271,7 +276,7 @@ unsafe extern "C" fn nvrtcCompileProgram(
     status
 }
 
-/// Writes the size of a program's text, its PTX or its log.
+/// Writes the size of one text of a program (its PTX or its log) to `size`.
 ///
 /// # Safety
 /// The program is null or exists, and the pointer `size` may be written.
@@ -280,10 +285,10 @@ unsafe fn size_of(
     size: *mut usize,
     text: fn(&Program) -> &[u8],
 ) -> Status {
-    // SAFETY: the caller fulfils the requirements of this function.
+    // SAFETY: the caller guarantees that the program is null or exists.
     match unsafe { program.as_ref() } {
         Some(program) => {
-            // SAFETY: the caller fulfils the requirements of this function.
+            // SAFETY: the caller guarantees that `size` may be written.
             unsafe { size.write(text(program).len()) };
             SUCCESS
         }
@@ -291,16 +296,16 @@ unsafe fn size_of(
     }
 }
 
-/// Copies a program's text, its PTX or its log.
+/// Copies one text of a program (its PTX or its log) to a buffer.
 ///
 /// # Safety
 /// The program is null or exists, and the buffer has space for the text.
 unsafe fn copy_of(program: *const Program, to: *mut u8, text: fn(&Program) -> &[u8]) -> Status {
-    // SAFETY: the caller fulfils the requirements of this function.
+    // SAFETY: the caller guarantees that the program is null or exists.
     match unsafe { program.as_ref() } {
         Some(program) => {
             let text = text(program);
-            // SAFETY: the caller fulfils the requirements of this function.
+            // SAFETY: the caller guarantees that the buffer has space for the text.
             unsafe { to.copy_from_nonoverlapping(text.as_ptr(), text.len()) };
             SUCCESS
         }

@@ -1,8 +1,8 @@
-//! Compiles the kernels of the cmma and unit engines for AMD's cards with CubeCL's compiler. The results are the code objects
+//! Compiles the kernels of the cmma and unit engines for AMD's GPUs with CubeCL's compiler. The results are the code objects
 //! that Burn's `rocm` backend loads.
 //!
-//! The compiler needs ROCm only for the tanh of a softcap, which is in the device libraries. All of these cards need version 6.4
-//! or later. Without ROCm in `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
+//! The compiler needs ROCm only for the tanh of a softcap, which is in ROCm's device libraries. All GPUs in this file need ROCm
+//! 6.4 or later. Without ROCm in `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
 
 use std::{
     collections::BTreeMap,
@@ -14,13 +14,14 @@ use std::{
 use super::{Library, OPTIONS, hot_spills, number_between, options, tempfolder, without};
 use crate::process::{self, Result};
 
-/// The resources of a card's compute unit, which limit the number of waves in flight. On RDNA the unit is a workgroup processor.
+/// The resources of a GPU's compute unit, which limit the number of waves in flight. On RDNA, a workgroup processor counts as
+/// the compute unit.
 struct Card {
     architecture: &'static str,
-    /// Two numbers: the registers per lane of a SIMD, which all waves of the SIMD share, and the granularity with which they
-    /// are allocated to a wave.
+    /// The number of registers per lane of a SIMD, which all waves of the SIMD share, and the granularity in which a wave gets
+    /// registers.
     registers: [usize; 2],
-    /// The largest number of waves per SIMD.
+    /// The maximum number of waves per SIMD.
     waves: usize,
     shared_memory: usize,
     /// The number of threads (CubeCL: units) per wave.
@@ -58,8 +59,8 @@ impl Card {
         }
     }
 
-    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. The waves of a cube count
-    /// only if the whole cube fits.
+    /// Returns the number of waves per compute unit that a kernel's registers and shared memory allow. Only whole cubes count,
+    /// because a cube runs only if all of its waves fit.
     fn waves(&self, kernel: &Compiled) -> usize {
         let [registers, granule] = self.registers;
         let by_registers = registers / kernel.registers.max(1).next_multiple_of(granule);
@@ -76,22 +77,22 @@ const WIDTHS: &[&str] = &["64-64", "128-128", "256-256", "512-512"];
 
 const TABLE: &str = "docs/amd-compiled.md";
 
-/// The compiler's results for a kernel and a card.
+/// The compiler's results for one kernel on one GPU.
 #[derive(Debug, PartialEq, Eq)]
 struct Compiled {
     units: usize,
     shared_memory: usize,
     registers: usize,
-    /// The scratch memory per unit in bytes. It holds spills, and arrays that do not fit into registers.
+    /// The scratch memory per unit in bytes. Scratch memory holds spilled registers, and arrays that do not fit into registers.
     scratch: usize,
-    /// The number of spill instructions in loops that multiply: accesses to scratch memory, and moves to accumulator registers
-    /// (AGPRs).
+    /// The number of spill instructions in loops with WMMA or FMA instructions. Spill instructions are accesses to scratch
+    /// memory, and moves to or from accumulator registers (AGPRs).
     hot_spills: usize,
-    /// The number of matrix instructions.
+    /// The number of WMMA instructions, which multiply matrices.
     matrix_products: usize,
 }
 
-/// The results by kernel name and card. If a kernel has no code for a card, the result is the reason.
+/// The results by kernel name and GPU architecture. If a kernel has no code for a GPU, the error says why.
 type Kernels = BTreeMap<String, BTreeMap<&'static str, std::result::Result<Compiled, String>>>;
 
 pub fn run() -> Result<()> {
@@ -142,8 +143,8 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Returns the folder of LLVM's `llvm-readelf` and `llvm-objdump`: a folder in `LLVM_PATH`, or Debian's folder. The returned
-/// path is empty if only the PATH has the tools.
+/// Returns the folder of LLVM's `llvm-readelf` and `llvm-objdump`. The candidates are the folder `bin` in `LLVM_PATH`, Debian's
+/// folder, and the PATH. The returned path is empty if only the PATH has the tools.
 fn tools() -> Result<PathBuf> {
     let own = env::var_os("LLVM_PATH").map(|path| Path::new(&path).join("bin"));
     let debian = PathBuf::from("/usr/lib/llvm-22/bin");
@@ -159,8 +160,8 @@ fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Reads the results of a kernel from a line of the list that the library writes. A line has the kernel's name, the units of a
-/// cube, and the bytes of shared memory or the reason why there is no code.
+/// Reads the results of a kernel, which one line of the library's list describes. A line has the kernel's name and the number
+/// of units of a cube. Then follows the number of bytes of shared memory, or the reason why there is no code.
 fn read(
     tools: &Path,
     folder: &Path,
@@ -193,7 +194,7 @@ fn read(
     Ok((name, Ok(compiled)))
 }
 
-/// Counts the instructions on spilled registers in loops that multiply.
+/// Counts the instructions on spilled registers in loops with WMMA or FMA instructions.
 fn hot_spills_of(assembly: &str) -> usize {
     let start = assembly.lines().find_map(start).unwrap_or_default();
     let instructions: Vec<_> = assembly.lines().filter_map(instruction).collect();
@@ -202,7 +203,8 @@ fn hot_spills_of(assembly: &str) -> usize {
         |text| Some(start + branch_target(text)?),
         |text| text.contains("v_wmma") || text.contains("_fma"),
         |text| {
-            // Buffer instructions count, because before gfx942 they access scratch memory, and the kernels use no other buffers.
+            // Buffer instructions count as accesses to scratch memory. GPUs before gfx942 use them for scratch memory, and the
+            // kernels use no other buffers.
             ["scratch_", "buffer_load", "buffer_store", "v_accvgpr"]
                 .iter()
                 .any(|spill| text.starts_with(spill))
@@ -210,22 +212,23 @@ fn hot_spills_of(assembly: &str) -> usize {
     )
 }
 
-/// Returns the address at which the kernel begins: `0000000000001900 <kernel>:`.
+/// Returns the address at which a kernel begins, from a line such as `0000000000001900 <kernel>:`.
 fn start(line: &str) -> Option<usize> {
     let (at, _) = line.split_once(" <")?;
     line.ends_with(">:")
         .then(|| usize::from_str_radix(at, 16).ok())?
 }
 
-/// Returns an instruction with its address: `v_mul_lo_u32 v1, v1, 3 // 000000001940: D2850001 00010701`.
+/// Returns the address and the text of an instruction, from a line such as `v_mul_lo_u32 v1, v1, 3 // 000000001940: D2850001
+/// 00010701`.
 fn instruction(line: &str) -> Option<(usize, &str)> {
     let (_, place) = line.split_once("// ")?;
     let (at, _) = place.split_once(':')?;
     Some((usize::from_str_radix(at, 16).ok()?, line.trim_start()))
 }
 
-/// Returns a branch's target relative to the kernel's beginning:
-/// `s_cbranch_scc1 65521 // 000000001950: BF85FFF1 <kernel+0x18>`.
+/// Returns the target of a branch as an offset from the kernel's beginning, from a text such as `s_cbranch_scc1 65521 //
+/// 000000001950: BF85FFF1 <kernel+0x18>`.
 fn branch_target(text: &str) -> Option<usize> {
     let is_branch = text.starts_with("s_cbranch") || text.starts_with("s_branch");
     let (_, target) = text.rsplit_once('<')?;

@@ -1,7 +1,8 @@
 //! Compiles the mma engine's kernels with NVIDIA's compiler.
 //!
-//! The library emits the CUDA C++ of its kernels without a card, and `nvcc` compiles it for each card. The table of registers,
-//! shared memory and spills goes into `docs/mma-compiled.md`. A spill is hot if it is executed in a loop that multiplies.
+//! The library emits the CUDA C++ of its kernels without a GPU, and `nvcc` compiles this source for each GPU. The table of
+//! registers, shared memory and spills goes into `docs/mma-compiled.md`. A spill is hot if it is executed in a loop with HMMA
+//! instructions, which multiply matrices.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +16,7 @@ use std::{
 use super::{Library, hot_spills, number_between, options, tempfolder, without};
 use crate::process::{self, Result};
 
-/// Cards with the same compute capability, and their largest shared memory per CTA in bytes.
+/// GPU architectures with the same maximum of shared memory per CTA, and this maximum in bytes.
 struct Cards {
     architectures: &'static [&'static str],
     shared_memory: usize,
@@ -36,7 +37,8 @@ const CARDS: &[Cards] = &[
     },
 ];
 
-/// The passes (forward and backward), each with head sizes of keys and values. Each pair of sizes has its own tile sizes.
+/// The passes (such as forward and backward), each with the head sizes of keys and values. Each pair of head sizes has its own
+/// tile sizes.
 const WIDTHS: &[(&str, &str)] = &[
     ("forward", "64-64"),
     ("forward", "128-128"),
@@ -58,13 +60,13 @@ const WIDTHS: &[(&str, &str)] = &[
 
 const TABLE: &str = "docs/mma-compiled.md";
 
-/// The compiler's results for a kernel and a card.
+/// The compiler's results for one kernel on one GPU.
 #[derive(Debug, PartialEq, Eq)]
 struct Compiled {
     registers: usize,
     shared_memory: usize,
     spilled_bytes: usize,
-    /// The number of instructions that load or store spilled registers in loops that multiply.
+    /// The number of instructions that load or store spilled registers in loops with HMMA instructions.
     hot_spills: usize,
 }
 
@@ -101,7 +103,7 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Returns the path of `nvcc`: the one in the folder `CUDA_PATH`, or else the one on the PATH.
+/// Returns the path of `nvcc`, which is in the folder `CUDA_PATH` or else on the PATH.
 fn nvcc() -> Result<PathBuf> {
     let own = env::var_os("CUDA_PATH").map(|path| Path::new(&path).join("bin/nvcc"));
     let candidates = own.into_iter().chain([PathBuf::from("nvcc")]);
@@ -114,7 +116,7 @@ fn nvcc() -> Result<PathBuf> {
         })
 }
 
-/// Runs the library's test that emits kernels for cards with `shared_memory` bytes per CTA.
+/// Runs the library's test that emits kernels. The kernels are for GPUs with `shared_memory` bytes per CTA.
 fn emit(folder: &Path, shared_memory: usize) -> Result<()> {
     let names = options(
         WIDTHS
@@ -145,10 +147,10 @@ fn sources_of(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(sources)
 }
 
-/// The results by kernel name and card.
+/// The results by kernel name and GPU architecture.
 type Kernels = BTreeMap<(String, &'static str), Compiled>;
 
-/// Compiles all jobs in parallel on all CPU cores.
+/// Compiles all sources for their architectures, in parallel on all CPU cores.
 fn compile_all(nvcc: &Path, jobs: Vec<(PathBuf, &'static str)>) -> Result<Kernels> {
     let workers = thread::available_parallelism().map_or(1, usize::from);
     let jobs = Mutex::new(jobs);
@@ -223,12 +225,13 @@ fn text_of(source: &Path) -> Result<String> {
     fs::read_to_string(source).map_err(|error| format!("{}: {error}", source.display()))
 }
 
-/// Removes a type definition that NVRTC needs. nvcc already defines this name as another type of the same size.
+/// Removes the definition of `int64_t`, which only NVRTC needs. `nvcc` already defines this name as another type of the same
+/// size, so a second definition would be an error.
 fn integers_of_nvcc(source: &str) -> String {
     source.replace("typedef signed long long int int64_t;\n", "")
 }
 
-/// Counts the instructions on spilled registers in loops that multiply.
+/// Counts the instructions on spilled registers in loops with HMMA instructions.
 fn hot_spills_of(sass: &str) -> usize {
     let instructions: Vec<(usize, &str)> = sass.lines().filter_map(instruction).collect();
     hot_spills(
@@ -239,7 +242,7 @@ fn hot_spills_of(sass: &str) -> usize {
     )
 }
 
-/// Returns an instruction with its address: `/*0f30*/ HMMA.16816.F32.BF16 R4, … ;`.
+/// Returns the address and the text of an instruction, from a line such as `/*0f30*/ HMMA.16816.F32.BF16 R4, … ;`.
 fn instruction(line: &str) -> Option<(usize, &str)> {
     let (at, text) = line.trim_start().strip_prefix("/*")?.split_once("*/")?;
     let text = text.trim_start();
@@ -247,7 +250,7 @@ fn instruction(line: &str) -> Option<(usize, &str)> {
     text.contains(';').then_some((at, text))
 }
 
-/// Returns a branch's target address: `@P0 BRA 0x1230 ;`.
+/// Returns the target address of a branch, from a text such as `@P0 BRA 0x1230 ;`.
 fn branch_target(text: &str) -> Option<usize> {
     let (_, target) = text.split_once("BRA")?;
     let (_, target) = target.split_once("0x")?;

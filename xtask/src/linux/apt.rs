@@ -4,12 +4,12 @@ use std::process::Command;
 
 use crate::process::{self, Result};
 
-/// Returns the packages in `packages` that are not installed, or all of them if dpkg is missing.
+/// Returns the names in `packages` whose packages are not installed, or all names if dpkg is missing.
 pub fn missing<'a>(packages: &[&'a str]) -> Vec<&'a str> {
     let installed = |package: &str| {
         let mut query = Command::new("dpkg-query");
         query.args(["--show", "--showformat=${db:Status-Status}", package]);
-        // Compare only the beginning of the output. If a package is installed for two architectures, dpkg-query prints the
+        // Only the beginning of the output is compared. If a package is installed for two architectures, dpkg-query prints the
         // status twice.
         process::output(&mut query).is_some_and(|status| status.starts_with("installed"))
     };
@@ -28,8 +28,8 @@ pub fn usable() -> bool {
 
 pub fn install(packages: &[&str]) -> Result<()> {
     println!("Installing {}", packages.join(" "));
-    // A failed update is ignored, and the result of the installation decides. A broken third-party source makes the update fail
-    // even if the packages are available.
+    // A failed update alone is not an error. A broken third-party source makes the update fail even if the packages are
+    // available, so only the result of the installation decides.
     let update = process::run(apt_get().arg("update"));
     let install = process::run(
         apt_get()

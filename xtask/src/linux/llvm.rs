@@ -1,10 +1,10 @@
 //! Installs LLVM for builds with the feature `cuda` or `rocm`.
 //!
-//! cubecl-cuda 0.11.3 always depends on cubecl-llvm, and through it on tracel-llvm-bundler. The bundler's build script looks for
-//! LLVM in the user's data directory, and downloads it from GitHub if it is not there. No build with CUDA works without access
-//! to that download. So this module installs Debian's LLVM 22 in the user's data directory. For CUDA, it is enough that LLVM
-//! links, because this project's kernels are compiled through CUDA C++ and NVRTC. AMD's kernels are compiled through LLVM. So
-//! the bundler's own LLVM 23 is the better choice for `rocm` if it can be downloaded.
+//! cubecl-cuda 0.11.3 always depends on cubecl-llvm, and through it on tracel-llvm-bundler. The bundler's build script looks
+//! for LLVM in the user's data directory, and downloads LLVM from GitHub if it is not there. Without access to that download,
+//! no build with CUDA works. So this module installs Debian's LLVM 22 in the user's data directory. For CUDA, it is enough that
+//! LLVM links, because this project's kernels are compiled through CUDA C++ and NVRTC. AMD's kernels are compiled through LLVM.
+//! So the bundler's own LLVM 23 is the better choice for `rocm` if it can be downloaded.
 
 use std::{
     fs, io,
@@ -17,12 +17,13 @@ use crate::process::{Result, workspace_root};
 
 const BUNDLER: &str = "tracel-llvm-bundler";
 
-/// The marker file that shows the bundler that LLVM is complete.
+/// The marker file in the LLVM directory. The bundler takes an installation with this file for complete.
 const MARKER: &str = ".tracel-llvm-installed";
 
 const DEBIAN_LLVM: &str = "/usr/lib/llvm-22";
 
-/// The packages: LLVM, the libraries that its archives need, LLD for cubecl-llvm's AMD part, and a C++ compiler for its shims.
+/// The required Debian packages: LLVM, the libraries that LLVM's static archives need, LLD for the AMD code of cubecl-llvm, and
+/// a C++ compiler for cubecl-llvm's shims.
 const PACKAGES: &[&str] = &[
     "llvm-22-dev",
     "libpolly-22-dev",
@@ -33,8 +34,8 @@ const PACKAGES: &[&str] = &[
     "g++",
 ];
 
-/// A wrapper for Debian's llvm-config, which replaces a part of its output. Debian's output names libz3 by a path, which the
-/// bundler cannot turn into an `-l` flag. The static archives do not need libz3.
+/// A shell script that wraps Debian's llvm-config and removes libz3 from its output. Debian's output names libz3 by a path,
+/// which the bundler cannot turn into an `-l` flag. LLVM's static archives do not need libz3.
 const LLVM_CONFIG: &str = r#"#!/bin/sh
 case " $* " in
   *" --system-libs "*) /usr/lib/llvm-22/bin/llvm-config "$@" | sed 's#[^ ]*libz3[^ ]*##g' ;;
@@ -42,7 +43,7 @@ case " $* " in
 esac
 "#;
 
-/// Installs LLVM in the directory in which the bundler looks for it, unless it is installed already.
+/// Installs LLVM in the directory in which the bundler looks for it, unless LLVM is already there.
 pub fn llvm() -> Result<()> {
     let prefix = prefix()?;
     let ready = prefix.join(MARKER).exists();
@@ -70,7 +71,8 @@ pub fn llvm() -> Result<()> {
     Ok(())
 }
 
-/// Runs [`llvm`] if its packages can be installed. If this is impossible or fails, the bundler's own download may still succeed.
+/// Runs [`llvm`] if its packages can be installed. A failure is only a warning, because the bundler's own download may still
+/// succeed.
 pub fn llvm_if_possible() {
     let in_place = prefix().is_ok_and(|prefix| prefix.join(MARKER).exists());
     let can_install = cfg!(target_arch = "x86_64") && apt::usable();
@@ -138,7 +140,7 @@ fn lay_out(prefix: &Path) -> io::Result<()> {
     let llvm_config = bin.join("llvm-config");
     fs::write(&llvm_config, LLVM_CONFIG)?;
     fs::set_permissions(&llvm_config, fs::Permissions::from_mode(0o755))?;
-    // The marker is written last, so that an interrupted installation is not taken for a complete one.
+    // The marker is written last. Otherwise the bundler would take an interrupted installation for a complete one.
     fs::write(prefix.join(MARKER), "")
 }
 

@@ -1,4 +1,5 @@
-//! Sets up a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA, and MPI for training in several processes.
+//! Sets up a Linux machine: a Vulkan driver for the tests, LLVM for builds with CUDA, and MPI for training in several
+//! processes.
 
 mod apt;
 mod llvm;

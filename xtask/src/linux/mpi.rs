@@ -1,5 +1,5 @@
-//! Installs MPI for the tests of training in several processes. The packages are the library, its launcher, and libclang, which
-//! parses the library's header.
+//! Installs MPI for the tests that train in several processes. The packages are the MPI library, its launcher, and libclang,
+//! which parses the header of the MPI library.
 
 use std::{fs, path::Path, process::Command};
 
@@ -31,7 +31,7 @@ fn holds_libclang(folder: &Path) -> bool {
     names.any(|name| name.starts_with("libclang") && name.contains(".so") && !name.contains("cpp"))
 }
 
-/// Installs MPI if possible. If it is not possible, the tests run without MPI.
+/// Installs MPI if possible. Otherwise the tests run without MPI.
 pub fn mpi_if_possible() {
     if has_mpi() {
         println!("MPI is installed.");

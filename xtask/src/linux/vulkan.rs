@@ -1,5 +1,5 @@
-//! Installs a Vulkan driver and the Vulkan loader for the tests. On a machine without a GPU, Mesa's lavapipe runs the kernels on
-//! the CPU.
+//! Installs a Vulkan driver and the Vulkan loader for the tests. On a machine without a GPU, Mesa's lavapipe runs the kernels
+//! on the CPU.
 
 use std::{
     env,
@@ -39,11 +39,12 @@ const MANIFEST_DIRS: &[&str] = &[
     "/usr/local/share/vulkan/icd.d",
 ];
 
-/// The directory in which some container hosts mount the manifest of NVIDIA's driver. The loader does not search this directory.
+/// The directory in which some container hosts mount the manifest of NVIDIA's driver. The loader does not search this
+/// directory.
 const MOUNTED_MANIFEST_DIR: &str = "/usr/local/nvidia/share/vulkan/icd.d";
 
-/// The loader's environment variables that list driver manifests. If one is set, the loader does not search the directories. The
-/// first variable that is set is used.
+/// The environment variables of the Vulkan loader that list driver manifests. The first variable that is set is used. If one of
+/// the variables is set, the loader does not search the directories in `MANIFEST_DIRS`.
 const MANIFEST_VARIABLES: &[&str] = &["VK_DRIVER_FILES", "VK_ICD_FILENAMES"];
 
 /// The environment variables that programs need for Vulkan.
@@ -93,8 +94,8 @@ fn install() -> Result<()> {
     apt::install(PACKAGES).map_err(|error| format!("Vulkan is missing, and {error}.\n{BY_HAND}"))
 }
 
-/// The drivers that the loader can find. `to_name` is the value that the loader's variable must have so that the loader finds
-/// them.
+/// The Vulkan drivers of this machine. `to_name` is the value that the loader's variable must have so that the loader finds the
+/// drivers, or `None` if the loader finds them itself.
 struct Drivers {
     to_name: Option<OsString>,
 }
@@ -173,7 +174,7 @@ fn is_manifest(path: &Path) -> bool {
 }
 
 fn has_loader() -> bool {
-    // The full path of ldconfig is tried too, because its folder is often not in the PATH of ordinary users.
+    // The full path of ldconfig is tried too, because the folder `/sbin` is often not in the PATH of ordinary users.
     let cached = ["ldconfig", "/sbin/ldconfig"].iter().any(|program| {
         output(Command::new(program).arg("-p")).is_some_and(|cache| cache.contains(LOADER))
     });
@@ -185,8 +186,8 @@ fn has_loader() -> bool {
     cached || dirs.any(|dir| dir.join(LOADER).exists())
 }
 
-/// A private directory that replaces a login session's runtime directory. If a program has no such directory, Mesa prints a
-/// warning in every test.
+/// A private directory that replaces the runtime directory of a login session (`XDG_RUNTIME_DIR`). Without a runtime directory,
+/// Mesa prints a warning in every test.
 struct RuntimeDir(PathBuf);
 
 impl RuntimeDir {
@@ -211,7 +212,7 @@ impl RuntimeDir {
 
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
-        // The result is ignored, because a directory that remains in the temporary folder is harmless.
+        // The result is ignored, because it does no harm if the directory remains in the temporary folder.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

@@ -1,4 +1,4 @@
-//! Compile-time settings of the backward kernels whose tile sizes are given as [`UnitTiles`].
+//! Compile-time settings of the backward kernels whose tiles are described by [`UnitTiles`].
 
 use crate::math::score::{ScoreArguments, ScoreKind};
 use crate::math::visibility::Structure;
@@ -15,9 +15,9 @@ pub(crate) struct BackwardKind {
 
 /// Returns the factor by which a kernel multiplies the finished gradients of queries and keys.
 ///
-/// With fragment tiles, a kernel rounds dS to half precision. The scale could make dS underflow before this rounding, so the
-/// kernel multiplies the finished gradients by the scale instead. With all other tiles, dS already contains the scale, and the
-/// factor is 1.
+/// With fragment tiles, a kernel rounds dS to half precision. If dS contained the scale of the scores, dS could underflow in
+/// this rounding. The kernel therefore multiplies the finished gradients by the scale instead. With all other tiles, dS already
+/// contains the scale, and the factor is 1.
 #[cube]
 pub(crate) fn late_scale(score: &ScoreArguments, #[comptime] tiles: UnitTiles) -> f32 {
     let mut scale = f32::new(1.0);

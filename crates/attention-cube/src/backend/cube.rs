@@ -154,7 +154,8 @@ fn with_page_table_as_read(inputs: AttentionInputs<CubeBackend>) -> AttentionInp
     }
 }
 
-/// Copies pages of keys and values to contiguous tensors, as far as queries see them, and returns the problem over the copies.
+/// Copies pages of keys and values to contiguous tensors, and returns the problem over the copies. The function copies only
+/// rows that queries see.
 fn contiguous(
     inputs: AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -176,7 +177,7 @@ fn contiguous(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Copies pages of int8 keys and values like [`contiguous`].
+/// Copies pages of int8 keys and values to contiguous tensors, as [`contiguous`] does for floats.
 fn contiguous_quantized(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -204,8 +205,8 @@ fn contiguous_quantized(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Returns a function that copies the rows that queries see from `count` pages to a contiguous tensor. `lengths` is in the layout
-/// that kernels read.
+/// Returns a function that copies rows from `count` pages to a contiguous tensor. The function copies only rows that queries
+/// see. `lengths` must be in the layout that kernels read.
 fn gather<'a>(
     page_table: MaybeInt<CubeBackend>,
     count: usize,
@@ -219,8 +220,8 @@ fn gather<'a>(
     move |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone())
 }
 
-/// Runs the forward directly on int8 words, if the selected engine can read them. If the engine cannot, the function returns
-/// the inputs unchanged.
+/// Runs the forward directly on int8 words, if the selected engine can read them. Otherwise the function returns the inputs
+/// unchanged.
 fn reads_int8_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -230,8 +231,8 @@ fn reads_int8_in_place(
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // Passes the int8 words as the keys and values of a float attention. The type system allows this, because CubeBackend has
-    // one tensor type for all element types.
+    // Passes the int8 words as the keys and values of a forward over floats. The type system allows this, because CubeBackend
+    // has one tensor type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {
         vectors: is_in_vectors(&query, 4),
@@ -270,7 +271,7 @@ fn forward_of_seen(
     let lengths = inputs.kv_lengths.as_option();
     let lengths = lengths.map(|lengths| lengths_as_read(lengths, &problem));
     let inputs = QuantizedInputs {
-        // The converted lengths replace the original lengths, so that the forward does not convert the lengths a second time.
+        // The converted lengths replace the original lengths, so that the forward does not have to convert them, too.
         kv_lengths: lengths.clone().into(),
         ..inputs
     };
@@ -313,8 +314,8 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
 /// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from another engine or from another order
 /// of summation. Returns `None` if the saved logsumexp can be used.
 ///
-/// The backward computes P from recomputed scores and the logsumexp. For scores in the hundreds, P is wrong if forward and
-/// backward did not sum `q·k` in the same order.
+/// The backward computes P from recomputed scores and the logsumexp. If forward and backward sum `q·k` in different orders, P
+/// is wrong for scores in the hundreds.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,
@@ -323,7 +324,7 @@ fn recompute_lse(
 ) -> Option<FloatTensor<CubeBackend>> {
     let layouts = forward_layouts(inputs);
     let chosen = select_forward(problem, Some(device), layouts).kernel;
-    // If the engine has no forward for this problem, the saved logsumexp is used.
+    // If the engine has no forward for this problem, the backward uses the saved logsumexp.
     let own = engine
         .plan_forward_as_backward(problem, device, layouts)
         .ok()?;

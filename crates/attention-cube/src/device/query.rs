@@ -71,8 +71,8 @@ impl DeviceProfile {
             bindings: hardware.max_bindings as usize,
             largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
             cube_count: hardware.max_cube_count.0,
-            // The number of processors is present only for software drivers. A device is a software driver if its runtime
-            // reports no physical device, because runtimes report a physical device for every GPU.
+            // The number of processors is present only for software drivers. A device without a physical device in its
+            // properties is a software driver, because runtimes report a physical device for every GPU.
             processors: properties.identity.physical.is_none().then(processors),
             multiprocessors: hardware
                 .num_streaming_multiprocessors
@@ -88,7 +88,8 @@ impl DeviceProfile {
     }
 }
 
-/// Returns the profile of a device. The function queries each device once per process, because its properties do not change.
+/// Returns the profile of a device. The function queries each device only once per process, because the properties of a device
+/// do not change.
 #[cfg(feature = "cube")]
 fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DeviceProfile> {
     static PROFILES: LazyLock<Mutex<HashMap<CubeDevice, Arc<DeviceProfile>>>> =
@@ -98,7 +99,8 @@ fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DevicePr
     Arc::clone(profiles.entry(device.clone()).or_insert_with(asked))
 }
 
-/// Returns the features listed in `properties`, plus wgmma if `has_wgmma`, because `properties` cannot list wgmma.
+/// Returns the features that `properties` lists, plus wgmma if `has_wgmma` is true. The type of `properties` has no entry for
+/// wgmma.
 #[cfg(feature = "cube")]
 fn features(properties: &DeviceProperties, has_wgmma: bool) -> Vec<Feature> {
     let features = &properties.features;
@@ -164,7 +166,7 @@ fn fragments(client: &Client) -> FragmentSupport {
     }
 }
 
-/// The number of hardware threads of the processor.
+/// Returns the number of hardware threads of the processor.
 #[cfg(feature = "cube")]
 fn processors() -> usize {
     static COUNT: OnceLock<usize> = OnceLock::new();

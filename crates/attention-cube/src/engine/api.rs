@@ -13,7 +13,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use std::fmt;
 
 /// The largest number of query rows that a decode kernel serves. The number of query rows is `q_len` times the number of query
-/// heads in a group, since these heads share a tile.
+/// heads in a GQA group, since the heads of a group share a tile.
 pub(crate) const DECODE_ROWS: usize = 32;
 
 /// The planner of an engine. A plan depends only on the problem and on the device's profile, so tests of plans need no device.
@@ -23,11 +23,12 @@ pub trait AttentionEngine {
     /// The plan of a backward.
     type Backward: Clone + fmt::Debug + PartialEq;
 
-    /// The largest number of query rows (`q_len` times the query heads of a group) for which the forward reads int8 keys and
-    /// values without converting them to floats first. The number is 0 for an engine whose kernels read only floats.
+    /// The largest number of query rows for which the forward reads int8 keys and values without first converting them to
+    /// floats. The number of query rows is `q_len` times the query heads of a GQA group. The constant is 0 for an engine whose
+    /// kernels read only floats.
     const MOST_INT8_ROWS: usize = 0;
 
-    /// True if selection tries this engine before all other engines, regardless of its position in the list of engines.
+    /// True if selection must try this engine before all other engines, regardless of its position in the list of engines.
     fn goes_first(_problem: &AttentionProblem, _pass: Pass) -> bool {
         false
     }
@@ -44,8 +45,8 @@ pub trait AttentionEngine {
 
     /// Plans a forward that sums `q·k` in the same order as the engine's backward.
     ///
-    /// The backward recomputes P from the scores and the saved logsumexp. For scores in the hundreds, a forward with another
-    /// order of summation gives a logsumexp that does not match, and P changes.
+    /// The backward recomputes P from the scores and the saved logsumexp. If the forward summed `q·k` in another order, scores
+    /// in the hundreds would give a logsumexp that does not match the recomputed scores, and P would change.
     ///
     /// # Errors
     /// Returns a [`Refusal`] in the same cases as [`plan_forward`](Self::plan_forward).
@@ -67,18 +68,18 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Backward, Refusal>;
 
-    /// The number of key splits (split-KV, flash-decoding). A second kernel combines the partial results of the splits. The
-    /// number is 1 if the keys are not split.
+    /// Returns the number of key splits (split-KV, flash-decoding). A second kernel combines the partial results of the splits.
+    /// The number is 1 if the keys are not split.
     fn splits(plan: &Self::Forward) -> usize;
 
-    /// True if the forward's kernels can read keys and values in pages of `page_len` keys. If they cannot, a launch first copies
-    /// the pages to contiguous keys and values.
+    /// True if the forward's kernels can read keys and values in pages of `page_len` keys. If this is false, a launch first
+    /// copies the pages to contiguous keys and values.
     fn reads_pages(_plan: &Self::Forward, _page_len: usize) -> bool {
         false
     }
 
-    /// Returns a warning for each point in which a backward's kernels fall short of the contract, which the [crate's
-    /// documentation](crate) states.
+    /// Returns one warning for each respect in which the backward's kernels fall short of the guarantees in the [crate's
+    /// documentation](crate).
     fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {
         Vec::new()
     }
@@ -93,7 +94,7 @@ pub struct Int8Scales {
     pub value: CubeTensor,
 }
 
-/// The launches of an engine's kernels. They exist only in builds that contain the kernels.
+/// The launches of an engine's kernels. Only builds that contain the kernels have this trait.
 #[cfg(feature = "cube")]
 pub trait Launch: AttentionEngine {
     /// Launches the forward and returns the output and the logsumexp. The problem's tensors have at least one element.
@@ -111,7 +112,7 @@ pub trait Launch: AttentionEngine {
         problem: &AttentionProblem,
     ) -> AttentionOutput<CubeBackend>;
 
-    /// Launches the forward over int8 keys and values, packed four to a `u32`. The problem has at most
+    /// Launches the forward over int8 keys and values, packed four to a `u32`. The problem must have at most
     /// [`MOST_INT8_ROWS`](AttentionEngine::MOST_INT8_ROWS) query rows.
     ///
     /// # Shapes

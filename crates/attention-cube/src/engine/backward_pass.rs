@@ -101,9 +101,8 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. One buffer holds the
-    /// sequence lengths and the segment bounds. The argument `offsets` gives the positions in this buffer at which the bias
-    /// kernel reads both.
+    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets` gives the
+    /// positions of lengths and segment bounds in the packed buffer that the kernel of the bias gradient reads.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,
@@ -141,7 +140,7 @@ impl<'a> BackwardPass<'a> {
         )
     }
 
-    /// Computes the gradient of the sinks, one element per query head.
+    /// Computes the gradient of the sinks, which has one element per query head.
     ///
     /// Burn's tensor operations compute the gradient from the LSE and delta. A separate kernel converts the result to half
     /// precision, because the rounding of Burn's conversion depends on the driver.

@@ -104,7 +104,7 @@ macro_rules! engines {
             }
         }
 
-        /// The planned kernels of a forward, with the engine that they belong to.
+        /// The plan of a forward's kernels. Each engine has one variant, which holds the engine's own plan.
         #[derive(Clone, Debug, PartialEq)]
         #[non_exhaustive]
         pub enum ForwardKernel {
@@ -112,7 +112,7 @@ macro_rules! engines {
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(<$module::$engine as AttentionEngine>::Forward),
             )+
-            /// The reference: attention in Burn's own operations, see [`Engine::Reference`].
+            /// The reference implementation, which computes attention in Burn's own operations: see [`Engine::Reference`].
             Reference,
         }
 
@@ -125,8 +125,8 @@ macro_rules! engines {
                 }
             }
 
-            /// The number of key splits (split-KV). A second kernel combines the splits' results. The number is 1 if the keys are
-            /// not split.
+            /// Returns the number of key splits (split-KV). A second kernel combines the splits' results. The number is 1 if
+            /// the keys are not split.
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+
@@ -162,8 +162,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Computes the output and the logsumexp over int8 keys and values. The engine's kernel reads the int8 rows without a
-            /// conversion beforehand.
+            /// Computes the output and the logsumexp over int8 keys and values. The engine's kernel reads the int8 rows
+            /// directly, without a dequantized copy.
             #[cfg(feature = "cube")]
             pub(crate) fn forward_int8(
                 self,
@@ -187,7 +187,7 @@ macro_rules! engines {
             }
         }
 
-        /// The planned kernels of a backward, with the engine that they belong to.
+        /// The plan of a backward's kernels. Each engine has one variant, which holds the engine's own plan.
         #[derive(Clone, Debug, PartialEq)]
         #[non_exhaustive]
         pub enum BackwardKernel {
@@ -195,7 +195,7 @@ macro_rules! engines {
                 #[doc = concat!("See [`", stringify!($module), "`](mod@", stringify!($module), ").")]
                 $engine(Box<<$module::$engine as AttentionEngine>::Backward>),
             )+
-            /// The reference: attention in Burn's own operations, see [`Engine::Reference`].
+            /// The reference implementation, which computes attention in Burn's own operations: see [`Engine::Reference`].
             Reference,
         }
 
@@ -208,8 +208,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns a warning for each point in which the kernels fall short of the contract, which the [crate's
-            /// documentation](crate) states.
+            /// Returns one warning for each respect in which the kernels fall short of the guarantees in the [crate's
+            /// documentation](crate).
             pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+
@@ -247,7 +247,7 @@ macro_rules! engines {
     };
 }
 
-/// The planned kernels of either a forward or a backward.
+/// The plan of the kernels of either a forward or a backward.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Kernel {
@@ -266,7 +266,7 @@ impl Kernel {
         }
     }
 
-    /// The number of key splits, see [`ForwardKernel::splits`]. It is 1 for a backward.
+    /// Returns the number of key splits, see [`ForwardKernel::splits`]. The number is 1 for a backward.
     pub fn splits(&self) -> usize {
         match self {
             Self::Forward(kernel) => kernel.splits(),

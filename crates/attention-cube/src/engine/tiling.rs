@@ -19,27 +19,27 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The largest number of bytes of keys and values that tiles in flight may read together under a causal mask. Up to this size,
-/// the keys and values stay in the L2 cache.
+/// The limit for the bytes of keys and values that all tiles in flight read under a causal mask. Up to this size, the keys and
+/// values stay in the L2 cache.
 ///
-/// Under a causal mask, tiles differ in length (the number of visible blocks). The tiles of several heads are therefore
-/// interleaved by length, so that the tiles that start last are short.
+/// Under a causal mask, tiles differ in the number of visible blocks that they stream. The tiles of several heads are therefore
+/// ordered by this number together, so that the tiles that start last are short.
 const CACHE_BYTES: usize = 34 << 20;
 
 /// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
 const BLOCKS_PER_SPLIT: usize = 2;
 
-/// Returns the number of query heads of a group that are packed into a tile of `rows` rows. The number is 1 if each tile has
-/// rows of only one head.
+/// Returns the number of query heads of a GQA group that are packed into a tile of `rows` rows. The number is 1 if each tile
+/// has rows of only one head.
 pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
-    // Pack heads into a tile only if at least two heads fit. A tile of one head is the same with and without packing.
+    // Pack heads into a tile only if at least two heads fit. For only one head, packing would not change the tile.
     match rows / problem.q_len.max(1) {
         0 | 1 => 1,
         heads => heads.min(problem.group().max(1)),
     }
 }
 
-/// The counts of query tiles in a forward.
+/// The numbers of query tiles and of heads in flight in a forward.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueryTiles {
     /// The number of tiles over all heads and sequences.
@@ -70,8 +70,8 @@ pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize)
     }
 }
 
-/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if there are fewer tiles than
-/// `cubes`, the number of cubes that the device runs at once.
+/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if `cubes`, the number of cubes
+/// that the device runs at once, is at least twice the number of tiles.
 pub(crate) fn splits(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -94,13 +94,14 @@ const MOST_ROUNDS: usize = 4;
 /// at 485 and 485 tokens/s.
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
-/// The time to start and end a cube, in units of the time of one key block. With the value 2, decoding ran at 495 and 488
-/// tokens/s in the measurement of `BLOCKS_OF_FEW_ROWS`. With the value 1, and at least two blocks per split, it ran at 488 and
-/// 488 tokens/s.
+/// The time to start and end a cube, in units of the time that one key block takes. With the value 2, decoding ran at 495 and
+/// 488 tokens/s in the measurement of `BLOCKS_OF_FEW_ROWS`. With the value 1, and at least two blocks per split, it ran at 488
+/// and 488 tokens/s.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
-/// Returns the number of key splits (split-KV) for few query rows, where copying a block takes longer than its GEMMs. The
-/// result is the fewest splits whose estimated time is within 5 % of the best. The estimate counts waves of `cubes` cubes.
+/// Returns the number of key splits (split-KV) for few query rows, for which copying a block takes longer than its GEMMs. The
+/// result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The estimate counts
+/// waves of `cubes` cubes.
 pub(crate) fn num_splits_heuristic(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -120,16 +121,17 @@ pub(crate) fn num_splits_heuristic(
     (1..=most).find(is_near).unwrap_or(1)
 }
 
-/// Returns the size in bytes, in half precision, of the two tensors that all tiles of a head read. These are keys and values
-/// for tiles of queries, or queries and output gradients for tiles of keys. Both tensors have `rows` rows.
+/// Returns the size in bytes, in half precision, of the two tensors that all tiles of a head read. For tiles of queries, the
+/// two tensors are keys and values. For tiles of keys, they are queries and output gradients. Both tensors have `rows` rows.
 fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
 }
 
 /// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
 ///
-/// Each group of `sharing` heads reads the same operands, of `bytes` bytes. Under a causal mask, the operands of all heads in
-/// flight must fit the L2 cache. Without a causal mask, all tiles stream equally many blocks, so the heads run one after another.
+/// Each group of `sharing` heads reads the same operands, which have `bytes` bytes. Under a causal mask, the operands of all
+/// heads in flight must fit the L2 cache. Without a causal mask, all tiles stream equally many blocks, so the heads run one
+/// after another.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.causal.is_none() {
         return 1;
@@ -137,13 +139,13 @@ fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: us
     (CACHE_BYTES / bytes.max(1) * sharing).clamp(sharing.min(planes.max(1)), planes.max(1))
 }
 
-/// The kernels of a backward, with `T` as the tiles of one kernel.
+/// The plan of a backward's kernels. `T` is the type that describes the tiles of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardPlan<T> {
     /// The kernel that keeps a tile of queries in shared memory and sums the queries' gradient.
     pub query: T,
     /// The kernel that keeps a tile of keys in shared memory and sums the keys' gradient. The kernel also sums the values'
-    /// gradient, unless the field `value` is present.
+    /// gradient, unless the field `value` is `Some`.
     pub key: T,
     /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums it.
     pub value: Option<T>,
@@ -151,27 +153,27 @@ pub struct BackwardPlan<T> {
     pub queries_together: usize,
     /// The number of key heads whose tiles are in flight together. Heads of all sequences count.
     pub keys_together: usize,
-    /// The number of splits of each kernel's tiles.
+    /// The number of splits in each of the kernels.
     pub splits: GradientSplits,
-    /// The elements per load of the output and its gradient, in the kernel that computes delta.
+    /// The number of elements per load in the kernel that computes delta from the output and its gradient.
     pub vector: usize,
-    /// The plan of the bias gradient, if the problem has a bias.
+    /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
-    /// The operands that must first be copied. The copies have aligned rows, which consist of whole 16-byte pieces.
+    /// The operands that must first be copied. The rows of a copy are aligned to 16 bytes and consist of whole 16-byte vectors.
     pub copies: Operands,
 }
 
 impl<T: BackwardTiles> BackwardPlan<T> {
-    /// Plans a backward with the given tiles: those of the query kernel, of the key kernel, and of the value kernel if there is
-    /// one.
+    /// Plans a backward with the given tiles of the query kernel, of the key kernel, and of the value kernel if there is a
+    /// value kernel.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
         layouts: Layouts,
         (query, key, value): (T, T, Option<T>),
     ) -> Result<Self, Refusal> {
-        // Assume that every operand allows vector loads: an operand without 16-byte aligned rows is copied to aligned rows first.
-        // The loads then have four elements if four divides the row length.
+        // Assume that every operand allows vector loads, because an operand without 16-byte aligned rows is copied to aligned
+        // rows first. The loads then have four elements if the row length is a multiple of four.
         let readable = Layouts {
             vectors: true,
             ..layouts
@@ -232,8 +234,8 @@ mod tests {
     use super::*;
     use crate::testing::problem;
 
-    /// The keys of few tiles are split until one or a few waves of cubes fill the device. There are fewer splits if there are few
-    /// keys, and one split if there are many tiles.
+    /// Checks that the keys are split until one or a few waves of cubes fill the device if there are few tiles. There must be
+    /// fewer splits if there are few keys, and one split if there are many tiles.
     #[test]
     fn num_splits_heuristic_few_tiles_fill_rounds() {
         for (tiles, kv_len, expected) in [

@@ -1,25 +1,26 @@
 //! Dropout of probabilities by a counter-based generator, so that the backward draws the same bits as the forward.
 //!
 //! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each query
-//! head of each sequence has its own generator key, which is drawn from the seed. The generator's counter names a *cell* of four
-//! scores: queries `i` and `i + 8` with keys `j` and `j + 8`. Both `i % 16` and `j % 16` are below 8. In fragments of an `mma` or
-//! `wgmma` product, a thread holds whole cells, so it draws no random bit twice.
+//! head of each sequence has its own generator key, which is drawn from the seed. The generator's counter is the index of a
+//! *cell* of four scores: queries `i` and `i + 8` with keys `j` and `j + 8`, where both `i % 16` and `j % 16` are below 8. In
+//! fragments of an `mma` or `wgmma` product, a thread holds whole cells. The thread therefore draws each random bit only once.
 //!
-//! Each score of a cell gets 16 of the 64 drawn bits. It is dropped if they are below a threshold.
+//! Each score of a cell gets 16 of the 64 drawn bits. The probability of the score is dropped if these 16 bits are below a
+//! threshold.
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
 
-/// The number of rounds of the generator. The authors found no failure of statistical tests from 7 rounds on.
+/// The number of rounds of the generator. The generator's authors found no failures of statistical tests from 7 rounds on.
 const ROUNDS: usize = 7;
 
-/// The multiplier of a round.
+/// The multiplier in each round of the generator.
 const MULTIPLIER: u32 = 0xD256_D193;
 
 /// The increment of the generator key between two rounds.
 const WEYL: u32 = 0x9E37_79B9;
 
-/// The number of values that the 16 random bits of a score can have.
+/// The number of different values of the 16 random bits that a score gets.
 pub(crate) const LEVELS: u32 = 1 << 16;
 
 fn philox(mut first: u32, mut second: u32, mut key: u32) -> [u32; 2] {
@@ -32,7 +33,7 @@ fn philox(mut first: u32, mut second: u32, mut key: u32) -> [u32; 2] {
     [first, second]
 }
 
-/// Returns the generator key of a query head, which is the `plane`-th of all heads of all sequences.
+/// Returns the generator key of a query head. `plane` is the index of the head among all heads of all sequences.
 pub(crate) fn head_key(seed: u64, plane: u32) -> u32 {
     philox(plane, (seed >> 32) as u32, seed as u32)[0]
 }
@@ -49,7 +50,8 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// Checks the rate of each bit and the correlation of neighbours over many scores, by chi-square statistics.
+    /// Checks the rate of each random bit and the correlation of neighbouring scores, by chi-square statistics over many
+    /// scores.
     #[test]
     fn bits_are_uniform_and_independent_of_neighbours() {
         let (queries, keys) = (512u32, 512u32);
@@ -85,7 +87,8 @@ mod tests {
             let square = |count: &u32| (f64::from(*count) - expected).powi(2) / expected;
             counts.iter().map(square).sum::<f64>()
         };
-        // Bounds at 6 standard deviations: a chi-square of `n` degrees has the mean `n` and the variance `2 n`.
+        // The bounds are 6 standard deviations above the mean. A chi-square with `n` degrees of freedom has the mean `n` and
+        // the variance `2 n`.
         assert!(statistic(&buckets) < 255.0 + 6.0 * 510f64.sqrt());
         for pair in pairs {
             assert!(

@@ -1,4 +1,4 @@
-//! The tensors and sizes that tile kernels receive together.
+//! The tensors and sizes that tile kernels receive as grouped arguments.
 
 use cubecl::prelude::*;
 
@@ -15,8 +15,9 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
-    /// `n · page_len` on. With it, the first dimension of K and V counts pages, and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
+    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of K and V counts pages, and the
+    /// third dimension counts the keys of a page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
@@ -40,7 +41,7 @@ pub(crate) struct BackwardInputs<E: Float, N: Size> {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadSizes {
-    /// Query heads per KV head (the GQA group size).
+    /// The number of query heads per KV head (the GQA group size).
     pub group: u32,
     /// The number of columns of queries and keys.
     pub head_dim: u32,

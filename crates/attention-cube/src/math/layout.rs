@@ -2,31 +2,31 @@
 
 use cubecl::prelude::*;
 
-/// The rows of one head, or of all query heads of a GQA group. The rows of a group are numbered consecutively, head after
-/// head. Only a range of the rows may be read.
+/// The rows of one head, or of all query heads of a GQA group. The rows of a group are numbered consecutively, one head after
+/// another. Only a range of the rows may be read.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rows {
-    /// Element offset of the first row.
+    /// The element offset of the first row.
     pub base: usize,
-    /// Strides in elements: between neighbouring rows, and between neighbouring columns.
+    /// The strides between neighbouring rows (`row_stride`) and between neighbouring columns (`column_stride`), in elements.
     pub row_stride: usize,
     pub column_stride: usize,
-    /// Rows `first..end` may be read. Loads of rows outside of this range return zeros.
+    /// The range of rows that may be read, `first..end`. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
-    /// A row that exists, for loads whose result is ignored.
+    /// The index of an existing row, which loads read if their result is ignored.
     pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,
-    /// The number of rows per head, and the stride between neighbouring heads in elements. Both are read only if the rows of
-    /// a group's heads are packed into one tile (GQA).
+    /// The number of rows per head (`head_length`), and the stride between neighbouring heads in elements (`head_stride`).
+    /// Kernels read both fields only if one tile packs the rows of all heads of a GQA group.
     pub head_length: u32,
     pub head_stride: usize,
 }
 
-/// One input of a tile multiplication: a tensor, and the rows to read from it. For an int8 operand, rows and strides count
-/// 32-bit words, and `columns` counts int8 codes.
+/// One input of a tile multiplication: a tensor, and the rows of the tensor that a kernel reads. For an int8 operand, rows and
+/// strides count 32-bit words, and `columns` counts int8 codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -69,8 +69,8 @@ pub(crate) fn head_rows<E: Numeric, N: Size>(
     group_rows(tensor, batch, head, 0u32, first, end, columns)
 }
 
-/// Returns the rows of the group of heads that starts at `head`, with `head_length` rows per head. Rows `first..end` may be
-/// read.
+/// Returns the rows of the group of heads that starts at `head`, with `head_length` rows per head. Kernels may read only the
+/// rows `first..end`.
 #[cube]
 pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -101,12 +101,12 @@ pub(crate) fn group_rows<E: Numeric, N: Size>(
 pub(crate) struct Page {
     /// The page's index in the tensors of keys and values.
     pub index: u32,
-    /// The number of the page's first key in its sequence.
+    /// The index of the page's first key within the sequence.
     pub first_key: i32,
 }
 
 /// Returns the page that holds key `key` of sequence `batch`. `page_table` is `[batch, pages of a sequence]`. Without a page
-/// table, sequence `batch` is one page.
+/// table, the whole sequence `batch` counts as one page.
 #[cube]
 pub(crate) fn page_of<E: Numeric, N: Size>(
     page_table: &ComptimeOption<OwnedTensor<i32>>,
@@ -131,10 +131,10 @@ pub(crate) fn page_of<E: Numeric, N: Size>(
     }
 }
 
-/// Returns entry `number` of a sequence in the page table. The entry is the index of a page of the tensor `pages`.
+/// Returns entry `number` of a sequence in the page table. The entry is the index of a page in the tensor `pages`.
 ///
-/// A number past the table gives the sequence's last entry. An entry outside of `0..pages` counts as the nearest page, so that no
-/// access leaves the tensor.
+/// If `number` is past the end of the table, the function returns the sequence's last entry. An entry outside of `0..pages` is
+/// clamped to this range, so that no access leaves the tensor.
 #[cube]
 pub(crate) fn page_in<E: Numeric, N: Size>(
     page_table: &Tensor<i32>,
@@ -147,7 +147,8 @@ pub(crate) fn page_in<E: Numeric, N: Size>(
     min(max(entry, 0i32) as u32, pages.shape(0) as u32 - 1u32)
 }
 
-/// Moves an operand of sequence 0 to a page. Only rows of this page may then be read, by their numbers in the sequence.
+/// Shifts the offset of an operand from sequence 0 to a page. Kernels still address a row by its index within the sequence, but
+/// may read only rows of this page.
 #[cube]
 pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     operand: Operand<'a, E, N>,
@@ -156,7 +157,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The difference may be negative and then wraps around. The sum with the offset of a row of the page wraps back.
+        // The difference may be negative and then wraps around. The sum wraps back when the offset of a row of the page is
+        // added.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // No load may leave the page, not even a load whose result is ignored.
@@ -171,8 +173,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     }
 }
 
-/// Returns the element offset of `row`. If `packed`, the rows of all heads of the group are numbered consecutively, head
-/// after head.
+/// Returns the element offset of `row`. If `packed`, the rows of all heads of the group are numbered consecutively, one head
+/// after another.
 #[cube]
 pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
     if comptime!(packed) {

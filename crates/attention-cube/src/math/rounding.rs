@@ -12,8 +12,8 @@ mod tests {
 
     const UNITS: usize = 64;
 
-    /// Writes the rounded values as u32 bits, because drivers may change the bits of floats that a kernel writes. The device
-    /// need not support the type `E`.
+    /// Writes the rounded values as u32 bits, because drivers may change the bits of floats that a kernel writes. The kernel
+    /// does not require that the device supports the type `E`.
     #[cube(launch_unchecked)]
     fn convertible_bits<E: Float>(
         values: &[u32],
@@ -46,11 +46,11 @@ mod tests {
         u32::from_bytes(&bytes).to_vec()
     }
 
-    /// Returns bit patterns next to every rounding tie, and bit patterns spread over the whole range.
+    /// Returns bit patterns next to every rounding tie of bf16, and bit patterns spread over the whole range of u32.
     fn samples() -> Vec<u32> {
         let lower = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         let about_ties = (0..1 << 16).flat_map(|upper| lower.map(|lower| (upper << 16) | lower));
-        // An index times an odd constant permutes all u32 values, so the samples spread evenly.
+        // The product of an index and an odd constant permutes all u32 values, so the samples spread evenly.
         let all_over = (0..1 << 20).map(|index: u32| index.wrapping_mul(0x9e37_79b1));
         about_ties.chain(all_over).collect()
     }

@@ -1,10 +1,12 @@
-//! Tile scheduler: assigns a tile to each cube, and starts the longest tiles first.
+//! The tile scheduler assigns a tile to each cube, and starts the longest tiles first.
 //!
 //! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles are
-//! numbered from the last. The cubes that start last then have short tiles, and no cube works alone at the end.
+//! numbered in descending order of their queries. The cubes that start last then have short tiles, and no cube works alone at
+//! the end.
 //!
 //! Heads and sequences vary fastest over the cube index, so that the tiles in flight have equal lengths. The scheduler first
-//! runs all tiles of `together` (head, sequence) pairs, as many as suit the L2 cache. Then it runs the next `together` pairs.
+//! runs all tiles of `together` (head, sequence) pairs, which is as many pairs as suit the L2 cache. Then it runs the tiles of
+//! the next `together` pairs.
 
 use cubecl::prelude::*;
 
@@ -18,7 +20,7 @@ pub(crate) struct Grid {
     pub splits: u32,
     /// The number of heads per sequence. If tiles pack the query heads of a group, this is the number of KV heads.
     pub heads: u32,
-    /// The number of (head, sequence) pairs. Such a pair is called a plane here, which is not a CubeCL plane (warp).
+    /// The number of (head, sequence) pairs. This module calls such a pair a plane, although it is not a CubeCL plane (warp).
     pub planes: u32,
     /// The number of (head, sequence) pairs whose tiles are scheduled together. The cubes take one tile of each of these pairs
     /// before they take the next tile of any pair.
@@ -32,15 +34,16 @@ pub(crate) struct Grid {
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Schedule {
-    /// The number of work items. An item is a tile, or a pair of tiles if `paired` is 1.
+    /// The number of work items. A work item is a tile, or a pair of tiles if `paired` is 1.
     pub items: u32,
-    /// The number of launched cubes. Each cube processes every `launched`-th item.
+    /// The number of launched cubes. Each cube processes every `launched`-th work item.
     pub launched: u32,
-    /// 1 if a work item is a pair: a tile and its mirror image in the sequence. 0 if an item is one [`WorkTile`].
+    /// The kind of work item. The field is 1 if a work item is a pair of tiles, a tile and its mirror image in the sequence.
+    /// The field is 0 if a work item is one [`WorkTile`].
     pub paired: u32,
 }
 
-/// The tile of one cube: its index among the row tiles, its split of the keys, its head and its sequence.
+/// The tile of one cube: the tile's index within its head, its split of the keys, its head and its sequence.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct WorkTile {
@@ -77,14 +80,16 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// False if there is no work in this iteration. The middle tile is its own mirror image, so its pair has no second tile.
+    /// False if there is no work in this iteration. The middle tile of a sequence has no partner, so its pair has no second
+    /// tile.
     pub exists: bool,
 }
 
 /// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
 ///
-/// Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of both tiles' costs
-/// is the same for every pair. Cubes with equally many pairs therefore end at the same time.
+/// If work items are pairs, a pair is a tile and its mirror image, the tile as far from the sequence's opposite end. Under a
+/// causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of both tiles' costs is the
+/// same for every pair. Cubes with equally many pairs therefore end at the same time.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {
@@ -115,12 +120,12 @@ pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32)
     }
 }
 
-/// Returns the work item of iteration `turn + 1` of the cube's loop, where `item` is the work item of iteration `turn`.
+/// Returns the work item of iteration `turn + 1` of the cube's loop. `item` is the work item of iteration `turn`.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
-    // A pair of tiles is one work item but takes two iterations. With pairs, the work item therefore advances only after
-    // every second iteration.
+    // A pair of tiles is one work item but takes two iterations. If work items are pairs, the cube therefore goes on to its
+    // next item only after every second iteration.
     item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 

@@ -1,11 +1,12 @@
-//! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates over one of them.
+//! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates.
 
-/// The stationary side of a kernel, queries or keys: a tile keeps rows of this side, and blocks of the opposite side stream.
+/// The stationary side of a kernel. A tile keeps rows of this side, queries or keys, and the kernel streams blocks of the
+/// opposite side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The tile holds queries and streams keys.
+    /// A tile keeps queries, and the kernel streams keys.
     Queries,
-    /// The tile holds keys and streams queries.
+    /// A tile keeps keys, and the kernel streams queries.
     Keys,
 }
 
@@ -22,7 +23,7 @@ impl Side {
 /// The gradients that a kernel accumulates in registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sums {
-    /// The gradient of the queries or of the keys, whichever side is stationary.
+    /// The gradient of the stationary side: of the queries or of the keys.
     QOrK,
     /// The gradient of the values.
     Values,
@@ -36,7 +37,7 @@ impl Sums {
         matches!(self, Self::QOrK | Self::Both)
     }
 
-    /// True if the kernel multiplies with P, to compute the gradient of the values.
+    /// True if the kernel multiplies by P, to compute the gradient of the values.
     pub const fn has_values(self) -> bool {
         matches!(self, Self::Values | Self::Both)
     }

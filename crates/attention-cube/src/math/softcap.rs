@@ -1,21 +1,23 @@
-//! The softcap `c · tanh(x / c)` with a cap far above most scores: constants that kernels and the reference share.
+//! Constants of the softcap `c · tanh(x / c)` for a cap far above most scores. Kernels and the reference implementation share
+//! them.
 //!
-//! A tanh that is computed from exponentials has an error of some ulps of 1. Times the cap `c`, the error is some ulps of
-//! `c`. If the cap is near the scores, this error is too small to change the softmax. If the cap is above [`WIDE`], the error
-//! changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is 0.2, and from 10⁸ on the scores are lost.
+//! A tanh that is computed from exponentials has an error of some ulps of 1. Multiplied by the cap `c`, the error is some ulps
+//! of `c`. If the cap is near the scores, this error is too small to change the softmax. If the cap is above [`WIDE`], the
+//! error changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is 0.2, and from 10⁸ on the scores are
+//! lost.
 //!
 //! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
 //! polynomial. A cap far above all scores, up to the largest f32, then changes nothing.
 
-/// The largest softcap that is not wide. Up to this value, the error of the softcapped score is within 8·10⁻⁶, an ulp of a
-/// score of that size.
+/// The largest softcap that is not wide. Up to this softcap, the error of the softcapped score is within 8·10⁻⁶, which is one
+/// ulp of a score near the softcap.
 pub(crate) const WIDE: f64 = 64.0;
 
-/// The ratio of score to cap below which the series replaces the tanh.
+/// The ratio of score to softcap below which a polynomial replaces the tanh.
 pub(crate) const NEAR: f32 = 0.625;
 
-/// Coefficients of `tanh(r) / r − 1` in powers of `r²`, starting with the first power (Cephes' `tanhf`). For small ratios the
-/// error is within one f32 ulp.
+/// The coefficients of `tanh(r) / r − 1` in powers of `r²`, starting with the first power (Cephes' `tanhf`). For small ratios
+/// the error is within one f32 ulp.
 pub(crate) const SERIES: [f32; 5] = [
     -3.333_328e-1,
     1.333_144_2e-1,
@@ -24,7 +26,7 @@ pub(crate) const SERIES: [f32; 5] = [
     -5.704_987e-3,
 ];
 
-/// True if a softcap is wide.
+/// True if a softcap is wide, which means above [`WIDE`].
 pub(crate) fn is_wide(softcap: Option<f64>) -> bool {
     softcap.is_some_and(|softcap| softcap > WIDE)
 }
@@ -33,7 +35,7 @@ pub(crate) fn is_wide(softcap: Option<f64>) -> bool {
 mod tests {
     use super::*;
 
-    /// The series must agree with `tanh` within a few ulps of f32.
+    /// Checks that the polynomial agrees with `tanh` within a few ulps of f32.
     #[test]
     fn series_near_zero_equals_tanh() {
         for step in 1..=1000 {

@@ -1,15 +1,15 @@
-//! Visibility of keys: causal mask, window, lengths, segments, intervals, mask. Every engine uses this one definition.
+//! Decides which keys a query sees, by causal mask, window, lengths, segments, intervals and mask. All engines use this code.
 //!
-//! Causal mask, window and length give each query one contiguous range of keys, `first_key(i)..end_key(i)`. Both ends grow
-//! with `i`, so the keys that a tile of queries sees are one range too. Kernels skip key blocks outside of the tile's range.
-//! In a block that lies inside the range of every query, kernels do not test single keys.
+//! Causal mask, window and length give each query one contiguous range of keys, `first_key(i)..end_key(i)`. Both ends grow with
+//! `i`, so the keys that a tile of queries sees are also one contiguous range. Kernels skip key blocks outside of the tile's
+//! range. In a block that lies inside the range of every query, kernels do not test single keys.
 
 use crate::math::side::Side;
 use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// The width of a window side that has no limit. Every position is smaller than this value, and the sum of a position and this
-/// value fits in i32.
+/// The number of visible keys on a side of the window that has no limit. Every position is smaller than this number, and the
+/// sum of a position and this number fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
 /// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
@@ -20,12 +20,13 @@ pub(crate) struct SeqLens {
     pub kv_len: i32,
     /// The number of visible keys to the left of a query's own position, or [`OPEN`].
     pub left: i32,
-    /// The number of visible keys to the right of a query's own position, or [`OPEN`]. It is 0 for causal attention.
+    /// The number of visible keys to the right of a query's own position, or [`OPEN`]. The field is 0 for causal attention.
     pub right: i32,
-    /// 1 if the last query is aligned with the last key; 0 if the first query is aligned with the first key.
+    /// The alignment of queries and keys. The field is 1 if the last query is aligned with the last key, and 0 if the first
+    /// query is aligned with the first key.
     pub bottom_right: i32,
-    /// Offsets of four regions of the packed i32 buffer, in i32 values: a record per query (segment id and intervals), a
-    /// segment id per key, bounds per query block, and bounds per key block.
+    /// The offsets of four regions of the packed i32 buffer, in i32 values. The regions hold a record per query (segment id and
+    /// intervals), a segment id per key, the bounds of each query block, and the bounds of each key block.
     pub query_ids: u32,
     pub key_ids: u32,
     pub query_bounds: u32,
@@ -35,7 +36,7 @@ pub(crate) struct SeqLens {
     pub key_blocks: u32,
 }
 
-/// The kinds of masking for which a kernel is compiled, in addition to the window.
+/// The kinds of masking for which a kernel is compiled, in addition to causal mask and window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Structure {
     pub lengths: bool,
@@ -44,13 +45,14 @@ pub(crate) struct Structure {
     /// True if every sequence has its own number of queries.
     pub query_lengths: bool,
     pub segments: bool,
-    /// The number of intervals of keys per query: 0, 1 or 2. A query sees the keys in the union of its intervals.
+    /// The number of key intervals per query: 0, 1 or 2. A query sees the keys in the union of its intervals.
     pub intervals: usize,
     pub mask: bool,
 }
 
 impl Structure {
-    /// The structure of a problem that only causal mask, window and perhaps `lengths` of keys describe.
+    /// Returns the structure of a problem that has no masking except a causal mask, a window and, if `lengths`, numbers of keys
+    /// per sequence.
     pub(crate) const fn of_key_lengths(lengths: bool) -> Self {
         Self {
             lengths,
@@ -67,25 +69,25 @@ impl Structure {
         self.segments || self.intervals > 0 || self.mask
     }
 
-    /// The number of lengths per sequence in the packed i32 buffer. A problem may have the number of keys, the number of queries,
-    /// or both, in this order.
+    /// The number of lengths per sequence in the packed i32 buffer. A sequence may have its number of keys, its number of
+    /// queries, or both in this order.
     pub(crate) const fn lengths_record(&self) -> usize {
         self.lengths as usize + self.query_lengths as usize
     }
 
-    /// True if the packed i32 buffer has bounds of blocks, by which kernels skip blocks.
+    /// True if the packed i32 buffer has bounds of blocks. Kernels use the bounds to skip hidden blocks.
     pub(crate) const fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }
 
-    /// The number of i32 values in a query's record in the packed buffer. A record has the segment id (if the problem has
-    /// segments), then first key and end of each interval.
+    /// The number of i32 values in a query's record in the packed buffer. A record holds the segment id (if the problem has
+    /// segments), then the first key and the end of each interval.
     pub(crate) const fn query_record(&self) -> usize {
         self.segments as usize + 2 * self.intervals
     }
 
-    /// The number of i32 values per block of queries in the packed buffer: [`BLOCK_BOUNDS`], then [`INTERVAL_BOUNDS`] per
-    /// interval.
+    /// The number of i32 values per block of queries in the packed buffer: [`BLOCK_BOUNDS`], plus [`INTERVAL_BOUNDS`] for each
+    /// interval of a query.
     pub(crate) const fn query_block_bounds(&self) -> usize {
         BLOCK_BOUNDS + INTERVAL_BOUNDS * self.intervals
     }
@@ -107,7 +109,7 @@ pub(crate) struct SeqInfo {
     pub q_len: i32,
     /// The number of valid keys.
     pub length: i32,
-    /// The position of query 0 on the axis of key positions.
+    /// The key position with which query 0 is aligned.
     pub offset: i32,
     pub left: i32,
     pub right: i32,
@@ -143,7 +145,7 @@ pub(crate) fn seq_info(
     }
 }
 
-/// Returns the length at `index`. The lengths come first in the packed i32 buffer.
+/// Returns the sequence length at `index`. The lengths are at the start of the packed i32 buffer.
 #[cube]
 fn own_length(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
@@ -175,7 +177,7 @@ fn first_key(seq_info: &SeqInfo, i: i32) -> i32 {
     max(i + seq_info.offset - seq_info.left, 0i32)
 }
 
-/// Returns one past the last key that query `i` sees. If the query sees no key, the result is at most `first_key`.
+/// Returns the index after the last key that query `i` sees. If the query sees no key, the result is at most `first_key`.
 #[cube]
 fn end_key(seq_info: &SeqInfo, i: i32) -> i32 {
     max(
@@ -189,11 +191,12 @@ fn end_key(seq_info: &SeqInfo, i: i32) -> i32 {
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Keys {
     pub first: i32,
-    /// One past the last key or query of the range. It is at most `first` if the range is empty.
+    /// The index after the last key or query of the range. The index is at most `first` if the range is empty.
     pub end: i32,
 }
 
-/// Returns the keys that query `i` sees by window and length, or an empty range if the query does not exist.
+/// Returns the range of keys that the window and the sequence's number of keys allow query `i` to see. The range is empty if the
+/// query does not exist.
 #[cube]
 pub(crate) fn keys_of(seq_info: &SeqInfo, i: i32) -> Keys {
     Keys {
@@ -208,7 +211,7 @@ fn first_query(seq_info: &SeqInfo, j: i32) -> i32 {
     max(j - seq_info.offset - seq_info.right, 0i32)
 }
 
-/// Returns one past the last query that sees key `j`.
+/// Returns the index after the last query that sees key `j`.
 #[cube]
 fn end_query(seq_info: &SeqInfo, j: i32) -> i32 {
     max(
@@ -227,15 +230,16 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     }
 }
 
-/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges.
+/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges. The first range is visible to
+/// at least one row of the tile. The second range is visible to every row of the tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
     /// The range of keys or queries that are visible to at least one row of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range of keys or queries that are visible to every row of the tile. It is empty if the tile reaches past the end
-    /// of the sequence.
+    /// The range of keys or queries that are visible to every row of the tile. The range is empty if the tile reaches past the
+    /// end of the sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
@@ -269,7 +273,8 @@ pub(crate) fn visible_keys(
     }
 }
 
-/// Returns the range of queries that see the keys `first..=last` of a tile. `full` is true if all rows of the tile exist.
+/// Returns the range of queries that see the keys `first..=last` of a tile. `full` is true if all rows of the tile are rows of
+/// the tensor.
 #[cube]
 pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: bool) -> Run {
     Run {
@@ -281,8 +286,8 @@ pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: b
 }
 
 /// True if all scores of a tile and a streamed block are visible. The block starts at row `first` and has `size` rows.
-/// `query_block` and `key_block` are the block indices of the queries and of the keys: one of them belongs to the tile, the
-/// other to the streamed block.
+/// `query_block` is the block index of the queries, and `key_block` is the block index of the keys. The tile has one of these
+/// two indices, and the streamed block has the other index.
 #[cube]
 pub(crate) fn is_whole(
     run: &Run,
@@ -312,30 +317,31 @@ pub(crate) fn is_whole(
     whole
 }
 
-/// True if the block of `size` rows that starts at `first` lies in the range that is visible to every row of the tile.
+/// True if the block of `size` rows from row `first` on lies in the range that is visible to every row of the tile.
 #[cube]
 pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest segment id,
-/// the largest segment id, a bit set of the ids modulo 32, and a range of blocks of the other side (two values).
+/// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest segment id, the
+/// largest segment id, a bit set of the ids modulo 32, and a range of blocks of the opposite side (two values).
 ///
-/// By the bit set, kernels rule out documents whose id lies between the smallest and the largest id but does not occur in the
-/// block. For example, a block that ends in padding may hold ids that are far apart.
+/// A document's id may lie between the smallest and the largest id of a block although the block has no token of the document.
+/// Kernels use the bit set to recognize this. For example, a block that ends in padding may hold ids that are far apart.
 ///
-/// Only blocks of the stationary side have a range of blocks of the other side. The range holds the first block that segments
-/// and intervals may leave visible, and one past the last.
+/// Only blocks of the stationary side have a range of blocks of the opposite side. The range is stored as the index of the
+/// first block that segments and intervals may leave visible, and the index after the last such block.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
-/// The number of i32 values per block of queries and per interval: two ranges of key blocks, each as the first block and one
-/// past the last.
+/// The number of i32 values per block of queries and per interval. The values are two ranges of key blocks, each stored as the
+/// index of its first block and the index after its last block.
 ///
-/// The first range covers each key block with a key that the interval shows to at least one query of the block. The second range
-/// covers each key block with all keys shown to every query of the block.
+/// The first range covers each key block in which the interval makes at least one key visible to at least one query of the
+/// query block. The second range covers each key block in which the interval makes all keys visible to every query of the query
+/// block.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
-/// Returns the offset, in the packed i32 buffer, of the bounds of block `block` of `side`.
+/// Returns the offset of the bounds of a block in the packed i32 buffer. `block` is the block's index on `side`.
 #[cube]
 fn bounds_of(
     seq_lens: &SeqLens,
@@ -358,12 +364,12 @@ fn bounds_of(
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Blocks {
     pub first: i32,
-    /// One past the last block. It is at most `first` if the range is empty.
+    /// The index after the last block. The index is at most `first` if the range is empty.
     pub end: i32,
 }
 
-/// Narrows the range `first..end` of streamed blocks to those that segments and intervals may leave visible to tile `block`.
-/// A block inside the narrowed range may still be hidden from the whole tile.
+/// Narrows the range `first..end` of streamed blocks to the blocks that segments and intervals may leave visible to tile
+/// `block`. A block inside the narrowed range may still be hidden from the whole tile.
 #[cube]
 pub(crate) fn within_bounds(
     first: i32,
@@ -421,8 +427,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if one of the intervals contains every key of block `key_block` for every query of block `query_block`. The structure
-/// must have intervals.
+/// True if, for some interval number, the intervals of all queries of block `query_block` contain every key of block
+/// `key_block`. The structure must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,
@@ -437,8 +443,8 @@ pub(crate) fn is_within_intervals(
     is_in_block_range(lengths_and_ids, whole, key_block, structure)
 }
 
-/// True if a key block lies in the block range of any interval. The range of the first interval is at offset `at` of the
-/// packed i32 buffer, and the range of each further interval is [`INTERVAL_BOUNDS`] values later.
+/// True if a key block lies in the block range of any interval. The range of the first interval is at offset `at` of the packed
+/// i32 buffer. The range of each further interval lies [`INTERVAL_BOUNDS`] elements after the previous range.
 #[cube]
 fn is_in_block_range(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
@@ -468,7 +474,8 @@ fn record_of(seq_lens: &SeqLens, batch: u32, query: i32, #[comptime] structure: 
     }
 }
 
-/// Returns the range of keys in the query's interval number `interval`, counted from 0. The query must exist.
+/// Returns the range of keys in one interval of a query. `interval` is the index of the interval, counted from 0. The query
+/// must exist.
 #[cube]
 pub(crate) fn interval_of(
     seq_lens: &SeqLens,
@@ -491,7 +498,7 @@ pub(crate) fn interval_of(
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Documents {
-    /// The smallest and the largest id.
+    /// The smallest id (`first`) and the largest id (`last`).
     pub first: i32,
     pub last: i32,
 }

@@ -15,16 +15,16 @@ use burn::tensor::{Device, Tensor, assert_shape};
 ///
 /// # Dropout
 /// [`forward`](Self::forward) drops probabilities in the fused operator. Dropout is active if its probability is above 0, the
-/// tensors are on an autodiff device, and the module is not frozen. Each call draws from another seed, see
+/// tensors are on an autodiff device, and the module is not frozen. Each call uses a new seed, see
 /// [`seed_dropout`](super::seed_dropout).
 ///
 /// # Hidden keys
-/// A hidden key has the probability 0 exactly, in all methods. A query whose keys are all hidden has the attention output 0,
-/// so its context is the bias of the output projection. `burn-nn` instead replaces hidden scores by
-/// [`min_float`](Self::min_float), so such a query averages the values of all keys.
+/// In all methods, a hidden key has the probability 0 exactly. A query whose keys are all hidden has the attention output 0, so
+/// its context is the bias of the output projection. `burn-nn` instead replaces hidden scores by
+/// [`min_float`](Self::min_float), so the output of such a query is the mean of all rows of V.
 ///
 /// # Devices and dtypes
-/// The devices, dtypes and head sizes are those of [`fused_attention`](crate::fused_attention).
+/// This module supports the devices, dtypes and head sizes of [`fused_attention`](crate::fused_attention).
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct MultiHeadAttention {
@@ -38,17 +38,18 @@ pub struct MultiHeadAttention {
     pub output: Linear,
     /// The dropout of the probabilities.
     pub dropout: Dropout,
-    /// An activation without use, which `burn-nn`'s module has.
+    /// An unused activation. The field exists because `burn-nn`'s module has it.
     pub activation: Gelu,
-    /// The number of features of inputs and output.
+    /// The number of features of the inputs and the output.
     pub d_model: usize,
     /// The number of heads.
     pub n_heads: usize,
     /// The number of features of a head.
     pub d_k: usize,
-    /// The score of hidden keys in the unfused softmax. The fused operator does not use it.
+    /// The score of hidden keys in the unfused softmax. The fused operator ignores this field.
     pub min_float: f64,
-    /// True for the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`: each head has a sink of 0.
+    /// True if the softmax is the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`. This is a softmax with a sink of 0 for
+    /// each head.
     pub quiet_softmax: bool,
 }
 
@@ -125,7 +126,7 @@ impl MultiHeadAttention {
         config.init(device).into()
     }
 
-    /// Computes the context without the probabilities, in memory that is linear in the sequence length.
+    /// Computes the context but not the probabilities, with memory that is linear in the sequence length.
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.
@@ -138,7 +139,7 @@ impl MultiHeadAttention {
         self.compute_context(query, key, value, masks)
     }
 
-    /// Computes the context and the probabilities, unfused like `burn-nn`.
+    /// Computes the context and the probabilities, without the fused operator, like `burn-nn`.
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `weights [batch, n_heads, q_len,
@@ -153,7 +154,8 @@ impl MultiHeadAttention {
         MhaOutput { weights, context }
     }
 
-    /// Checks the shapes of the input and projects it to the heads of query, key and value: `[batch, heads, length, d_k]` each.
+    /// Checks the shapes of the input, and projects the input to heads of query, key and value, each
+    /// `[batch, heads, length, d_k]`.
     fn project_input(&self, input: MhaInput) -> ([Tensor<4>; 3], Masks) {
         self.check_shapes(&input);
         let projected = [
@@ -206,7 +208,7 @@ impl MultiHeadAttention {
         self.project_output(heads)
     }
 
-    /// True if [`Dropout::forward`] would change the weights of this query and key.
+    /// True if [`Dropout::forward`] would change the probabilities of this query and key.
     fn has_active_dropout(&self, query: &Tensor<4>, key: &Tensor<4>) -> bool {
         let has_autodiff = query.device().is_autodiff() || key.device().is_autodiff();
         has_autodiff && self.dropout.training.is_enabled() && self.dropout.prob != 0.0
@@ -239,7 +241,7 @@ impl MultiHeadAttention {
         }
     }
 
-    /// Computes the probabilities, `[batch, n_heads, q_len, kv_len]`, with active dropout applied.
+    /// Computes the probabilities, `[batch, n_heads, q_len, kv_len]`, and applies active dropout to them.
     fn compute_weights(&self, query: Tensor<4>, key: Tensor<4>, masks: Masks) -> Tensor<4> {
         let lengths = [query.dims()[2], key.dims()[2]];
         let hidden = masks.hidden_with_causal(lengths, &query.device());
@@ -253,7 +255,8 @@ impl MultiHeadAttention {
             true => quiet_softmax(scores, 3),
             false => softmax(scores, 3),
         };
-        // A query whose keys are all hidden has equal scores, so its weights are not 0 without this line.
+        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0. This line sets
+        // them to 0.
         if let Some(hidden) = hidden {
             weights = weights.mask_fill(hidden, 0.0);
         }

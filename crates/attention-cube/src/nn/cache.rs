@@ -1,5 +1,5 @@
-//! The caches of autoregressive inference, with the semantics of `burn-nn`: each call gets the whole sequence, and computes and
-//! appends its last token.
+//! The caches of autoregressive inference, with the semantics of `burn-nn`. Each call gets the whole sequence, but computes and
+//! appends only the last token.
 
 use super::attention::MultiHeadAttention;
 use super::input::MhaInput;
@@ -7,16 +7,16 @@ use burn::tensor::Tensor;
 
 /// The cache of [`MultiHeadAttention::forward_cache`] for autoregressive inference.
 ///
-/// The cache has the projected keys and values, and the contexts of earlier tokens. `burn-nn` also caches the projected
-/// queries and recomputes the attention of all of them, but returns only the last result. Here only the last query is
-/// computed.
+/// The cache holds the projected keys and values, and the contexts of earlier tokens. `burn-nn` also caches the projected
+/// queries and recomputes the attention of all queries, but returns only the last result. This cache computes only the last
+/// query.
 #[derive(Clone, Debug)]
 pub struct MhaCache {
-    /// Projected keys and values, `[batch, n_heads, kv_len, d_k]`.
+    /// The projected keys and values, `[batch, n_heads, kv_len, d_k]`, or `None` before the first call.
     heads: Option<(Tensor<4>, Tensor<4>)>,
-    /// True if a call appends the last key and value, false if the first keys and values stay.
+    /// True if each call appends the last key and value. False if all calls use the keys and values of the first call.
     grows: bool,
-    /// The contexts, `[batch, q_len, d_model]`.
+    /// The contexts of the tokens so far, `[batch, q_len, d_model]`.
     context: Option<Tensor<3>>,
 }
 
@@ -30,7 +30,7 @@ impl MhaCache {
         }
     }
 
-    /// Creates an empty cache of cross-attention. The keys and values of the first call stay in use in all calls.
+    /// Creates an empty cache of cross-attention. All later calls use the keys and values of the first call.
     pub fn autoregressive_cross_attention() -> Self {
         Self {
             grows: false,
@@ -42,11 +42,11 @@ impl MhaCache {
 impl MultiHeadAttention {
     /// Computes the context with a cache.
     ///
-    /// The first call computes all queries. Each later call gets one more token, computes this token's query against all
-    /// keys, and appends the result. The contexts of earlier tokens stay as they are, as in `burn-nn`, even if they would see
-    /// the new key. If the first call has several tokens and a causal mask, the contexts equal those of one
+    /// The first call computes all queries. Each later call gets one more token, computes this token's query against all keys,
+    /// and appends the result. The contexts of earlier tokens do not change, as in `burn-nn`, even if these tokens would see
+    /// the new key. If the first call has several tokens and a causal mask, the contexts equal the contexts of one
     /// [`forward`](Self::forward) over the whole sequence with a causal mask. Without a causal mask in the first call, the
-    /// first tokens see each other.
+    /// tokens of the first call see each other.
     ///
     /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`. The last query sees all keys
     /// under [`causal`](MhaInput::causal), so later calls need not repeat the causal mask.
@@ -116,15 +116,15 @@ impl MultiHeadAttention {
     }
 }
 
-/// The cached output of a layer that computes each token by itself.
+/// The cached output of a layer that computes each token independently of the other tokens.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenCache {
-    /// `[batch, length, d_model]`
+    /// The output for all tokens so far, `[batch, length, d_model]`.
     output: Option<Tensor<3>>,
 }
 
 impl TokenCache {
-    /// Computes the whole sequence in the first call, and appends the last token in later calls.
+    /// Computes the whole sequence in the first call. Later calls compute only the last token, and append its output.
     pub fn forward(
         &mut self,
         input: Tensor<3>,

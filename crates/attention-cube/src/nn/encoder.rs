@@ -13,20 +13,21 @@ use burn::tensor::{Bool, Device, Tensor};
 /// A transformer encoder layer with the fields and records of [`burn::nn::transformer::TransformerEncoderLayer`], computed with
 /// fused attention.
 ///
-/// The differences from `burn-nn` are those of [`MultiHeadAttention`]. The dropout of the probabilities runs in the operator.
+/// The differences from `burn-nn` are the differences of [`MultiHeadAttention`]. The dropout of the probabilities runs in the
+/// fused operator.
 #[derive(Module, Debug)]
 pub struct FusedTransformerEncoderLayer {
     /// The self-attention.
     pub mha: MultiHeadAttention,
     /// The position-wise feed-forward network.
     pub pwff: PositionWiseFeedForward,
-    /// The layer normalization of the feed-forward network.
+    /// The layer normalization before the feed-forward network.
     pub norm_1: LayerNorm,
-    /// The layer normalization of the attention, or of the layer's output if `norm_first` is false.
+    /// The layer normalization before the attention, or after the feed-forward network if `norm_first` is false.
     pub norm_2: LayerNorm,
     /// The dropout of attention and feed-forward outputs.
     pub dropout: Dropout,
-    /// True if layer normalization comes before attention and feed-forward network, false if it comes after them.
+    /// True if layer normalization precedes the attention and the feed-forward network, false if it follows them.
     pub norm_first: bool,
 }
 
@@ -84,7 +85,7 @@ impl FusedTransformerEncoderLayer {
         self.compute(input, masks, None)
     }
 
-    /// Computes the layer with a causal mask, without a mask tensor.
+    /// Computes the layer with a causal mask that needs no mask tensor.
     ///
     /// # Shapes
     /// `input [batch, length, d_model]`, `mask_pad [batch, length]` → `[batch, length, d_model]`.
@@ -100,7 +101,7 @@ impl FusedTransformerEncoderLayer {
         self.compute(input, masks, None)
     }
 
-    /// Computes the layer with a cache. The semantics are those of [`MultiHeadAttention::forward_cache`].
+    /// Computes the layer with a cache, with the semantics of [`MultiHeadAttention::forward_cache`].
     ///
     /// # Shapes
     /// `input [batch, length, d_model]`, `mask_pad [batch, length]`, `mask_attn [batch, length, length]` →
@@ -170,7 +171,7 @@ impl FusedTransformerEncoderLayer {
     }
 }
 
-/// Computes a layer that treats each token by itself, with a cache or without one.
+/// Computes a layer that treats each token independently of the other tokens. Uses `cache` if it is present.
 fn forward_tokens(
     cache: Option<&mut TokenCache>,
     input: Tensor<3>,
@@ -204,7 +205,7 @@ impl FusedTransformerEncoderLayerCache {
 }
 
 /// A transformer encoder with the fields and records of [`burn::nn::transformer::TransformerEncoder`], computed with fused
-/// attention. The differences from `burn-nn` are those of [`FusedTransformerEncoderLayer`].
+/// attention. The differences from `burn-nn` are the differences of [`FusedTransformerEncoderLayer`].
 ///
 /// ```
 /// use attention_cube::nn::{FusedTransformerEncoder, TransformerEncoderInput};
@@ -235,9 +236,9 @@ pub struct FusedTransformerEncoder {
     pub n_layers: usize,
     /// The dropout probability.
     pub dropout: f64,
-    /// True if layer normalization comes before attention and feed-forward network, false if it comes after them.
+    /// True if layer normalization precedes the attention and the feed-forward network, false if it follows them.
     pub norm_first: bool,
-    /// True for the quiet softmax.
+    /// True if the attention uses the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`.
     pub quiet_softmax: bool,
 }
 
@@ -310,13 +311,12 @@ impl FusedTransformerEncoder {
         layers.fold(tensor, |x, layer| layer.compute(x, masks.clone(), None))
     }
 
-    /// Computes all layers with a cache. The semantics are those of [`MultiHeadAttention::forward_cache`].
+    /// Computes all layers with a cache, with the semantics of [`MultiHeadAttention::forward_cache`].
     ///
     /// # Shapes
     /// `tensor [batch, length, d_model]` → `[batch, length, d_model]`.
     ///
-    /// # Panics
-    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache is of an encoder with another number of layers.
+    /// Panics like [`MultiHeadAttention::forward_cache`], or if the cache belongs to an encoder with another number of layers.
     pub fn forward_autoregressive_inference(
         &self,
         input: TransformerEncoderInput,

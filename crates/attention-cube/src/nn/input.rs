@@ -1,13 +1,13 @@
-//! The inputs of the modules: sequences and their masks. All masks have the sense of `burn-nn`: `true` hides a key.
+//! The inputs of the modules: sequences and their masks. All masks have the meaning of `burn-nn`'s masks: `true` hides a key.
 
 use burn::tensor::{Bool, Device, Tensor};
 
 /// The masks of an input. A key is visible if no mask hides it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Masks {
-    /// `[batch, kv_len]`
+    /// The padding mask, `[batch, kv_len]`.
     pub pad: Option<Tensor<2, Bool>>,
-    /// `[batch, q_len, kv_len]`
+    /// The attention mask, `[batch, q_len, kv_len]`.
     pub attn: Option<Tensor<3, Bool>>,
     pub causal: bool,
 }
@@ -24,8 +24,8 @@ impl Masks {
         }
     }
 
-    /// Returns the mask of the keys that `pad` or `attn` hides, with dimensions of size 1 where both masks broadcast. The
-    /// causal mask is not part of the result.
+    /// Returns the mask of the keys that `pad` or `attn` hides. A dimension along which both masks are broadcast has size 1.
+    /// The causal mask is not included.
     ///
     /// # Shapes
     /// `[batch, 1, q_len, kv_len]`.
@@ -56,7 +56,7 @@ impl Masks {
     }
 }
 
-/// Returns the mask that hides a key if either mask hides it.
+/// Returns the mask that hides a key if at least one of the two masks hides it.
 fn union(
     first: Option<Tensor<4, Bool>>,
     second: Option<Tensor<4, Bool>>,
@@ -76,7 +76,7 @@ fn union(
 
 /// The input of [`MultiHeadAttention`](super::MultiHeadAttention).
 ///
-/// The constructors and masks are those of [`burn::nn::attention::MhaInput`]. [`causal`](Self::causal) replaces
+/// The constructors and masks are the ones of [`burn::nn::attention::MhaInput`]. [`causal`](Self::causal) replaces
 /// [`generate_autoregressive_mask`](burn::nn::attention::generate_autoregressive_mask) and needs no mask tensor.
 ///
 /// # Shapes
@@ -129,7 +129,8 @@ impl MhaInput {
         self
     }
 
-    /// Hides all keys after the query's own position. The last query sees the last key. Kernels skip the hidden half.
+    /// Hides all keys after the query's own position. The last query sees the last key. Kernels skip the half of the scores
+    /// that the mask hides.
     pub fn causal(mut self) -> Self {
         self.masks.causal = true;
         self
@@ -138,7 +139,7 @@ impl MhaInput {
 
 /// The input of [`FusedTransformerEncoder`](super::FusedTransformerEncoder).
 ///
-/// The constructor and masks are those of [`burn::nn::transformer::TransformerEncoderInput`].
+/// The constructor and masks are the ones of [`burn::nn::transformer::TransformerEncoderInput`].
 ///
 /// # Shapes
 /// `tensor [batch, length, d_model]`.

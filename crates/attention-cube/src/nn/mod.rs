@@ -8,8 +8,8 @@
 //! | `transformer::TransformerEncoder` | [`FusedTransformerEncoder`] |
 //! | `transformer::TransformerEncoderInput` | [`TransformerEncoderInput`] |
 //!
-//! A module converts from `burn-nn`'s module and back with `From`, and shares its parameters. Records (`into_record`,
-//! `save_file`) of either module load into the other.
+//! A module converts from `burn-nn`'s module and back with `From`. The conversion keeps the parameters. Records (`into_record`,
+//! `save_file`) of one module load into the other module, in both directions.
 //!
 //! ```
 //! use attention_cube::nn::{MhaInput, MultiHeadAttention};
@@ -38,14 +38,14 @@
 //!
 //! | case | `burn-nn` | here |
 //! |---|---|---|
-//! | a query whose keys are all hidden | mean of the values; 0 with quiet softmax | 0 |
+//! | a query whose keys are all hidden | mean of the rows of V; 0 with quiet softmax | 0 |
 //! | hidden keys | their scores are replaced by `min_float` | excluded from the softmax exactly |
 //! | `forward` | returns weights and context | returns the context |
 //! | causal mask | a tensor `[batch, length, length]` | [`MhaInput::causal`], without a tensor |
-//! | active dropout of the probabilities | random numbers of the device | in the operator, from the seeds of [`seed_dropout`] |
+//! | active dropout of the probabilities | random numbers of the device | inside the operator, from the seeds of [`seed_dropout`] |
 //!
-//! Masks have `burn-nn`'s sense: **`true` hides a key**. [`sdpa`] and [`AttentionOptions::mask`] have PyTorch's sense, in
-//! which `true` makes a key visible.
+//! Masks have the meaning of `burn-nn`'s masks: **`true` hides a key**. [`sdpa`] and [`AttentionOptions::mask`] have the
+//! meaning of PyTorch's masks, in which `true` makes a key visible.
 //!
 //! [`AttentionOptions::mask`]: crate::AttentionOptions::mask
 

@@ -2,15 +2,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The mixed seed of the process, plus the number of calls with dropout since it was set. The seed is mixed so that processes
-/// with neighbouring seeds share no seeds of calls in practice.
+/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Mixing makes sure that
+/// processes with neighbouring seeds practically never use the same seed for a call.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
-/// Sets the seed of the dropout of probabilities in this process's modules, so that a run can be repeated. Other dropouts of an
-/// encoder use the random numbers of the device.
+/// Sets the seed from which this process's modules draw the dropout of probabilities, so that a run can be repeated. Other
+/// dropouts of an encoder use the random numbers of the device.
 ///
-/// Each forward with active dropout has its own seed, which depends on the number of such forwards before it. Without a call of
-/// this function, the seed of the process is 0. In data-parallel training, give each process its own seed.
+/// Each forward with active dropout has its own seed, which depends on the number of such forwards before it. If this function
+/// is never called, the seed of the process is 0. In data-parallel training, give each process its own seed.
 ///
 /// ```
 /// attention_cube::nn::seed_dropout(42);
@@ -19,7 +19,7 @@ pub fn seed_dropout(seed: u64) {
     NEXT.store(mixed(seed), Ordering::Relaxed);
 }
 
-/// Returns the seed of the next call.
+/// Returns the dropout seed of the next call.
 pub(super) fn next_seed() -> u64 {
     mixed(NEXT.fetch_add(1, Ordering::Relaxed))
 }

@@ -1,4 +1,4 @@
-//! The factors of dropout, drawn on the host.
+//! The dropout factors of the reference implementation, drawn on the host.
 
 use crate::math::dropout::{bits, head_key};
 use crate::options::Dropout;
@@ -10,7 +10,8 @@ use burn::backend::{
 };
 use burn::tensor::TensorData;
 
-/// Returns the factors of all probabilities, `[batch, q_heads, q_len, kv_len]`: 0 if a probability is dropped.
+/// Returns the dropout factors of all probabilities, `[batch, q_heads, q_len, kv_len]`. The factor is 0 if a probability is
+/// dropped.
 pub(super) fn factors<B: Backend>(
     dropout: &Dropout,
     problem: &AttentionProblem,

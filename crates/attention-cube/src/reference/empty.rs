@@ -1,4 +1,4 @@
-//! Attention without queries or without keys. No kernel serves this case.
+//! Attention without queries or without keys. No kernel serves such a problem.
 
 use super::parts;
 use super::tensors::{bool_dtype, cast, fill_rows, float_dtype, is_negative_infinity, sum_to};
@@ -10,7 +10,7 @@ use crate::types::tensors::{
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// True if the problem has queries. In an empty problem with queries, no query sees a key.
+/// True if the problem has queries. In a problem with queries but without keys, no query sees a key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }
@@ -29,7 +29,7 @@ pub(super) fn forward<B: Backend>(
             let sinks = B::float_reshape(sinks, Shape::new([1, problem.q_heads, 1]));
             let mut scores = cast::<B>(sinks, dtype);
             if has_rows(problem) {
-                // Overwrites a sink of −∞ by the constant −∞. Such a sink counts as no sink, so the logsumexp must not pass a
+                // Replaces a sink of −∞ by the constant −∞. Such a sink counts as no sink, so the logsumexp must not pass a
                 // gradient to the sink.
                 let none = is_negative_infinity::<B>(&scores);
                 scores = B::float_mask_fill(scores, none, f64::NEG_INFINITY.into());
@@ -38,8 +38,8 @@ pub(super) fn forward<B: Backend>(
         }
         None => B::float_full(rows, f64::NEG_INFINITY.into(), &device, float_dtype(dtype)),
     };
-    // The zero output is computed from the query. Autodiff then finds a gradient of zero for the query, even if the query
-    // contains NaN.
+    // The zero output is computed from the query, so that autodiff gives the query a gradient. This gradient is zero even if
+    // the query contains NaN.
     let query = inputs.query.clone();
     let shape = Shape::new(problem.output_shape());
     let output = if has_rows(problem) {
@@ -53,8 +53,8 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Computes the gradients of an empty problem. All gradients are zero except that of the sinks. Without keys, the logsumexp is
-/// the sink, so the sink receives the logsumexp's gradient.
+/// Computes the gradients of an empty problem. All gradients except the gradient of the sinks are zero. Without keys, the
+/// logsumexp is the sink, so the sink receives the logsumexp's gradient.
 pub(crate) fn backward<B: Backend>(
     inputs: AttentionInputs<B>,
     saved: AttentionSaved<B>,

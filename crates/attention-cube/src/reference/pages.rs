@@ -1,5 +1,5 @@
-//! Keys and values in pages, in Burn's own tensor operations: the copy to contiguous keys and values, and the append of new rows.
-//! Tests compare the kernels with this module, and devices without kernels run it.
+//! Keys and values in pages, in Burn's own tensor operations. The operations are the copy to contiguous keys and values, and
+//! the append of new rows. Tests compare the kernels with this module, and devices without kernels run it.
 
 use super::tensors::{INTS, at_least_i32, clamped_integers};
 use crate::problem::AttentionProblem;
@@ -20,8 +20,8 @@ macro_rules! of_kind {
         $append:ident,
         [$select:ident, $assign:ident, $reshape:ident, $permute:ident, $cat:ident, $slice:ident, $zeros:ident]
     ) => {
-        /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. An entry of the
-        /// page table outside of `0..pages` counts as the nearest page.
+        /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. An entry of
+        /// the page table outside of `0..pages` is clamped to this range.
         pub(crate) fn $gather<B: Backend>(
             pages: $tensor<B>,
             page_table: &IntTensor<B>,
@@ -42,7 +42,7 @@ macro_rules! of_kind {
             B::$reshape(B::$permute(found, &[0, 2, 1, 3, 4]), rows)
         }
 
-        /// Returns the pages with new rows. See [`paged::append`](crate::paged::append).
+        /// Writes new rows to the pages, and returns the pages. See [`paged::append`](crate::paged::append).
         pub(crate) fn $append<B: Backend>(
             pages: $tensor<B>,
             rows: $tensor<B>,
@@ -57,7 +57,7 @@ macro_rules! of_kind {
             }
             let all = count * heads * page_len;
             let targets = targets::<B>(places, [count, heads, page_len], [batch, new]);
-            // Rows without a place go to one additional row, which is removed at the end.
+            // Rows without a slot are written to one additional row, which is removed at the end.
             let rows = B::$reshape(rows, Shape::new([batch * heads * new, columns]));
             let pages = B::$reshape(pages, Shape::new([all, columns]));
             let nowhere = B::$slice(rows.clone(), &[Slice::from(0..1), Slice::from(0..columns)]);
@@ -98,8 +98,8 @@ of_kind!(
     ]
 );
 
-/// Returns the index of each new row among all rows of all pages, `[batch · heads · new]`. Rows without a place get the index
-/// after the last row.
+/// Returns the target of each new row as an index among all rows of all pages, `[batch · heads · new]`. New rows without a slot
+/// in the pages get the index after the last row.
 fn targets<B: Backend>(
     places: AppendPlaces<B>,
     [count, heads, page_len]: [usize; 3],
@@ -138,7 +138,7 @@ fn targets<B: Backend>(
     let is_page = B::int_gather(1, B::bool_into_int(is_page, INTS), number.clone());
     dropped = B::bool_or(dropped, B::int_equal_elem(is_page, 0.into(), bools));
     let page = B::int_gather(1, clamped_integers::<B>(table, count - 1), number);
-    // The rows of a page lie head after head.
+    // The rows of a page are stored one head after another.
     let first = B::int_mul_scalar(page, ((heads * page_len) as i64).into());
     let row = B::int_reshape(B::int_add(first, slot), Shape::new([batch, 1, new]));
     let head = B::int_arange(0..heads as i64, &device, INTS);

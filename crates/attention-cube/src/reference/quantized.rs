@@ -25,8 +25,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         };
     }
     let bools = bool_dtype::<B>(&rows);
-    // The sum `flaw` of all elements times 0 is NaN if the row contains NaN or infinity, and otherwise 0. The largest
-    // magnitude does not reveal a NaN, because `max` may skip NaN.
+    // `flaw` is the sum of all elements multiplied by 0. It is NaN if the row contains NaN or infinity, and 0 otherwise. The
+    // largest magnitude does not reveal a NaN, because `max` may skip NaN.
     let flaw = B::float_sum_dim(B::float_mul_scalar(rows.clone(), 0.0.into()), 3);
     let largest = B::float_max_dim(B::float_abs(rows.clone()), 3);
     let least = f32::from_bits(ZERO_BELOW);
@@ -36,7 +36,7 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
     let scales = B::float_add(B::float_mask_fill(scales, is_zero, 0.0.into()), flaw);
 
     let multiples = B::float_div(rows, divisors);
-    // Rounds half up by `floor(x + 0.5)`, because devices differ in how `round` treats halves.
+    // Rounds ties up by `floor(x + 0.5)`, because devices differ in how `round` treats ties.
     let codes = B::float_floor(B::float_add_scalar(multiples, 0.5.into()));
     let codes = B::float_clamp(codes, (-LARGEST).into(), LARGEST.into());
     let codes = B::float_into_int(codes, IntDType::I32);
@@ -50,8 +50,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
         B::int_reshape(code, words_shape.clone())
     };
-    // The code in the highest byte keeps its sign. The codes in the three lower bytes are masked to 8 bits, so that the sum of
-    // all shifted codes is the word.
+    // The code in the highest byte keeps its sign. The codes in the three lower bytes are masked to 8 bits. Otherwise the sign
+    // bits of a lower code would change the bytes above it when the shifted codes are added.
     let highest = CODES - 1;
     let words = (0..highest).fold(
         B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
@@ -90,15 +90,15 @@ pub(crate) fn dequantize<B: Backend>(rows: QuantizedTensors<B>, dtype: DType) ->
     cast::<B>(B::float_mul(codes, cast::<B>(scales, compute)), dtype)
 }
 
-/// Returns code `lane` of each word as a float.
+/// Returns the code at index `lane` of each word, as a float.
 fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> FloatTensor<B> {
     let byte = |words| B::bitwise_and_scalar(words, 255i32.into());
     let shifted = match lane {
         0 => words,
         lane => B::bitwise_right_shift_scalar(words, (8 * lane as i32).into()),
     };
-    // Adds 128 so that the code is non-negative and the byte mask preserves it. The 128 is subtracted again after the
-    // conversion to float.
+    // Adds 128 so that the code is non-negative. The byte mask would otherwise turn a negative code into another number. The
+    // 128 is subtracted again after the conversion to float.
     let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
 }

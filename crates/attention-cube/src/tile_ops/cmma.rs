@@ -1,16 +1,16 @@
 //! Matrix fragments that a plane loads and multiplies, in a register layout that only the device knows (`cubecl::cmma`).
 //!
 //! Tests can emulate fragments. An emulated operand fragment is only a view of shared memory, so it must be multiplied before
-//! that memory is overwritten. An emulated accumulator is divided over the units of a plane, and an emulated multiplication is
-//! a loop. Only the functions of this module distinguish emulated fragments from the device's.
+//! that memory is overwritten. An emulated accumulator is divided among the units of a plane, and an emulated multiplication is
+//! a loop. Only the functions of this module distinguish emulated fragments from the device's own fragments.
 
 use super::tiles::UnitTiles;
 use super::vec4::{Four, Vec4};
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
-/// A matrix in shared memory. Its first row starts at vector `at`, and each row starts `pitch` vectors (of 4 elements) after
-/// the previous row.
+/// A matrix in shared memory. Its first row starts at vector `at`. Each further row starts `pitch` vectors (of 4 elements)
+/// after the previous row.
 #[derive(CubeType)]
 pub(super) struct Piece<C: Float> {
     pub memory: Shared<[Four<C>]>,
@@ -51,8 +51,8 @@ pub(super) enum RightFragment<C: Float> {
 pub(crate) enum SumFragment {
     /// A fragment in the device's own registers.
     Matrix(Matrix<f32>),
-    /// The vectors of 4 elements that a unit holds. Consecutive vectors of the accumulator belong to consecutive units of the
-    /// plane.
+    /// The elements that one unit holds, as vectors of 4 elements. Consecutive vectors of the accumulator belong to consecutive
+    /// units of the plane.
     Emulated(Array<Vec4>),
 }
 
@@ -199,7 +199,7 @@ pub(super) fn multiply<C: Float>(
     }
 }
 
-/// Computes the same as [`multiply`] with loops, for emulated fragments.
+/// Computes the same result as [`multiply`], but with loops, for emulated fragments.
 #[cube]
 fn emulate<C: Float>(
     left: &Piece<C>,

@@ -1,15 +1,15 @@
 //! Tile multiplications (QKᵀ and PV) by units that read their operands from global memory, for software drivers.
 //!
-//! On a software driver, shared memory is as slow as any other memory. Copying an operand there would cost two accesses per
-//! element, and two barriers per copy. Mesa's llvmpipe runs 8 units as one vector. An arithmetic operation takes one
-//! instruction for all 8 units. A load or store is executed unit by unit: about 40 instructions per unit for 4 elements.
-//! Memory accesses are therefore the bound:
+//! On a software driver, shared memory is as slow as any other memory. Copying an operand to shared memory would cost two
+//! accesses per element, and two barriers per copy. Mesa's llvmpipe runs 8 units as one vector. An arithmetic operation takes
+//! one instruction for all 8 units. A load or store is executed unit by unit: about 40 instructions per unit for 4 elements.
+//! Memory accesses therefore limit the speed:
 //!
 //! | function | elements in registers per unit | loads of 4 elements per multiply-add |
 //! |---|---|---|
 //! | [`multiply_transposed`] | 8 × 8 of S; 16 × 16 in the backward with a wide head_dim | 0.063; 0.031 |
 //! | [`accumulate`] | up to 16 × 32 of O, in registers | 0.023 |
-//! | [`add_transposed`] | up to 16 × 32, which are added to the sum in memory | 0.031 |
+//! | [`add_transposed`] | up to 16 × 32 of a product, which are added to the sum in memory | 0.031 |
 
 use super::int8_rows::{codes, is_packed_int8, word_at};
 use super::row_access::load_vec4;
@@ -19,15 +19,16 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the offset of `row` if kernels may read this row, or else the offset of the nearest row that they may read.
+/// Returns the offset of `row` if kernels may read this row. Otherwise returns the offset of the nearest row that kernels may
+/// read.
 #[cube]
 fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     let nearest = max(min(max(row, rows.first), rows.end - 1i32), 0i32);
     row_offset(rows, nearest as u32, packed)
 }
 
-/// Loads four columns, from `column` on, of a row that may be read. Columns past the row's end get zeros or the elements of
-/// other columns.
+/// Loads four columns, from `column` on, of a row that kernels may read. The result for columns past the row's end is zero or
+/// elements of other columns.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -92,8 +93,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             #[unroll]
             for c in 0..width {
                 let b_value = b_values[c];
-                // Adds four products to each other, and then their sum to the accumulator. If all products of 512 columns were
-                // added one after another, two more bits would be lost. This loss shows in the backward's dP − Δ.
+                // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512 columns
+                // were added one after another, two more bits would be lost. The backward's dP − Δ would show this loss.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {
@@ -149,7 +150,7 @@ pub(super) fn accumulate<E: Numeric, N: Size>(
     }
 }
 
-/// Writes a tile of the shape of S to shared memory, transposed. Each unit writes the elements that it holds.
+/// Writes a tile with the shape of S to shared memory in transposed form. Each unit writes the elements that it holds.
 #[cube]
 pub(crate) fn store_transposed(
     s: &Array<f32>,
@@ -176,19 +177,19 @@ pub(crate) fn store_transposed(
     }
 }
 
-/// Division of an accumulator in global memory among the units, and the number of passes over its columns.
+/// The division of an accumulator in global memory among the units, and the number of passes over its columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SumTiling {
-    /// The number of row vectors per unit. Each row vector holds 4 rows.
+    /// The number of 4-row vectors per unit.
     row_vectors: usize,
-    /// The number of column vectors per unit and pass. Each column vector holds 4 columns.
+    /// The number of 4-column vectors per unit in each pass.
     column_vectors: usize,
     /// The number of units along a row of the accumulator.
     across: usize,
     schedule: usize,
 }
 
-/// Divides an accumulator of `rows` × `width` elements among the units, up to 16 × 32 elements per unit and pass.
+/// Divides an accumulator of `rows` × `width` elements among the units, with up to 16 × 32 elements per unit in each pass.
 pub(crate) fn sum_tiling(units: usize, rows: usize, width: usize) -> SumTiling {
     let row_vectors = match width {
         0..=32 => 1,
@@ -206,18 +207,18 @@ pub(crate) fn sum_tiling(units: usize, rows: usize, width: usize) -> SumTiling {
     }
 }
 
-/// Upper bound of the loop iterations of [`add_transposed`].
+/// Returns an upper bound of the loop iterations of a unit in [`add_transposed`].
 pub(crate) const fn add_iterations(sum_tiling: SumTiling, tiles: &UnitTiles) -> usize {
     sum_tiling.schedule * (tiles.rows + 1) + tiles.row_steps() * tiles.columns() / 4
 }
 
-/// Computes `T += Pᵀ B`. P is the square tile in shared memory, and B consists of as many rows of `b` as P has.
+/// Computes `T += Pᵀ B`. P is the square tile in shared memory. B consists of as many rows of `b` as P has rows.
 ///
 /// T is in a buffer in global memory, and its rows start at `target_first`. Each element of T always belongs to the same unit.
 /// The function syncs the cube before it reads the tile. When the function returns, other units may still be reading the tile.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` that is multiplied only with
-/// zeros of P, because that row may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` whose elements would all be
+/// multiplied by zeros of P, because that row may contain NaN.
 #[cube]
 pub(crate) fn add_transposed<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,
@@ -300,7 +301,7 @@ pub(crate) fn add_transposed<E: Numeric, N: Size>(
     }
 }
 
-/// Marks the rows of the tile that contain a nonzero element. The function ends with a sync of the cube.
+/// Marks the rows of the tile that contain a nonzero element. The function syncs the cube at its end.
 #[cube]
 fn mark_used_rows(tile: &Shared<[Vec4]>, used: &mut Shared<[u32]>, #[comptime] tiles: UnitTiles) {
     #[unroll]

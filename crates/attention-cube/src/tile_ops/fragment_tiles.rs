@@ -1,8 +1,8 @@
-//! Division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
+//! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product, whose rows the tile keeps for all blocks. A streamed operand
-//! is a right operand B, whose rows differ from block to block. The forward has the stationary operand Q, and the streamed
-//! operands K and V. The backward has two first products, for S and dP, and thus two operands of each kind.
+//! A stationary operand is a left operand A of a first product. The tile keeps its rows for all blocks. A streamed operand is a
+//! right operand B, whose rows differ from block to block. The forward has the stationary operand Q, and the streamed operands
+//! K and V. The backward has two first products, for S and dP. It thus has two stationary and two streamed operands.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -19,29 +19,30 @@ pub struct FragmentTiles {
     pub plane: usize,
     /// The number of output fragments per plane along a row of O.
     pub output_fragments: usize,
-    /// The width of the column chunks in which B (such as V) is copied to shared memory, for the second product. The product is
-    /// `O += P B`. The width counts fragments of a plane: each chunk serves `staged_fragments` of the plane's `output_fragments`
-    /// fragments along a row of O.
+    /// The width of the column chunks in which the right operand of the second product `O += P B` (such as V) is copied to
+    /// shared memory. The width is given in fragments per plane. Each chunk serves `staged_fragments` of the plane's
+    /// `output_fragments` fragments along a row of O.
     pub staged_fragments: usize,
     /// The number of stationary operands of the first product (`S = A Bᵀ`) that stay in shared memory with all columns. The
     /// remaining stationary operands are copied again for each block.
     pub held: usize,
-    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same time, if
-    /// streamed operands are resident. Resident means that both streamed operands of a block are copied to shared memory once,
-    /// with all columns, and serve both products.
+    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same time,
+    /// if streamed operands are resident. Resident means that both streamed operands of a block are copied to shared memory
+    /// only once, with all columns, for both products.
     ///
-    /// The number is 0 if streamed operands are not resident but overwrite each other in shared memory.
+    /// The field is 0 if streamed operands are not resident but overwrite each other in shared memory.
     pub resident: usize,
 }
 
-/// The number of neighbouring rows that share one flag. The flag is set if the maximum of any of these rows changes.
+/// The number of neighbouring rows that share one flag. The flag is set if the softmax's row maximum changes for any of these
+/// rows.
 const ROW_GROUP: usize = 8;
 
 impl UnitTiles {
-    /// Returns the division into fragments.
+    /// Returns the division of the tile into fragments.
     ///
     /// # Panics
-    /// Panics if units, not planes, multiply this tile.
+    /// Panics if single units multiply this tile, and not planes.
     pub const fn fragment_tiles(&self) -> FragmentTiles {
         match self.products {
             Products::Fragments(tiles) => tiles,
@@ -55,8 +56,8 @@ impl UnitTiles {
         [m, n, k]
     }
 
-    /// Returns the factor by which P is multiplied before it is rounded to the operands' dtype, so that small probabilities
-    /// do not underflow.
+    /// Returns the factor by which P is multiplied before it is rounded to the operands' dtype. With this factor, small
+    /// probabilities do not underflow.
     #[cfg(feature = "cube")]
     pub(crate) const fn p_scale(&self) -> f32 {
         match self.product_dtype() {
@@ -81,15 +82,16 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset of streamed operand `operand` in the stage (the operands' shared memory), in vectors. The function
-    /// applies only if streamed operands are resident.
+    /// Returns the offset, in vectors, of the streamed operand with index `operand` in the stage (the operands' shared memory).
+    /// The function applies only if streamed operands are resident, which means that they stay in shared memory for both
+    /// products.
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
     /// True if the last streamed operand of the first products (S and dP) is complete in shared memory when the second product
-    /// (`O += P B`) begins. This is the case in the backward if both stationary operands stay in shared memory, and one chunk of
-    /// `depth` columns is as wide as the output.
+    /// (`O += P B`) begins. In the backward, this is true under two conditions. Both stationary operands must stay in shared
+    /// memory, and one chunk of `depth` columns must be as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -108,7 +110,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the left operand that is multiplied with streamed operand `streamed`.
+    /// Returns the offset, in vectors, of the left operand that is multiplied by a streamed operand. `streamed` is the index of
+    /// the streamed operand.
     pub const fn left_tile_at(&self, streamed: usize) -> usize {
         streamed % self.left_tiles() * self.tile_vectors()
     }
@@ -137,7 +140,7 @@ impl UnitTiles {
         self.transposed_vectors() - self.accumulated_at()
     }
 
-    /// Returns the number of copies in which the second product (`O += P B`) brings a block's rows to shared memory.
+    /// Returns the number of parts in which a block's rows are copied to shared memory for the second product (`O += P B`).
     pub const fn accumulated_parts(&self) -> usize {
         let tiles = self.fragment_tiles();
         self.columns() / self.streamed_rows * (tiles.output_fragments / tiles.staged_fragments)
@@ -164,7 +167,7 @@ impl UnitTiles {
     }
 
     /// Returns the number of fragments per plane along a column of the tile. A plane has its first fragment, and every
-    /// [`plane_rows`](Self::plane_rows)-th fragment below that one.
+    /// [`plane_rows`](Self::plane_rows)-th fragment below its first fragment.
     pub const fn row_fragments(&self) -> usize {
         self.rows / self.fragment_shape()[0] / self.plane_rows()
     }
@@ -179,14 +182,14 @@ impl UnitTiles {
         self.score_columns().div_ceil(self.plane_columns())
     }
 
-    /// Returns the number of vectors of 4 accumulators per fragment.
+    /// Returns the number of vectors per accumulator fragment. Each vector has 4 elements.
     pub const fn fragment_vectors(&self) -> usize {
         let [m, n, _] = self.fragment_shape();
         m * n / 4
     }
 
-    /// True if planes divide S evenly, and the units of a plane divide each of its fragments evenly. Each unit then reads
-    /// only scores that its own plane computed, so only that plane has to sync.
+    /// True if planes divide S evenly, and the units of a plane divide each of the plane's fragments evenly. Each unit then
+    /// reads only scores that its own plane computed, so only that plane has to sync.
     pub const fn owns_scores(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -197,13 +200,14 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors per unit and fragment of S, if units read only scores of their own plane.
+    /// Returns the number of vectors that each unit reads from a fragment of S. The function applies only if units read only
+    /// scores of their own plane.
     pub const fn vectors_of_fragment(&self) -> usize {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from a unit's first row to its `k`-th row. The function applies only if units read
-    /// only scores of their own plane.
+    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. The function
+    /// applies only if units read only scores of their own plane.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();
@@ -234,7 +238,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of flags for changed row maxima, one flag per group of rows.
+    /// Returns the number of flags for changed row maxima. There is one flag per group of neighbouring rows.
     pub const fn row_groups(&self) -> usize {
         match self.has_fragments() {
             true => self.rows.div_ceil(ROW_GROUP),
@@ -247,7 +251,7 @@ impl UnitTiles {
         self.rows / self.row_groups()
     }
 
-    /// Returns the number of loop iterations of emulated fragment multiplications per block.
+    /// Returns the number of loop iterations that the emulated fragment multiplications of a block take.
     pub(crate) const fn fragment_iterations(&self, columns: usize) -> usize {
         let tiles = self.fragment_tiles();
         let [_, _, k] = self.fragment_shape();

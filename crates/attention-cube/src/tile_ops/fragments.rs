@@ -10,12 +10,13 @@
 //! | [`multiply_transposed`] | `row_fragments + score_fragments` | `row_fragments · score_fragments` |
 //! | [`accumulate`] | `row_fragments + output_fragments` | `row_fragments · output_fragments` |
 //!
-//! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax, and
-//! P after it. O passes through shared memory at the end, and whenever a row exceeds its reference maximum. Only one fragment
-//! of O per plane passes at a time.
+//! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax, and P
+//! after the softmax. O passes through shared memory at the end, and whenever a row maximum exceeds the reference maximum that
+//! the softmax subtracts. Only one fragment of O per plane passes at a time.
 //!
-//! Bound on a GPU: the copies to the stage and the waits for them. Operands therefore stay in shared memory if they fit.
-//! Stationary operands stay there from block to block, and streamed operands from the first product to the second.
+//! Bound on a GPU: the copies to the stage and the waits for these copies. Operands therefore stay in shared memory if they
+//! fit. Stationary operands stay there from block to block. Streamed operands stay there from the first product to the second
+//! product.
 
 mod output;
 pub(super) mod planes;
@@ -32,11 +33,11 @@ use crate::math::layout::Operand;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The largest number of vectors (of both streamed operands) that a unit loads into registers before it stores the vectors to
-/// shared memory.
+/// The largest number of vectors that a unit loads into registers before it stores them to shared memory. The number counts the
+/// vectors of both streamed operands together.
 const AHEAD: usize = 16;
 
-/// Copies a stationary operand to its region of shared memory. The caller must sync the cube before the copy is read.
+/// Copies a stationary operand to its region of shared memory. The caller must sync the cube before units read the copy.
 #[cube]
 pub(super) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -63,7 +64,7 @@ pub(super) fn hold<E: Numeric, C: Float, N: Size>(
 
 /// Copies a block's rows of both streamed operands to shared memory, where the rows stay for both products.
 ///
-/// If registers suffice, a unit first loads its part of the rows, and then waits for units that still read the previous block.
+/// If registers suffice, a unit first loads its share of the rows, and then waits for units that still read the previous block.
 /// When the function returns, the copy is visible to all units.
 #[cube]
 pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(

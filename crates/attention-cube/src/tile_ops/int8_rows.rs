@@ -1,15 +1,15 @@
 //! Reads the rows of quantized keys and values: 32-bit words of four int8 codes, with the first column in the lowest byte.
 //!
-//! Budget: no shared memory, and a word and four floats in registers. Each code costs an integer operation and a subtraction.
-//! A code is exact in every dtype that kernels multiply. A row's scale is not applied here, because kernels multiply it into
-//! each score or each probability.
+//! Budget: no shared memory, and a word and four floats in registers. Each code costs an integer operation and a subtraction. A
+//! code is exact in every dtype that kernels multiply. This module does not apply a row's scale, because kernels multiply the
+//! scale into each score or each probability.
 
 use super::vec4::{Four, zeros};
 use crate::types::quantized::CODES;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-/// The number 2²³. The mantissa bits of a float from 2²³ to below 2²⁴ hold the float's integer value minus 2²³.
+/// The number 2²³. The mantissa bits of a float from 2²³ to below 2²⁴ hold the difference of the float and 2²³, as an integer.
 const WHOLE: f32 = 8_388_608.0;
 
 /// True if an operand of element type `E` consists of packed int8 words.
@@ -29,8 +29,8 @@ pub(super) fn word_at<E: Numeric, N: Size>(
     u32::cast_from(source[offset + (column / comptime!(CODES as u32)) as usize].extract(0usize))
 }
 
-/// Converts a word's codes to floats without an int-to-float instruction. The function places the code plus 128 in the
-/// mantissa of [`WHOLE`], then subtracts `WHOLE + 128`.
+/// Converts a word's codes to floats without an int-to-float instruction. For each code, the function puts the code plus 128
+/// into the mantissa of [`WHOLE`], then subtracts `WHOLE + 128`.
 #[cube]
 pub(crate) fn codes<C: Float>(word: u32) -> Four<C> {
     let raised = word ^ 0x8080_8080u32;

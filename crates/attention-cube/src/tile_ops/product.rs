@@ -1,8 +1,8 @@
 //! Tile multiplications by the units of a cube. They run on any CubeCL device without plane operations, in f32 throughout.
 //!
 //! Algorithm: a cube of `units` units keeps `rows` stationary rows (queries in the forward, keys in the key gradient). It
-//! streams rows of the other side (keys in the forward) past them in blocks of `columns` rows. The first product is
-//! `S = A Bᵀ`, the second is `O += P B`. Both read their operands from shared memory in vectors of 4 elements.
+//! streams the rows of the opposite side (keys in the forward) in blocks of `columns` rows. The first product is `S = A Bᵀ`,
+//! the second is `O += P B`. Both products read their operands from shared memory in vectors of 4 elements.
 //!
 //! Budget:
 //!
@@ -12,12 +12,11 @@
 //! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
 //!
 //! On software drivers, `direct.rs` computes both products without shared memory for the operands. On matrix units,
-//! `fragments.rs` computes them.
+//! `fragments.rs` computes both products.
 //!
 //! Bound: shared-memory loads for the first product (0.3 loads per FMA with 2 rows per unit, 0.13 with 4), and FMA for the
-//! second. Shared memory holds the stage (the operands' chunks), P and row statistics: [`UnitTiles::shared_memory`]. The
-//! operands are read from L2 again for every block of the other side, so each streamed element that is read takes part in
-//! `rows` FMA.
+//! second. Shared memory holds the stage (the operands' chunks), P and row statistics: [`UnitTiles::shared_memory`]. The kernel
+//! reads the streamed operands from L2 again for every tile, so each streamed element takes part in `rows` FMA per read.
 
 use super::cmma::SumFragment;
 use super::fragments::stage::FragmentStage;
@@ -38,22 +37,22 @@ use cubecl::prelude::*;
 )]
 #[derive(CubeType)]
 pub(crate) enum Stage<C: Float> {
-    /// The stage if units multiply f32.
+    /// The stage for units that multiply f32.
     Units(Shared<[Vec4]>),
-    /// The stage if planes multiply fragments.
+    /// The stage for planes that multiply fragments.
     Fragments(FragmentStage<C>),
 }
 
-/// A tile of S's shape in shared memory, such as P: the left operand of the second product (`O += P B`).
+/// A tile in shared memory with the shape of S, such as P: the left operand of the second product (`O += P B`).
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
 )]
 #[derive(CubeType)]
 pub(crate) enum LeftTile<C: Float> {
-    /// The tile if units multiply f32.
+    /// The tile for units that multiply f32.
     Units(Shared<[Vec4]>),
-    /// The tile if planes multiply fragments.
+    /// The tile for planes that multiply fragments.
     Fragments(Shared<[Four<C>]>),
 }
 
@@ -64,10 +63,10 @@ pub(crate) enum LeftTile<C: Float> {
 )]
 #[derive(CubeType)]
 pub(crate) enum TileOutput {
-    /// A unit's vectors of 4 columns. Index `k · output_vectors + v` holds row `unit_row + k · output_row_units` and column
-    /// vector `unit_column + v · output_units`.
+    /// The vectors of 4 columns that a unit holds. Index `k · output_vectors + v` holds row `unit_row + k · output_row_units`
+    /// and column vector `unit_column + v · output_units`.
     Units(Array<Vec4>),
-    /// A plane's fragments. Index `r · output_fragments + c` is explained in `fragments/output.rs`.
+    /// A plane's fragments. `fragments/output.rs` explains the fragment at index `r · output_fragments + c`.
     Fragments(Sequence<SumFragment>),
 }
 
@@ -80,7 +79,7 @@ pub(crate) fn new_stage<C: Float>(#[comptime] tiles: UnitTiles) -> Stage<C> {
     }
 }
 
-/// Allocates shared memory for a tile of S's shape.
+/// Allocates shared memory for a tile with the shape of S.
 #[cube]
 pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
     match comptime!(tiles.products) {
@@ -125,8 +124,8 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// Copies a stationary operand of the first product (`S = A Bᵀ`) to shared memory, if the tiles keep the operand there. The copy
-/// is visible to all units when the first product reads it.
+/// Copies a stationary operand of the first product (`S = A Bᵀ`) to shared memory, if the tiles keep the operand there. All
+/// units can see the copy when the first product reads it.
 #[cube]
 pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -146,8 +145,8 @@ pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies a block's rows of both streamed operands to shared memory, if both operands are resident there. `b` is streamed
-/// operand 0 and `other` is streamed operand 1.
+/// Copies a block's rows of both streamed operands to shared memory, if both operands stay there for both products (resident).
+/// `b` is streamed operand 0 and `other` is streamed operand 1.
 #[cube]
 pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
@@ -166,8 +165,8 @@ pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Writes a tile of the shape of S to shared memory. Each unit writes the elements that it holds. The tile is the left operand
-/// for the product with streamed operand `streamed`.
+/// Writes a tile with the shape of S to shared memory. Each unit writes the elements that it holds. The tile is the left
+/// operand of the product with the streamed operand of index `streamed`.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
@@ -183,7 +182,7 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds to the tile's element type, and writes the rounded elements to shared memory like
+/// Rounds the elements that a unit holds to the tile's element type. Writes the rounded elements to shared memory like
 /// [`store_tile`], from vector `at` on.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
@@ -211,11 +210,11 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), in the two cases in which the second
-/// product needs this sync:
+/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), if the second product needs this
+/// sync. There are two such cases:
 ///
 /// - The rows of B are already in shared memory. The second product then copies nothing, and reads the tile without a sync.
-/// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores, and a plane may still be
+/// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores. A plane may still be
 ///   reading the stage, which the second product overwrites.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
@@ -224,13 +223,14 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Computes `O += P B` from the tile P in shared memory and the block's rows of `b`, which is streamed operand `streamed`.
+/// Computes `O += P B` from the tile P in shared memory and the block's rows of `b`. `streamed` is the index of the streamed
+/// operand `b`.
 ///
 /// The function syncs the cube before it reads the tile, unless the rows of `b` are already in shared memory: see
 /// [`sync_tiles`]. When the function returns, other units may still be reading tile and stage.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` that is multiplied only with
-/// zeros of P, because that row may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` whose elements would all be
+/// multiplied by zeros of P, because that row may contain NaN.
 #[cube]
 pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &LeftTile<C>,
@@ -277,7 +277,7 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Multiplies each row of O by its factor, after row maxima have changed.
+/// Multiplies each row of O by the row's factor, after row maxima have changed.
 ///
 /// For O in fragments, `moved` has one flag per group of rows. A flag is nonzero if any row of the group has a factor other
 /// than 1. The caller need not sync the cube after it writes the flags.
@@ -327,7 +327,7 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
 }
 
 /// Writes one factor for every row of O to shared memory. Row `i` gets the argument `factor` of unit `i` (modulo the number of
-/// units). The caller must sync the cube before the factors are read.
+/// units). The caller must sync the cube before units read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);

@@ -6,7 +6,7 @@ use crate::math::layout::Rows;
 use crate::math::rounding::rounded;
 use cubecl::prelude::*;
 
-/// Loads four columns of a row from `column` on, in f32. Columns past the row's end are zero.
+/// Loads four columns of a row as f32, from `column` on. Columns past the row's end are zero.
 #[cube]
 pub(crate) fn load_vec4<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -17,11 +17,11 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Loads four columns of a row, from `column` on. A row of packed int8 words gives its codes. Columns past the row's end are
-/// zero.
+/// Loads four columns of a row, from `column` on. For a row of packed int8 words, the function returns the codes. Columns past
+/// the row's end are zero.
 ///
-/// If `column` lies past the row's end, the function loads the row's first columns and replaces them by zeros. With a branch
-/// instead, compilers would finish each load before the next begins.
+/// If `column` lies past the row's end, the function loads the row's first columns and replaces them by zeros. If the code had
+/// a branch instead, compilers would finish each load before the next load begins.
 #[cube]
 pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

@@ -1,4 +1,4 @@
-//! Assignment of a tile's scores to units. Each unit has `rows_per_unit × columns_per_unit` scores.
+//! The assignment of a tile's scores to units. Each unit has `rows_per_unit × columns_per_unit` scores.
 
 use super::fragments::planes;
 use crate::tile_ops::tiles::UnitTiles;
@@ -24,7 +24,7 @@ pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the column of the tile at which a unit's column `c` lies. A unit's columns are counted from 0.
+/// Returns the tile's column that is the unit's column `c`. A unit's columns are counted from 0.
 #[cube]
 pub(crate) fn tile_column(
     unit_column: usize,
@@ -34,10 +34,10 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// Returns the row of the tile at which a unit's row `k` lies. A unit's rows are counted from 0.
+/// Returns the tile's row that is the unit's row `k`. A unit's rows are counted from 0.
 ///
-/// If units multiply from shared memory, neighbouring units have neighbouring rows. If units multiply from global memory, each
-/// unit has groups of four neighbouring rows, and columns are grouped in the same way.
+/// If units multiply operands from shared memory, neighbouring units have neighbouring rows. If units multiply operands from
+/// global memory, each unit has groups of four neighbouring rows, and its columns are grouped in the same way.
 #[cube]
 pub(crate) fn tile_row(
     unit_row: usize,

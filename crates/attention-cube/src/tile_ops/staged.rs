@@ -1,5 +1,5 @@
-//! Tile multiplications by units with operands in shared memory, and the copies to shared memory. The header of `product.rs`
-//! gives the costs.
+//! Tile multiplications by units with operands in shared memory. This module also copies the operands to shared memory. The
+//! header of `product.rs` gives the costs.
 
 use super::row_access::load_four;
 use super::vec4::{Four, Vec4, zeros};
@@ -7,21 +7,22 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The number of columns whose products a dot product adds up one after another. The sums of such chunks are then added. Adding
-/// the products of 512 columns one after another would lose two more bits, which shows in the backward's dP − Δ.
+/// The number of columns per chunk of a dot product. The products of a chunk are added one after another, and then the sums of
+/// the chunks are added. Adding the products of 512 columns one after another would lose two more bits, and the backward's dP −
+/// Δ would show this loss.
 ///
-/// Every staged tile adds in this order, whatever its depth. The backward's scores therefore equal the forward's bit by bit,
-/// which matters for scores so large that their last bit changes a probability.
+/// All tiles with operands in shared memory add in this order, whatever their depth. The backward's scores therefore equal the
+/// forward's bit by bit. For very large scores this is necessary, because their last bit changes a probability.
 const SUM: usize = 16;
 
-/// The largest number of vectors that a unit loads before it stores these vectors. The unit waits once for all of their loads,
-/// and the vectors take few registers.
+/// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
+/// loads, and the vectors take few registers.
 const IN_FLIGHT: usize = 8;
 
-/// Loads four columns of a row, from `column` on. If the row is not `wanted`, the result is zeros.
+/// Loads four columns of a row, from `column` on. If `wanted` is false for the row, the result is zeros.
 ///
-/// For an unwanted row, the function loads a row that exists and ignores it. With a branch instead, compilers would finish each
-/// load before the next begins.
+/// For an unwanted row, the function loads an existing row and ignores its elements. If the code had a branch instead,
+/// compilers would finish each load before the next load begins.
 #[cube]
 fn load_if<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -44,12 +45,12 @@ fn load_if<E: Numeric, C: Float, N: Size>(
 #[expand(derive(Clone, Copy))]
 struct RowVector {
     row: usize,
-    /// Index of the vector within its row.
+    /// The index of the vector within its row.
     vector: usize,
 }
 
-/// Returns the vector that a unit copies in step `step`. In each step, the units of the cube copy consecutive vectors, one
-/// each, from rows of `vectors` vectors.
+/// Returns the vector that a unit copies in step `step`. In each step, every unit of the cube copies one vector, and the
+/// vectors of all units are consecutive. A row has `vectors` vectors.
 ///
 /// If one step covers whole rows, a unit's index within the row is the same in every step. Addresses that depend on this index
 /// are then computed only once.
@@ -73,24 +74,24 @@ fn turn(
     }
 }
 
-/// The number of rows to copy from a source, and their placement in shared memory.
+/// The number of rows that are copied from a source, and their layout in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct StagedRows {
-    /// Offset of the first vector in shared memory.
+    /// The offset of the first vector in shared memory.
     pub at: usize,
-    /// Number of rows.
+    /// The number of rows.
     pub count: usize,
-    /// Vectors per row.
+    /// The number of vectors per row.
     pub vectors: usize,
-    /// Pitch of rows in shared memory, in vectors.
+    /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance, in row slots of shared memory, between the rows of `b` for the four columns of S that a unit computes.
-    /// It is 0 if the rows are in order.
+    /// The distance in shared memory, in row slots, between the rows of `b` for the four columns of S that a unit computes. The
+    /// field is 0 if the rows are in order.
     ///
-    /// If it is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units then
-    /// read neighbouring slots.
+    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units
+    /// then read neighbouring slots.
     pub interleaved: usize,
-    /// True if the rows of all heads of a GQA group are numbered consecutively, head after head.
+    /// True if the rows of all heads of a GQA group are numbered consecutively, one head after another.
     pub packed: bool,
     pub units: usize,
 }
@@ -106,8 +107,8 @@ impl StagedRows {
     }
 }
 
-/// Loads `many` of the vectors that a unit copies, from the unit's vector number `first` on. The copied rows start at
-/// `first_row`, and the columns at `first_column`.
+/// Loads `many` of the vectors that a unit copies, from the unit's vector with index `first` on. The copied rows start at row
+/// `first_row`, and their columns start at column `first_column`.
 #[cube]
 pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -181,7 +182,8 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
 /// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`. From each row, the function copies
 /// `staged_width` vectors, from `first_vector` on.
 ///
-/// Set `has_masked` if the tile may have hidden scores. A row that is multiplied only with zeros of P is then copied as zeros.
+/// Set `has_masked` if the tile may have hidden scores. If all elements of a row would be multiplied by zeros of P, the
+/// function then copies zeros instead of the row.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

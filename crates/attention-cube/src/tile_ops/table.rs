@@ -1,11 +1,12 @@
-//! Tables of tile shapes that benchmarks selected, the choice of a shape for a device, and the tile sizes that follow from the
-//! shape.
+//! Tables of tile shapes that benchmarks selected. This module also chooses a shape for a device, and computes the tile sizes
+//! that follow from the shape.
 
 use crate::tile_ops::tiles::{Products, UnitTiles};
 use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 
-/// The tabulated tile sizes. All remaining sizes of [`UnitTiles`] follow from these sizes and from the width of the output.
+/// The tile sizes that a table entry states. All remaining sizes of [`UnitTiles`] follow from these sizes and from the width of
+/// the output.
 pub(crate) struct Shape {
     /// The widest output, in columns, that the shape serves.
     pub width: usize,
@@ -55,14 +56,14 @@ pub(crate) const fn direct(
     }
 }
 
-// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on
-// Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles there, because the driver
-// needs more time to compile a kernel than to run it.
+// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on Mesa's
+// llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles on this driver, because it needs
+// more time to compile a kernel than to run it.
 //
-// Comments beside all other shapes give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. They were
-// measured on 2026-11-20, before each dot product was added up in chunks. Parentheses give the results of the rejected shapes
-// at that width. Shapes for 32 KB and less were chosen on Mesa's llvmpipe. There, 64 units with 4 × 4 elements of S each ran
-// at twice the speed of 256 units with 2 × 4 elements.
+// Comments beside all other shapes give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. These rates
+// were measured on 2026-11-20, before kernels added up each dot product in chunks. Parentheses give the rates of the rejected
+// shapes at that width. Shapes for 32 KB and less were chosen on Mesa's llvmpipe. On this driver, 64 units with 4 × 4 elements
+// of S each ran at twice the speed of 256 units with 2 × 4 elements.
 
 /// Shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and bias. The
 /// function [`choose`] takes the first shape that is wide enough and fits the device.
@@ -109,8 +110,8 @@ pub(crate) fn choose(
         })
 }
 
-/// Completes a shape. The function divides the columns of the output among units so that loads and multiplications are fewest.
-/// The number of streamed rows is the largest that fits the shared memory of the first product.
+/// Computes all tile sizes that follow from a shape. The function divides the columns of the output among units so that loads
+/// and multiplications are fewest. The number of streamed rows is the largest that fits the shared memory of the first product.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,

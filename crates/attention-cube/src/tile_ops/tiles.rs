@@ -6,16 +6,16 @@ use burn::tensor::DType;
 /// The way in which a cube multiplies tiles: by units or planes, with operands in global or shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Products {
-    /// Units multiply operands that they read from global memory. `depth` and the stage sizes are unused.
+    /// Units multiply operands that they read from global memory. The field `depth` and the stage sizes are then unused.
     Direct,
     /// Units multiply operands that were copied to shared memory.
     Staged,
-    /// Planes multiply fragments that they load from shared memory. The sizes `output_units`, `output_vectors` and
-    /// `staged_vectors` are unused.
+    /// Planes multiply fragments that they load from shared memory. The fields `output_units`, `output_vectors` and
+    /// `staged_vectors` are then unused.
     Fragments(FragmentTiles),
 }
 
-/// Tile sizes of a cube, and the division of a tile among its units. The header of `product.rs` gives the costs.
+/// The tile sizes of a cube, and the division of a tile among its units. The header of `product.rs` gives the costs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnitTiles {
     /// The number of units per cube.
@@ -36,12 +36,12 @@ pub struct UnitTiles {
     pub output_units: usize,
     /// The number of vectors (4 columns of O each) that a unit computes per row of O.
     pub output_vectors: usize,
-    /// The width of the column chunks in which B (such as V) is copied to shared memory, for the second product `O += P B`. The
-    /// width counts vectors of a unit: each chunk serves `staged_vectors` of the `output_vectors` vectors that the unit computes
-    /// per row of O.
+    /// The width of the column chunks in which the right operand of the second product `O += P B` (such as V) is copied to
+    /// shared memory. The width is given in vectors per unit. Each chunk serves `staged_vectors` of the `output_vectors`
+    /// vectors that the unit computes per row of O.
     pub staged_vectors: usize,
-    /// The number of rows per chunk of B in the second product `O += P B`. B has [`columns`](Self::columns) rows per block, which
-    /// are copied to shared memory in chunks of this size.
+    /// The number of rows per chunk of B in the second product `O += P B`. A block of B has [`columns`](Self::columns) rows.
+    /// These rows are copied to shared memory in chunks.
     pub streamed_rows: usize,
     /// The number of elements per global load: 4, or 1 if strides or sizes do not allow 4.
     pub vector: usize,
@@ -58,7 +58,7 @@ impl UnitTiles {
         matches!(self.products, Products::Fragments(_))
     }
 
-    /// The dtype of P and of the operands in shared memory.
+    /// Returns the dtype of P and of the operands in shared memory.
     pub const fn product_dtype(&self) -> DType {
         match self.products {
             Products::Fragments(tiles) => tiles.fragments.dtype,
@@ -105,7 +105,7 @@ impl UnitTiles {
         self.rows / self.row_units()
     }
 
-    /// Returns the number of loop iterations that the units need for all rows of the tile, if each unit takes one row per
+    /// Returns the number of loop iterations in which the units process all rows of the tile, if each unit takes one row per
     /// iteration.
     pub const fn row_steps(&self) -> usize {
         self.rows.div_ceil(self.units)
@@ -131,12 +131,13 @@ impl UnitTiles {
         self.column_units * self.column_vectors + self.padding()
     }
 
-    /// Returns the pitch of a row's partial statistics, in floats. An odd pitch places rows in different banks.
+    /// Returns the pitch of a row's partial statistics, in floats. An odd pitch places rows in different banks of shared
+    /// memory.
     pub const fn partial_pitch(&self) -> usize {
         self.column_units + 1
     }
 
-    /// Returns the number of vectors per row in a chunk of B, in shared memory, for the second product `O += P B`.
+    /// Returns the width in shared memory of a chunk of B for the second product `O += P B`, in vectors per row.
     pub const fn staged_width(&self) -> usize {
         match self.products {
             Products::Fragments(tiles) => {
@@ -146,7 +147,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the pitch of the rows in a chunk of B, in shared memory, for the second product `O += P B`. The unit is a vector.
+    /// Returns the pitch in shared memory of the rows in a chunk of B for the second product `O += P B`, in vectors.
     pub const fn staged_pitch(&self) -> usize {
         match self.products {
             Products::Fragments(_) => self.staged_width() + self.padding(),
@@ -154,18 +155,19 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. If both streamed
-    /// operands are resident, the number includes both.
+    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. If both
+    /// streamed operands stay in shared memory (resident), the number includes both.
     pub(crate) const fn transposed_vectors(&self) -> usize {
         let streamed = if self.is_resident() { 2 } else { 1 };
         self.streamed_at() + streamed * self.columns() * self.depth_pitch()
     }
 
-    /// Returns the number of vectors in the stage, the shared memory that holds the operands of one product after the other.
+    /// Returns the number of vectors in the stage. The stage is the shared memory that holds the operands, first of one product
+    /// and then of the next product.
     pub const fn stage_vectors(&self) -> usize {
         if self.is_direct() {
-            // Products that read operands from global memory need no stage. The size is 1, because CubeCL does not allow shared
-            // memory of size 0.
+            // A kernel that reads operands from global memory needs no stage. The size is then 1, because CubeCL does not allow
+            // shared memory of size 0.
             return 1;
         }
         if self.is_resident() {
@@ -179,8 +181,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the two-part LSE and delta of a block's queries take in shared memory. If units
-    /// multiply instead of planes, kernels do not copy these values, and the result is the smallest size, 1.
+    /// Returns the number of vectors that the LSE (as reference score and logarithm) and delta of a block's queries take in
+    /// shared memory. If units multiply instead of planes, kernels do not copy LSE and delta, and the result is the smallest
+    /// size, 1.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,
@@ -204,8 +207,7 @@ impl UnitTiles {
     }
 
     /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the number of columns over
-    /// which the first products sum in total. `accumulated` is the number of second products, which sum over the block's
-    /// rows.
+    /// which all first products together sum. `accumulated` is the number of second products, which sum over the block's rows.
     ///
     /// If operands are copied to shared memory, the bound is twice as large. If the tile may have hidden scores (`has_masked`),
     /// each second product first marks the used columns of P, one row of P per iteration.
@@ -228,8 +230,8 @@ impl UnitTiles {
         products + marks
     }
 
-    /// Returns the shared memory, in bytes, that a kernel needs with these tiles. If several kernels use the tiles, the result
-    /// is the largest of their needs.
+    /// Returns the shared memory, in bytes, that a kernel with these tiles needs. If several kernels use the tiles, the result
+    /// is the need of the kernel that needs most.
     pub const fn shared_memory(&self) -> usize {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
         let tiles = self.left_tiles() * self.tile_vectors();

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// Four elements, the width of every shared-memory access.
+/// A vector of four elements, the width of every shared-memory access.
 pub(crate) type Four<C> = Vector<C, Const<4>>;
 
 /// A vector of four f32 elements.

@@ -4,11 +4,11 @@ use super::engine::Engine;
 use super::refusal::{Feature, Refusal};
 use burn::tensor::DType;
 
-/// The number of multiprocessors assumed for runtimes that do not report it.
+/// The number of multiprocessors that plans assume if the runtime does not report it.
 pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 
-/// The limit on loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe ends loops silently
-/// after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
+/// The largest number of loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe ends loops
+/// silently after 65,535 iterations (`LP_MAX_TGSI_LOOP_ITERATIONS`).
 pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 
 /// The properties of a device from which selection chooses kernels.
@@ -16,7 +16,7 @@ pub(crate) const SOFTWARE_ITERATIONS: usize = 60_000;
 pub struct DeviceProfile {
     /// The runtime's name, such as `cuda` or `wgpu<wgsl>`.
     pub name: String,
-    /// Float dtypes that kernels can read and write.
+    /// The float dtypes that kernels can read and write.
     pub dtypes: Vec<DType>,
     /// The shared memory that a cube may allocate, in bytes.
     pub shared_memory: usize,
@@ -28,22 +28,23 @@ pub struct DeviceProfile {
     pub largest_buffer: usize,
     /// The largest number of cubes along one dimension of a launch.
     pub cube_count: u32,
-    /// The number of hardware threads of the processor for a software driver such as Mesa's llvmpipe, or `None` for a GPU.
+    /// The number of hardware threads of the processor that runs a software driver such as Mesa's llvmpipe, or `None` for a
+    /// GPU.
     pub processors: Option<usize>,
-    /// The number of streaming multiprocessors, or `None` if the runtime does not report it.
+    /// The number of streaming multiprocessors, or `None` if the runtime does not report this number.
     pub multiprocessors: Option<usize>,
-    /// Features of the device, in no particular order.
+    /// The features of the device, in no particular order.
     pub features: Vec<Feature>,
     /// The matrix multiplications of planes (cmma) that the device supports.
     pub fragments: FragmentSupport,
-    /// Engines that selection skips. Tests disable engines in order to reach the remaining ones.
+    /// The engines that selection skips. Tests disable engines to reach the remaining engines.
     pub disabled_engines: Vec<Engine>,
-    /// Engines without kernels in this build, each with the Cargo feature that builds them.
+    /// The engines without kernels in this build, each with the Cargo feature that builds the kernels.
     pub not_built: Vec<(Engine, &'static str)>,
 }
 
-/// The matrix multiplications of a device's planes (warps) on fragments of an opaque layout (`cubecl::cmma`), accumulated in
-/// f32.
+/// The matrix multiplications that a device's planes (warps) compute on fragments of an opaque layout (`cubecl::cmma`). The
+/// products are accumulated in f32.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FragmentSupport {
     /// The supported shapes and dtypes, in no particular order.
@@ -55,14 +56,14 @@ pub struct FragmentSupport {
     pub fault: Option<&'static str>,
 }
 
-/// One matrix multiplication of a plane on fragments: `m × k` by `k × n`, accumulated in f32.
+/// The size and dtype of one matrix multiplication that a plane computes on fragments: `m × k` by `k × n`, accumulated in f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fragments {
-    /// Rows of the accumulator.
+    /// The number of rows of the accumulator.
     pub m: usize,
-    /// Columns of the accumulator.
+    /// The number of columns of the accumulator.
     pub n: usize,
-    /// Columns of the left operand (the depth of the multiplication).
+    /// The number of columns of the left operand (the depth of the multiplication).
     pub k: usize,
     /// The dtype of both operands.
     pub dtype: DType,

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Calls a macro with every engine: the engine's module, its type, and the Cargo feature that builds its kernels. Selection
-/// tries the engines in this order.
+/// Calls a macro with the list of all engines. An entry has the engine's module, its type, and the Cargo feature that builds
+/// its kernels. Selection tries the engines in this order.
 macro_rules! with_engines {
     ($callback:ident) => {
         $callback! {
@@ -26,7 +26,7 @@ macro_rules! names {
                 #[doc = concat!("The engine of the module `", stringify!($module), "`.")]
                 $engine,
             )+
-            /// Burn's own tensor operations, with all scores in memory.
+            /// The reference implementation in Burn's own tensor operations, with all scores in memory.
             Reference,
         }
 
@@ -34,7 +34,8 @@ macro_rules! names {
             /// The engines with kernels, in the order in which selection tries them.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Returns the Cargo feature that builds the engine's kernels, or `None` if this build has that feature.
+            /// Returns the Cargo feature that this build lacks for the engine's kernels, or `None` if this build has that
+            /// feature.
             #[cfg(feature = "cube")]
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {

@@ -2,10 +2,11 @@
 
 use burn::tensor::{Device, Int, Tensor};
 
-/// Int8 codes per 32-bit word.
+/// The number of int8 codes per 32-bit word.
 pub(crate) const CODES: usize = 4;
 
-/// The f32 bits of 2⁻¹¹⁶. Rows whose magnitudes are all smaller become zero, so that every other scale is a normal f32.
+/// The f32 bits of 2⁻¹¹⁶. A row whose elements all have smaller magnitudes becomes zero. All scales other than 0 are then
+/// normal f32 numbers.
 pub(crate) const ZERO_BELOW: u32 = (127 - 116) << 23;
 
 /// The largest int8 code. Codes lie in −127..=127.
@@ -19,13 +20,13 @@ pub struct QuantizedRows {
 }
 
 impl QuantizedRows {
-    /// The shape of the dequantized rows, `[batch, kv_heads, kv_len, columns]`.
+    /// Returns the shape of the dequantized rows, `[batch, kv_heads, kv_len, columns]`.
     pub fn dims(&self) -> [usize; 4] {
         let [batch, heads, length, words] = self.words.dims();
         [batch, heads, length, words * CODES]
     }
 
-    /// The device of the rows.
+    /// Returns the device of the rows.
     pub fn device(&self) -> Device {
         self.words.device()
     }

@@ -1,4 +1,4 @@
-//! Reasons why an engine refuses a problem, and warnings about the kernels that serve it.
+//! The reasons for which an engine refuses a problem, and warnings about the kernels that serve a problem.
 
 use burn::tensor::DType;
 use std::fmt;
@@ -7,20 +7,20 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Feature {
-    /// Matrix multiplication of 16×16 by 16×8 elements of this dtype (`mma.sync`), accumulated in f32 in a documented
+    /// The matrix multiplication of 16×16 by 16×8 elements of this dtype (`mma.sync`), accumulated in f32 in a documented
     /// register layout.
     #[error("matrix products of {0:?}, 16×8×16, of one plane (mma)")]
     Mma(DType),
-    /// Loads of `mma.sync` operands from shared memory (`ldmatrix`).
+    /// The loads of `mma.sync` operands from shared memory (`ldmatrix`).
     #[error("matrix loads of {0:?} from shared memory (ldmatrix)")]
     LoadMatrix(DType),
-    /// Matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The operands have this dtype, or
-    /// are widened to f32.
+    /// The matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The operands have this dtype, or
+    /// the conversion to fragments widens them to f32.
     #[error(
         "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
     )]
     Fragments(DType),
-    /// Asynchronous copies from global to shared memory (`cp.async`).
+    /// The asynchronous copies from global to shared memory (`cp.async`).
     #[error("asynchronous copies from global to shared memory (copy_async)")]
     CopyAsync,
     /// Hopper's tensor memory accelerator (TMA), which copies tiles of tensors.
@@ -69,8 +69,8 @@ pub enum Refusal {
         /// The problem's `value_dim`.
         value_dim: usize,
     },
-    /// The heads are narrower than the engine serves. For narrower heads, the rounding of P to half precision dominates the
-    /// error.
+    /// The heads are narrower than the narrowest head that the engine serves. For narrower heads, the rounding of P to half
+    /// precision dominates the error.
     #[error(
         "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
     )]
@@ -93,8 +93,8 @@ pub enum Refusal {
         /// The number of units of the largest plane.
         most: usize,
     },
-    /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason: wrong results of the
-    /// driver, or missing tests.
+    /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason: the driver computes
+    /// wrong results, or the multiplications are untested on the device.
     #[error("{0}")]
     Fault(&'static str),
     /// Kernels on the device cannot read or write the dtype.
@@ -105,9 +105,9 @@ pub enum Refusal {
         "no tile for {width} columns fits {shared_memory} bytes of shared memory and {units} units a cube"
     )]
     Tiles {
-        /// Columns of the output, `value_dim`.
+        /// The number of columns of the output, `value_dim`.
         width: usize,
-        /// Bytes of shared memory per cube on the device.
+        /// The number of bytes of shared memory per cube on the device.
         shared_memory: usize,
         /// The largest number of units per cube on the device.
         units: usize,
@@ -127,7 +127,7 @@ pub enum Refusal {
         "a unit would run up to {needed} loop iterations, and this software driver ends loops after {limit}"
     )]
     Iterations {
-        /// The largest number of iterations that one unit may run, over all loops.
+        /// The largest number of loop iterations that one unit may run, summed over all its loops.
         needed: usize,
         /// The limit that the engine allows, somewhat below the driver's own limit.
         limit: usize,
@@ -135,7 +135,7 @@ pub enum Refusal {
     /// The packed mask has more words than the engine can index.
     #[error("it packs this mask into {words} words, and it counts up to {limit}")]
     MaskWords {
-        /// 32-bit words of the packed mask.
+        /// The number of 32-bit words of the packed mask.
         words: usize,
         /// The largest number of words that the engine can index.
         limit: usize,
@@ -146,14 +146,14 @@ pub enum Refusal {
     /// The sequences are longer than the engine's position counters allow.
     #[error("sequences of {length} tokens are longer than the limit of {limit}")]
     Length {
-        /// The longer of the two lengths.
+        /// The larger of `q_len` and `kv_len`.
         length: usize,
         /// The longest sequence that the engine serves.
         limit: usize,
     },
 }
 
-/// A case in which the chosen kernel falls short of the contract.
+/// A respect in which the chosen kernel falls short of the contract in the crate's documentation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {

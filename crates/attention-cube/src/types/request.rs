@@ -1,4 +1,4 @@
-//! A request for one pass (forward or backward): its direction, the wanted gradients, and the memory layout of the inputs.
+//! The parameters of one pass (forward or backward): its direction, the wanted gradients, and the memory layout of the inputs.
 
 use crate::problem::AttentionProblem;
 
@@ -27,8 +27,8 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// True if the gradient of the sinks is wanted.
     pub sinks: bool,
-    /// True if the keys are one shard, while output and logsumexp cover the keys of all shards. The logsumexp is then never
-    /// recomputed from the shard's scores.
+    /// True if the keys are only one shard, while output and logsumexp cover the keys of all shards. The backward then never
+    /// recomputes the logsumexp from the shard's scores.
     pub lse_of_all_shards: bool,
 }
 
@@ -40,11 +40,11 @@ pub struct Layouts {
     /// The operands that Hopper's TMA can read in place, because their rows are contiguous and start at multiples of 16
     /// bytes.
     pub tma: Operands,
-    /// True if TMA can read the bias in place. Any of its dimensions may be broadcast.
+    /// True if TMA can read the bias in place. Any dimension of the bias may be broadcast.
     pub tma_bias: bool,
 }
 
-/// A subset of the operands of attention.
+/// A subset of the operands of an attention call.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Operands {
     /// True if the query belongs to the subset.
@@ -58,7 +58,7 @@ pub struct Operands {
 }
 
 impl Operands {
-    /// All operands.
+    /// The subset that contains all operands.
     pub const ALL: Self = Self {
         query: true,
         key: true,
@@ -78,7 +78,7 @@ impl Operands {
 }
 
 impl Layouts {
-    /// Returns the vector width of loads that fits every row: 4 elements, or 1 if strides or sizes do not allow 4.
+    /// Returns the number of elements per load: 4, or 1 if the strides or sizes of any operand do not allow 4.
     pub(crate) fn vector(&self, problem: &AttentionProblem) -> usize {
         let fours = problem.head_dim.is_multiple_of(4) && problem.value_dim.is_multiple_of(4);
         if self.vectors && fours { 4 } else { 1 }

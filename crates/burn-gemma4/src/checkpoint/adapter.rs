@@ -27,8 +27,8 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// The prefix of every module name in an adapter's file. PEFT wraps the model in a module of its own, which adds this prefix.
 const WRAPPED: &str = "base_model.model.";
-/// The suffixes of the tensor names of `A` and `B` in an adapter's file. This module calls the two matrices factors. `A`,
-/// `[rank, in_features]`, multiplies the input. `B`, `[out_features, rank]`, multiplies the result of `A`.
+/// The suffixes of the names that an adapter's file gives to the matrices `A` and `B`. This module calls the two matrices
+/// factors. `A`, `[rank, in_features]`, multiplies the input. `B`, `[out_features, rank]`, multiplies the result of `A`.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
 /// A description of a LoRA adapter: the matrices that it adapts, its rank and its scale.
@@ -229,8 +229,9 @@ impl Gemma4Model {
     /// Attaches the LoRA adapter in `folder` without merging it into the layers' quantized weights.
     ///
     /// The folder holds the same files as for [`merge_adapter`](Self::merge_adapter). The quantized weights stay quantized. The
-    /// forward pass computes the adapter's output from `A` and `B` in the model's compute dtype. It adds this output to that of
-    /// the quantized matrix. So the adapted weight is not rounded to a quantized format. QLoRA training computes the same way.
+    /// forward pass computes the adapter's output from `A` and `B` in the model's compute dtype. It adds the result to the
+    /// output of the quantized matrix. So the adapted weight is not rounded to a quantized format. QLoRA training computes the
+    /// same way.
     ///
     /// # Errors
     /// Returns the errors of [`merge_adapter`](Self::merge_adapter).
@@ -339,19 +340,20 @@ fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
     })
 }
 
-/// The way in which a loaded adapter is added to the weights.
+/// The way in which a loaded adapter is applied to the weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
-    /// Add `B · A · scale` to every weight.
+    /// Adds `B · A · scale` to every weight.
     Merged,
-    /// Keep `A` and `B` beside the layers' quantized weights, and merge them into all other weights.
+    /// Keeps `A` and `B` beside the layers' quantized weights, and merges them into all other weights.
     Beside,
 }
 
 /// A module mapper that adds `B · A · scale` to each parameter that the adapter changes.
 struct Merger<'a> {
     tensors: &'a SafeTensors<'a>,
-    /// A map to the tensor names in the file. The keys are the same names without the parts that `torch.compile` adds.
+    /// A map whose keys are tensor names without the parts that `torch.compile` adds. The value of each key is the tensor's
+    /// full name in the file.
     in_file: BTreeMap<String, &'a str>,
     /// The prefix that turns a parameter's path into its name in the model that PEFT adapted.
     prefix: &'static str,
@@ -360,8 +362,8 @@ struct Merger<'a> {
     /// Tensors of the file that have not been assigned to a parameter yet.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
-    /// The last error of a lookup in the adapter's configuration, or `None` if no lookup has failed. A lookup finds the rank
-    /// and scale for a module.
+    /// The error message of the last failed lookup in the adapter's configuration, or `None` if no lookup has failed. A lookup
+    /// finds the rank and the scale for a module.
     refusal: Option<String>,
 }
 

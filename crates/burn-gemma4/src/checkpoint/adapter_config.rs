@@ -113,7 +113,8 @@ impl AdapterConfig {
         }
     }
 
-    /// Returns the rank and scale for the matrix of a module. `module` is the module's full name in the model that PEFT adapted.
+    /// Returns the rank and scale for the matrix of a module. `module` is the module's full name in the model that PEFT
+    /// adapted.
     pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
         let rank = self.ranks.value(module)?.unwrap_or(self.rank);
         let alpha = self.alphas.value(module)?.unwrap_or(self.alpha);
@@ -147,9 +148,9 @@ impl File {
         }
     }
 
-    /// Returns warnings about unknown numeric fields. Such a field may be a switch that changes the results. But it may also be
-    /// a parameter of a switch that is off, because PEFT writes these parameters too. So the field causes a warning and no
-    /// error.
+    /// Returns warnings about unknown numeric fields that are not 0. Such a field may be a switch that changes the results. The
+    /// field may also be a parameter of a switch that is off, because PEFT writes such parameters too. So the field causes a
+    /// warning instead of an error.
     fn warnings(&self) -> Vec<String> {
         let numbers = self
             .switches()
@@ -171,7 +172,8 @@ impl File {
     }
 }
 
-/// True if the value of a field means that the field is switched on.
+/// True if the value of a field switches a feature on. A number never does, because a number may be a parameter of a feature
+/// that is off.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,
@@ -182,8 +184,8 @@ fn is_on(value: &Value) -> bool {
     }
 }
 
-/// A table from regular expressions of module names to values. The first expression in the file that matches a module's name
-/// gives the module's value.
+/// A table that maps regular expressions for module names to values. The first expression in the file that matches a module's
+/// name gives the module's value.
 struct Patterns<V> {
     field: &'static str,
     values: Vec<(String, Regex, V)>,

@@ -68,7 +68,7 @@ impl Drafter {
         options: LoadOptions<'_>,
     ) -> Result<Self, Gemma4Error> {
         let folder = folder.as_ref();
-        // A path to a file, such as a GGUF file, gets an error that says that a folder is required.
+        // If the path leads to a file, such as a GGUF file, return an error that says that a folder is required.
         if folder.is_file() {
             return Err(Gemma4Error::Unsupported {
                 path: folder.into(),

@@ -20,8 +20,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The part that `torch.compile` adds to the name of a module that it wraps.
 const COMPILED: &str = "_orig_mod";
 
-/// All tensors of a checkpoint by name. The files are memory-mapped, so a tensor's bytes are read from disk only when the tensor
-/// is used.
+/// All tensors of a checkpoint by name. The files are memory-mapped, so a tensor's bytes are read from disk only when the
+/// tensor is used.
 pub(super) struct TensorFiles {
     files: Vec<Bytes>,
     tensors: BTreeMap<String, Entry>,
@@ -47,8 +47,8 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// Opens the tensors of a folder: those of `model.safetensors`, or those of all files that `model.safetensors.index.json`
-    /// names.
+    /// Opens the tensors of a folder. If `model.safetensors.index.json` exists, the tensors come from all files that this index
+    /// names. Otherwise the tensors come from `model.safetensors`.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);
         let names = match fs::read_to_string(&index) {
@@ -176,6 +176,6 @@ pub(crate) fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
     let file = File::open(path).map_err(failed)?;
     // SAFETY: the mapping of `file` requires that the file does not change while it is mapped. `file` is open for reading only,
     // and this process does not write to it. Another process could still change the checkpoint during loading. That would be
-    // undefined behaviour, as in every program that maps files.
+    // undefined behavior, as in every program that maps files.
     unsafe { Mmap::map(&file) }.map_err(failed)
 }

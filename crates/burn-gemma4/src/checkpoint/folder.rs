@@ -11,7 +11,7 @@ use crate::error::{Gemma4Error, TensorProblem};
 use crate::quant::packed::Scheme;
 use std::{collections::BTreeSet, path::Path, sync::Arc};
 
-/// The tensors in a folder's files, and the quantization schemes of the packed ones.
+/// The tensors in a folder's files, and the quantization schemes of the packed tensors.
 pub(super) struct Folder {
     files: Arc<TensorFiles>,
     names: Names,
@@ -69,9 +69,9 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// Returns the names of the per-expert matrices, if the files contain them instead of the stacked tensor `name`. Each
-    /// projection has its own list with one matrix per expert. A fused gate and up projection has two lists: first the gate's,
-    /// then the up projection's.
+    /// Returns the names of the matrices of single experts, if the files contain such matrices instead of the stacked tensor
+    /// `name`. The result has one list per projection, with one name per expert. A fused gate and up projection has two lists:
+    /// first the gate's list, then the up projection's list.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();

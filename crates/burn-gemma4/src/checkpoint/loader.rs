@@ -1,4 +1,4 @@
-//! The loader: checks the tensors of a checkpoint, and copies them to the parameters of a model.
+//! The loader, which checks the tensors of a checkpoint and copies them to the parameters of a model.
 
 use super::options::{LoadOptions, LoadProgress, OnProgress};
 use super::source::{PORTION, Source, WeightSource, upload, upload_words};
@@ -132,7 +132,7 @@ pub(super) fn check(
     }
 }
 
-/// Returns the compute dtype: the requested one, or the default for the checkpoint and the device.
+/// Returns the compute dtype: the requested dtype, or the default dtype for the checkpoint and the device.
 fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType, Gemma4Error> {
     match asked {
         Some(dtype @ (DType::F32 | DType::F16 | DType::BF16)) if device.supports_dtype(dtype) => {
@@ -156,8 +156,8 @@ fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType,
     }
 }
 
-/// Returns the dtype of most of a checkpoint's elements. A vote is needed because some trainers leave a few tensors in another
-/// dtype.
+/// Returns the dtype of most of a checkpoint's elements. The function counts the elements of each dtype, because some trainers
+/// leave a few tensors in another dtype.
 pub(super) fn written_dtype(
     weights: &dyn WeightSource,
     parameters: &[(String, Vec<usize>)],
@@ -180,7 +180,7 @@ pub(super) fn written_dtype(
 }
 
 /// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32. With bf16 a CPU is
-/// 30 times slower, because it rounds each element separately. With f16, Gemma's activations may overflow.
+/// 30 times slower, because the CPU rounds each element separately. With f16, Gemma's activations may overflow.
 fn is_processor(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     return matches!(

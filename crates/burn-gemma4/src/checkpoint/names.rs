@@ -14,7 +14,8 @@ const MULTIMODAL: &str = "model.language_model.";
 const TEXT: &str = "model.";
 /// The prefix of the text model's tensors in a multimodal checkpoint that MLX has converted.
 pub(super) const MLX: &str = "language_model.model.";
-/// The name of the output projection's matrix. It has no prefix, neither in a text checkpoint nor in a multimodal one.
+/// The name of the output projection's matrix. The name has no prefix, neither in a text checkpoint nor in a multimodal
+/// checkpoint.
 pub(super) const HEAD: &str = "lm_head.weight";
 
 /// The name prefixes of a multimodal model's tensors outside the text model. This crate does not load these tensors.

@@ -1,4 +1,4 @@
-//! The options of loading, and its progress.
+//! The options for loading a checkpoint, and the reports on the progress of loading.
 
 use crate::model::placement::PerLayerTable;
 use crate::op::device_memory::DeviceMemory;

@@ -9,8 +9,8 @@ use crate::error::TensorProblem;
 use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
-/// The last parts of the names of tensors. An unpacked matrix is one tensor, `weight`. A packed matrix is stored as the tensors
-/// [`PARTS`]. Its zero points are optional.
+/// The last parts of tensor names. An unpacked matrix is stored as one tensor, whose name ends in `weight`. A packed matrix is
+/// stored as the tensors [`PARTS`], where the tensor of zero points is optional.
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
@@ -48,7 +48,7 @@ pub(super) fn get<'a>(
     Ok(Source::packed(packed))
 }
 
-/// A module in the files. Its tensors store one packed matrix.
+/// A module in the files, whose tensors store one packed matrix.
 struct Module<'a, 'name> {
     files: &'a TensorFiles,
     name: &'name str,

@@ -12,8 +12,8 @@ use crate::quant::quantize::QuantTarget;
 use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
-    /// Converts the weights to another storage format, like [`LoadOptions::quantization`](super::LoadOptions::quantization) does
-    /// for a checkpoint's weights.
+    /// Converts the weights to another storage format, like [`LoadOptions::quantization`](super::LoadOptions::quantization)
+    /// does for a checkpoint's weights.
     ///
     /// [`Whole`](Quantization::Whole) dequantizes weights that are quantized already. The other formats leave such weights
     /// unchanged. The weights are copied to the host one at a time, in parts.

@@ -110,7 +110,7 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// Returns all parameters by their paths. Quantized weights are returned as unquantized ones.
+    /// Returns all parameters with their paths. Quantized weights are returned in dequantized form.
     fn stored(&self, dtype: DType) -> Vec<(String, Stored)> {
         let model = self.valid().materialize();
         let mut parameters = stored(&model, dtype);
@@ -130,8 +130,8 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// Returns the per-layer embedding table if it is in host memory or split. In these cases it is not a parameter of the
-    /// model.
+    /// Returns the per-layer embedding table if the table is in host memory or is split into several tensors. In these cases
+    /// the table is not a parameter of the model.
     fn stored_table(&self, dtype: DType) -> Option<(String, Stored)> {
         let config = self.config();
         let rows = config.vocab_size_per_layer_input;
@@ -171,7 +171,7 @@ fn kept<'a>(
     paths: impl Iterator<Item = impl AsRef<str>>,
 ) -> Result<BTreeSet<&'a str>, Gemma4Error> {
     let mut kept: BTreeSet<&str> = files.names().collect();
-    // Do not copy the output projection. It may repeat the embedding table, and the copy would hold the old values.
+    // Do not copy the output projection. It may repeat the embedding table, and the copy would then hold the old weights.
     kept.remove(HEAD);
     let folder = Folder::of(files.clone(), Vec::new());
     for path in paths {
@@ -214,7 +214,8 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
         reason: error.to_string(),
     };
     let mut json: Value = serde_json::from_slice(&read(path)?).map_err(malformed)?;
-    // Set the dtype in both places. A dtype in `text_config` takes precedence over the top-level dtype.
+    // Set the dtype at the top level and in `text_config`, because a dtype in `text_config` takes precedence over the top-level
+    // dtype.
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
             fields.shift_remove("torch_dtype");
@@ -267,7 +268,7 @@ pub(super) fn replace(
     let mut builder = partial();
     #[cfg(unix)]
     {
-        // Give the temporary file the permissions of an ordinary new file. The umask then removes some of them.
+        // Give the temporary file the permissions of an ordinary new file, from which the umask then removes some.
         use std::os::unix::fs::PermissionsExt;
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
@@ -381,7 +382,7 @@ impl Stored {
         }
     }
 
-    /// Creates a tensor to write from bytes that are already in the file's format.
+    /// Creates a tensor to be written, from bytes that are already in the file's format.
     pub fn of_bytes(shape: Vec<usize>, dtype: Dtype, bytes: Vec<u8>) -> Self {
         Self::of_read(shape, dtype, move || bytes.clone())
     }
@@ -396,7 +397,7 @@ impl Stored {
         }
     }
 
-    /// Creates a tensor to write that is an unchanged copy of the tensor called `name` in `files`.
+    /// Creates a tensor to be written, as an unchanged copy of the tensor called `name` in `files`.
     fn kept(files: &Arc<TensorFiles>, name: &str) -> Self {
         let entry = files.get(name).expect("the name was listed by these files");
         let (files, name) = (files.clone(), name.to_owned());

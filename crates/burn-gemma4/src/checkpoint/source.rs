@@ -12,8 +12,8 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
-/// The weights of a checkpoint. A weight is found by the path of the model's parameter. If the per-layer embedding table stays
-/// on the host, the table keeps this source alive as long as the model.
+/// The weights of a checkpoint. The path of a parameter in the model identifies a weight. If the per-layer embedding table
+/// stays on the host, the table keeps this source alive as long as the model.
 pub(super) trait WeightSource: Send + Sync {
     /// Returns the names of the tensors that store the parameter at `path`.
     fn names(&self, path: &str) -> Vec<String>;
@@ -21,8 +21,8 @@ pub(super) trait WeightSource: Send + Sync {
     /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
-    /// Returns the names of unknown tensors. A tensor is unknown if it is not in `known`, and if the format does not allow it
-    /// as a tensor without a parameter.
+    /// Returns the names of unknown tensors. A tensor is unknown if `known` lacks its name, unless the format allows this
+    /// tensor although the model has no parameter for it.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
 
@@ -72,8 +72,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix comes with its name in the
-    /// files, for error messages.
+    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix is paired with its name in
+    /// the files, for error messages.
     pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
         let mut shape = vec![matrices.len()];
         shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
@@ -304,7 +304,8 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Returns the packed layout of all `parts`, or `None` if the parts differ in their layouts or have none.
+/// Returns the packed layout that all `parts` have in common. Returns `None` if the layouts differ, or if a part has no packed
+/// layout.
 fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;
@@ -381,8 +382,8 @@ pub(super) fn upload<const D: usize>(
     let slices = range.len();
     let at_once = (portion / source.slice_bytes()).clamp(1, slices);
     if at_once == slices {
-        // Allocate weights outside the pools of temporary tensors, in exactly the size of the tensor. They live as long as the
-        // model.
+        // Allocate the weights in exactly their size and outside the pools of temporary tensors, because the weights live as
+        // long as the model.
         return device.memory_persistent_allocations(source.slices(range, dtype), |data| {
             Tensor::from_data(data, (device, dtype))
         });
@@ -407,8 +408,8 @@ pub(super) fn upload<const D: usize>(
     whole.detach()
 }
 
-/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads them to `device`, about `portion` bytes at a
-/// time.
+/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads them to `device`, about `portion` bytes at
+/// a time.
 pub(super) fn upload_words(
     source: &Source<'_>,
     range: Range<usize>,

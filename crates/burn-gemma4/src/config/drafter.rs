@@ -24,8 +24,8 @@ pub struct DrafterConfig {
     pub ordered_embeddings: Option<OrderedEmbeddings>,
 }
 
-/// The parameters of a head that works in two steps. It first selects groups of tokens, and then computes logits only for the
-/// tokens in these groups.
+/// The parameters of a head that works in two steps. The head first selects groups of tokens, and then computes logits only for
+/// the tokens in these groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderedEmbeddings {
     /// The number of groups. All groups have equally many tokens.
@@ -65,7 +65,8 @@ impl DrafterConfig {
         })
     }
 
-    /// Parses the text of a drafter's `config.json`. A missing field gets the default of transformers' class.
+    /// Parses the text of a drafter's `config.json`. A missing field gets the default value of transformers' configuration
+    /// class.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Config`], which names the field at fault.

@@ -81,8 +81,8 @@ impl GenerationDefaults {
     /// Reads a `generation_config.json`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the JSON is invalid, if the
-    /// settings allow no generated tokens, or if [`Sampling::validate`] refuses them.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the JSON is invalid, if
+    /// the settings allow no generated tokens, or if [`Sampling::validate`] refuses them.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;

@@ -71,7 +71,8 @@ pub(super) struct Text {
     dtype: Option<String>,
 }
 
-/// The fields that `save_pretrained` writes for each layer whose values differ from those of the other layers.
+/// The fields of one layer's entry in `per_layer_config`. transformers' `save_pretrained` writes an entry for each layer with
+/// values that differ from those of the other layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PerLayer {
@@ -165,15 +166,16 @@ impl Gemma4Config {
 }
 
 impl Text {
-    /// Converts the fields of the file to a configuration. A missing field gets the default of transformers' class.
+    /// Converts the fields of the file to a configuration. A missing field gets the default value of transformers'
+    /// configuration class.
     pub(super) fn into_config(self) -> Result<Gemma4Config, Gemma4Error> {
         self.refuse_unsupported()?;
         let layer_types = self.layer_types()?;
         let sliding_head_dim = self.head_dim.unwrap_or(256);
         let attention_k_eq_v = self.attention_k_eq_v.unwrap_or(false);
         let (global_head_dim, per_layer_heads) = self.global_heads(&layer_types)?;
-        // Read `num_global_key_value_heads` only if full layers compute their values from the key projection. In all other models
-        // only `per_layer_config` can give full layers their own number of KV heads.
+        // Read `num_global_key_value_heads` only if full layers compute V from the output of the K projection. In all other
+        // models only `per_layer_config` can give full layers their own number of KV heads.
         let num_global_key_value_heads = match attention_k_eq_v {
             true => self.num_global_key_value_heads.or(per_layer_heads),
             false => per_layer_heads,

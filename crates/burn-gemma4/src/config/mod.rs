@@ -60,12 +60,12 @@ pub struct Gemma4Config {
     pub global_head_dim: usize,
     /// The number of keys that a query in a sliding layer sees, including the key of its own position.
     pub sliding_window: usize,
-    /// True if full layers compute their values from the key projection.
+    /// True if full layers have no V projection and compute V from the output of the K projection.
     pub attention_k_eq_v: bool,
     /// The number of channels of a token's per-layer embedding (PLE) in each layer. The number is 0 if the model has no
     /// per-layer embeddings.
     pub hidden_size_per_layer_input: usize,
-    /// The mixture of experts that runs beside the dense feed-forward network, if the model has one.
+    /// The mixture of experts that runs beside the dense feed-forward network, or `None` if the model has no experts.
     pub experts: Option<ExpertsConfig>,
     /// The rotary embedding of sliding layers.
     pub sliding_rope: RopeConfig,
@@ -73,7 +73,7 @@ pub struct Gemma4Config {
     pub global_rope: RopeConfig,
     /// The epsilon that every RMS norm adds to the mean square.
     pub rms_norm_eps: f64,
-    /// The softcap `c` of the final logits, which become `c · tanh(logits / c)`.
+    /// The softcap `c`, which turns the final logits into `c · tanh(logits / c)`, or `None` if the logits are not capped.
     pub final_logit_softcapping: Option<f64>,
     /// True if the output projection shares the weights of the embedding table.
     pub tie_word_embeddings: bool,
@@ -87,7 +87,7 @@ pub struct Gemma4Config {
     pub eos_tokens: Vec<u32>,
     /// The padding token.
     pub pad_token: u32,
-    /// The dtype of the weights according to the checkpoint's configuration.
+    /// The dtype of the weights according to the checkpoint's configuration, or `None` if the configuration gives no dtype.
     pub dtype: Option<DType>,
 }
 
@@ -111,13 +111,14 @@ pub struct ExpertsConfig {
     pub moe_intermediate_size: usize,
 }
 
-/// The rotary embedding (RoPE). It rotates channel `j` together with channel `j + head_dim / 2`. The angle in radians is
+/// The rotary embedding (RoPE), which rotates channel `j` together with channel `j + head_dim / 2`. The angle in radians is
 /// `position · theta^(-2j / head_dim) / factor`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
     /// The base of the rotation frequencies, called `theta` in the formula.
     pub theta: f64,
-    /// The fraction of channel pairs that are rotated. These are the first pairs of a head. The remaining pairs stay unchanged.
+    /// The fraction of channel pairs that are rotated. The rotated pairs are the first pairs of a head, and the remaining pairs
+    /// stay unchanged.
     pub partial_rotary_factor: f64,
     /// The number by which all positions are divided.
     pub factor: f64,
@@ -155,7 +156,7 @@ impl Gemma4Config {
     }
 
     /// Returns the index of the first layer that shares an earlier layer's KV cache, or the number of layers if no layer shares
-    /// one.
+    /// a KV cache.
     pub fn first_shared_layer(&self) -> usize {
         self.num_layers() - self.num_kv_shared_layers
     }
@@ -165,8 +166,8 @@ impl Gemma4Config {
         layer >= self.first_shared_layer()
     }
 
-    /// Returns the index of the layer whose KV cache `layer` reads. This is `layer` itself, or the last layer of its type that
-    /// has its own KV cache.
+    /// Returns the index of the layer whose KV cache `layer` reads. A layer with its own KV cache reads that cache. Every other
+    /// layer reads the cache of the last layer that has the same type and its own KV cache.
     ///
     /// # Panics
     /// Panics if the model has no layer with this index.
@@ -196,7 +197,7 @@ impl Gemma4Config {
         }
     }
 
-    /// True if `layer` computes its values from the key projection.
+    /// True if `layer` has no V projection and computes V from the output of the K projection.
     pub fn values_are_keys(&self, layer: usize) -> bool {
         self.attention_k_eq_v && self.layer_types[layer] == LayerType::Full
     }

@@ -58,7 +58,8 @@ fn common() -> Gemma4Config {
 }
 
 impl Gemma4Config {
-    /// Gemma 4 E2B, with 4.6 billion parameters. Half of the parameters are per-layer embeddings.
+    /// Returns the configuration of Gemma 4 E2B, which has 4.6 billion parameters. Half of the parameters are per-layer
+    /// embeddings.
     pub fn e2b() -> Self {
         Self {
             use_double_wide_mlp: true,
@@ -68,7 +69,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 E4B, with 7.5 billion parameters.
+    /// Returns the configuration of Gemma 4 E4B, which has 7.5 billion parameters.
     pub fn e4b() -> Self {
         Self {
             hidden_size: 2560,
@@ -82,7 +83,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 12B.
+    /// Returns the configuration of Gemma 4 12B.
     pub fn dense_12b() -> Self {
         Self {
             hidden_size: 3840,
@@ -98,7 +99,8 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 26B-A4B, a mixture of 128 experts. Each token uses 4 billion of the 25 billion parameters.
+    /// Returns the configuration of Gemma 4 26B-A4B, a mixture of 128 experts. Each token uses 4 billion of the 25 billion
+    /// parameters.
     pub fn moe_26b_a4b() -> Self {
         Self {
             hidden_size: 2816,
@@ -119,7 +121,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Gemma 4 31B.
+    /// Returns the configuration of Gemma 4 31B.
     pub fn dense_31b() -> Self {
         Self {
             hidden_size: 5376,

@@ -165,7 +165,7 @@ impl QuantizedWeights {
         }
         match &self.actorder {
             Value::Null | Value::Bool(false) => (),
-            // Accept the orders "weight" and "static". With them the packed matrix has its columns in the original order.
+            // Accept the orders "weight" and "static", with which the packed matrix has its columns in the original order.
             Value::String(order) if ["weight", "static"].contains(&order.as_str()) => (),
             other => {
                 return Err(format!(

@@ -36,8 +36,9 @@ pub struct Sampling {
     pub top_p: Option<f32>,
     /// If set, only tokens with at least `min_p` times the probability of the most likely token are sampled.
     pub min_p: Option<f32>,
-    /// The penalty on tokens that the prompt or the generated text already contains. A positive logit is divided by the penalty,
-    /// and a negative logit is multiplied by it. A penalty above 1 makes repetition less likely. A penalty of 1 has no effect.
+    /// The penalty on tokens that the prompt or the generated text already contains. A positive logit is divided by the
+    /// penalty, and a negative logit is multiplied by it. A penalty above 1 makes repetition less likely. A penalty of 1 has no
+    /// effect.
     pub repetition_penalty: f32,
     /// Tokens that are never sampled. Tokens outside the vocabulary are ignored.
     pub suppress_tokens: Vec<u32>,
@@ -61,8 +62,8 @@ impl Sampling {
         }
     }
 
-    /// True if the token with the largest logit is always chosen. The logits are those after repetition penalty and suppressed
-    /// tokens.
+    /// True if the token with the largest logit is always chosen. The comparison uses the logits after the repetition penalty
+    /// and after the removal of suppressed tokens.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == Some(1)
     }

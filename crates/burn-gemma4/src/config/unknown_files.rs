@@ -10,13 +10,13 @@ use std::{
 
 /// An unsupported weight format, which other programs write.
 struct Kind {
-    /// The description of a file in this format. It follows the word "is" in the error message.
+    /// The text that describes a file in this format. This text follows the word "is" in the error message.
     what: &'static str,
     /// The first bytes of a file in this format.
     beginning: &'static [u8],
     /// The file extensions of this format.
     extensions: &'static [&'static str],
-    /// The text of the error message that says what the user can do instead.
+    /// The text that tells the user what to do instead, for the error message.
     instead: &'static str,
 }
 

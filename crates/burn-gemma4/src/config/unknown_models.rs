@@ -17,7 +17,7 @@ pub(super) fn refuse_drafter(model_type: &str) -> Result<(), Gemma4Error> {
     }
 }
 
-/// The fields that describe quantized weights. They may stand at the top level of a configuration or in `text_config`.
+/// The fields that describe quantized weights, either at the top level of a configuration or in its `text_config`.
 #[derive(Deserialize)]
 struct Quantized {
     quantization_config: Option<Value>,

@@ -10,8 +10,9 @@ const MOST_CHARACTERS: usize = 80;
 type IsOn = fn(&Value) -> bool;
 
 /// The fields of transformers 5's `GenerationConfig` that can change the text of a single sequence without an assistant model.
-/// Each field comes with its predicate. The list omits fields that only affect beam search, such as `length_penalty`. Such
-/// fields have an effect only if `num_beams` is set, and the list contains `num_beams`.
+/// Each field is paired with a predicate that is true if the field's value changes the text. The list omits fields that only
+/// affect beam search, such as `length_penalty`. Such fields have an effect only if `num_beams` is set, and the list contains
+/// `num_beams`.
 const FIELDS: [(&str, IsOn); 23] = [
     ("constraints", any),
     ("dola_layers", any),

@@ -15,7 +15,7 @@ const WIDEST_WINDOW: usize = 1 << 20;
 /// The maximum number of elements in a tensor. Even if a thousand layers have such tensors, a 64-bit integer can hold their
 /// total size in bytes.
 pub(super) const LARGEST_TENSOR: usize = 1 << 45;
-/// The range of valid softcaps. It lies within the range of f16.
+/// The range of valid softcaps, which lies within the range of f16.
 const SOFTCAPS: RangeInclusive<f64> = 1e-4..=65_504.0;
 
 fn refuse<T>(reason: String) -> Result<T, Gemma4Error> {

@@ -11,7 +11,7 @@ use std::{ops::ControlFlow, time::Duration};
 pub struct Token<'a> {
     /// The token id.
     pub id: u32,
-    /// The text that this token completes. It is empty if the token ends inside a character, which later tokens complete.
+    /// The text that this token completes. The text is empty if the token ends inside a character, which later tokens complete.
     pub text: &'a str,
     /// The kind of the text: answer, thought or tool call.
     pub kind: TextKind,
@@ -22,7 +22,7 @@ pub struct Token<'a> {
 pub struct Generation {
     /// The prompt's tokens.
     pub prompt_tokens: Vec<u32>,
-    /// The generated tokens. If a stop token ended the text, it is the last element.
+    /// The generated tokens. If a stop token ended the text, that stop token is the last element.
     pub tokens: Vec<u32>,
     /// The answer's text, without special tokens.
     pub text: String,
@@ -34,7 +34,8 @@ pub struct Generation {
     pub logprobs: Vec<TokenLogprobs>,
     /// The reason why the text ended.
     pub finish_reason: FinishReason,
-    /// The numbers of proposed and of accepted draft tokens, if [`GenerateOptions::drafts`](super::GenerateOptions::drafts) is set.
+    /// The numbers of proposed and of accepted draft tokens, if [`GenerateOptions::drafts`](super::GenerateOptions::drafts) is
+    /// set.
     pub drafts: DraftCounts,
     /// The durations of prefill and decoding.
     pub timings: Timings,
@@ -84,5 +85,5 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     }
 }
 
-/// A callback for each generated token. It receives the index of a sequence and the sequence's new token.
+/// A callback for each generated token, which receives the index of a sequence and the sequence's new token.
 pub(crate) type OnToken<'a> = dyn FnMut(usize, &Token<'_>) -> ControlFlow<()> + 'a;

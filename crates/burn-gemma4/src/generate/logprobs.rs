@@ -6,8 +6,8 @@ use std::cmp::Ordering;
 /// The log-probability of a generated token, and the most likely tokens at its position.
 ///
 /// Log-probabilities are natural logarithms of the softmax over the model's raw logits. Temperature, repetition penalty,
-/// suppressed tokens and the other settings of [`Sampling`](crate::config::sampling::Sampling) are not applied. The list of most
-/// likely tokens may therefore contain suppressed tokens.
+/// suppressed tokens and the other settings of [`Sampling`](crate::config::sampling::Sampling) are not applied. The list of
+/// most likely tokens may therefore contain suppressed tokens.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TokenLogprobs {
     /// The log-probability of the generated token.
@@ -17,8 +17,7 @@ pub struct TokenLogprobs {
 }
 
 impl TokenLogprobs {
-    /// Computes the log-probability of the generated `token` and those of the `count` most likely tokens. A NaN logit counts as
-    /// −∞.
+    /// Computes the log-probabilities of the generated `token` and of the `count` most likely tokens. A NaN logit counts as −∞.
     pub(crate) fn of(logits: &[f32], token: u32, count: usize) -> Self {
         let number = |logit: f32| match logit.is_nan() {
             true => f32::NEG_INFINITY,

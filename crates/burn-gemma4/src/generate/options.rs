@@ -98,8 +98,8 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if tokens are sampled, rather than chosen by argmax, and no log-probabilities are requested. Then the device can draw
-    /// all tokens.
+    /// True if tokens are sampled, rather than chosen by argmax, and no log-probabilities are requested. Then the device can
+    /// draw all tokens.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

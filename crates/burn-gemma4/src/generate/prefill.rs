@@ -12,8 +12,8 @@ use burn::tensor::Tensor;
 
 /// The default size of a prefill chunk on a CPU, in tokens of all prompts of a batch together.
 const PROCESSORS_CHUNK: usize = 512;
-/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together. It is larger than on a
-/// CPU, because a GPU needs more tokens to be fully used.
+/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together. This size is larger
+/// than the size on a CPU, because a GPU needs more tokens to be fully used.
 const ACCELERATORS_CHUNK: usize = 8192;
 
 /// True if the model's device queues its work and computes it later, as a CubeCL device does. A CPU backend computes each

@@ -166,7 +166,8 @@ pub(crate) fn run(
             may_draw = false;
         }
         // A finished sequence stays in the batch until all sequences have finished. The current step chooses one more token of
-        // each sequence. Queue a further step only if an unfinished sequence may still get another token after that one.
+        // each sequence. Queue a further step only if an unfinished sequence may still get another token after the token of the
+        // current step.
         let goes_on = sequences
             .iter()
             .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);
@@ -188,7 +189,7 @@ fn choose(
     Chosen::of(next, sequences, options)?.tokens(sequences, options)
 }
 
-/// Runs a decode step over `tokens` and chooses the next token of each sequence. With `goes_on`, the device may start the
+/// Runs a decode step over `tokens` and chooses the next token of each sequence. If `goes_on` is true, the device may start the
 /// decode step over the chosen tokens before the host has received them.
 fn read_and_choose(
     sequences: &mut [Sequence<'_>],

@@ -44,7 +44,7 @@ impl Chosen {
         }
     }
 
-    /// Chooses the next token of each sequence. There must be one row (of logits, or one token) per sequence. A finished
+    /// Chooses the next token of each sequence. The data must hold one row of logits, or one token, per sequence. A finished
     /// sequence gets an arbitrary token.
     pub fn tokens(
         &self,
@@ -86,7 +86,7 @@ impl Chosen {
     }
 }
 
-/// The samplers of the sequences.
+/// Returns the sampler of each sequence.
 pub(crate) fn samplers<'a>(sequences: &'a [Sequence<'_>]) -> Vec<&'a Sampler> {
     sequences.iter().map(|sequence| &sequence.sampler).collect()
 }

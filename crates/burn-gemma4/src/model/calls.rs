@@ -1,4 +1,5 @@
-//! The calls of the model: hidden states and logits of whole texts, and of tokens after those in a KV cache.
+//! The methods that run the model. They compute hidden states and logits of whole texts, and of tokens that follow the tokens
+//! in a KV cache.
 
 use super::cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
@@ -41,13 +42,13 @@ impl Gemma4Model {
         Ok(self.logits(hidden))
     }
 
-    /// Computes the normalised hidden states, which are the input of the head: [`forward`](Self::forward) without the head.
-    /// [`loss`](Self::loss) accepts this result.
+    /// Computes the normalized hidden states, from which the head computes the logits. [`loss`](Self::loss) accepts this
+    /// result.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
     ///
-    /// `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    /// In the shape, `asked` is the number of requested positions. Shared KV layers run only for these positions.
     ///
     /// # Errors
     /// The errors of [`forward`](Self::forward).
@@ -89,10 +90,11 @@ impl Gemma4Model {
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
     ///
-    /// `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    /// In the shape, `asked` is the number of requested positions. Shared KV layers run only for these positions.
     ///
     /// # Errors
-    /// If the batch size differs from the cache's. Also the errors of [`forward`](Self::forward).
+    /// If the batch size differs from the cache's, or if `tokens` has no positions. Also the errors of
+    /// [`forward`](Self::forward).
     pub fn step(
         &self,
         tokens: Tensor<2, Int>,
@@ -104,7 +106,7 @@ impl Gemma4Model {
         Ok(hidden.map(|hidden| self.logits(hidden)))
     }
 
-    /// Runs [`step`](Self::step) without the head. Returns the normalised hidden states, `[batch, asked, hidden]`, of the
+    /// Runs [`step`](Self::step) without the head. Returns the normalized hidden states, `[batch, asked, hidden]`, of the
     /// `asked` requested positions.
     pub(crate) fn step_hidden(
         &self,
@@ -136,7 +138,7 @@ impl Gemma4Model {
         Ok((logits.of(positions) > 0).then_some(hidden))
     }
 
-    /// Computes logits, `[batch, positions, vocabulary]`, from normalised hidden states, `[batch, positions, hidden]`.
+    /// Computes logits, `[batch, positions, vocabulary]`, from normalized hidden states, `[batch, positions, hidden]`.
     pub(crate) fn logits(&self, hidden: Tensor<3>) -> Tensor<3> {
         let [batch, positions, _] = hidden.dims();
         let rows = flat_rows(hidden);

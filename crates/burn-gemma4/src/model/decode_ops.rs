@@ -1,5 +1,5 @@
-//! The operations of a layer in a decode step, with GPU kernels only, in about a dozen launches per layer. A decode step
-//! processes up to 8 rows. The rows are either one token each of several sequences, or several tokens of one sequence.
+//! The operations of a layer in a decode step. All operations are GPU kernels, in about a dozen launches per layer. A decode
+//! step processes up to 8 rows. The rows are either one token each of several sequences, or several tokens of one sequence.
 //!
 //! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the launches
 //! and replay them for later tokens.
@@ -46,7 +46,8 @@ pub(crate) struct DecodeOps<'a> {
 pub(crate) struct Targets<'a> {
     /// The buffers of every layer that computes its own keys and values.
     pub layers: &'a [WriteTarget],
-    /// The rules in sliding layers, whose ring buffers hold columns (one token each) in any order.
+    /// The rules that decide which keys a query sees in sliding-window layers. The ring buffers of these layers hold columns
+    /// (one token each) in any order.
     pub sliding: Visible,
     pub full: Visible,
 }
@@ -71,9 +72,9 @@ impl DecodeOps<'_> {
             && OneDtype::is_of(model, dtype)
     }
 
-    /// Stores the rows that `write` computes in `slots`. In the model's dtype, `write` writes directly to the cache's buffer.
-    /// In int8, `write` writes to a temporary buffer of one slot per row, and [`store_rows`] then quantizes that buffer into
-    /// the cache.
+    /// Computes rows with `write`, and stores them in `slots`. In the model's dtype, `write` writes directly to the cache's
+    /// buffer. In int8, `write` writes to a temporary buffer of one slot per row, and [`store_rows`] then quantizes that buffer
+    /// into the cache.
     fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
         let [sequences, heads, _, width] = slots.dims();
         match slots {

@@ -11,8 +11,8 @@ use burn::tensor::{Int, Tensor};
 
 impl Gemma4Model {
     /// Returns the residual stream before the first layer, `[rows, hidden]`, and the per-layer embeddings,
-    /// `[rows, layers · columns]`, if the model has a table of them. No launch of a captured graph may write `tokens`,
-    /// `[rows]`. `from_host` holds the rows that [`host_rows`](Self::host_rows) returned.
+    /// `[rows, layers · columns]`. The per-layer embeddings are `None` if the model has no table of them. No launch of a
+    /// captured graph may write `tokens`, `[rows]`. `from_host` holds the rows that [`host_rows`](Self::host_rows) returned.
     pub(crate) fn first_rows(
         &self,
         tokens: &Tensor<1, Int>,
@@ -70,7 +70,8 @@ impl Gemma4Model {
     }
 }
 
-/// Describes the tokens' rows in an unquantized table for the kernel. Returns `None` if the table is quantized.
+/// Describes the tokens' rows of an embedding table to the kernel that reads them. Returns `None` if the table is quantized,
+/// because the kernel reads only unquantized tables.
 fn token_rows(embedding: &Embedding, tokens: &Tensor<1, Int>) -> Option<TokenRows> {
     match embedding.weight.matrix() {
         Matrix::Whole(table) => Some(TokenRows {

@@ -27,15 +27,16 @@ use std::ops::Range;
 pub(crate) struct Text {
     /// The token ids, `[batch, positions]`.
     pub ids: Tensor<2, Int>,
-    /// The tokens' [rows](Gemma4Model::host_rows) in a per-layer embedding table in host memory.
+    /// The tokens' [rows](Gemma4Model::host_rows) of the per-layer embedding table, or `None` if no such table is in host
+    /// memory.
     pub from_host: Option<Tensor<2>>,
     /// The cosines and sines of the rotary embedding (RoPE) at the tokens' positions.
     pub rotations: Rotations,
-    /// The packed document to which each token belongs, `[batch, positions]`, if rows contain several documents.
+    /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
 }
 
-/// The KV cache to which a call appends tokens.
+/// The KV cache to which a call appends tokens, and the positions of these tokens.
 pub(crate) struct After<'a> {
     pub cache: &'a mut Cache,
     /// The positions of the call's tokens.
@@ -61,9 +62,9 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns the normalised output of the last layer, `[batch, asked, hidden]`, for the last `asked` positions. `logits`
-    /// requests the logits of these positions. If `asked` is 0, returns the output of the last layer that computes its own keys
-    /// and values instead, for all positions and without a norm.
+    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`, for the last `asked` positions. `asked` is
+    /// the number of positions that `logits` requests. If `asked` is 0, returns the output of the last layer that computes its
+    /// own keys and values instead, for all positions and without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,

@@ -1,5 +1,5 @@
-//! The per-layer embedding table in host memory. The checkpoint's files are mapped, and rows are read from them. Each token
-//! needs only one row of the table.
+//! The per-layer embedding table in host memory. The checkpoint's files are memory-mapped. A call of the model reads and
+//! uploads only the rows of its tokens.
 
 use super::buffer_pool::BufferPool;
 use burn::tensor::{DType, Device, Tensor, TensorData};

@@ -12,7 +12,7 @@ pub enum Site {
     PerLayerEmbeddings,
     /// A point in the layer with this index.
     Layer(usize, LayerSite),
-    /// The normalised hidden states from which the logits are computed, `[batch, positions, hidden]`.
+    /// The normalized hidden states from which the logits are computed, `[batch, positions, hidden]`.
     FinalNorm,
 }
 
@@ -20,12 +20,12 @@ pub enum Site {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LayerSite {
-    /// The normalised and rotated queries, `[batch, q_heads, positions, head_dim]`.
+    /// The normalized and rotated queries, `[batch, q_heads, positions, head_dim]`.
     Query,
-    /// The normalised and rotated keys, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own keys
+    /// The normalized and rotated keys, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own keys
     /// report them.
     Key,
-    /// The normalised values, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own values report them.
+    /// The normalized values, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own values report them.
     Value,
     /// The attention output before the output projection, `[batch, positions, q_heads · head_dim]`.
     Attention,
@@ -43,10 +43,10 @@ pub enum LayerSite {
     Output,
 }
 
-/// Receives intermediate tensors of a forward pass. The observer `()` ignores them at no cost.
+/// Receives intermediate tensors of a forward pass. The observer `()` ignores all tensors at no cost.
 pub trait Observer {
-    /// Receives one tensor. The calls come in the order of the computation. The function `tensor` returns the tensor at `site`
-    /// in the model's dtype.
+    /// Receives one tensor. The calls come in the order of the computation. The function `tensor` returns the tensor at `site`,
+    /// in the dtype in which the model computes it.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 

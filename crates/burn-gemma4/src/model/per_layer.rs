@@ -1,5 +1,5 @@
-//! Per-layer embeddings (PLE). The table has one row per token, with a vector for each layer, and may be too large for the
-//! device. In shapes, `columns` is the length of one layer's vector.
+//! Per-layer embeddings (PLE). The table has one row per token of the vocabulary. A row holds one vector for each layer. The
+//! table may be too large for the device. In shapes, `columns` is the length of one layer's vector.
 
 use super::placement::TablePlacement;
 use super::text_model::Gemma4Model;
@@ -26,8 +26,8 @@ impl Gemma4Model {
         Ok(Tokens { ids, on_host })
     }
 
-    /// Returns the tokens' rows of a table in host memory, `[tokens, layers · columns]`, or `None` if the table is not in host
-    /// memory. The tokens must be in the vocabulary.
+    /// Returns the tokens' rows of the per-layer embedding table, `[tokens, layers · columns]`, or `None` if the table is not
+    /// in host memory. The tokens must be in the vocabulary.
     pub(crate) fn host_rows(&self, tokens: &[u32], device: &Device) -> Option<Tensor<2>> {
         let table = self.host_table.as_ref()?;
         Some(table.rows(tokens, self.dtype(), device))
@@ -50,8 +50,8 @@ impl Gemma4Model {
         let layers = self.config.num_layers();
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = of_token.reshape([rows, layers, columns]);
-        // Multiply in f32 by the constants that bf16 cannot represent. The function `first_rows` rounds the same values, but in
-        // one launch.
+        // Multiply in f32, because bf16 cannot represent the constants. The function `first_rows` rounds the same intermediate
+        // values, but computes them in one launch.
         let of_embedding = project(embedded.clone(), projection.weight.matrix());
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));

@@ -28,13 +28,13 @@ use crate::op::rope::tables::Rope;
 use crate::op::rope::{Positions, Rotation};
 use burn::tensor::{DType, Device, Int, Tensor};
 
-/// The operations of one call.
+/// The operations of a layer in one call of the model.
 pub(crate) struct PrefillOps<'a, O> {
     pub batch: usize,
     pub rotations: Rotations,
     /// The window of sliding layers, in tokens.
     pub window: usize,
-    /// The packed document to which each token belongs, `[batch, positions]`, if rows contain several documents.
+    /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
     /// The KV cache that stores the keys and values of this call. Without a cache, as in training, only the queries of this
     /// call attend to the keys and values.
@@ -60,7 +60,8 @@ impl Rotations {
         }
     }
 
-    /// Returns the cosines and sines of sliding layers, then of full layers, each `[batch or 1, 1, positions, head_dim / 2]`.
+    /// Returns four tables: the cosines and sines of sliding-window layers, and the cosines and sines of full-attention layers.
+    /// Each table is `[batch or 1, 1, positions, head_dim / 2]`.
     #[cfg(feature = "cube")]
     pub fn tables(&self) -> [Tensor<4>; 4] {
         let [sliding, full] = [&self.sliding, &self.full].map(Rotation::parts);

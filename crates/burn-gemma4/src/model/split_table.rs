@@ -6,7 +6,8 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// A table in several device buffers, because the table is larger than one buffer may be. Each buffer holds consecutive rows.
+/// A table that is too large for one device buffer, and is therefore split into several buffers. Each buffer holds consecutive
+/// rows.
 #[derive(Module, Debug)]
 pub(crate) struct SplitTable {
     /// The parts of the table, each `[tokens of the part, columns]`.
@@ -21,7 +22,7 @@ impl SplitTable {
         Self { parts, of_part }
     }
 
-    /// Looks up the tokens' rows, `[tokens, columns]`, without the host.
+    /// Looks up the tokens' rows, `[tokens, columns]`, on the device, without a copy of the tokens to the host.
     pub(super) fn rows(&self, tokens: &Tensor<1, Int>) -> Tensor<2> {
         let of_part = |(index, part): (usize, &Weight)| {
             let matrix = part.matrix();

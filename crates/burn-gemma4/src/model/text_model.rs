@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// A Gemma 4 text model.
 ///
-/// The field names are those of the checkpoint's tensors, so that a parameter's path is its name in the file.
+/// The field names equal the names of the checkpoint's tensors, so that a parameter's path is its name in the file.
 ///
 /// # Training
 /// [`forward`](Self::forward) and [`forward_packed`](Self::forward_packed) are differentiable through Burn's autodiff.
@@ -71,18 +71,19 @@ pub struct Gemma4Model {
     /// Warnings about settings in the checkpoint's files that this crate ignores.
     #[module(skip)]
     pub(crate) warnings: Vec<String>,
-    /// The dtype of the checkpoint's weights.
+    /// The dtype of the checkpoint's weights, or `None` if the model was not loaded from a checkpoint.
     #[module(skip)]
     pub(crate) written: Option<DType>,
-    /// Projects the scaled token embeddings to vectors that are added to the per-layer embeddings.
+    /// The projection of the scaled token embeddings to vectors that are added to the per-layer embeddings. It is `None` if the
+    /// model has no per-layer embeddings.
     pub per_layer_model_projection: Option<Linear>,
-    /// The norm after the projection of the per-layer embeddings.
+    /// The norm of the projected token embeddings, which applies before they are added to the per-layer embeddings.
     pub per_layer_projection_norm: Option<RmsNorm>,
     /// The decoder layers.
     pub layers: Vec<DecoderLayer>,
     /// The norm of the last layer's output, before the head.
     pub norm: RmsNorm,
-    /// The projection to logits, if its weight is not the token embedding table.
+    /// The projection to logits, or `None` if the head's weight is the token embedding table.
     pub lm_head: Option<Linear>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     #[module(skip)]
@@ -171,7 +172,7 @@ impl Gemma4Model {
         self.embed_tokens.weight.device()
     }
 
-    /// Returns the weight of the head, `[vocabulary, hidden]`, which projects normalised hidden states to logits.
+    /// Returns the weight of the head, `[vocabulary, hidden]`, which projects normalized hidden states to logits.
     pub(crate) fn head(&self) -> Matrix {
         self.head_weight().matrix()
     }

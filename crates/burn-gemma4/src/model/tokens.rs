@@ -2,7 +2,8 @@
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-/// The tokens of a call, on the device and on the host. The host's copy is needed for a table in host memory.
+/// The tokens of a call, on the device and on the host. The host needs the tokens to look up rows of a per-layer embedding
+/// table in host memory.
 #[derive(Clone)]
 pub(crate) struct Tokens {
     /// The token ids, `[batch, positions]`.

@@ -1,4 +1,4 @@
-//! Access to the model's weights by parameter path, quantized or not, and statistics about the weights.
+//! Access by parameter path to the model's weights, quantized or not, and statistics about the weights.
 
 use super::{
     Gemma4Model,
@@ -46,7 +46,7 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns all weights that can be quantized, by path.
+    /// Returns all weights that can be quantized, with their parameter paths.
     pub(crate) fn weights_mut(&mut self) -> Vec<(String, &mut dyn AnyWeight)> {
         let mut weights: Vec<(String, &mut dyn AnyWeight)> = Vec::new();
         let mut add = |path: String, weight| weights.push((path, weight));
@@ -97,7 +97,7 @@ impl Gemma4Model {
         weights
     }
 
-    /// Returns the quantized weights, by path.
+    /// Returns the quantized weights, with their parameter paths.
     pub(crate) fn quantized_weights(&self) -> Vec<(String, QuantizedNumbers)> {
         let mut model = self.clone();
         let weights = model.weights_mut().into_iter();

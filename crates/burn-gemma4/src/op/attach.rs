@@ -15,8 +15,8 @@ use burn::{
 };
 
 /// Returns `value`, `[1]`, unchanged, and registers `gradient` as the gradient of `value` with respect to `source`. `value`
-/// keeps its other gradients in the autodiff graph. `gradient` may have a wider dtype than `source`, because the backward pass
-/// scales the gradient before it rounds it to the dtype of `source`.
+/// keeps its other gradients in the autodiff graph. `gradient` may have a wider dtype than `source`. The backward pass first
+/// scales the gradient, and then rounds the product to the dtype of `source`.
 pub(crate) fn attach<const D: usize>(
     value: Tensor<1>,
     source: Tensor<D>,

@@ -13,7 +13,7 @@ pub(crate) struct ColumnSlice {
 }
 
 impl ColumnSlice {
-    /// Splits `rows` into consecutive ranges of `counts` columns each.
+    /// Splits `rows` into consecutive column ranges. Range `i` has `counts[i]` columns.
     #[cfg(feature = "cube")]
     pub fn consecutive(rows: &Tensor<2>, counts: &[usize]) -> Vec<Self> {
         let mut start = 0;

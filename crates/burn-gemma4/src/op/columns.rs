@@ -59,7 +59,7 @@ pub trait ColumnsBackend: Backend {
     fn columns_of_words(words: IntTensor<Self>, start: usize, count: usize) -> IntTensor<Self>;
 }
 
-/// Describes the output tensor to Burn's fusion before it exists.
+/// Describes the output tensor to Burn's fusion before the tensor exists.
 #[cfg(feature = "cube")]
 fn metadata(slots: &TensorSpec, count: usize) -> TensorSpec {
     let [batch, heads, rows] = [slots.shape[0], slots.shape[1], slots.shape[2]];

@@ -24,12 +24,13 @@ impl DeviceMemory {
         Self::default()
     }
 
-    /// True if the device can allocate one buffer of `bytes`.
+    /// True if the device can allocate one buffer of `bytes`, or does not report its limit.
     pub(crate) fn has_buffer(self, bytes: usize) -> bool {
         self.largest_buffer.is_none_or(|largest| bytes <= largest)
     }
 
-    /// True if weights of `bytes` leave at least an eighth of the memory free.
+    /// True if weights of `bytes` leave at least an eighth of the memory free, or if the device does not report its memory
+    /// size.
     pub(crate) fn holds(self, bytes: usize) -> bool {
         self.total.is_none_or(|total| bytes <= total / 8 * 7)
     }

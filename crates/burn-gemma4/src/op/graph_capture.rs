@@ -7,14 +7,14 @@ use burn::{
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate the
-/// buffers. They also let Burn's fusion and CubeCL tune. If a different computation ran before, the first warm-up run also makes
-/// fusion fuse this computation's operations again.
+/// buffers. During the warm-up runs, Burn's fusion and CubeCL also finish their autotuning. If a different computation ran
+/// before, the first warm-up run also makes fusion fuse this computation's operations again.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its
 /// result.
 pub(crate) trait Computation: 'static {
-    /// The number of runs before the capture. A capture runs the computation a few more times, so it pays off only for
+    /// The number of runs before the capture. A capture runs the computation a few more times, so a capture pays off only for
     /// computations that repeat often.
     const BEFORE_CAPTURE: usize;
 

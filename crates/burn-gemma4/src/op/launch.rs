@@ -33,7 +33,7 @@ pub(super) fn serves(device: &CubeDevice, dtype: DType) -> bool {
         && properties.hardware.max_units_per_cube >= 256
 }
 
-/// The memory sizes that the device reports.
+/// Returns the memory sizes that the device reports.
 pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     let client = device.client();
     let memory = &client.properties().memory;
@@ -56,8 +56,8 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device converts f16 bits to f32 exactly, even if they are subnormal. Subnormal f16 occur in block formats whose
-/// scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
+/// True if the device converts the bits of f16 values to f32 exactly, even if the values are subnormal. Subnormal f16 values
+/// occur in block formats whose scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]

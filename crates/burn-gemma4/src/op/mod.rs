@@ -1,8 +1,8 @@
 //! The model's operators. Each module holds one operator: its kernels, their launches and its gradients.
 //!
-//! On CubeCL devices kernels compute the operators. For any number of rows, kernels fuse the operations between GEMMs into as few
-//! launches as possible. For inference, kernels also compute GEMVs (matrix products of a few rows), which memory bandwidth
-//! bounds. On other devices Burn's own operators compute the same values. Training also runs on Burn's operators, except for
+//! On CubeCL devices kernels compute the operators. For any number of rows, kernels fuse the operations between GEMMs into as
+//! few launches as possible. For inference, kernels also compute GEMVs (matrix products of a few rows), which memory bandwidth
+//! bounds. On other devices Burn's own operators compute the same results. Training also runs on Burn's operators, except for
 //! norms, GeGLU, cross entropy, matrix products and optimizer updates.
 
 pub(crate) mod adamw;
@@ -88,7 +88,7 @@ pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
         // Require PDL, because `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels only by `_pdl` in their
-        // names. On a card without PDL these kernels have the same names, but do not wait for the previous launch. If they
+        // names. On a GPU without PDL these kernels have the same names, but do not wait for the previous launch. If they
         // overlapped the previous launch, they would read unfinished data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {

@@ -18,11 +18,12 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// A pending copy to the host. It is enqueued right after the kernels that write the integers, before all later launches.
+/// A pending copy of integers to the host. The copy is enqueued right after the kernels that write the integers, before all
+/// later launches.
 pub(crate) struct Reading {
     /// The integers on the device, `[count]`.
     pub numbers: Tensor<1, Int>,
-    /// The pending copy; `None` after it has been awaited.
+    /// The pending copy, or `None` after the copy has been awaited.
     copied: Option<Copied>,
 }
 
@@ -66,7 +67,7 @@ impl Reading {
         }
     }
 
-    /// Waits for the integers.
+    /// Waits until the integers have been copied to the host, and returns them.
     ///
     /// # Errors
     /// [`Gemma4Error::Device`] if the device failed.
@@ -82,8 +83,9 @@ impl Reading {
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        // Wait for the copy to end, and with it for the kernels that write the integers. The allocator may give the buffers of
-        // these kernels to another thread next, and the device does not order that thread's launches after these kernels.
+        // Wait until the copy has ended. The kernels that write the integers have then ended too. The allocator may give the
+        // buffers of these kernels to another thread next, and the device does not order that thread's launches after these
+        // kernels.
         if let Some(copied) = self.copied.take() {
             // Ignore an error: the next operation on the failed device reports it.
             let _ = block_on(copied);

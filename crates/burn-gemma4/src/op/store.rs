@@ -24,7 +24,7 @@ pub struct StoredRows<B: Backend> {
 /// number of slots.
 ///
 /// # Shapes
-/// - `rows`: `[sequences, heads, count, width]`. The row with position `p` has index `p` modulo `count` in its sequence.
+/// - `rows`: `[sequences, heads, count, width]`. The index of a row within its sequence is the row's position modulo `count`.
 /// - `positions`: `[sequences · count]`. The positions of one sequence are consecutive.
 /// - `words`: `[sequences, heads, slots, width / 4]`, four int8 values in each word.
 /// - `scales`: `[sequences, heads, slots, 1]`.

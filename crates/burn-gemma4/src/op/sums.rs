@@ -7,9 +7,9 @@ use cubecl::prelude::*;
 /// A group of units that reduce a value together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Team {
-    /// The number of units in the team. It divides the number of units in a cube.
+    /// The number of units in the team. The number of units in a cube is a multiple of this number.
     pub units: usize,
-    /// The number of units whose values one plane operation adds up; 1 without plane operations.
+    /// The number of units whose values one plane operation adds up, or 1 without plane operations.
     pub width: usize,
 }
 

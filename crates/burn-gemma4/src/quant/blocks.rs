@@ -82,7 +82,8 @@ pub(super) fn half(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
-/// Returns the 4-bit codes. The low 4 bits of all bytes are the first half of the codes, and the high 4 bits are the second half.
+/// Returns the 4-bit codes. The low 4 bits of all bytes are the first half of the codes, and the high 4 bits are the second
+/// half.
 pub(super) fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let low = bytes.iter().map(|byte| byte & 15);
     low.chain(bytes.iter().map(|byte| byte >> 4))

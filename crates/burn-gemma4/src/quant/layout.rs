@@ -1,17 +1,18 @@
 //! The device layout of quantized rows. All file formats and all devices share this layout of 32-bit words, which the kernels
 //! read.
 //!
-//! A row begins with all codes. The upper bits of 5-bit and 6-bit codes follow, and then the scales of each group of columns. A
-//! *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. Each row is self-contained, so a
-//! kernel can read single rows of an embedding table or a range of a matrix's rows.
+//! A row begins with the lower bits of all codes. The upper bits of 5-bit and 6-bit codes follow, and then the scales of each
+//! group of columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. Each row is
+//! self-contained, so a kernel can read single rows of an embedding table or a range of a matrix's rows.
 //!
-//! Burn's own quantized tensors (0.22) do not fit. They are symmetric and have no minimums or zero points, which half of the
-//! formats need. Their GEMM and their row selection dequantize the whole matrix.
+//! The quantized tensors of Burn 0.22 do not serve this purpose. They are symmetric, and lack the minimums or zero points that
+//! half of the formats need. Burn's GEMM and row selection dequantize the whole quantized matrix.
 
 use burn::tensor::{bf16, f16};
 
 /// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32, where `zero` is the zero
-/// point and `least` is the minimum of the group. A format without zero points or minimums omits that term.
+/// point and `least` is the minimum of the group. In a format without zero points or minimums, the corresponding term is
+/// missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Format {
     /// The number of bits per code: 4, 5, 6 or 8.
@@ -26,20 +27,20 @@ pub struct Format {
 /// The parameters that all columns of a group share, and their storage. The field `zero` is a zero point that all groups share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// An f16 scale per group. Two scales share a word.
+    /// Each group has an f16 scale, and two scales share a word.
     Half { zero: u32 },
-    /// One word per group: an f16 scale in the low half, and an f16 minimum in the high half.
+    /// Each group has one word, with an f16 scale in the low half and an f16 minimum in the high half.
     HalfAndLeast,
-    /// One word per group: an f32 scale.
+    /// Each group has one word, which holds an f32 scale.
     Single { zero: u32 },
-    /// Two words per group: an f32 scale, and the zero point that is subtracted from each code.
+    /// Each group has two words: an f32 scale, and the zero point that is subtracted from each code.
     SingleAndZero,
-    /// Five words per [`SUPER`] columns: an f16 scale, and 16 signed bytes, one for each of 16 groups. The f16 scale times a
-    /// byte is the scale of the byte's group.
+    /// Each run of [`SUPER`] columns has five words, which hold an f16 scale and 16 signed bytes, one byte for each of 16
+    /// groups. The scale of a group is the f16 scale times the group's byte.
     Bytes { zero: u32 },
-    /// Five words per [`SUPER`] columns. The low half of the first word is an f16 multiplier of all group scales, and the high
-    /// half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of group minimums follow. A
-    /// minimum is subtracted from each element of its group.
+    /// Each run of [`SUPER`] columns has five words. The low half of the first word is an f16 multiplier of all group scales,
+    /// and the high half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of group minimums
+    /// follow. A minimum is subtracted from each element of its group.
     BytesAndLeast,
 }
 
@@ -71,8 +72,8 @@ impl Rounding {
 }
 
 impl Format {
-    /// Returns the number of lower bits per code: 8 of an 8-bit code, and 4 of a shorter code. The lower bits of all codes are
-    /// the first part of the row.
+    /// Returns the number of a code's lower bits: 8 bits of an 8-bit code, and 4 bits of a shorter code. The lower bits of all
+    /// codes are the first part of the row.
     pub const fn low_bits(self) -> usize {
         match self.bits {
             8 => 8,
@@ -80,7 +81,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of upper bits per code, which follow the lower bits of all codes in the row.
+    /// Returns the number of a code's upper bits. In a row, the upper bits of all codes follow the lower bits of all codes.
     pub const fn top_bits(self) -> usize {
         self.bits - self.low_bits()
     }
@@ -158,8 +159,8 @@ impl Layout {
         write(self, words, numbers);
     }
 
-    /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. Both are compile-time constants, so that the compiler can
-    /// unroll the loops.
+    /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. The two numbers are compile-time constants, so that the
+    /// compiler can unroll the loops.
     fn write<const LOW: usize, const TOP: usize>(self, words: &[u32], numbers: &mut [f32]) {
         let codes = 32 / LOW;
         let (of_top, of_groups) = (&words[self.top()..], &words[self.scales()..]);
@@ -211,7 +212,7 @@ impl Group {
         let of = |zero: u32, scale: f32| Self {
             zero: zero as f32,
             scale,
-            // Add -0 if the format has no minimum. This leaves every element unchanged, including the sign of a zero.
+            // The minimum is -0 if the format has none. Adding -0 leaves every element unchanged, including the sign of a zero.
             least: -0.0,
         };
         match scales {

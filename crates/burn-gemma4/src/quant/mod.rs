@@ -1,5 +1,5 @@
-//! Weights with codes of a few bits: the file formats, and their dequantization. The results are bit-identical to those of the
-//! formats' own programs.
+//! Quantized weights: the file formats, and their dequantization. The results are bit-identical to those of the programs that
+//! define the formats.
 
 pub(crate) mod blocks;
 pub(crate) mod layout;

@@ -1,4 +1,5 @@
-//! Packs the rows of a file into the words of a [`Layout`]. The values of codes and scales stay, and only their order changes.
+//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements, because only the
+//! order and the encoding of codes and scales change.
 
 use super::{
     blocks::{BlockFormat, five_bits, nibbles},
@@ -125,7 +126,7 @@ impl BlockFormat {
             Self::Q4_1 => Box::new(nibbles(&block[4..])),
             Self::Q5_0 => Box::new(five_bits(&block[2..6], &block[6..])),
             Self::Q5_1 => Box::new(five_bits(&block[4..8], &block[8..])),
-            // Flip the top bit of each byte, which adds 128. The file stores signed codes.
+            // Flip the top bit of each byte, which adds 128 to the signed code that the file stores.
             Self::Q8_0 => Box::new(block[2..].iter().map(|byte| byte ^ 128)),
             Self::Q4K => Box::new(codes(None, &block[16..])),
             Self::Q5K => Box::new(codes(Some(&block[16..48]), &block[48..])),

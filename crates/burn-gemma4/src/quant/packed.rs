@@ -113,7 +113,7 @@ pub(crate) struct Packed<'a> {
     /// The scales, `[rows, groups(columns)]`, in `dtype`, which is also the dtype that the matrix had before it was packed.
     pub scales: &'a [u8],
     pub dtype: DType,
-    /// The zero points, `[words(rows), groups(columns)]`, if the scheme is not symmetric.
+    /// The zero points, `[words(rows), groups(columns)]`, or `None` if the scheme is symmetric.
     pub zero_points: Option<&'a [u8]>,
 }
 
@@ -134,7 +134,8 @@ impl Packed<'_> {
             };
             let first = group * columns;
             match self.scheme.bits {
-                // Compute the values of all 16 codes once per group. Looking them up is cheaper than computing each column.
+                // Compute the elements of all 16 codes once per group, because a lookup per column is cheaper than a
+                // computation.
                 4 => {
                     let numbers: [f32; 16] = std::array::from_fn(|packed| number(packed as i32));
                     for (column, value) in (first..).zip(values) {

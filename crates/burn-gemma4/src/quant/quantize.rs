@@ -17,7 +17,7 @@ pub(crate) enum QuantTarget {
 }
 
 impl QuantTarget {
-    /// Returns the block format in which GGUF files store blocks of this kind.
+    /// Returns the block format that stores this target's blocks in GGUF files.
     pub fn format(self) -> BlockFormat {
         match self {
             Self::Q8 => BlockFormat::Q8_0,
@@ -110,8 +110,8 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let scale = largest / -8.0;
     let inverse = inverse(scale);
     for (code, number) in codes.iter_mut().zip(numbers) {
-        // Round `number * inverse` before 8.5 is added, as in llama.cpp's reference. The rounding decides the code of an element
-        // halfway between two codes.
+        // Round `number * inverse` before 8.5 is added, as in llama.cpp's reference implementation. The rounding decides the
+        // code of an element halfway between two codes.
         *code = ((number * inverse + 8.5) as u8).min(15);
     }
     f16::from_f32(scale)

@@ -3,7 +3,8 @@
 use burn::tensor::{DType, TensorData, bf16, f16};
 use std::{num::NonZero, ops::Range, thread};
 
-/// The minimum number of output bytes per thread. Fewer bytes do not pay for one more thread.
+/// The minimum number of output bytes per thread. For fewer bytes, the start of one more thread costs more time than the thread
+/// saves.
 const WORTH: usize = 1 << 18;
 
 /// Dequantizes rows to a tensor of shape `shape` in `dtype`, which is f32, f16 or bf16. The function `dequantize` writes one

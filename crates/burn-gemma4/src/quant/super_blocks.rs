@@ -26,8 +26,8 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
 }
 
 /// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. In `nibbles`, the low
-/// 4 bits of 32 bytes are the codes of one group, and the high 4 bits are those of the next group. Byte `i` of `fifth` holds
-/// the fifth bits of element `i` of all 8 groups.
+/// 4 bits of 32 bytes are the codes of a group, and the high 4 bits the codes of the next group. Byte `i` of `fifth` holds the
+/// fifth bits of element `i` of all 8 groups.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);
@@ -67,8 +67,8 @@ pub(super) fn q5_k(block: &[u8], values: &mut [f32]) {
     groups(&block[..16], Some(&block[16..48]), &block[48..], values);
 }
 
-/// Dequantizes 16 groups of 16 elements with 6-bit codes. A block is stored in two halves of 128 elements. In each half, 64 bytes
-/// hold the lower 4 bits of the codes, and 32 bytes hold their upper 2 bits.
+/// Dequantizes 16 groups of 16 elements with 6-bit codes. A block is stored in two halves of 128 elements. In each half, 64
+/// bytes hold the lower 4 bits of the codes, and 32 bytes hold the upper 2 bits of the codes.
 pub(super) fn q6_k(block: &[u8], values: &mut [f32]) {
     let (codes, rest) = block.split_at(128 + 64);
     let (scales, scale) = rest.split_at(16);
@@ -81,7 +81,7 @@ pub(super) fn q6_k(block: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns the code of one element, in which the zero point is 32.
+/// Returns the 6-bit code of one element. The zero point of these codes is 32.
 pub(super) fn six_bits(codes: &[u8], index: usize) -> u8 {
     let (low, high) = codes.split_at(128);
     let (half, at) = (index / 128, index % 128);

@@ -40,12 +40,12 @@ impl Checkpoints {
         self.0.clear();
     }
 
-    /// Returns the last checkpoint.
+    /// Returns the last checkpoint, or `None` if the list is empty.
     pub fn last(&self) -> Option<&Checkpoint> {
         self.0.last()
     }
 
-    /// Creates a list with the checkpoint of a session file. The list is empty if the file has none.
+    /// Creates a list from the checkpoint of a session file. The list is empty if `checkpoint` is `None`.
     pub fn of(checkpoint: Option<Checkpoint>) -> Self {
         Self(checkpoint.into_iter().collect())
     }

@@ -1,5 +1,5 @@
-//! Session files. A session file is a safetensors file. It holds the session's tokens, their keys and values, and data that
-//! identify the model. A column of the KV cache is one token position.
+//! A session file is a safetensors file with the session's tokens, their keys and values, and data that identify the model. A
+//! column of the KV cache is one token position.
 
 use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
 use crate::checkpoint::{Stored, map, write_tensors};
@@ -38,8 +38,8 @@ struct Header {
     /// The storage format of the keys and values.
     #[serde(default, skip_serializing_if = "is_of_model")]
     kv: KvPrecision,
-    /// The dtype in which keys and values were computed. Files of earlier versions contain this field only if the keys and values
-    /// are int8.
+    /// The dtype in which keys and values were computed. Files of earlier versions contain this field only if the keys and
+    /// values are int8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
     /// The quantization of the weights, which error messages name: see [`form_of_weights`]. Files of earlier versions do not
@@ -50,7 +50,7 @@ struct Header {
     spare: usize,
     /// The number of columns at the end of the session that the ring buffers of sliding layers still hold.
     kept: usize,
-    /// The last checkpoint of the session, if it has one.
+    /// The last checkpoint of the session, or `None` if the session has no checkpoint.
     turn: Option<Turn>,
     messages: Vec<Message>,
 }
@@ -181,8 +181,8 @@ fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Slots)> {
         .collect()
 }
 
-/// Returns the tensors that store a KV buffer in a file, with their names. They are the values, or the packed int8 values and
-/// their scales.
+/// Returns the tensors that store a KV buffer in a file, with their names. An int8 buffer is stored as a tensor of packed words
+/// and a tensor of scales. Every other buffer is stored as one tensor.
 fn stored(name: String, slots: Slots) -> Vec<(String, Stored)> {
     let numbers = |name, tensor: Tensor<4>| {
         let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
@@ -215,7 +215,7 @@ fn config(model: &Gemma4Model) -> Result<Value, Gemma4Error> {
     serde_json::from_str(&json).map_err(|error| Gemma4Error::Config(error.to_string()))
 }
 
-/// An opened session file. It has not been compared with a model yet.
+/// An opened session file, which has not been compared with a model yet.
 struct File<'a> {
     path: &'a Path,
     header: Header,
@@ -265,7 +265,8 @@ impl<'a> File<'a> {
         }
     }
 
-    /// Returns the dtype in which the session's keys and values were computed, or `None` if the file does not say it.
+    /// Returns the dtype in which the session's keys and values were computed, or `None` if the file does not contain this
+    /// dtype.
     fn computed_in(&self) -> Option<String> {
         if self.header.computed_in.is_some() || self.header.kv != KvPrecision::Model {
             return self.header.computed_in.clone();

@@ -7,7 +7,7 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// The number of elements that are sampled from each weight. They begin at the middle of the weight, because the ends of
+/// The number of elements that are sampled from each weight. The sample begins at the middle of the weight, because the ends of
 /// embedding tables hold padding and unused tokens.
 const NUMBERS: usize = 16;
 
@@ -59,7 +59,7 @@ const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
 
 impl Gemma4Model {
     /// Returns a hash of 16 elements of every weight, to recognize the model's weights. The hash does not depend on the device
-    /// or on the placement of the weights. A quantized model has another hash than the unquantized one.
+    /// or on the placement of the weights. A quantized model has another hash than the unquantized model.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Device`] if the weights cannot be read from the device.
@@ -99,7 +99,7 @@ impl Sampled {
     }
 
     /// True while the visitor is in the per-layer embedding table. The visitor skips this table, and other code adds one row of
-    /// it to the fingerprint.
+    /// the table to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))

@@ -22,8 +22,8 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// The number of tokens at the end of a text that may change when the text continues, because the tokenizer may join their
-/// characters with the following ones. The session takes its checkpoint before these tokens.
+/// The number of tokens at the end of a text that may change when the text continues. The tokenizer may join the characters of
+/// these tokens with the characters that follow. The session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -48,11 +48,11 @@ impl<'a> Session<'a> {
 
     /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with tokens of the session, the model does not run
     /// over these tokens again, as far as the cache can be restored. The cache can be restored to the end of the cached tokens
-    /// and to the beginning of an answer. It can be restored to other columns only while the ring buffers of sliding layers
-    /// have not overwritten any column.
+    /// and to the beginning of an answer. The cache can be restored to other columns only while the ring buffers of sliding
+    /// layers have not overwritten any column.
     ///
-    /// The cache is reused only if the previous and the new generation store keys in the same format. Also, both must use
-    /// drafts or neither.
+    /// The cache is reused only if the previous and the new generation store keys in the same format. In addition, both
+    /// generations must use drafts, or both must use none.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4::generate`].
@@ -73,8 +73,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take two checkpoints. One is at the column where this prompt begins to differ from the cached tokens, because the
-        // next prompt may begin to differ there, too. The other is at the beginning of the answer.
+        // Take a checkpoint at the column where this prompt begins to differ from the cached tokens, because the next prompt
+        // may begin to differ there, too. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -121,8 +121,8 @@ impl<'a> Session<'a> {
     /// Restores the cache to the last possible column in the common prefix of `tokens` and the cached tokens. Returns the
     /// length of the common prefix.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
-        // The last token of the prompt must run through the model again, because its logits are needed. Exclude it from the
-        // prefix.
+        // Exclude the prompt's last token from the prefix. This token must run through the model again, because its logits are
+        // needed.
         let common = common(&self.read, tokens).min(tokens.len() - 1);
         if !options.fits(&self.cache) {
             self.cache = options.cache(self.gemma.config(), vec![0]);

@@ -2,16 +2,16 @@
 
 use serde::Serialize;
 
-/// The maximum number of draft tokens per sequence in a pass.
+/// The maximum number of draft tokens per sequence in one forward pass of the target model.
 pub(crate) const MAX_DRAFT_TOKENS: usize = 8;
 
 /// The source of draft tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Drafts {
-    /// No speculative decoding.
+    /// Disables speculative decoding.
     #[default]
     None,
-    /// Prompt lookup. The draft tokens are those that followed an earlier occurrence of the last tokens of the text. Prompt
+    /// Prompt lookup, which proposes the tokens that followed an earlier occurrence of the last tokens of the text. Prompt
     /// lookup helps if answers repeat parts of their prompts.
     Lookup,
     /// A small model that was trained to predict the target model's tokens: see
@@ -19,7 +19,7 @@ pub enum Drafts {
     Drafter,
 }
 
-/// The numbers of passes, of draft tokens and of accepted draft tokens.
+/// The numbers of passes, of draft tokens and of accepted draft tokens in a generated text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DraftCounts {
     /// The number of forward passes of the model after the prefill.
@@ -37,8 +37,8 @@ impl DraftCounts {
         share(self.accepted, self.drafted)
     }
 
-    /// Returns the mean number of generated tokens per pass. It is one more than the mean number of accepted draft tokens per
-    /// pass. Returns 0 without passes.
+    /// Returns the mean number of generated tokens per pass. This mean is one more than the mean number of accepted draft
+    /// tokens per pass. Returns 0 without passes.
     pub fn tokens_per_pass(&self) -> f64 {
         share(self.passes + self.accepted, self.passes)
     }

@@ -18,7 +18,7 @@ pub enum TextKind {
     ToolCall,
 }
 
-/// Special tokens at which the kind of the text changes. Each token stands beside the kind of the text after it.
+/// Special tokens at which the kind of the text changes. Each token is paired with the kind of the text that follows the token.
 const MARKS: [(&str, TextKind); 8] = [
     ("<|channel>", TextKind::Thought),
     ("<channel|>", TextKind::Answer),
@@ -30,7 +30,7 @@ const MARKS: [(&str, TextKind); 8] = [
     ("<turn|>", TextKind::Answer),
 ];
 
-/// The name of the thought channel. The first line of a channel is its name.
+/// The name of the thought channel. The first line of a channel is the channel's name.
 const THOUGHT: &str = "thought";
 
 /// Splits a stream of tokens into answer, thoughts and tool calls.
@@ -39,7 +39,7 @@ pub(crate) struct Parts<'a> {
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
     kind: TextKind,
-    /// The beginning of a channel's first line. It is held back, because the line may be the channel's name. `None` if no such
+    /// The beginning of a channel's first line, which is held back because the line may be the channel's name. `None` if no
     /// line is held back.
     name: Option<String>,
     pub answer: String,
@@ -72,7 +72,7 @@ impl<'a> Parts<'a> {
             for token in &prompt[last..] {
                 parts.push(*token)?;
             }
-            // Drop the text that has been collected so far. It belongs to the prompt.
+            // Drop the text that has been collected so far, because it belongs to the prompt.
             parts.stream = tokenizer.stream();
             parts.thoughts.clear();
             parts.tool_calls.iter_mut().for_each(String::clear);

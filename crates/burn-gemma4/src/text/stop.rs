@@ -10,7 +10,7 @@ pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
     stream: TextStream<'a>,
-    /// The end of the text. It is long enough to contain the beginning of any stop string.
+    /// The last characters of the text so far. They are enough to hold the beginning of a stop string that is not complete yet.
     end: String,
 }
 
@@ -38,8 +38,8 @@ impl<'a> StopStrings<'a> {
         }
         let held = self.stream.held()?;
         let text = match held.contains(char::REPLACEMENT_CHARACTER) {
-            // Search without the bytes that the stream holds back. They form an incomplete character, which later bytes may
-            // complete.
+            // Search without the bytes that the stream holds back. These bytes form an incomplete character, which later bytes
+            // may complete.
             true => self.end.clone(),
             false => self.end.clone() + &held,
         };

@@ -6,8 +6,8 @@ impl Gemma4Model {
     /// Sets whether the backward recomputes the activations inside the dense feed-forward networks. The default is false.
     ///
     /// More than half of all activations that a training step keeps are inside these networks. With recomputation the step does
-    /// not keep them. In exchange, the backward of a LoRA [`Adapter`](crate::checkpoint::adapter::Adapter) repeats two GEMMs
-    /// per layer. The gradients do not change.
+    /// not keep these activations. In exchange, the backward of a LoRA [`Adapter`](crate::checkpoint::adapter::Adapter) repeats
+    /// two GEMMs per layer. The gradients do not change.
     ///
     /// The option needs the fused kernels, and adapters on all three matrices of a network. [`gradients`](Self::gradients)
     /// ignores the option, because it recomputes whole layers.

@@ -27,8 +27,9 @@ impl Gemma4Model {
     /// Computes a loss of the hidden states, and the gradients of all parameters. The backward recomputes each layer, so the
     /// peak memory contains the activations of only one layer. The cost is one more forward.
     ///
-    /// Without a packing, `loss` receives the hidden states that [`hidden`](Self::hidden) returns. With a packing, it receives
-    /// those of [`hidden_packed`](Self::hidden_packed). The gradients are those of [`Tensor::backward`].
+    /// Without a packing, `loss` receives the hidden states that [`hidden`](Self::hidden) returns. With a packing, `loss`
+    /// receives the hidden states that [`hidden_packed`](Self::hidden_packed) returns. The gradients equal the gradients of
+    /// [`Tensor::backward`].
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
@@ -57,6 +58,7 @@ impl Gemma4Model {
     ///
     /// - The shape of the tokens differs from the packing's.
     /// - A packing comes with any [`Logits`] other than [`Logits::All`].
+    /// - `asked` requests no position.
     /// - The model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA adapter are trained.
     ///
     /// Passes on the errors of [`forward`](Self::forward) and of `loss`.
@@ -196,13 +198,13 @@ struct Pass<'a> {
     segments: Option<Tensor<2, Int>>,
 }
 
-/// The results of the forward that the backward needs. They have no autodiff.
+/// The results of the forward that the backward needs. The tensors have no autodiff.
 struct Kept {
     /// The input of each layer: the residual stream, `[rows, hidden]`.
     streams: Vec<Tensor<2>>,
     /// The per-layer embeddings, `[rows, layers · columns]`.
     embeddings: Option<Tensor<2>>,
-    /// The keys and values of the layers whose KV cache later layers share.
+    /// The keys and values that later shared KV layers read.
     shared: SharedKeyValues,
 }
 
@@ -235,9 +237,9 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the number of positions, counted from the end of the text, at which a layer computes. A layer with its own KV
-    /// cache computes at all positions. A layer that shares an earlier layer's KV cache computes only at the requested
-    /// positions.
+    /// Returns the number of positions, counted from the end of the text, at which a layer computes. A layer that computes its
+    /// own keys and values computes at all positions. A layer that shares an earlier layer's keys and values computes only at
+    /// the requested positions.
     fn computed(&self, layer: usize) -> usize {
         match self.model.config().is_shared(layer) {
             true => self.asked,
@@ -260,7 +262,7 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// Returns a loss of zero. The caller attaches gradients to it.
+    /// Returns a loss of zero, to which the caller attaches gradients.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
@@ -399,7 +401,7 @@ impl<'a> Pass<'a> {
         last_positions(rows, self.batch, positions)
     }
 
-    /// Extends a gradient that has rows only for the last positions. The other positions get rows of zeros.
+    /// Extends a gradient that has rows only for the last positions. The earlier positions get rows of zeros.
     fn padded(&self, gradient: Tensor<2>, positions: usize) -> Tensor<2> {
         let [rows, columns] = gradient.dims();
         let known = rows / self.batch;

@@ -1,12 +1,12 @@
 //! The cross entropy at the head, computed in chunks of positions, so that the logits of all positions are never in memory at
-//! once. Also computes the loss of each position, for evaluation.
+//! once. This module also computes the loss of each position, for evaluation.
 //!
 //! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions therefore take 8.6 GB in f32, and their gradients take
 //! another 8.6 GB. From each chunk of logits, the forward computes three results: the chunk's part of the loss, the gradient of
-//! the chunk's hidden states, and the chunk's part of the head's gradient. The logits are then dropped. The method is that of
+//! the chunk's hidden states, and the chunk's part of the head's gradient. The logits are then dropped. The method follows
 //! Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989. The gradients are complete before the backward
-//! begins. The backward only scales them, so no logits are computed twice. In shapes, `rows` counts positions and `columns` is
-//! the hidden size.
+//! begins. The backward only scales the gradients, so no logits are computed twice. In shapes, `rows` counts positions and
+//! `columns` is the hidden size.
 
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
@@ -18,9 +18,9 @@ use burn::tensor::{DType, Int, Tensor};
 impl Gemma4Model {
     /// Computes the mean cross entropy between `targets` and the logits of the hidden states `hidden`, as one f32 element.
     ///
-    /// The result equals that of [`forward`](Self::forward) followed by a cross entropy, but the logits of all positions are
-    /// never in memory at once. Negative targets do not count: they mark padding, ends of documents or a prompt. The loss is 0
-    /// if no target counts.
+    /// The result equals the cross entropy of the logits that [`forward`](Self::forward) returns, but the logits of all
+    /// positions are never in memory at once. Negative targets do not count: they mark padding, ends of documents or a prompt.
+    /// The loss is 0 if no target counts.
     ///
     /// # Shapes
     /// - `hidden`: `[batch, positions, hidden]`
@@ -127,12 +127,12 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// The maximum number of logits in memory at once. They take 128 MB in half precision. Their gradient overwrites them, so it
-/// takes no more memory. Without fused kernels, up to four f32 tensors of this size exist at once.
+/// The maximum number of logits in memory at once. These logits take 128 MB in half precision. The gradient overwrites the
+/// logits, so the gradient takes no extra memory. Without fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of rows in a chunk in f16. Each row adds to the head's gradient at most its hidden state. With this limit
-/// the sum over a chunk stays below f16's maximum, 65,504.
+/// The maximum number of rows in a chunk in f16. A row adds at most its hidden state to each row of the head's gradient. With
+/// this limit the sum over a chunk stays below f16's maximum, 65,504.
 const ROWS_IN_F16: usize = 256;
 
 /// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. The hidden
@@ -198,8 +198,8 @@ fn in_chunks(
     let mean = |gradient: Tensor<2>, dtype: DType| {
         let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
         match dtype {
-            // Keep the gradient in f32. The mean divides it by the number of positions, so in f16 it would underflow before the
-            // loss scale is applied.
+            // Keep the gradient in f32. The mean divides the gradient by the number of positions. In f16 the quotient would
+            // underflow before the loss scale is applied.
             DType::F16 => mean,
             _ => mean.cast(dtype),
         }
@@ -216,7 +216,7 @@ fn in_chunks(
     loss
 }
 
-/// The inputs that all chunks have in common. They are constants without autodiff.
+/// The inputs that all chunks have in common. The tensors are constants without autodiff.
 struct Texts<'a> {
     /// The head's weight matrix, `[vocabulary, columns]`.
     head: &'a Matrix,
@@ -246,7 +246,7 @@ impl Texts<'_> {
     }
 }
 
-/// The hidden states and targets of one chunk of positions. They are constants without autodiff.
+/// The hidden states and targets of one chunk of positions. The tensors are constants without autodiff.
 struct Chunk<'a> {
     /// The hidden states, `[rows, columns]`.
     hidden: Tensor<2>,

@@ -70,8 +70,9 @@ impl Packing {
         self.positions
     }
 
-    /// Returns a mask `[batch, positions]`. It is true at each position where the next token belongs to the same document, so
-    /// that the logits have a token to predict. It is false at the last token of each document and in the padding.
+    /// Returns a mask `[batch, positions]`. The mask is true at each position where the next token belongs to the same
+    /// document, so that the logits have a token to predict. The mask is false at the last token of each document and in the
+    /// padding.
     pub fn predicts(&self, device: &Device) -> Tensor<2, Bool> {
         let mut predicts = Vec::with_capacity(self.batch() * self.positions);
         for (row, padding) in self.rows.iter().zip(&self.padding) {
@@ -120,8 +121,8 @@ impl Packing {
 impl Gemma4Model {
     /// Computes the logits of every position of packed documents.
     ///
-    /// The logits of each document equal those that [`forward`](Self::forward) gives for the document alone. The logits of the
-    /// padding are meaningless.
+    /// The logits of each document equal the logits that [`forward`](Self::forward) returns for the document alone. The logits
+    /// of the padding are meaningless.
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
@@ -138,8 +139,8 @@ impl Gemma4Model {
         Ok(self.logits(self.hidden_packed(tokens, packing)?))
     }
 
-    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents. The head of
-    /// [`forward_packed`](Self::forward_packed) computes the logits from them.
+    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents. From these states, the head of
+    /// [`forward_packed`](Self::forward_packed) computes the logits.
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`

@@ -5,17 +5,17 @@ use crate::nvidia::ROW_BYTES;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The bytes of a *piece*, which is the most that one `cp.async` copies.
+/// The number of bytes in a *piece*, the most that one `cp.async` copies.
 pub const PIECE_BYTES: usize = 16;
 
-/// Columns per piece, in half precision (f16 or bf16).
+/// The number of columns in a 16-byte piece, in half precision (f16 or bf16).
 pub const PIECE: usize = PIECE_BYTES / 2;
 
 /// Returns the global address of the element at `index` of a tensor in half precision.
 #[cube]
 pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
-    // SAFETY: this expression only takes the address of `tensor` and reads no memory. The caller's `index` is inside the tensor
-    // if the caller reads from the result.
+    // SAFETY: this expression only takes the address of `tensor` and reads no memory. If the caller reads from the result, the
+    // caller's `index` must be inside the tensor.
     crate::nvidia::ptx::element_address::<E>(
         unsafe { tensor.as_slice().as_ptr_unchecked() },
         index,
@@ -41,15 +41,15 @@ pub fn commit_copies() {
     gpu_asm!("cp.async.commit_group;");
 }
 
-/// Waits until at most `pending` of this thread's latest groups are incomplete. Other threads see the copied data only after
-/// a sync.
+/// Waits until at most `pending` of this thread's latest groups of copies are incomplete. Other threads see the copied data
+/// only after a sync.
 #[cube]
 pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
-/// Returns the address of the `piece`-th 16-byte piece of row `row`, in swizzled subtiles of `rows` rows and 64 columns that
-/// start at `start`.
+/// Returns the address of a 16-byte piece of row `row`, where `piece` is the index of the piece within the row. The row belongs
+/// to swizzled subtiles of `rows` rows and 64 columns that start at `start`.
 #[cube]
 pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {
     let subtile = start + (piece / 8u32) * comptime!((rows * ROW_BYTES) as u32);

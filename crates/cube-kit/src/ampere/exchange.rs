@@ -1,4 +1,5 @@
-//! Exchanges registers between warps through shared memory, for warps that add up accumulator fragments of the same elements.
+//! Exchanges registers between warps through shared memory. Warps need this exchange if they add up accumulator fragments of
+//! the same elements.
 //!
 //! Four registers of all 32 lanes occupy 512 bytes, 16 consecutive bytes per lane, so bank conflicts do not occur.
 
@@ -6,7 +7,7 @@ use crate::hopper::wgmma::registers;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The number of registers that a lane stores or loads at once.
+/// The number of registers that a lane stores or loads with one instruction.
 const FOUR: usize = 4;
 
 /// The size in bytes of four registers of all 32 lanes.
@@ -18,7 +19,7 @@ pub fn exchange_address(start: u32) -> u32 {
     start + UNIT_POS % 32u32 * comptime!(4 * FOUR as u32)
 }
 
-/// PTX that stores `count` registers, from register `first` on. Inputs: the lane's address, and the registers.
+/// Returns PTX that stores `count` registers, from register `first` on. Inputs: the lane's address, and the registers.
 fn store_text(first: usize, count: usize) -> String {
     (0..count / FOUR)
         .map(|four| {
@@ -31,7 +32,7 @@ fn store_text(first: usize, count: usize) -> String {
         .collect()
 }
 
-/// PTX that loads `count` registers. Outputs: the registers. Input: the lane's address.
+/// Returns PTX that loads `count` registers. Outputs: the registers. Input: the lane's address.
 fn load_text(count: usize) -> String {
     (0..count / FOUR)
         .map(|four| {
@@ -61,8 +62,8 @@ pub fn store_registers<N: Size>(
     );
 }
 
-/// Loads `count` registers that another warp has stored. `count` is a multiple of 4. A barrier must lie between the store and
-/// the load.
+/// Loads `count` registers that another warp has stored. `count` is a multiple of 4. There must be a barrier between the store
+/// and the load.
 #[cube]
 pub fn load_registers<N: Size>(address: u32, #[comptime] count: usize) -> Vector<f32, N> {
     let text = comptime!(load_text(count));

@@ -1,18 +1,18 @@
 //! GEMV with tensor cores: matrix products with at most 8 rows, whose operands are loaded from global memory straight into
 //! registers. The products use `mma.sync` of 16 × 8 × 16, without shared memory and without `ldmatrix`.
 //!
-//! The left operand of `mma.sync` has 16 rows: the upper 8 are the rows to be multiplied, and the lower 8 are zeros. The right
-//! operand of `mma.sync` has 8 rows. Lane `l` holds parts of row `l / 4` of both operands. In row `l / 4` of the result, the lane
-//! holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
+//! The left operand of `mma.sync` has 16 rows. The upper 8 rows are the rows to be multiplied, and the lower 8 rows are zeros.
+//! The right operand of `mma.sync` has 8 rows. Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of
+//! the result, the lane holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
-//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may get any columns, if it
-//! gets the same columns of both operands. Each lane gets adjacent columns, so that one load reads them.
+//! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may hold any columns, if it
+//! holds the same columns of both operands. Each lane gets adjacent columns, so that one load reads all of them.
 
 use crate::nvidia::Half;
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// The number of rows of the left operand that are multiplied. The right operand of `mma.sync` has the same number of rows.
+/// The number of rows of the left operand that are not zero. The right operand of `mma.sync` has the same number of rows.
 pub const PRODUCT_ROWS: usize = 8;
 
 /// The number of inner columns per step. Each lane loads one [`PIECE`](super::cp_async::PIECE) of 16 bytes, which feeds two
@@ -40,7 +40,7 @@ pub fn stream<N: Size>(
     read
 }
 
-/// PTX of [`stream()`]. Outputs: the words. Input: the address.
+/// Returns the PTX of [`stream()`]. Outputs: the words. Input: the address.
 fn stream_text(offset: usize, words: usize) -> String {
     let names = crate::hopper::wgmma::registers(0, words);
     format!("ld.global.L1::no_allocate.v{words}.u32 {{{names}}}, [%{words}+{offset}];")
@@ -58,7 +58,7 @@ pub fn read_word(address: u64, #[comptime] offset: usize) -> u32 {
     word
 }
 
-/// Loads 16 bytes at `offset` bytes after a global address. If `is_there` is 0, no memory is read and the result is zero.
+/// Loads 16 bytes at `offset` bytes after a global address. If `is_there` is 0, the function reads no memory and returns zeros.
 #[cube]
 pub fn read_piece_if(
     address: u64,
@@ -76,8 +76,8 @@ pub fn read_piece_if(
     piece
 }
 
-/// PTX of [`read_piece_if()`]. Outputs: the words. Inputs: the address, and the condition, which is read before any word is
-/// written.
+/// Returns the PTX of [`read_piece_if()`]. Outputs: the words. Inputs: the address and the condition. The PTX reads the
+/// condition before it writes any word.
 fn piece_text(offset: usize) -> String {
     let zeros: String = (0..4).map(|i| format!("mov.b32 %{i}, 0;\n")).collect();
     format!(
@@ -87,7 +87,7 @@ fn piece_text(offset: usize) -> String {
 }
 
 /// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand. Only the
-/// first two elements of the result are meaningful, because the other two belong to the left operand's zero rows.
+/// first two elements of the result have a meaning, because the other two elements belong to the left operand's zero rows.
 #[cube]
 pub fn add_pairs(
     sums: Vector<f32, Const<4>>,
@@ -112,8 +112,8 @@ pub fn add_pairs(
     sum
 }
 
-/// PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand, and two pairs
-/// of the right operand.
+/// Returns the PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand, and
+/// two pairs of the right operand.
 fn product_text(half: Half) -> String {
     let half = half.ptx();
     format!(
@@ -123,7 +123,7 @@ fn product_text(half: Half) -> String {
     )
 }
 
-/// Adds two packed pairs of halves (f16 or bf16) element by element.
+/// Adds two packed pairs of half-precision numbers (f16 or bf16) element by element.
 #[cube]
 pub fn add_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let text = comptime!(sums_text(half));
@@ -138,8 +138,8 @@ pub fn add_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     sum
 }
 
-/// PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. The PTX multiplies by one and adds in one
-/// instruction, because sm_80 (Ampere) has no plain addition of bf16.
+/// Returns the PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. One instruction multiplies the first
+/// pair by one and adds the second pair, because sm_80 (Ampere) has no plain addition of bf16.
 fn sums_text(half: Half) -> String {
     let name = half.ptx();
     let one = match half {

@@ -2,16 +2,17 @@
 //! int8 codes are converted to bf16 in registers.
 //!
 //! Budget: one byte of shared memory per code, read once. Seven instructions convert the four codes of a register, and none of
-//! them uses the tensor cores.
+//! these instructions uses the tensor cores.
 //!
-//! A subtile of codes has 128 columns, twice as many as a subtile of halves. `ldmatrix` moves 16-bit elements, and each such
-//! element contains two neighbouring codes of a row. The first code becomes an element of the right operand of one `mma.sync`,
-//! and the second code an element of the right operand of another. No data has to move between lanes:
+//! A subtile of codes has 128 columns, twice as many as a subtile of half-precision elements. `ldmatrix` moves 16-bit elements,
+//! and each such element contains two neighbouring codes of a row. The first code becomes an element of the right operand of
+//! one `mma.sync`. The second code becomes an element of the right operand of another `mma.sync`. No data has to move between
+//! lanes:
 //!
 //! - For scores (summed over columns), a lane has four neighbouring columns of a row. The left operand must hold its columns in
 //!   the same order: see [`order_columns()`].
 //! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one group
-//!   of 8 columns, and the odd columns in another. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and column
+//!   of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and column
 //!   `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`. A lane thus has four neighbouring columns of a row.
 
 use super::FRAGMENT_ROWS;
@@ -22,25 +23,25 @@ use crate::nvidia::ptx::value_of;
 use crate::nvidia::{Half, ROW_BYTES, registers as vector_of};
 use cubecl::prelude::*;
 
-/// Columns per row of a subtile of codes.
+/// The number of columns per row of a subtile of codes.
 pub const WORDS_SUBTILE: usize = ROW_BYTES;
 
 /// The number of steps whose codes one `ldmatrix` loads. One step is 16 columns.
 const LOADED_STEPS: usize = 2;
 
-/// Three constants, each as a pair of bf16 values. `base` is 128; a code's 7 low bits are put into the mantissa of this value.
-/// `shift` is −128; a code's sign bit, if set, turns this value into −256. `one` is 1.
+/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128; the conversion puts a code's 7 low bits into
+/// the mantissa of this number. `shift` is −128; a code's sign bit, if set, turns this number into −256. `one` is 1.
 const CONSTANTS: &str =
     "mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n";
 
-/// PTX that declares the registers which the PTX of [`numbers`] uses.
+/// PTX that declares the registers that the PTX of [`numbers`] uses.
 const NAMES: &str = ".reg .b32 base, shift, one, low, high, next;\n";
 
-/// PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`, the second to
-/// `odd`.
+/// Returns PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`, and
+/// the second code goes to `odd`.
 ///
-/// The PTX adds two numbers. The first is 128 plus the code's 7 low bits. The second is −256 if the code's sign bit is set, and
-/// −128 otherwise. Both numbers are exact in bf16, and their sum is the code.
+/// For each code, the PTX adds two numbers. The first number is 128 plus the code's 7 low bits. The second number is −256 if
+/// the code's sign bit is set, and −128 otherwise. Both numbers are exact in bf16, and their sum is the code.
 fn numbers(register: &str, even: &str, odd: &str) -> String {
     let half = |from: &str, to: &str| {
         format!(
@@ -51,7 +52,7 @@ fn numbers(register: &str, even: &str, odd: &str) -> String {
     half(register, even) + &format!("shr.u32 next, {register}, 8;\n") + &half("next", odd)
 }
 
-/// PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right operand.
+/// Returns the PTX of [`word_scores()`]. Outputs: the scores. Inputs: the lane's addresses of the left and right operand.
 fn scores_text(product: &Scores) -> String {
     let count = product.registers();
     let mut text = String::from(
@@ -104,8 +105,8 @@ fn scores_text(product: &Scores) -> String {
     text + "}\n"
 }
 
-/// PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, and the lane's
-/// address of the right operand.
+/// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, and
+/// the lane's address of the right operand.
 fn sums_text(product: &Sums) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -122,8 +123,8 @@ fn sums_text(product: &Sums) -> String {
             let rows = subtile * product.right_rows + STEP * step;
             text += &load("b", "ra", within, rows * ROW_BYTES, true);
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
-                // The right operand is in the registers n0 and n2 for the even columns of the result, and in n1 and n3 for
-                // the odd columns.
+                // The right operand is in the registers n0 and n2 for the even columns of the result. It is in the registers n1
+                // and n3 for the odd columns.
                 text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
                 text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
@@ -142,7 +143,7 @@ fn sums_text(product: &Sums) -> String {
     text + "}\n"
 }
 
-/// PTX of [`order_columns()`]. Inputs: the addresses of two pieces.
+/// Returns the PTX of [`order_columns()`]. Inputs: the addresses of two 16-byte pieces.
 fn order_text() -> String {
     let loads =
         "ld.shared.v4.b32 {w0, w1, w2, w3}, [%0];\nld.shared.v4.b32 {w4, w5, w6, w7}, [%1];\n";
@@ -157,15 +158,16 @@ fn order_text() -> String {
     text + stores + "}\n"
 }
 
-/// Reorders 16 columns of a row into the order of the codes. The row belongs to the left operand of [`word_scores()`]. The
-/// columns are in two 16-byte pieces, and the first piece is at address `first`.
+/// Reorders 16 columns of a row into the order in which lanes hold int8 codes. The row belongs to the left operand of
+/// [`word_scores()`]. The columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
-/// A lane has four neighbouring columns. After the reordering, the first and third columns of all lanes come first, and the
-/// second and fourth columns of all lanes follow.
+/// A lane has four neighbouring columns. After the reordering, the first and third of these columns of all lanes come first,
+/// and the second and fourth of these columns of all lanes follow.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flips one address bit to reach the second piece. In every row, the swizzle keeps the two pieces of a step side by side.
+    // Flips one address bit to get the address of the second piece. In every row, the swizzle keeps the two pieces of a step
+    // side by side.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(
         "{text} // {first} {second}\n",
@@ -214,7 +216,7 @@ pub fn add_word_product<NO: Size, NP: Size>(
     sum
 }
 
-/// Returns `text` after checking that the multiplication uses bf16, the only precision to which codes are converted.
+/// Checks that the multiplication uses bf16, the only precision to which codes are converted, and returns `text`.
 fn checked(half: Half, text: String) -> String {
     assert_eq!(half, Half::Bf16, "int8 codes are converted to bf16 only");
     text

@@ -1,11 +1,11 @@
-//! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. The right operand is loaded from shared memory by
-//! `ldmatrix`. The left operand is loaded in the same way for [`Scores`] (QK) and [`SharedSums`]; for [`Sums`] (PV) it is in
-//! registers.
+//! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. `ldmatrix` loads the right operand from shared
+//! memory. For [`Scores`] (QK) and [`SharedSums`], `ldmatrix` also loads the left operand. For [`Sums`] (PV), the left operand
+//! is in registers.
 //!
 //! One PTX text multiplies a whole block and updates the accumulators in place, so that ptxas may reorder the loads and
 //! `mma.sync`. A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment is row
 //! `l / 4 + 8 (i / 2 % 2)` and column `8 (i / 4) + 2 (l % 4) + i % 2`. A warpgroup's [accumulator](crate::nvidia::accumulator)
-//! has the same layout. Fragments are consecutive in a vector of registers.
+//! has the same layout. The registers of different fragments follow one another in a register vector.
 
 use super::FRAGMENT_ROWS;
 use crate::hopper::wgmma::{STEP, STEP_BYTES, SUBTILE_STEPS, moves, registers};
@@ -42,28 +42,29 @@ pub struct Sums {
     pub depth: usize,
     /// The number of rows per subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if rows of the right operand whose bit in `used` is 0 are multiplied as zeros, even if they contain NaN.
+    /// True if the multiplication uses zeros in place of each row of the right operand whose bit in `used` is 0. Such a row may
+    /// contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
 }
 
 /// The multiplication `sum += left · right` with both operands in shared memory. If several warps share the rows of the result,
-/// each warp in turn takes a group of 16 of the result's columns.
+/// the warps take turns at groups of 16 of the result's columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
     pub fragments: usize,
-    /// The number of steps of the result per warp. One step is 16 columns.
+    /// The number of steps of the result per warp. One step covers 16 columns.
     pub steps: usize,
-    /// The first step to which the multiplication adds its product.
+    /// The index of the first step to which the multiplication adds its product.
     pub first_step: usize,
     /// The number of steps to which the multiplication adds its product. The right operand contains the columns of these
     /// steps.
     pub added_steps: usize,
-    /// The number of warps that divide the columns: 1, 2, 4 or 8.
+    /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
     pub groups: usize,
-    /// The column of the left operand that is multiplied with the right operand's first row.
+    /// The index of the left operand's column that is multiplied with the right operand's first row.
     pub first_depth: usize,
     /// The number of rows of the right operand, over which the multiplication sums.
     pub depth: usize,
@@ -71,31 +72,32 @@ pub struct SharedSums {
     pub left_rows: usize,
     /// The number of rows per subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if rows of the right operand whose bit in `used` is 0 are multiplied as zeros, even if they contain NaN.
+    /// True if the multiplication uses zeros in place of each row of the right operand whose bit in `used` is 0. Such a row may
+    /// contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
 }
 
-/// Returns the size of the register vector for a fragment of `columns` columns.
+/// Returns the number of registers in the register vector for a fragment of `columns` columns.
 pub const fn fragment_registers(columns: usize) -> usize {
     vector_of(columns / 2)
 }
 
 impl Scores {
-    /// Returns the size of the result's register vector, for all fragments.
+    /// Returns the number of registers in the result's register vector, for all fragments.
     pub const fn registers(&self) -> usize {
         self.fragments * fragment_registers(self.columns)
     }
 }
 
 impl Sums {
-    /// Returns the size of the result's register vector, for all fragments.
+    /// Returns the number of registers in the result's register vector, for all fragments.
     pub const fn registers(&self) -> usize {
         self.fragments * fragment_registers(self.columns)
     }
 
-    /// Returns the size of the left operand's register vector, for all fragments.
+    /// Returns the number of registers in the left operand's register vector, for all fragments.
     pub const fn left_registers(&self) -> usize {
         self.fragments * vector_of(self.depth / 4)
     }
@@ -107,14 +109,14 @@ impl SharedSums {
         self.fragments * self.steps * STEP / 2
     }
 
-    /// Returns the size of the result's register vector.
+    /// Returns the number of registers in the result's register vector.
     pub const fn registers(&self) -> usize {
         vector_of(self.used_registers())
     }
 }
 
-/// PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the left and right
-/// operand, and of the previous sum.
+/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the left and
+/// right operand, and of the previous sum.
 pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
     let half = half.ptx();
     format!(
@@ -122,7 +124,7 @@ pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &
     )
 }
 
-/// Lists `count` registers as a PTX operand: `name` followed by the numbers from `first` on.
+/// Returns a PTX operand that lists `count` registers. Their names are `name` followed by the numbers from `first` on.
 pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     let names: Vec<_> = (first..first + count)
         .map(|i| format!("{name}{i}"))
@@ -130,11 +132,11 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// PTX that loads four 8 × 8 matrices into four registers. The matrices cover 16 rows and the 16 columns of step `within` of
-/// a subtile. The names of the four registers are `name` followed by the numbers 0 to 3.
+/// Returns PTX that loads four 8 × 8 matrices into four registers. The matrices cover 16 rows and the 16 columns of the
+/// subtile's step with index `within`. The names of the four registers are `name` followed by the numbers 0 to 3.
 ///
-/// Four registers hold the lane's swizzled addresses for the steps of a subtile. Their names are `address` followed by the
-/// number of the step. `offset` (in bytes) is added to the address.
+/// Four other registers hold the lane's swizzled addresses for the steps of a subtile. Their names are `address` followed by
+/// the index of the step. `offset` (in bytes) is added to the address.
 pub(super) fn load(
     name: &str,
     address: &str,
@@ -149,16 +151,16 @@ pub(super) fn load(
     )
 }
 
-/// PTX that computes the lane's swizzled address for each step (16 columns) of a subtile.
+/// Returns PTX that computes the lane's swizzled address for each step (16 columns) of a subtile.
 pub(super) fn addresses(name: &str, address: &str) -> String {
     (0..SUBTILE_STEPS)
         .map(|step| format!("xor.b32 {name}{step}, {address}, {};\n", step * STEP_BYTES))
         .collect()
 }
 
-/// PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register `used`, bits
-/// `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two rows that
-/// lie 8 rows below these.
+/// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register
+/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two
+/// rows that lie 8 rows below these two rows.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -172,15 +174,15 @@ fn masks(used: usize, step: usize) -> String {
         .collect()
 }
 
-/// PTX that applies the masks m0 and m1 to the right operand's registers of a step.
+/// Returns PTX that applies the masks m0 and m1 to the right operand's registers of a step.
 fn masked() -> String {
     (0..4)
         .map(|i| format!("and.b32 b{i}, b{i}, m{};\n", i % 2))
         .collect()
 }
 
-/// PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then the lane's
-/// addresses of the left and right operand.
+/// Returns the PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then the
+/// lane's addresses of the left and right operand.
 fn scores_text(product: &Scores, adds: bool) -> String {
     let count = product.registers();
     let left = if adds { 2 * count } else { count };
@@ -224,8 +226,8 @@ fn scores_text(product: &Scores, adds: bool) -> String {
     text + "}\n"
 }
 
-/// PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the lane's address
-/// of the right operand, and the used bits if the product is masked.
+/// Returns the PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the lane's
+/// address of the right operand, and the bits `used` if the product is masked.
 fn sums_text(product: &Sums) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -260,8 +262,8 @@ fn sums_text(product: &Sums) -> String {
     text + "}\n"
 }
 
-/// PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of both operands, and
-/// the used bits if the product is masked.
+/// Returns the PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of both
+/// operands, and the bits `used` if the product is masked.
 fn shared_sums_text(product: &SharedSums) -> String {
     let count = product.registers();
     let [left, right, used] = [0, 1, 2].map(|i| 2 * count + i);
@@ -305,8 +307,8 @@ fn shared_sums_text(product: &SharedSums) -> String {
     text + "}\n"
 }
 
-/// PTX of [`store_fragments()`]. Inputs: the lane's address, and the lane's packed pairs, in `stride` registers per fragment.
-/// One step covers 16 columns.
+/// Returns the PTX of [`store_fragments()`]. Inputs: the lane's address, and the lane's packed pairs, with `stride` registers
+/// per fragment. One step covers 16 columns.
 fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
     let mut text = String::from("{\n.reg .b32 to<4>;\n");
     for tile in 0..2 * steps {
@@ -342,8 +344,8 @@ pub fn right_address(start: u32) -> u32 {
     start + row * comptime!(ROW_BYTES as u32) + (((lane / 8u32 % 2u32) ^ (lane % 8u32)) << 4u32)
 }
 
-/// Returns the address from which this lane's `ldmatrix` loads the right operand of [`SharedSums`]. The warp is the `group`-th
-/// of the warps that divide the result's columns. A subtile has `rows` rows.
+/// Returns the address from which this lane's `ldmatrix` loads the right operand of [`SharedSums`]. Several warps divide the
+/// result's columns among them, and `group` is the index of this warp among these warps. A subtile has `rows` rows.
 #[cube]
 pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -354,8 +356,8 @@ pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
 
 /// Returns the address at which this lane stores its first pair of a fragment: see [`store_fragments()`].
 ///
-/// Subtiles of `rows` rows start at `start`. The fragment's first row is row `row` of these subtiles, and its columns are the
-/// `group`-th group of 32.
+/// Subtiles of `rows` rows start at `start`. The fragment's first row is row `row` of these subtiles. Its columns are the 32
+/// columns from `32 · group` on.
 #[cube]
 pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -369,8 +371,8 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
-/// Each fragment has `stride` registers. The first 8 of them hold packed pairs of f16 or bf16, whatever the type `P` is, in
-/// the register order of a left operand.
+/// Each fragment has `stride` registers. The first 8 of these registers hold packed pairs of f16 or bf16, whatever the type `P`
+/// is, in the register order of a left operand.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
@@ -400,7 +402,7 @@ pub fn scores<NS: Size>(left: u32, right: u32, #[comptime] product: Scores) -> V
     s
 }
 
-/// Adds the dot products over further columns of Q and K to the scores. The operands must be in shared memory.
+/// Adds to the scores the dot products over additional columns of Q and K. The operands must be in shared memory.
 #[cube]
 pub fn add_scores<NS: Size>(
     scores: Vector<f32, NS>,
@@ -424,7 +426,7 @@ pub fn add_scores<NS: Size>(
 ///
 /// For each step `s` (columns `16 s` to `16 s + 15` of the left operand), lane `l` holds flags of four columns in bits `4 s` to
 /// `4 s + 3` of `used`. The first two flags are for column `16 s + 2 (l % 4)` and the next column. The last two flags are for
-/// the columns 8 further on.
+/// the columns that lie 8 columns after these two columns.
 #[cube]
 pub fn add_shared_product<NO: Size>(
     sums: Vector<f32, NO>,
@@ -450,7 +452,7 @@ pub fn add_shared_product<NO: Size>(
 ///
 /// For each step `s` (rows `16 s` to `16 s + 15` of the right operand), lane `l` holds flags of four rows in bits `4 s` to
 /// `4 s + 3` of `used`. The first two flags are for row `16 s + 2 (l % 4)` and the next row. The last two flags are for the
-/// rows 8 further down.
+/// rows that lie 8 rows below these two rows.
 #[cube]
 pub fn add_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

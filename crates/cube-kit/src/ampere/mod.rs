@@ -1,8 +1,8 @@
 //! Tensor cores and asynchronous copies of NVIDIA GPUs from sm_80 (Ampere) on: `mma.sync`, `ldmatrix` and `cp.async`. Every
 //! later architecture also supports these instructions.
 //!
-//! Operands lie in shared memory as subtiles of 64 columns. The eight 16-byte pieces of a row are permuted by the row's
-//! index: this is the 128-byte swizzle of [`hopper`](crate::hopper). The swizzle avoids bank conflicts of `cp.async` and
+//! Operands lie in shared memory as subtiles of 64 columns. The eight 16-byte pieces of a row are permuted by the row's index.
+//! This permutation is the 128-byte swizzle of [`hopper`](crate::hopper). The swizzle avoids bank conflicts of `cp.async` and
 //! `ldmatrix`.
 
 #![allow(
@@ -21,8 +21,8 @@ pub mod int8_operand;
 #[cfg(feature = "cuda")]
 pub mod mma;
 
-/// Rows of the left operand of `mma.sync`, and rows of an accumulator fragment.
+/// The number of rows of the left operand of `mma.sync`, which is also the number of rows of an accumulator fragment.
 pub const FRAGMENT_ROWS: usize = 16;
 
-/// Bytes and alignment of a barrier in shared memory.
+/// The size and alignment of a barrier in shared memory, in bytes.
 pub const BARRIER_BYTES: usize = 8;

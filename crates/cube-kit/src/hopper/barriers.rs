@@ -4,16 +4,15 @@ use crate::hopper::WARPGROUP;
 use crate::nvidia::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
-/// Synchronizes the threads of one warpgroup. The function uses named barriers from number 3 on. Kernels use lower numbers for
-/// other barriers.
+/// Synchronizes the threads of one warpgroup. The function uses the named barriers with numbers from 3 on. Kernels use the
+/// lower numbers for other barriers.
 #[cube]
 pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     named_barrier(warpgroup + 3u32, WARPGROUP);
 }
 
-/// The number of the first named barrier that orders warpgroups. The numbers of ordering barriers follow those of
-/// `warpgroup_barrier`.
+/// The number of the first named barrier that orders warpgroups. `warpgroup_barrier` uses the numbers just below.
 const FIRST_ORDERING_BARRIER: u32 = 6;
 
 /// Waits until the previous warpgroup has issued its `wgmma`.

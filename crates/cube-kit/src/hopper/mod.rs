@@ -25,20 +25,20 @@ use cubecl::{client::Client, ir::features::Tma};
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
-    // Checks TMA, because CubeCL supports TMA only through CUDA C++. Then checks for sm_90 by name, because later architectures
-    // have other tensor-core instructions.
+    // Checks for TMA, because CubeCL supports TMA only through CUDA C++. Then checks for sm_90 by name, because later
+    // architectures have other tensor-core instructions.
     cfg!(feature = "cuda")
         && properties.features.tma.contains(Tma::Base)
         && properties.identity.fingerprint == "ptx_sm90"
 }
 
-/// The number of multiprocessors assumed if the runtime does not report the number.
+/// The number of multiprocessors that plans assume if the runtime does not report the number.
 pub const ASSUMED_MULTIPROCESSORS: usize = 132;
 
-/// Rows of one `wgmma`.
+/// The number of rows that one `wgmma` multiplies.
 pub const PRODUCT_ROWS: usize = 64;
 
-/// Threads per warpgroup.
+/// The number of threads per warpgroup.
 pub const WARPGROUP: usize = 128;
 
 /// The multiplication `left · rightᵀ`, such as S = Q Kᵀ, with both operands in subtiles in shared memory.
@@ -55,7 +55,7 @@ pub struct ScoreProduct {
 }
 
 impl ScoreProduct {
-    /// Returns the size of the result's register vector.
+    /// Returns the number of registers in the result's register vector.
     pub const fn fragment(&self) -> usize {
         registers(self.right_rows / 2)
     }
@@ -73,7 +73,7 @@ pub struct Product {
 }
 
 impl Product {
-    /// Returns the sizes of the register vectors of the left operand and of the result.
+    /// Returns the numbers of registers in the register vectors of the left operand and of the result.
     pub const fn fragments(&self) -> [usize; 2] {
         [registers(self.depth / 4), registers(self.columns / 2)]
     }

@@ -2,17 +2,17 @@
 
 use cubecl::prelude::*;
 
-/// A stage of a pipeline, and the parity of the phase of its barriers.
+/// A stage of a pipeline, and the parity of the barrier phase that belongs to this pass over the ring buffer.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PipelineState {
-    /// Index of the stage.
+    /// The index of the stage.
     pub stage: u32,
-    /// The parity of the phase: 0 in even passes over the ring buffer, 1 in odd passes.
+    /// The parity of the phase: 0 in even passes over the ring buffer, and 1 in odd passes.
     pub parity: u32,
 }
 
-/// Returns the stage and parity of the `index`-th item in a ring buffer of `stages` stages.
+/// Returns the stage and the parity for the fill with index `index` of a ring buffer with `stages` stages.
 #[cube]
 pub fn pipeline_state(index: u32, #[comptime] stages: usize) -> PipelineState {
     let stages = comptime!(stages as u32);

@@ -1,8 +1,8 @@
 //! Inline PTX for NVIDIA's Hopper (sm_90a): mbarriers, bulk copies by TMA, fences and register reallocation. The PTX of
 //! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/text.rs`.
 //!
-//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is the N-th register of the operands,
-//! with outputs first. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
+//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
+//! outputs come before the inputs. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
 
 use crate::nvidia::ptx::{plain, value_of, with_one, with_two};
 use cubecl::prelude::*;
@@ -30,9 +30,9 @@ pub fn barrier_init_fence() {
     ));
 }
 
-/// PTX that waits until the barrier at `address + offset` has completed its phase of parity `parity`.
+/// Returns PTX that waits until the barrier at `address + offset` has completed its phase of parity `parity`.
 ///
-/// The surrounding text must declare a predicate `waited`, and `label` must be unique within its braces.
+/// The surrounding text must declare a predicate `waited`, and `label` must be unique within the braces of that text.
 pub fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
     format!(
         "W{label}:\nmbarrier.try_wait.parity.shared::cta.b64 waited, [{address}+{offset}], {parity};\n\
@@ -40,12 +40,12 @@ pub fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> Str
     )
 }
 
-/// PTX that arrives `times` times at the barrier at `address`, if the predicate `elected` holds.
+/// Returns PTX that arrives `times` times at the barrier at `address`, if the predicate `elected` holds.
 pub fn arrive_text(address: &str, times: usize) -> String {
     arrive_where_text("elected", address, times)
 }
 
-/// PTX that arrives `times` times at the barrier at `address`, if the given predicate holds.
+/// Returns PTX that arrives `times` times at the barrier at `address`, if the predicate with the given name holds.
 pub fn arrive_where_text(predicate: &str, address: &str, times: usize) -> String {
     format!("@{predicate} mbarrier.arrive.release.cta.shared::cta.b64 _, [{address}], {times};\n")
 }
@@ -63,7 +63,7 @@ pub fn barrier_wait(address: u32, parity: u32) {
     );
 }
 
-/// Waits at two barriers. The function tests both barriers before it waits for the first one.
+/// Waits at two barriers. The function tests both barriers before it waits for the first barrier.
 #[cube]
 pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_parity: u32) {
     let text = comptime!(wait_both_text());
@@ -76,7 +76,8 @@ pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_pari
     );
 }
 
-/// PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity of the second.
+/// Returns the PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity of the
+/// second barrier.
 fn wait_both_text() -> String {
     let ask = |predicate: &str, address: usize| {
         let parity = address + 1;
@@ -113,7 +114,7 @@ pub fn barrier_arrive(address: u32, elected: u32) {
     );
 }
 
-/// Arrives at a barrier, and adds `bytes` bytes of TMA copies to the data that the barrier's current phase awaits.
+/// Arrives at a barrier. Also adds `bytes` to the number of bytes of TMA copies for which the barrier's current phase waits.
 #[cube]
 pub fn barrier_expect(address: u32, #[comptime] bytes: usize) {
     with_one(
@@ -124,7 +125,7 @@ pub fn barrier_expect(address: u32, #[comptime] bytes: usize) {
     );
 }
 
-/// Does the same as [`barrier_expect()`] with a number of bytes that is known only at runtime.
+/// Does the same as [`barrier_expect()`], for a number of bytes that is known only at runtime.
 #[cube]
 pub fn barrier_expect_bytes(address: u32, bytes: u32) {
     with_two(
@@ -136,8 +137,8 @@ pub fn barrier_expect_bytes(address: u32, bytes: u32) {
     );
 }
 
-/// Copies a box to `target` in shared memory, and signals `barrier`. `map` is the address of a tensor map for a tensor
-/// `[batch, heads, length, columns]`.
+/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. `map` is the address of a tensor
+/// map for a tensor `[batch, heads, length, columns]`.
 #[cube]
 pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: u32, barrier: u32) {
     gpu_asm!(
@@ -152,8 +153,8 @@ pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: 
     );
 }
 
-/// Copies a box to `target` in shared memory, from subtile `subtile` on, and signals `barrier`. `map` is the address of a
-/// tensor map for a tensor `[batch, heads, subtiles, length, 64]`.
+/// Copies a box to `target` in shared memory, from subtile `subtile` of the tensor on, and signals `barrier` when the copy is
+/// complete. `map` is the address of a tensor map for a tensor `[batch, heads, subtiles, length, 64]`.
 #[cube]
 pub fn tma_load_subtiles(
     target: u32,
@@ -192,8 +193,8 @@ pub fn tma_prefetch_subtiles(map: u64, batch: u32, head: u32, row: i32, subtile:
     );
 }
 
-/// Copies a box from `source` in shared memory to a tensor. `map` is the address of a tensor map for this tensor,
-/// `[batch, heads, length, columns]`. Elements outside of the tensor are not written.
+/// Copies a box from `source` in shared memory to a tensor `[batch, heads, length, columns]`. `map` is the address of the
+/// tensor's tensor map. Elements outside of the tensor are not written.
 #[cube]
 pub fn tma_store(map: u64, source: u32, batch: u32, head: u32, row: i32, column: u32) {
     gpu_asm!(
@@ -219,7 +220,8 @@ pub fn async_proxy_fence() {
     plain(comptime!("fence.proxy.async.shared::cta;\n".to_string()));
 }
 
-/// Stores four 8 × 8 matrices of halves in shared memory. Each lane passes the address for one row of 16 bytes.
+/// Stores four 8 × 8 matrices of half-precision elements in shared memory. Each lane passes the address for one row of 16
+/// bytes.
 #[cube]
 pub fn store_matrices(address: u32, a: u32, b: u32, c: u32, d: u32) {
     gpu_asm!(

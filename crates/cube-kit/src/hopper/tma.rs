@@ -14,7 +14,7 @@ use burn::tensor::Shape;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cubecl::prelude::*;
 
-/// True if the dimension has one distinct index only: its size is 1, or it is broadcast (stride 0).
+/// True if all indices of the dimension give the same elements: its size is 1, or it is broadcast (stride 0).
 pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
@@ -22,8 +22,8 @@ pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
 /// Builds the tensor map of a tensor, with boxes of `[1, heads, rows, 64]` elements or of `[1, heads, subtiles, rows, 64]`
 /// elements.
 ///
-/// The second form is chosen if `subtiles` is given and the rows consist of whole subtiles. Reads beyond the shape give
-/// zeros, and writes beyond the shape are dropped.
+/// The second form is used if `subtiles` is given and the rows consist of whole subtiles of 64 columns. Reads beyond the shape
+/// give zeros, and writes beyond the shape are dropped.
 pub fn map(
     tensor: &CubeTensor,
     [heads, rows]: [usize; 2],
@@ -33,8 +33,8 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Sets a legal stride for a dimension of size 1. TMA checks the stride of such a dimension, although TMA never uses
-            // that stride.
+            // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never
+            // uses it.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -51,8 +51,8 @@ pub fn map(
     boxes(tensor, shape, strides, tile_size)
 }
 
-/// Builds a tensor map with boxes of `tile_size` elements over a view of the tensor. `shape` and `strides` describe the view,
-/// which must reach only elements of the tensor.
+/// Builds a tensor map with boxes of `tile_size` elements over a view of the tensor. `shape` and `strides` describe the view.
+/// All elements of the view must be elements of the tensor.
 pub fn boxes(
     tensor: &CubeTensor,
     shape: Vec<usize>,
@@ -70,10 +70,10 @@ pub fn boxes(
         .with_swizzle(TensorMapSwizzle::B128)
 }
 
-/// Copies `subtiles` subtiles to `target`, from row `row` and column `column` of the tensor on.
+/// Copies `subtiles` subtiles (of 64 columns) to `target`, from row `row` and column `column` of the tensor on.
 ///
-/// If `whole`, a box of the tensor map contains all these subtiles, so one copy loads them. Otherwise a box has 64 columns, and
-/// each subtile is copied separately.
+/// If `whole`, a box of the tensor map contains all these subtiles, so one copy loads all of them. Otherwise a box has 64
+/// columns, and each subtile is copied separately.
 #[cube]
 pub fn load_subtiles(
     target: u32,
@@ -151,9 +151,9 @@ pub fn await_stores() {
 /// Writes a warpgroup's 64 output rows from its fragments to `target` in shared memory, and from there to the tensor.
 /// Neighbouring subtiles are `subtile_bytes` apart.
 ///
-/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
-/// TMA store may still be reading from `target`. If `own_place`, the function waits for that store. Otherwise each call waits
-/// for its own store at the end.
+/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last TMA
+/// store may still be reading from `target`. If `own_place`, the function waits for that store at its start. Otherwise each
+/// call waits for its own store at its end.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -179,7 +179,7 @@ pub fn store_tma_tiles<NO: Size>(
             tma_store_wait();
         }
     }
-    // After this barrier, the previous TMA store has read the data at `target`: thread 0 waited for that store, either just
+    // After this barrier, the previous TMA store has read the data at `target`. Thread 0 has waited for that store, either just
     // above or at the end of the previous call.
     warpgroup_barrier();
     #[unroll]

@@ -5,8 +5,8 @@
 //! commits its `wgmma` and outputs the accumulator immediately. A later *fence* text waits for the `wgmma` and passes the
 //! registers on. Between these two texts, code may neither read nor write the registers.
 //!
-//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors below address the
-//! subtiles in groups of 8 rows, and the groups are 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared
+//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors in this module address
+//! the subtiles in groups of 8 rows, and the groups are 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared
 //! memory layout"). Accumulator register `i` of lane `l` of warp `w` is row `16 w + l / 4 + 8 (i / 2 % 2)` and column
 //! `8 (i / 4) + 2 (l % 4) + i % 2`. P, the left operand of `O += P V`, has the same layout with two columns per register.
 
@@ -16,27 +16,27 @@ use crate::nvidia::ptx::{load_matrices, load_matrices_transposed, value_of};
 use crate::nvidia::{Half, ROW_BYTES};
 use cubecl::prelude::*;
 
-/// The number of columns (or inner elements) per step. One step is one `wgmma`.
+/// The number of columns (or inner elements) per step. Each step issues one `wgmma`.
 pub const STEP: usize = 16;
 
-/// Bytes of one step within a row of a subtile.
+/// The number of bytes that one step takes within a row of a subtile.
 pub const STEP_BYTES: usize = 2 * STEP;
 
-/// Bytes of 16 rows of a subtile.
+/// The number of bytes in 16 rows of a subtile.
 pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 
-/// Returns the lower half of the descriptor of an operand at `address`. The `wgmma` sums over this operand's columns, as for
-/// queries, keys and P.
+/// Returns the lower half of the descriptor of an operand at `address`. The `wgmma` sums over this operand's columns, as for Q,
+/// K and P.
 #[cube]
 pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
-/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes`. The `wgmma` sums over this
-/// operand's rows, as for values.
+/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes. The `wgmma` sums over this
+/// operand's rows, as for V.
 #[cube]
 pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
@@ -47,10 +47,10 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
     ((address & 0x3FFFFu32) >> 4u32) | comptime!(((leading_bytes as u32) >> 4) << 16)
 }
 
-/// PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare a register
-/// `low`.
+/// Returns PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare a
+/// register `low`.
 ///
-/// The offset is added only to the lower half, which is cheaper than an addition to the whole descriptor.
+/// The PTX adds the offset only to the lower half, which is cheaper than an addition to the whole descriptor.
 pub fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
@@ -60,13 +60,13 @@ pub const fn units(bytes: usize) -> usize {
     bytes >> 4
 }
 
-/// Lists `count` registers of a PTX text, from `%from` on, as a PTX operand.
+/// Returns a PTX operand that lists `count` registers, from `%from` on.
 pub fn registers(from: usize, count: usize) -> String {
     let names: Vec<_> = (from..from + count).map(|i| format!("%{i}")).collect();
     names.join(", ")
 }
 
-/// PTX that copies the `count` registers from `%from` on to the registers from `%0` on.
+/// Returns PTX that copies the `count` registers from `%from` on to the registers from `%0` on.
 pub fn moves(count: usize, from: usize) -> String {
     (0..count)
         .map(|i| format!("mov.b32 %{i}, %{};\n", from + i))
@@ -79,7 +79,7 @@ pub fn instruction(columns: usize, half: Half) -> String {
     format!("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{half}.{half}")
 }
 
-/// PTX of `S = Q Kᵀ` for a block. Outputs: the registers of S. Inputs: the descriptors of queries and keys.
+/// Returns the PTX of `S = Q Kᵀ` for a block. Outputs: the registers of S. Inputs: the descriptors of Q and K.
 fn scores_text(product: &ScoreProduct) -> String {
     let [query, key] = [0, 1].map(|i| format!("%{}", product.fragment() + i));
     let mut text = String::from("{\n.reg .pred sum;\n.reg .b64 a, b;\n.reg .b32 low;\n");
@@ -102,8 +102,8 @@ fn scores_text(product: &ScoreProduct) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P, and the
-/// descriptor of the values.
+/// Returns the PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P, and
+/// the descriptor of V.
 fn output_text(product: &Product) -> String {
     let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
@@ -124,10 +124,11 @@ fn output_text(product: &Product) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// PTX that waits until at most `pending` `wgmma` groups are in flight, then signals at a barrier that a stage is free.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a stage is
+/// free.
 ///
-/// Outputs: `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in threads
-/// that arrive at the barrier).
+/// Outputs: the `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in
+/// threads that arrive at the barrier).
 pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     let [barrier, elected] = [0, 1].map(|i| format!("%{}", 2 * fragment + i));
     format!(
@@ -137,7 +138,7 @@ pub fn release_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Starts `S = Q Kᵀ` of a block without waiting for the result. Queries and keys must be in shared memory.
+/// Starts `S = Q Kᵀ` of a block without waiting for the result. Q and K must be in shared memory.
 #[cube]
 pub fn multiply_scores<NS: Size>(
     query: u32,
@@ -155,7 +156,7 @@ pub fn multiply_scores<NS: Size>(
     s
 }
 
-/// Starts `O += P V` of a block without waiting for the result. The values must be in shared memory.
+/// Starts `O += P V` of a block without waiting for the result. V must be in shared memory.
 #[cube]
 pub fn multiply_output<NO: Size, NP: Size>(
     o: Vector<f32, NO>,
@@ -178,8 +179,8 @@ pub fn multiply_output<NO: Size, NP: Size>(
 /// The number of 16-column steps per subtile.
 pub const SUBTILE_STEPS: usize = 4;
 
-/// PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: `used` registers of a fragment. Inputs: the
-/// same registers.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight. Outputs: the `used` registers of a fragment.
+/// Inputs: the same registers.
 fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     format!(
         "{{\nwgmma.wait_group.sync.aligned {pending};\n{}}}\n",
@@ -199,7 +200,7 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// Loads the warp's 16 rows over `steps` steps of 16 columns, as registers of a left operand. The first subtile starts at
+/// Loads 16 rows per warp over `steps` steps of 16 columns, as registers of a left operand. The first subtile starts at
 /// `start`, and each subtile has `subtile_rows` rows.
 #[cube]
 pub fn load_rows<N: Size>(
@@ -220,12 +221,12 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// Loads the warp's 16 columns over `steps` steps of 16 rows of the subtile at `subtile`. The matrices are transposed, so the
-/// result is a left operand whose rows are these columns.
+/// Loads 16 columns per warp over `steps` steps of 16 rows of the subtile at `subtile`. The matrices are transposed, so the
+/// columns become the rows of a left operand.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;
-    // The first two of a step's four 8 × 8 matrices come from the step's first 8 rows.
+    // Each step loads four 8 × 8 matrices. The first two matrices come from the step's first 8 rows.
     let row = lane / 16u32 * 8u32 + lane % 8u32;
     let piece = UNIT_POS / 32u32 % 4u32 * 2u32 + lane / 8u32 % 2u32;
     let at = subtile + row * comptime!(ROW_BYTES as u32) + ((piece ^ (lane % 8u32)) << 4u32);
@@ -241,7 +242,7 @@ pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> 
     registers
 }
 
-/// Waits until at most `pending` later `wgmma` groups are in flight, then returns the fragment's `used` registers.
+/// Waits until at most `pending` later `wgmma` groups are in flight, and then returns the fragment's `used` registers.
 #[cube]
 pub fn take_fragment<NF: Size>(
     fragment: Vector<f32, NF>,
@@ -259,8 +260,8 @@ pub fn take_fragment<NF: Size>(
     taken
 }
 
-/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. Passing `p` keeps its registers alive
-/// until the wait.
+/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. The argument `p` keeps the registers of
+/// the left operand alive until the wait.
 #[cube]
 pub fn take_sums<NF: Size, NP: Size>(
     fragment: Vector<f32, NF>,

@@ -1,4 +1,5 @@
-//! Layout of an accumulator fragment in registers. A thread has two rows, 8 apart, and two neighbouring columns of every 8.
+//! The layout of an accumulator fragment in registers. A thread has two rows that are 8 apart. In each group of 8 columns, it
+//! has two neighbouring columns.
 
 use cubecl::prelude::*;
 
@@ -12,17 +13,19 @@ pub const fn is_second(index: usize) -> bool {
     index / 2 % 2 == 1
 }
 
-/// Two f32 values of a thread, such as one for each of its two rows.
+/// Two f32 numbers of a thread, such as one number for each of its two rows.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct Pair {
-    /// The value of the thread's first row. If the pair holds two neighbouring columns, the value of the first column.
+    /// The number for the thread's first row. If the pair holds two neighbouring columns, this is the number for the first
+    /// column.
     pub first: f32,
-    /// The value of the thread's second row. If the pair holds two neighbouring columns, the value of the second column.
+    /// The number for the thread's second row. If the pair holds two neighbouring columns, this is the number for the second
+    /// column.
     pub second: f32,
 }
 
-/// Builds a pair from its two values.
+/// Builds a pair from its two numbers.
 #[cube]
 pub fn pair(first: f32, second: f32) -> Pair {
     Pair { first, second }

@@ -4,7 +4,7 @@
 use crate::nvidia::ptx::{value_of, with_one};
 use cubecl::prelude::*;
 
-/// Initializes the barrier at `address`. A phase is complete after `arrivals` arrivals.
+/// Initializes the barrier at `address`. Each phase of the barrier is complete after `arrivals` arrivals.
 #[cube]
 pub fn barrier_init(address: u32, #[comptime] arrivals: usize) {
     with_one(
@@ -13,8 +13,8 @@ pub fn barrier_init(address: u32, #[comptime] arrivals: usize) {
     );
 }
 
-/// Arrives at the barrier at `address` as soon as all copies that this thread has started are complete. After their wait at the
-/// barrier, other threads see the copied data.
+/// Makes this thread arrive at the barrier at `address` as soon as all copies that it has started are complete. Other threads
+/// see the copied data after they have waited at the barrier.
 #[cube]
 pub fn arrive_with_copies(address: u32) {
     gpu_asm!(
@@ -23,7 +23,7 @@ pub fn arrive_with_copies(address: u32) {
     );
 }
 
-/// Arrives once for the warp at the barrier at `address`, after the warp has finished its reads.
+/// Arrives at the barrier at `address`, once for the whole warp, after the warp has finished its reads.
 #[cube]
 pub fn arrive_as_warp(address: u32) {
     let text = comptime!(arrive_text());
@@ -46,7 +46,7 @@ pub fn await_phase(address: u32, parity: u32) {
     );
 }
 
-/// PTX of [`arrive_as_warp()`]. Inputs: the address, and the lane.
+/// Returns the PTX of [`arrive_as_warp()`]. Inputs: the address, and the lane.
 fn arrive_text() -> String {
     String::from(
         "{\n.reg .pred first;\n.reg .b64 state;\nsetp.eq.u32 first, %1, 0;\n\
@@ -54,7 +54,7 @@ fn arrive_text() -> String {
     )
 }
 
-/// PTX of [`await_phase()`]. Inputs: the address, and the parity.
+/// Returns the PTX of [`await_phase()`]. Inputs: the address, and the parity.
 fn wait_text() -> String {
     String::from(
         "{\n.reg .pred complete;\nW:\nmbarrier.test_wait.parity.shared.b64 complete, [%0], %1;\n\

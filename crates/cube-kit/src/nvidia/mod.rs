@@ -1,5 +1,5 @@
-//! Parts common to the tensor cores of all NVIDIA architectures: half precisions, the swizzled layout in shared memory,
-//! accumulator registers, mbarriers, and PTX helpers.
+//! Code that all tensor-core architectures of NVIDIA share: half precisions, the swizzled layout in shared memory, accumulator
+//! registers, mbarriers, and PTX helpers.
 
 #![allow(
     missing_docs,
@@ -15,17 +15,17 @@ pub mod ptx;
 
 use burn::tensor::DType;
 
-/// The half precisions that tensor cores support.
+/// The half-precision types that tensor cores support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Half {
-    /// IEEE half precision.
+    /// IEEE half precision (f16).
     F16,
-    /// bfloat16.
+    /// The bfloat16 format (bf16).
     Bf16,
 }
 
 impl Half {
-    /// The precision's name in PTX.
+    /// Returns the name of the precision in PTX.
     pub const fn ptx(self) -> &'static str {
         match self {
             Self::F16 => "f16",
@@ -33,7 +33,7 @@ impl Half {
         }
     }
 
-    /// Returns the half precision of a dtype, or `None` if the dtype is neither f16 nor bf16.
+    /// Returns the half-precision type of a dtype, or `None` if the dtype is neither f16 nor bf16.
     pub const fn of(dtype: DType) -> Option<Self> {
         match dtype {
             DType::F16 => Some(Self::F16),
@@ -43,10 +43,11 @@ impl Half {
     }
 }
 
-/// Bytes of a row of a subtile: 64 halves. The 128-byte swizzle permutes the 16-byte pieces of such a row.
+/// The number of bytes in a row of a subtile, which has 64 half-precision elements. The 128-byte swizzle permutes the 16-byte
+/// pieces of such a row.
 pub const ROW_BYTES: usize = 128;
 
-/// Columns per subtile.
+/// The number of columns per subtile.
 pub const SUBTILE: usize = 64;
 
 /// True if rows of `columns` columns consist of whole subtiles, so that TMA can copy them in one box.
@@ -54,7 +55,7 @@ pub const fn is_whole(columns: usize) -> bool {
     columns.is_multiple_of(SUBTILE)
 }
 
-/// Returns the size of the register vector for `used` registers, which is the next power of two.
+/// Returns the number of registers in a register vector that has room for `used` registers: the next power of two.
 pub const fn registers(used: usize) -> usize {
     used.next_power_of_two()
 }

@@ -1,13 +1,13 @@
 //! Inline PTX that Ampere and Hopper share: addresses, small arithmetic, words of shared memory, `ldmatrix`.
 //!
-//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is the N-th register of the operands,
-//! with outputs first. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
+//! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
+//! outputs come before the inputs. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
 
 use crate::nvidia::Half;
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
-/// Returns the value of a local variable. `gpu_asm!` needs a value, but a mutable local is a memory location.
+/// Returns the value of a local variable. `gpu_asm!` accepts only a value, but a mutable local variable is a memory location.
 #[cube]
 pub fn value_of<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| { x.read_value(scope).into() })
@@ -38,7 +38,7 @@ pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
     generic_to_shared::<u32>(unsafe { memory.as_slice().as_ptr_unchecked() })
 }
 
-/// Returns `2^x` within 2 ulps; subnormals are flushed to zero.
+/// Returns `2^x` within 2 ulps. The function flushes subnormals to zero.
 #[cube]
 pub fn exp2(x: f32) -> f32 {
     let y: f32;
@@ -46,7 +46,7 @@ pub fn exp2(x: f32) -> f32 {
     y
 }
 
-/// Returns `1 / x` within 1 ulp; subnormals are flushed to zero.
+/// Returns `1 / x` within 1 ulp. The function flushes subnormals to zero.
 #[cube]
 pub fn reciprocal(x: f32) -> f32 {
     let y: f32;
@@ -54,7 +54,7 @@ pub fn reciprocal(x: f32) -> f32 {
     y
 }
 
-/// Returns the smaller of two f32 values, or NaN if either is NaN.
+/// Returns the smaller of two f32 numbers, or NaN if one of them is NaN.
 #[cube]
 pub fn fmin_nan(a: f32, b: f32) -> f32 {
     let y: f32;
@@ -68,8 +68,8 @@ pub fn fmin_nan(a: f32, b: f32) -> f32 {
     y
 }
 
-/// Moves a value that is equal in all lanes of the warp into a uniform register. Values that are computed from the result are
-/// then also uniform. If the lanes have different values, the result is the bitwise or of these values.
+/// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that are computed from the result are
+/// then also uniform. If the lanes have different numbers, the result is the bitwise or of these numbers.
 #[cube]
 pub fn uniform(x: u32) -> u32 {
     let y: u32;
@@ -104,13 +104,13 @@ pub(crate) fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
     intrinsic!(|scope| unsafe { *pointer }.value(scope).into())
 }
 
-/// Returns the global address of the `index`-th 4-byte word after `start`.
+/// Returns the global address that is `index` 4-byte words after `start`.
 #[cube]
 pub fn word_address<T: CubePrimitive>(start: *const T, index: u64) -> u64 {
     element_address::<T>(start, index, 4usize)
 }
 
-/// Returns the global address of the `index`-th element after `start`. An element has `bytes` bytes.
+/// Returns the global address that is `index` elements after `start`. An element has `bytes` bytes.
 #[cube]
 pub fn element_address<T: CubePrimitive>(
     start: *const T,
@@ -128,8 +128,8 @@ pub fn element_address<T: CubePrimitive>(
     address
 }
 
-/// Loads the `offset`-th 4-byte word after a global address, through the read-only cache. No launch may write this word while
-/// the kernel runs.
+/// Loads the word that is `offset` 4-byte words after a global address, through the read-only cache. No launch may write this
+/// word while the kernel runs.
 #[cube]
 pub fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     let bytes = comptime!(4 * offset);
@@ -142,7 +142,7 @@ pub fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     word
 }
 
-/// Adds 1 to the word at a global address atomically, and returns its previous value.
+/// Atomically adds 1 to the word at a global address, and returns the previous value of the word.
 #[cube]
 pub fn atomic_inc(address: u64) -> u32 {
     let before: u32;
@@ -154,7 +154,7 @@ pub fn atomic_inc(address: u64) -> u32 {
     before
 }
 
-/// Unpacks the two halves of a word to f32. The half in the low bits comes first.
+/// Unpacks the two half-precision elements of a word to f32. The element in the low bits comes first.
 #[cube]
 pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     let name = comptime!(half.ptx());
@@ -168,8 +168,8 @@ pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     both
 }
 
-/// Returns the minimum of the two low halves and the minimum of the two high halves. If one half of a pair is NaN, the result
-/// is the other half.
+/// Takes two words with two packed half-precision elements each. Returns the minimum of the two low elements and the minimum of
+/// the two high elements. If one element of such a pair is NaN, the minimum is the other element.
 #[cube]
 pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());
@@ -184,7 +184,7 @@ pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     y
 }
 
-/// Synchronizes `units` threads at the named barrier `id`, from 1 to 15. `sync_cube` uses barrier 0.
+/// Synchronizes `units` threads at the named barrier `id`, which must be from 1 to 15. `sync_cube` uses barrier 0.
 #[cube]
 pub fn named_barrier(id: u32, #[comptime] units: usize) {
     with_one(id, comptime!(format!("bar.sync %0, {units};\n")));
@@ -196,7 +196,7 @@ pub fn named_barrier_arrive(id: u32, #[comptime] units: usize) {
     with_one(id, comptime!(format!("bar.arrive %0, {units};\n")));
 }
 
-/// Sets bits of a word in shared memory atomically.
+/// Atomically sets the bits of `bits` in a word of shared memory.
 #[cube]
 pub fn or_shared(address: u32, bits: u32) {
     with_two(
@@ -249,13 +249,13 @@ pub fn load_shared_pair(address: u32) -> Vector<f32, Const<2>> {
     pair
 }
 
-/// Loads four 8 × 8 matrices of halves in the layout of `store_matrices`.
+/// Loads four 8 × 8 matrices of half-precision elements from shared memory, in the register layout of `store_matrices`.
 #[cube]
 pub fn load_matrices(address: u32) -> Vector<u32, Const<4>> {
     load_four_matrices(address, false)
 }
 
-/// Loads four 8 × 8 matrices like [`load_matrices()`], but transposes each matrix.
+/// Loads four 8 × 8 matrices as [`load_matrices()`] does, but transposes each matrix.
 #[cube]
 pub fn load_matrices_transposed(address: u32) -> Vector<u32, Const<4>> {
     load_four_matrices(address, true)

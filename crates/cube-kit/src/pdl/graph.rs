@@ -1,4 +1,4 @@
-//! Turns the dependencies of a CUDA graph under capture into programmatic ones (PDL), so that launches overlap.
+//! Turns the dependencies of a CUDA graph under capture into programmatic dependencies (PDL), so that launches overlap.
 
 use super::SUFFIX;
 use cubecl_common::{
@@ -20,8 +20,8 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Makes each dependency of a CUDA graph programmatic in which a PDL kernel ([`pdl`](super)) waits for another kernel. Returns
-/// the number of changed dependencies.
+/// Finds each dependency of a CUDA graph in which a PDL kernel ([`pdl`](super)) waits for another kernel, and makes this
+/// dependency programmatic. Returns the number of changed dependencies.
 ///
 /// The function changes the graph that captures the calling thread's launches on `device`. It returns 0 if no graph is being
 /// captured, or if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
@@ -31,11 +31,11 @@ pub fn make_edges_programmatic(device: &CudaDevice) -> usize {
     let edited = handle.submit_blocking(move |server| {
         let stream = server.write_streams().try_stream_mut(&stream)?;
         let driver = Driver::loaded()?;
-        // SAFETY: the stream belongs to the server, whose thread runs this closure in its CUDA context. No other thread uses
-        // the stream meanwhile.
+        // SAFETY: the stream belongs to the server, and the server's thread runs this closure in the server's CUDA context. No
+        // other thread uses the stream while the closure runs.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
-    // If the closure has panicked, the panic is passed on to the caller, because a graph that has lost a dependency must not be
+    // If the closure has panicked, the caller must panic, too. The graph may have lost a dependency, and must then not be
     // replayed.
     edited.unwrap_or_resume().unwrap_or(0)
 }
@@ -50,8 +50,8 @@ struct Edge {
     reserved: [u8; 5],
 }
 
-/// A programmatic edge: the second kernel begins when every cube of the first kernel has called `launch_dependents` or has ended.
-/// The values are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
+/// A programmatic edge. The second kernel begins when every cube of the first kernel has called `launch_dependents` or has
+/// ended. The numbers are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
 const OVERLAPPING: Edge = Edge {
     from_port: 1,
     to_port: 0,
@@ -65,7 +65,7 @@ const KERNEL: c_int = 0;
 /// The constant `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
 const ACTIVE: c_int = 1;
 
-/// The C struct `CUDA_KERNEL_NODE_PARAMS`. Only its field `function` is read.
+/// The C struct `CUDA_KERNEL_NODE_PARAMS`. The code reads only its field `function`.
 #[repr(C)]
 struct KernelParameters {
     function: *mut c_void,
@@ -73,8 +73,8 @@ struct KernelParameters {
     rest: [*mut c_void; 4],
 }
 
-/// The functions of the CUDA driver that this module calls. The functions are loaded by their names in CUDA 12.3 and later,
-/// because CubeCL's bindings contain only the functions of the CUDA version at build time.
+/// The functions of the CUDA driver that this module calls. They are loaded under the names that they have in CUDA 12.3 and
+/// later, because CubeCL's bindings contain only the functions of the CUDA version at build time.
 struct Driver {
     capture_info: unsafe extern "C" fn(
         *mut c_void,
@@ -123,8 +123,8 @@ impl Driver {
         }
     }
 
-    /// In the graph that captures `stream`, makes each edge programmatic that leads from a kernel to a PDL kernel. Returns the
-    /// number of changed edges.
+    /// Makes edges programmatic in the graph that captures `stream`: each edge that leads from a kernel to a PDL kernel.
+    /// Returns the number of changed edges.
     ///
     /// # Safety
     /// `stream` must be a stream of the current context that no other thread uses.
@@ -153,8 +153,8 @@ impl Driver {
             unsafe { (self.edges)(graph, null_mut(), null_mut(), null_mut(), &mut count) };
         let (mut from, mut to) = (vec![null_mut(); count], vec![null_mut(); count]);
         let mut edges = vec![Edge::default(); count];
-        // SAFETY: the driver writes at most `count` elements to each of `from`, `to` and `edges`, and each has `count`
-        // elements.
+        // SAFETY: the driver writes at most `count` elements to each of `from`, `to` and `edges`. Each of these vectors has
+        // `count` elements.
         let read = unsafe {
             (self.edges)(
                 graph,

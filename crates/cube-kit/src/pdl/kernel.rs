@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 /// The number of bytes that [`load_now()`] loads.
 pub const LOAD_BYTES: usize = 16;
 
-/// Allows the next launch to begin. The next launch begins as soon as every cube of this launch has ended, or has called this
+/// Allows the next launch to begin. The next launch begins as soon as every cube of this launch has ended or has called this
 /// function from at least one unit.
 #[cube]
 pub fn launch_dependents(#[comptime] pdl: bool) {
@@ -19,7 +19,7 @@ pub fn launch_dependents(#[comptime] pdl: bool) {
     }
 }
 
-/// Calls [`launch_dependents()`] in those units where `is_time` is true.
+/// Calls [`launch_dependents()`] in the units in which `is_time` is true.
 #[cube]
 pub fn launch_dependents_if(is_time: bool, #[comptime] pdl: bool) {
     if is_time {
@@ -35,7 +35,7 @@ pub fn wait_prior_launch(#[comptime] pdl: bool) {
     }
 }
 
-/// Calls [`launch_dependents()`], then [`wait_prior_launch()`], for a kernel that does no work before the wait.
+/// Calls [`launch_dependents()`], and then [`wait_prior_launch()`]. This is for kernels that do no work before the wait.
 #[cube]
 pub fn launch_dependents_and_wait(#[comptime] pdl: bool) {
     launch_dependents(pdl);
@@ -48,7 +48,7 @@ fn text(#[comptime] text: String) {
     gpu_asm!("{text}");
 }
 
-/// Does nothing: without the feature `cuda` no device supports PDL.
+/// Does nothing, because no device supports PDL without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 fn text(#[comptime] _text: String) {}
@@ -64,7 +64,7 @@ pub fn mark_volatile<T: CubePrimitive>(tensor: &Tensor<T>, #[comptime] pdl: bool
     }
 }
 
-/// Calls [`mark_volatile()`] for the tensor, if it is present.
+/// Calls [`mark_volatile()`] for the tensor, if the tensor is present.
 #[cube]
 pub fn mark_volatile_if_present<T: CubePrimitive>(
     tensor: ComptimeOption<&Tensor<T>>,
@@ -77,7 +77,7 @@ pub fn mark_volatile_if_present<T: CubePrimitive>(
     }
 }
 
-/// Calls [`mark_volatile()`] for a tensor inside a struct of kernel arguments, if it is present.
+/// Calls [`mark_volatile()`] for a tensor inside a struct of kernel arguments, if the tensor is present.
 #[cube]
 pub fn mark_owned_volatile_if_present<T: CubePrimitive>(
     tensor: &ComptimeOption<OwnedTensor<T>>,
@@ -90,8 +90,8 @@ pub fn mark_owned_volatile_if_present<T: CubePrimitive>(
     }
 }
 
-/// Emits inline PTX that is only a comment and names the tensor's address. The compiler must then assume that the inline PTX
-/// changes the tensor.
+/// Emits inline PTX that consists only of a comment with the tensor's address. The compiler must then assume that the inline
+/// PTX changes the tensor.
 #[cfg(feature = "cuda")]
 #[cube]
 fn tell<T: CubePrimitive>(tensor: &Tensor<T>) {
@@ -100,7 +100,7 @@ fn tell<T: CubePrimitive>(tensor: &Tensor<T>) {
     gpu_asm!("// {start}\n", start = in(_) crate::nvidia::ptx::number_of::<T>(start));
 }
 
-/// Does nothing: without the feature `cuda` no device supports PDL.
+/// Does nothing, because no device supports PDL without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 fn tell<T: CubePrimitive>(_tensor: &Tensor<T>) {}
@@ -108,8 +108,8 @@ fn tell<T: CubePrimitive>(_tensor: &Tensor<T>) {}
 /// Loads the vector at `index` of a tensor that no launch writes.
 ///
 /// If `now`, the vector must have [`LOAD_BYTES`] bytes, and the load is issued before all later instructions of the kernel. If
-/// not `now`, the compiler may delay the load until the first use of the vector, after the wait for the previous launch.
-/// Several such loads may then run one after another.
+/// `now` is false, the compiler may delay the load until the first use of the vector, after the wait for the previous launch.
+/// Several delayed loads may then run one after another and not overlap.
 #[cube]
 pub fn load_now<E: Float, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -141,15 +141,15 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
     Vector::<E, N>::reinterpret(words)
 }
 
-/// Loads the vector with an ordinary load, because no device supports PDL without the feature `cuda`.
+/// Loads the vector at `index` with an ordinary load, because no device supports PDL without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
     tensor[index]
 }
 
-/// Loads the element of 2 or 4 bytes at `index` of a tensor that no launch writes. If `now`, the load is issued before all
-/// later instructions, as in [`load_now()`].
+/// Loads the element of 2 or 4 bytes at `index` of a slice that no launch writes. If `now`, the load is issued before all later
+/// instructions, as in [`load_now()`].
 #[cube]
 pub fn load_element_now<T: CubePrimitive>(
     elements: &[T],
@@ -196,7 +196,7 @@ fn bytes_of<T: CubePrimitive>(_elements: &[T]) -> comptime_type!(usize) {
     intrinsic!(|scope| T::__expand_size(scope))
 }
 
-/// Loads the element with an ordinary load, because no device supports PDL without the feature `cuda`.
+/// Loads the element at `index` with an ordinary load, because no device supports PDL without the feature `cuda`.
 #[cfg(not(feature = "cuda"))]
 #[cube]
 fn ordered_element<T: CubePrimitive>(elements: &[T], index: usize) -> T {

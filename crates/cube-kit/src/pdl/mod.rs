@@ -1,29 +1,29 @@
 //! Programmatic dependent launch (PDL) of NVIDIA GPUs from sm_90 (Hopper) on: a launch begins before the previous launch has
 //! ended.
 //!
-//! Between two dependent launches of a CUDA graph without PDL, a GPU is idle for about a microsecond. The last cubes of the
-//! first launch end. Then the cubes of the next launch start and load their arguments. One decode step of a small model needs
-//! hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous launch. The started cubes may
-//! already load tensors that no launch writes, such as weights.
+//! Between two dependent launches of a CUDA graph without PDL, a GPU is idle for about a microsecond. In this time, the last
+//! cubes of the first launch end, and then the cubes of the next launch start and load their arguments. One decode step of a
+//! small model needs hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous launch. The
+//! started cubes may already load tensors that no launch writes, such as weights.
 //!
-//! The name of a kernel that takes part ends in [`SUFFIX`]. Each of its cubes does the following:
+//! The name of a kernel that takes part in PDL ends in [`SUFFIX`]. Each cube of such a kernel does the following:
 //!
-//! - It allows the next launch to begin ([`launch_dependents()`]). If a cube does not call this function, the next launch
+//! - The cube allows the next launch to begin ([`launch_dependents()`]). If a cube does not call this function, the next launch
 //!   begins only when that cube has ended.
-//! - It waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and before it
+//! - The cube waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and before it
 //!   writes anything.
-//! - It then marks the tensors that earlier launches may have written ([`mark_volatile()`]).
+//! - The cube then marks the tensors that earlier launches may have written ([`mark_volatile()`]).
 //!
 //! When the wait returns, the previous launch has ended. The previous launch itself waited for the launch before it, so all
 //! earlier launches have ended.
 //!
 //! Outside a graph, `launch_dependents` and `wait_prior_launch` do nothing, and launches run one after the other.
-//! `graph::make_edges_programmatic` turns a graph's dependencies into programmatic ones.
+//! `graph::make_edges_programmatic` turns a graph's dependencies into programmatic dependencies.
 //!
-//! In a GEMM or GEMV kernel, a cube allows the next launch only when it has issued its last loads. An earlier call is slower if
-//! the launch has more cubes than run at once, because the next launch's loads then compete with those of the last cubes. A
-//! decode step of a small model took a tenth longer with earlier calls. All other kernels are small, and allow the next launch
-//! immediately.
+//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. An earlier call is
+//! slower if a launch has more cubes than run at once, because the next launch's loads then compete with the loads of the last
+//! cubes. A decode step of a small model took a tenth longer with earlier calls. All other kernels are small, and allow the
+//! next launch immediately.
 
 #[cfg(feature = "cuda")]
 pub mod graph;
@@ -35,14 +35,15 @@ use cubecl::client::Client;
 #[cfg(feature = "cuda")]
 use cubecl::ir::features::Tma;
 
-/// Suffix of the names of kernels that take part in PDL. CubeCL may append more to such a name.
+/// The suffix of the names of kernels that take part in PDL. CubeCL may append more text to such a name.
 pub const SUFFIX: &str = "_pdl";
 
-/// True if the device supports PDL. The caller then compiles its kernels with the instructions of PDL.
+/// True if the device supports PDL. The caller then compiles its kernels with PDL instructions.
 pub fn supports_pdl(client: &Client) -> bool {
     #[cfg(feature = "cuda")]
     {
-        // PDL needs CUDA C++, and came with the same architecture as TMA. A device that supports TMA therefore supports PDL.
+        // PDL needs CUDA C++, and was introduced with the same architecture as TMA. A device that supports TMA therefore
+        // supports PDL.
         client.properties().features.tma.contains(Tma::Base)
     }
     #[cfg(not(feature = "cuda"))]

@@ -207,8 +207,8 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Resu
                     "the weights were quantized: the checkpoint contains them dequantized, with the trained adapter merged",
                 );
             }
-            // The written checkpoint keeps the dtype of the original one unless `--dtype` is given. The compute dtype cannot be
-            // used instead, because the CPU computes in f32 for checkpoints of every dtype.
+            // The written checkpoint keeps the dtype of the original checkpoint unless `--dtype` is given. The compute dtype
+            // cannot be used instead, because the CPU computes in f32 for checkpoints of every dtype.
             let written = model.written_dtype().filter(|dtype| *dtype != DType::F64);
             let dtype = written.filter(|_| cli.dtype.is_none());
             let saved = model.save_like(&cli.model, &cli.out, dtype);
@@ -253,7 +253,7 @@ fn table(cli: &Finetune) -> Result<PerLayerTable, Error> {
 }
 
 /// Refuses a GGUF file as the model if a checkpoint is to be written. The written checkpoint copies the layout of the original
-/// one, so the original must be a folder.
+/// checkpoint, so the original checkpoint must be a folder.
 fn refuse_file(cli: &Finetune) -> Result<(), Error> {
     match cli.model.is_file() && (cli.full || cli.merge) {
         true => {

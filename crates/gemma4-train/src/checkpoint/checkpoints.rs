@@ -1,5 +1,5 @@
 //! Writes and restores checkpoints that survive a crash. A file has a temporary name until it is complete. An earlier
-//! checkpoint is deleted only after the new one is complete.
+//! checkpoint is deleted only after the new checkpoint is complete.
 //!
 //! A checkpoint is a folder with three files: Burn's records of the model, the optimizer and the learning rate schedule. With
 //! ZeRO-1, each process writes a part of the optimizer's record to a file of its own.
@@ -65,7 +65,7 @@ impl Records {
             fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
             for (step, path) in steps(folder)? {
                 // If a process is killed while a checkpoint is written, the checkpoint stays incomplete. So the run resumes
-                // from an earlier checkpoint, and the incomplete one is removed here.
+                // from an earlier checkpoint, and the incomplete checkpoint is removed here.
                 if step > schedule.done {
                     fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
                 }
@@ -115,7 +115,7 @@ fn path(folder: &Path, name: &str, step: usize) -> PathBuf {
         .with_extension("bpk")
 }
 
-/// Lists the folders of checkpoints, complete or not, with their numbers of finished steps.
+/// Lists the folders of checkpoints, complete or not, with the number of finished steps of each checkpoint.
 fn steps(folder: &Path) -> Result<Vec<(usize, PathBuf)>, Error> {
     let mut steps = Vec::new();
     for entry in fs::read_dir(folder).map_err(|error| failed(folder, error))? {
@@ -188,8 +188,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch, and from all earlier checkpoints. Some of these may be left from
-    /// before the run was resumed.
+    /// Deletes this record from the checkpoint of the epoch, and from all earlier checkpoints. Some earlier checkpoints may be
+    /// left from before the run was resumed.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());

@@ -115,7 +115,8 @@ fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
 }
 
 /// Checks that a run can resume, and returns true if the run is extended to more steps. The check fails if a setting differs
-/// from that of the run's beginning, or if the checkpoint is broken. It also fails if Burn's default device does not open.
+/// from that of the run's beginning, or if the checkpoint is broken. The check also fails if Burn's default device does not
+/// open.
 ///
 /// # Errors
 /// The error names the setting, the file or the device.

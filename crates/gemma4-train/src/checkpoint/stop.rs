@@ -13,7 +13,7 @@ pub struct Stop {
     is_asked: Arc<AtomicBool>,
     /// The number of the first step that is not run.
     end: Arc<AtomicUsize>,
-    /// True if the run has several processes. They agree on the last step while they sum gradients.
+    /// True if the run has several processes. Several processes agree on the last step while they sum gradients.
     is_told: bool,
 }
 

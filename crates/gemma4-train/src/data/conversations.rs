@@ -1,8 +1,10 @@
 //! Conversations and texts for fine-tuning, from files with one JSON object per line.
 //!
 //! A conversation becomes one or more examples. An example consists of pieces: a piece is either context, or text that the
-//! model is trained on. A chat template renders messages to text. The model did not write the texts of users, systems and
-//! tools. Before rendering, a mark is inserted into each special token of these texts, so that it is encoded as plain text.
+//! model is trained on. A chat template renders messages to text.
+//!
+//! The texts of users, systems and tools must not act as special tokens, because the model did not write these texts. Before
+//! rendering, a mark is therefore inserted into each special token of these texts, so that the token is encoded as plain text.
 
 use crate::data::packing::Example;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
@@ -62,7 +64,7 @@ impl Ignored {
 /// Parses one line. A column with the value `null` is counted in `ignored`.
 pub(super) fn parse(line: &str, ignored: &mut Ignored) -> Result<Line, String> {
     const EXPECTED: &str = "expected one of \"messages\" and \"text\"";
-    // The error message names only the column. The parser gets each line separately, so its line number is always 1.
+    // The error message names only the column. The parser gets each line separately, so the parser's line number is always 1.
     let broken = |error: serde_json::Error| format!("is no JSON, column {}", error.column());
     let mut fields = match serde_json::from_str(line).map_err(broken)? {
         Value::Object(fields) => fields,
@@ -129,7 +131,8 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-/// Returns the examples of a line. Columns of a conversation that the chat template does not render are counted in `ignored`.
+/// Returns the training examples of one line of the file. Fields of a conversation that the chat template does not render are
+/// counted in `ignored`.
 pub(super) fn of_line(
     line: Line,
     gemma: &Gemma4,
@@ -209,11 +212,11 @@ fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
 struct Turn {
     /// The rendered text before the turn.
     before: String,
-    /// The opening of the turn, which is context and is not trained on. It is the turn's header, such as `<|turn>model`,
-    /// followed by the text that a generation prompt adds after the header.
+    /// The opening of the turn, which is context and is not trained on. The opening is the turn's header, such as
+    /// `<|turn>model`, followed by the text that a generation prompt adds after the header.
     opening: String,
-    /// The rest of the turn's text up to its end, in pieces. The flag is true for the model's own text, which is trained on. It
-    /// is false for a tool's response, which is context.
+    /// The rest of the turn's text up to its end, in pieces. The flag is true for the model's own text, which is trained on.
+    /// The flag is false for a tool's response, which is context.
     answer: Vec<(String, bool)>,
     /// True if the rendering of the whole conversation contains this turn unchanged.
     stays: bool,
@@ -494,7 +497,7 @@ fn responses(answer: &str) -> Vec<Range<usize>> {
 }
 
 /// Returns the range of `whole` whose removal leaves `without`, or `None` if there is no such range. If there are several such
-/// ranges, one that starts at a `<` is preferred.
+/// ranges, a range that starts at a `<` is preferred.
 fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     let count = whole.len().checked_sub(without.len())?;
     let alike = |(a, b): &(char, char)| a == b;
@@ -600,8 +603,8 @@ mod tests {
         );
     }
 
-    /// A template like those of the larger Gemma models. It renders tools, calls, answers and thoughts. Before an answer without
-    /// a thought, it renders an empty thought.
+    /// A template like those of the larger Gemma models. The template renders tools, calls, answers and thoughts. Before an
+    /// answer without a thought, the template renders an empty thought.
     const THINKING: &str = "{% if tools %}[{{ tools | length }}]{% endif %}\
         {% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n\
         {% if m.reasoning and loop.last %}<|channel>{{ m.reasoning }}<channel|>{% endif %}\

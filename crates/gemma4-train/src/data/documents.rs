@@ -22,10 +22,10 @@ pub struct Document {
     pub examples: Vec<Example>,
 }
 
-/// Reads a file with one JSON object per line. For `messages`, the tokens to train on are those of the assistant's messages. For
-/// `text`, they are all tokens. A conversation may have `tools` and `enable_thinking`, and its messages may have every field
-/// that the chat template renders, such as `tool_calls`. Empty lines are ignored. Other columns and columns that are `null` are
-/// ignored, and a note reports their counts.
+/// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
+/// object with `text`, all tokens are trained on. A conversation may have `tools` and `enable_thinking`, and its messages may
+/// have every field that the chat template renders, such as `tool_calls`. Empty lines are ignored. Other columns and columns
+/// that are `null` are ignored, and a note reports their counts.
 ///
 /// # Errors
 /// Returns an error if a line is not such an object, or if the chat template fails or does not render one of the line's fields.
@@ -88,7 +88,7 @@ pub fn read_documents_or_text(path: &Path, gemma: &Gemma4) -> Result<Vec<Documen
 /// Reads a file as a single text. All of its tokens are trained on.
 ///
 /// # Errors
-/// Returns an error that names the file if it is not UTF-8, is empty, or cannot be tokenized.
+/// Returns an error if the file is not UTF-8, is empty, or cannot be tokenized. The error names the file.
 fn text(path: &Path, gemma: &Gemma4) -> Result<Document, Error> {
     let text = read_text(path)?;
     if text.trim().is_empty() {

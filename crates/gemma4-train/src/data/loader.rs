@@ -40,7 +40,8 @@ pub struct Step {
 pub struct Batch {
     /// The token ids, `[rows, positions]`.
     pub tokens: Tensor<2, Int>,
-    /// The id of the next token at each position, `[rows, positions]`. It is negative at positions that the loss does not count.
+    /// The id of the next token at each position, `[rows, positions]`. The id is negative at positions that the loss does not
+    /// count.
     pub targets: Tensor<2, Int>,
     /// The number of targets that the loss counts.
     pub counted: usize,
@@ -99,7 +100,7 @@ pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
     device: Device,
-    /// The index of this device's part of a step, and the number of parts.
+    /// The index of this device's part of a step, and the number of parts into which a step is divided.
     part: (usize, usize),
     /// The number of the next interval between checkpoints.
     interval: AtomicUsize,
@@ -187,8 +188,8 @@ impl DataLoader<Step> for TrainingLoader {
         self.copy(device, self.part)
     }
 
-    /// Returns a loader for one device's part of every step. Burn calls `slice` once per device, with a range of items. The
-    /// start of the range determines the index of the device. The end of the range is ignored.
+    /// Returns a loader for one device's part of every step. Burn calls `slice` once per device, with a range of item indices.
+    /// The start of the range determines the index of the device. The end of the range is ignored.
     fn slice(&self, start: usize, _end: usize) -> Arc<dyn DataLoader<Step>> {
         let devices = self.schedule.devices;
         let steps = self.num_items() / devices;

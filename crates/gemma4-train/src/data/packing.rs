@@ -27,7 +27,7 @@ pub struct Example {
 
 impl Example {
     /// Cuts the example to its first `positions` tokens. Returns `None` if none of these tokens can be trained on. The first
-    /// token cannot, because no token precedes it.
+    /// token of an example cannot be trained on, because no token precedes it.
     pub fn within(mut self, positions: usize) -> Option<Self> {
         self.tokens.truncate(positions);
         self.learned.truncate(positions);
@@ -61,8 +61,8 @@ pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> V
 }
 
 /// Packs whole examples into rows of at most `positions` tokens. Returns the rows, and the number of examples that were cut
-/// because they were longer. Examples are placed in descending order of length. Each example goes into the row in which it
-/// leaves the least free space (best fit). An example without a token to train on is dropped.
+/// because they were longer than a row. Examples are placed in descending order of length. Each example goes into the row in
+/// which the example leaves the least free space (best fit). An example without a token to train on is dropped.
 pub fn pack(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
     let longer = |example: &Example| example.tokens.len() > positions;
     let too_long = examples.iter().filter(|example| longer(example)).count();
@@ -85,7 +85,7 @@ pub fn pack(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
 /// each row. Each example goes into the row with the least free space that still suffices (best-fit bin packing).
 pub fn bin_pack(lengths: &[usize], positions: usize) -> Vec<Vec<usize>> {
     let mut rows: Vec<Vec<usize>> = Vec::new();
-    // Each entry is a row: the number of its free tokens, and its index.
+    // Each entry is a row: the number of tokens that still fit into the row, and the row's index.
     let mut open = BTreeSet::new();
     for (index, length) in lengths.iter().enumerate() {
         let fitting = open.range((*length, 0)..).next().copied();

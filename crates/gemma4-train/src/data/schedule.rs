@@ -18,7 +18,7 @@ pub struct Schedule {
     pub accumulation: usize,
     /// The number of devices, including those of other processes.
     pub devices: usize,
-    /// The index of this process's part of a step, and the number of parts.
+    /// The index of this process's part of a step, and the number of parts into which a step is divided.
     pub part: (usize, usize),
     /// The seed of the row order.
     pub seed: u64,

@@ -30,8 +30,8 @@ const SPECIAL: [&str; 17] = [
     "<|tool_response>",
     "<tool_response|>",
 ];
-/// The number of characters that get a token of their own: the most frequent ones. All other characters are encoded as the
-/// tokens of their UTF-8 bytes.
+/// The largest number of characters that get a token of their own. The most frequent characters are chosen. All other
+/// characters are encoded as the tokens of their UTF-8 bytes.
 const ALPHABET: usize = 512;
 /// The smallest number of occurrences at which a sequence of characters may become a token.
 const MIN_FREQUENCY: u64 = 2;
@@ -63,8 +63,8 @@ pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<St
     Ok(serde_json::to_string(&json)?)
 }
 
-/// Splits a text into pieces. Byte pair encoding merges tokens only within a piece. A piece is a word with the space before it,
-/// a single digit, or a run of spaces, line ends or signs.
+/// Splits a text into pieces, because byte pair encoding must merge tokens only within a piece. A piece is a word with the
+/// space before it, a single digit, or a run of spaces, line ends or signs.
 fn words(text: &str) -> Vec<String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {

@@ -44,7 +44,7 @@ pub enum AllReduce {
     Processes(Processes),
 }
 
-/// The barrier state that the workers of a run share.
+/// The workers of a run: their devices, and the barrier that the workers share.
 #[derive(Clone)]
 pub struct Workers {
     devices: Vec<Device>,
@@ -179,7 +179,8 @@ impl Workers {
 }
 
 impl Barrier {
-    /// Waits at the barrier for all workers. Returns true when all have reached it, or false if the run is interrupted first.
+    /// Waits at the barrier for all workers. Returns true when all workers have reached the barrier, or false if the run is
+    /// interrupted first.
     fn is_complete(&self, workers: usize) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.waiting += 1;
@@ -202,7 +203,7 @@ impl Barrier {
     }
 }
 
-/// A module mapper that replaces each parameter by one that is excluded from Burn's gradient averaging.
+/// A module mapper that replaces each parameter by a parameter that is excluded from Burn's gradient averaging.
 struct Unmarked;
 
 impl ModuleMapper for Unmarked {

@@ -75,12 +75,12 @@ impl fmt::Debug for ProcessGroup {
     }
 }
 
-/// The way in which the program of a process ends. The process reports it to the other processes.
+/// The way in which the program of a process ends. The process reports its ending to the other processes.
 pub enum Ending {
     /// The program was stopped. All processes have agreed to stop after the same step, so the other processes continue until
     /// that step.
     Stopped,
-    /// The program has failed with this exit code. The other processes end and report its error.
+    /// The program has failed with this exit code. The other processes end and report the error of this program.
     Failed(i32),
 }
 
@@ -136,8 +136,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs a program, and then tells the other processes how it ended. `ending` classifies an error of the program. A panic
-    /// also counts as an error.
+    /// Runs a program, and then tells the other processes how the program ended. The closure `ending` classifies an error of
+    /// the program. A panic also counts as an error.
     ///
     /// # Errors
     /// Returns the error of the program.
@@ -183,7 +183,7 @@ impl ProcessGroup {
         self.rank.size > 1
     }
 
-    /// Returns the same text in every process. The first process creates the text by `make` and broadcasts it.
+    /// Returns the same text in every process. The first process calls `make` to create the text, and broadcasts the text.
     ///
     /// # Errors
     /// Returns the errors of `make` in the first process. Returns an error in every process if another process is gone.
@@ -217,7 +217,7 @@ impl ProcessGroup {
         }
     }
 
-    /// A barrier: returns when every process has called it.
+    /// A barrier: returns when every process has called this method.
     ///
     /// # Errors
     /// Returns an error if another process is gone.
@@ -237,8 +237,8 @@ impl ProcessGroup {
         // Autodiff is removed from the device, because the collective works on plain tensors, and a device with autodiff hides
         // its kind.
         let collective = self.collective_for(&device.clone().without_autodiff())?;
-        // The result is ignored. It is an error only if an earlier call has set a collective already. The earlier collective
-        // then stays in use.
+        // The result is ignored. The result is an error only if an earlier call has set a collective already. The earlier
+        // collective then stays in use.
         let _ = self.collective.set(collective);
         Ok(())
     }
@@ -299,7 +299,8 @@ fn has_nccl(device: &Device) -> bool {
     }
 }
 
-/// Describes the first setting in which a process differs from the first process, or returns `None` if all are equal.
+/// Describes the first setting in which a process differs from the first process, or returns `None` if all processes have equal
+/// settings.
 fn difference(all: &[Value]) -> Option<String> {
     let (first, others) = all.split_first()?;
     let (rank, other) = others

@@ -1,4 +1,5 @@
-//! The all-reduce by NCCL, which is called through cudarc. Tensors go directly from the memory of one GPU to that of another.
+//! The all-reduce by NCCL. This module calls NCCL through cudarc. Tensors go directly from the memory of one GPU to the memory
+//! of another GPU.
 //!
 //! CubeCL's own collectives cannot replace this module, because they connect only the devices of one process. To join one
 //! communicator, several processes must share its identifier, and CubeCL does not expose the identifier.
@@ -165,14 +166,14 @@ impl Collective for Nccl {
         Ok(sum)
     }
 
-    /// Aborts the communicator. Any thread may call it. The abort ends the kernels that wait for other processes.
+    /// Aborts the communicator. Any thread may call this method. The abort ends the kernels that wait for other processes.
     fn abort(&self) {
         let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
         if !communicator.is_null() {
             // SAFETY: `communicator` comes from `ncclCommInitRank`, because it is not null. The swap has set the field to null,
             // so only one thread aborts, and no thread loads the pointer afterwards. A thread that loaded the pointer before
-            // may be inside NCCL, or may wait for NCCL's kernels. NCCL allows an abort meanwhile. The thread's sum may fail,
-            // because the abort is meant to end it.
+            // may be inside NCCL, or may wait for NCCL's kernels. NCCL allows an abort during such calls. The sum of that
+            // thread may fail, because the abort is meant to end the sum.
             let _ = unsafe { result::comm_abort(communicator) };
         }
     }

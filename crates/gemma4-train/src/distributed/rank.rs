@@ -58,8 +58,8 @@ const LAUNCHERS: [Launcher; 4] = [
         local_rank: "MPI_LOCALRANKID",
         kind: Kind::Mpi,
     },
-    // The entry for srun uses the variables of a Slurm step. `SLURM_NTASKS` cannot be used, because it is also set for a batch
-    // script, which is a single process.
+    // The entry for srun uses the variables of a Slurm step. `SLURM_NTASKS` cannot be used, because this variable is also set
+    // for a batch script, which is a single process.
     Launcher {
         name: "srun",
         rank: "SLURM_PROCID",
@@ -71,9 +71,9 @@ const LAUNCHERS: [Launcher; 4] = [
 
 /// The variable with the number of processes in an srun step.
 const SLURM_SIZE: &str = "SLURM_STEP_NUM_TASKS";
-/// The variables with the run's id and its attempt under torchrun.
+/// The variables in which torchrun passes the id of the run, and the number of restarts.
 const TORCHRUN: [&str; 2] = ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"];
-/// The variables with the run's id and its attempt under Slurm.
+/// The variables in which Slurm passes the ids of the job and of the step, and the number of restarts.
 const SLURM: [&str; 3] = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"];
 /// The largest number of characters of a run's id.
 const LONGEST_ID: usize = 300;
@@ -86,8 +86,8 @@ pub const SINGLE_PROCESS: Rank = Rank {
 };
 
 /// Returns the launcher that started this process, or `None` without a launcher. Slurm's plugin for PMI2 also sets MPICH's
-/// variables for rank and size, but not the one for the local rank. So a Slurm process without MPICH's local rank counts as
-/// started by srun.
+/// variables for rank and size, but not MPICH's variable for the local rank. So a Slurm process without MPICH's local rank
+/// counts as started by srun.
 fn launcher(variable: &impl Fn(&str) -> Option<String>) -> Option<&'static Launcher> {
     let is_set = |name: &str| variable(name).is_some();
     let is_of_slurm = |launcher: &Launcher| {
@@ -219,7 +219,7 @@ mod tests {
             assert_eq!(found, Ok(expected));
         }
         assert_eq!(rank_of(&[]), Ok(SINGLE_PROCESS));
-        // A Slurm batch script has these variables, but it is a single process.
+        // A Slurm batch script has these variables, but the script is a single process.
         let script = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")];
         assert_eq!(rank_of(&script), Ok(SINGLE_PROCESS));
     }

@@ -1,7 +1,7 @@
 //! The optimizer's state, sharded among processes (ZeRO's first stage, Rajbhandari et al. 2020, arXiv:1910.02054). Each process
 //! keeps the optimizer state of some parameters, updates these parameters, and sends them to all other processes. ZeRO's second
-//! stage also shards the gradients. It would save no memory here, because a backward pass of Burn returns all gradients at
-//! once.
+//! stage also shards the gradients. The second stage would save no memory here, because a backward pass of Burn returns all
+//! gradients at once.
 
 use crate::distributed::ProcessGroup;
 use burn::{
@@ -40,7 +40,7 @@ impl Owners {
     }
 }
 
-/// A visitor that collects the trained parameters and their numbers of elements, in the order of the model.
+/// A visitor that collects the trained parameters, each with its number of elements, in the order of the model.
 struct Sizes(Vec<(ParamId, usize)>);
 
 impl ModuleVisitor for Sizes {

@@ -1,6 +1,6 @@
 //! The loss scale, which keeps gradients in f16 from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
 //!
-//! f16 has no positive values below 6e-8 and none above 65504. So the loss is multiplied by a scale, about the largest one at
+//! f16 has no positive values below 6e-8 and none above 65504. So the loss is multiplied by a scale, about the largest scale at
 //! which no gradient overflows. A step with a NaN or infinite gradient is skipped and halves the scale. After enough steps
 //! without an overflow, the scale doubles. bf16 has the range of f32 and needs no scale.
 
@@ -16,7 +16,7 @@ const PATIENCE: f32 = 2000.0;
 /// The smallest and the largest scale. Without a lower bound, a loss that is NaN at every scale would halve the scale forever.
 const BOUNDS: [f32; 2] = [1.0, 16_777_216.0];
 
-/// The loss scale of a run. It is stored as a parameter that is not trained, so that checkpoints contain the scale.
+/// The loss scale of a run. The scale is stored as a parameter that is not trained, so that checkpoints contain the scale.
 #[derive(Module, Debug)]
 pub struct LossScale {
     /// The scale and the number of steps since its last change, `[2]` in f32.

@@ -56,8 +56,8 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let dtype = tensor.dtype();
         let factor = factor::of_this_step(&gradient.device());
         let factor = factor.reshape([1; D]);
-        // A step with a factor of 0 is skipped. Its gradient is masked to 0, because it may be NaN, and NaN times 0 would be
-        // NaN. An inner optimizer without momentum and weight decay then makes no update.
+        // A step with a factor of 0 is skipped. Its gradient is masked to 0, because the gradient may be NaN, and NaN times 0
+        // would be NaN. An inner optimizer without momentum and weight decay then makes no update.
         let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
         let gradient = (gradient.cast(DType::F32) * factor).mask_fill(is_left_out, 0.0);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));

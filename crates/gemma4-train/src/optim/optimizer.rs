@@ -18,8 +18,8 @@ use burn_gemma4::update::{AdamW, ParamUpdate};
 /// The decay rates of AdamW's two moments. Language models since GPT-3 use these values.
 const BETAS: [f32; 2] = [0.9, 0.95];
 
-/// Returns the optimizer for these arguments, which computes in f32. It multiplies each gradient by the common factor of the
-/// step, which clips the gradients.
+/// Returns the optimizer for these arguments, which computes in f32. The optimizer multiplies each gradient by the common
+/// factor of the step, which clips the gradients.
 pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
     match arguments.optimizer {
         OptimizerName::Sgd => ModuleOptimizer::from(InF32(SgdConfig::new().build())),

@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The count of skipped steps of a run. With several devices, each device has a clone that counts every step. Each of these
-/// clones also stores its count in `shared`. All clones read the count of the run from there.
+/// clones also stores its count in `shared`. All clones read the count of the run from `shared`.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

@@ -10,8 +10,8 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// Returns the initial clock of the actor `owner`. It has one entry for each of `actors` actors: the warps, and one
-    /// actor for all copies.
+    /// Returns the initial clock of the actor `owner`. The clock has one entry for each of `actors` actors: the warps,
+    /// and one actor for all copies.
     pub fn new(owner: usize, actors: usize) -> Self {
         let mut clock = Self {
             owner,
@@ -44,8 +44,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time, so that its later accesses have later times than the accesses that other actors
-    /// already know.
+    /// Advances the owner's time. Its later accesses then have later times than all accesses that other actors already
+    /// know.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }
@@ -55,8 +55,8 @@ impl Clock {
     }
 }
 
-/// Joins the clock `other` into `times` by the elementwise maximum. An access that either clock knows is known
-/// afterwards.
+/// Joins the clock `other` into the clock `times` by the elementwise maximum. Afterwards, `times` knows every access
+/// that at least one of the two clocks knew.
 pub fn join(times: &mut [u32], other: &[u32]) {
     for (time, other) in times.iter_mut().zip(other) {
         *time = (*time).max(*other);

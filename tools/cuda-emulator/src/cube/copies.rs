@@ -1,5 +1,5 @@
-//! `cp.async`: asynchronous copies to shared memory that a lane starts. The bytes are written as late as possible: when
-//! the lane waits for them, or when no warp can continue without them.
+//! `cp.async`, an asynchronous copy to shared memory that a lane starts. The emulator writes the copied bytes as late
+//! as possible: when the lane waits for the copy, or when no warp can continue without the bytes.
 
 use std::collections::VecDeque;
 
@@ -48,14 +48,14 @@ impl Copies {
         self.arrivals.clear();
     }
 
-    /// Commits, as one group, the copies that the lanes in `mask` have started since their last commit.
+    /// Commits the copies that the lanes in `mask` have started since their last commit, as one group per lane.
     pub fn commit(&mut self, mask: u32) {
         for lane in lanes(mask) {
             self.lanes[lane].groups += 1;
         }
     }
 
-    /// Registers that a lane arrives at an mbarrier once its copies so far are complete.
+    /// Registers that a lane arrives at an mbarrier once all copies that the lane has started are complete.
     pub fn arrive_later(&mut self, barrier: u64, lane: usize) {
         self.arrivals.push_back((barrier, lane));
     }
@@ -123,8 +123,8 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Finds the oldest registered arrival of each lane at one mbarrier. Completes the copies before that arrival, and
-    /// lets the lanes arrive. Returns false if no arrival is registered.
+    /// Takes the oldest registered arrival of each lane of a warp at one mbarrier. Completes all copies of these lanes,
+    /// and lets the lanes arrive at the mbarrier. Returns false if no warp has a registered arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps
             .iter_mut()

@@ -11,7 +11,8 @@ pub enum Next {
     GoOn,
     /// The warp waits at a barrier.
     Wait,
-    /// The warp executes the instruction again later, after other lanes and warps have run.
+    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction
+    /// was a sleep, or found an mbarrier closed.
     AskLater,
 }
 
@@ -24,7 +25,8 @@ impl Cube<'_> {
         mask: u32,
     ) -> Result<Next, Fault> {
         match operation {
-            // `bar.warp.sync` needs no action here, because the scheduler has already waited for its lanes.
+            // `bar.warp.sync` needs no action here, because the scheduler has already waited for the lanes that the
+            // instruction names.
             Operation::Nothing | Operation::WarpBarrier { .. } => {}
             Operation::Words {
                 operation,
@@ -109,7 +111,8 @@ impl Cube<'_> {
         Ok(Next::GoOn)
     }
 
-    /// Executes an instruction for asynchronous copies, asynchronous matrix multiplication (`wgmma`) or barriers.
+    /// Executes an instruction of one of these kinds: asynchronous copies, asynchronous matrix multiplication (`wgmma`)
+    /// or barriers.
     fn execute_late(
         &mut self,
         warp: &mut Warp,

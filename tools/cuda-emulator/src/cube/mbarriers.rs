@@ -7,10 +7,10 @@ use crate::fault::Fault;
 pub struct Mbarrier {
     /// The number of arrivals that complete a phase.
     expected: u32,
-    /// The number of arrivals that are still missing in the current phase.
+    /// The number of arrivals that the current phase still waits for.
     pending: u32,
-    /// The number of bytes that are still missing in the current phase. It is negative if bytes were copied before the
-    /// kernel announced them.
+    /// The number of bytes that the current phase still waits for. The number is negative if bytes were copied before
+    /// the kernel announced them.
     bytes: i64,
     /// The number of completed phases.
     phase: u64,
@@ -62,11 +62,11 @@ impl Mbarriers {
 }
 
 impl Mbarrier {
-    /// Counts `arrivals` arrivals by an actor (a warp, or the copies) whose vector clock is `times`. Returns the phase
-    /// in which they are counted.
+    /// Counts `arrivals` arrivals by an actor (a warp, or the actor for all copies) whose vector clock is `times`.
+    /// Returns the phase to which the arrivals count.
     ///
     /// # Errors
-    /// Returns an error if fewer arrivals than `arrivals` are missing in the phase.
+    /// Returns an error if `arrivals` is larger than the number of arrivals that the phase still waits for.
     pub fn arrive(&mut self, arrivals: u32, times: &[u32]) -> Result<u64, Fault> {
         let phase = self.phase;
         if arrivals > self.pending {
@@ -91,7 +91,8 @@ impl Mbarrier {
         self.bytes += i64::from(bytes);
     }
 
-    /// Counts bytes that a copy has written. `actor` is the actor that stands for all copies, and `time` is its time.
+    /// Counts bytes that a copy has written. `actor` is the actor that stands for all copies, and `time` is this
+    /// actor's time.
     pub fn bytes_came(&mut self, bytes: usize, actor: usize, time: u32) {
         self.times[actor] = self.times[actor].max(time);
         self.bytes -= bytes as i64;
@@ -107,8 +108,8 @@ impl Mbarrier {
     }
 
     /// Returns true if the requested phase is complete. `state` is the phase's parity if `parity` is true, otherwise
-    /// the phase that an arrival returned. If the phase is complete, the arrivals' clocks are joined into the waiting
-    /// warp's clock.
+    /// the phase that an arrival returned. If the phase is complete, the clocks of all arrivals are joined into
+    /// `clock`, the vector clock of the waiting warp.
     pub fn is_complete(&self, state: u64, parity: bool, clock: &mut Clock) -> bool {
         let complete = match parity {
             true => self.phase & 1 != state & 1,

@@ -58,7 +58,8 @@ pub unsafe fn host_bytes<'a>(address: u64, bytes: usize) -> &'a [u8] {
     if bytes == 0 {
         return &[];
     }
-    // SAFETY: the caller fulfils the requirements of this function.
+    // SAFETY: the caller guarantees that the bytes are in one allocation, and that no code writes them while they are
+    // borrowed.
     unsafe { std::slice::from_raw_parts(address as *const u8, bytes) }
 }
 
@@ -101,8 +102,8 @@ impl Launch<'_> {
     /// Checks that the bytes at an address are in one allocation.
     ///
     /// # Errors
-    /// Returns an error if some of the bytes are outside of every allocation, or in another allocation than the first
-    /// byte.
+    /// Returns an error if some of the bytes are outside of every allocation, or if the bytes are in more than one
+    /// allocation.
     pub fn check_global(&self, address: u64, bytes: usize) -> Result<(), Fault> {
         let next = self
             .allocations
@@ -123,7 +124,8 @@ impl Launch<'_> {
         }
     }
 
-    /// Checks the accesses of all lanes. It first tests the common case, in which all accesses are in one allocation.
+    /// Checks the accesses of all lanes. The function first tests the common case, in which all accesses are in one
+    /// allocation.
     fn check_lanes(&self, addresses: &DoubleRow, bytes: usize, mask: u32) -> Result<(), Fault> {
         let of_lanes = || lanes(mask).map(|lane| addresses[lane]);
         let (first, last) = of_lanes().fold((u64::MAX, 0), |(first, last), address| {
@@ -154,8 +156,8 @@ fn runs(addresses: &DoubleRow, bytes: usize, mask: u32, mut run: impl FnMut(usiz
         }
         run(start, end - start);
         start = end;
-        // A lane that accesses the same address as the previous lane is skipped, because the previous lane's access
-        // serves both.
+        // A lane that accesses the same address as the previous lane is skipped, because the check of the previous
+        // lane's access covers this lane too.
         while start < LANES && mask >> start & 1 != 0 && addresses[start] == addresses[start - 1] {
             start += 1;
         }
@@ -228,8 +230,8 @@ impl Cube<'_> {
         })
     }
 
-    /// Splits the lanes by memory space and calls `act` for each space. The addresses are checked, and are relative to
-    /// the start of the space.
+    /// Splits the lanes by memory space, and calls `act` for each space. `act` gets checked addresses, which are
+    /// relative to the start of the space.
     fn by_space(
         &mut self,
         warp: &mut Warp,
@@ -249,7 +251,8 @@ impl Cube<'_> {
         Ok(())
     }
 
-    /// Checks that the addresses are aligned and inside their memory space, and makes them relative to its start.
+    /// Checks that the addresses are aligned and inside their memory space, and makes the addresses relative to the
+    /// start of that space.
     fn check(
         &self,
         space: Space,

@@ -34,8 +34,8 @@ use tensor::Arrival;
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::Function;
 
-/// The maximum number of data races that are reported per thread block, and per host thread for all blocks that it
-/// runs.
+/// The maximum number of data races that are reported per thread block. A host thread also reports at most this number
+/// for all thread blocks that it runs.
 const RACES_TOLD: usize = 20;
 
 /// A range of global memory that kernels may access.
@@ -112,8 +112,8 @@ impl Launch<'_> {
         Ok(all)
     }
 
-    /// Runs thread blocks until every block has been started by a host thread. `next` is the index of the next block to
-    /// start.
+    /// Runs thread blocks until host threads have started all thread blocks of the launch. `next` is the index of the
+    /// next thread block to start.
     fn run_some(&self, next: &AtomicU64) -> Result<Outcome, LocatedFault> {
         let mut cube = Cube::new(self);
         let mut warps: Vec<_> = (0..self.warps()).map(|id| Warp::new(id, self)).collect();
@@ -152,7 +152,7 @@ pub struct Cube<'a> {
     mbarriers: Mbarriers,
     /// The pending TMA loads, each of one box of a tensor map.
     arrivals: VecDeque<Arrival>,
-    /// The number of completed TMA loads. It is the time of the actor that stands for copies, see `clock`.
+    /// The number of completed TMA loads. This number is the time of the actor that stands for copies, see `clock`.
     copy_time: u32,
     warps: usize,
     /// The number of warp instructions that were executed in all thread blocks so far.

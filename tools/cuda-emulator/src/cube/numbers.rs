@@ -19,7 +19,7 @@ fn shifted(amount: u32, width: u32) -> u32 {
     amount.min(width - 1)
 }
 
-/// Stores `values` into a register row for the lanes in `mask`.
+/// Stores `values` into a register row for the lanes in `mask`. A register row has one value per lane.
 #[inline(always)]
 fn put<T: Copy>(row: &mut [T; LANES], values: [T; LANES], mask: u32) {
     if mask == ALL {
@@ -166,8 +166,8 @@ impl Warp {
         self.put_doubles(to, of_rows(a, b, f), mask);
     }
 
-    /// Computes a 64-bit result from two rows of 32-bit words, lane by lane. If `adds` is true, the third row, which
-    /// has 64-bit values, is added.
+    /// Computes a 64-bit result from two rows of 32-bit words, lane by lane. If `adds` is true, the result is added to
+    /// the third row, which has 64-bit values.
     #[inline(always)]
     fn wide(
         &mut self,

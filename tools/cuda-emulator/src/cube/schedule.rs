@@ -1,6 +1,6 @@
-//! The order of execution. Each warp runs until it waits. Within a warp, the lanes at the lowest instruction index run
-//! first. Pending TMA loads, and mbarrier arrivals after `cp.async`, are completed only when no warp can continue
-//! without them.
+//! The order in which the warps and lanes of a thread block run. Each warp runs until it waits. Within a warp, the
+//! lanes at the lowest instruction index run first. Pending TMA loads, and mbarrier arrivals after `cp.async`, are
+//! completed only when no warp can continue without them.
 
 use super::execute::Next;
 use super::warp::{Group, State, Warp, lanes};
@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The patience with warps that poll barriers: the number of rounds over all warps without an event that are tolerated.
-/// After more rounds, the emulator reports a deadlock.
+/// The number of rounds over all warps in which warps may poll barriers without any event. After more rounds, the
+/// emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.
@@ -151,7 +151,8 @@ impl Cube<'_> {
         }
     }
 
-    /// Executes one instruction. If the instruction causes races or faults, their reports name the instruction.
+    /// Executes one instruction. If the instruction causes races or faults, the reports of the races and faults name
+    /// the instruction.
     fn step(
         &mut self,
         warp: &mut Warp,

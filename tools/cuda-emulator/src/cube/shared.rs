@@ -1,6 +1,6 @@
 //! The shared memory of a thread block, with race detection. An actor is a warp, or the one actor that stands for all
-//! asynchronous copies. For each 32-bit word, the module records the last write with its time, the reads since then,
-//! and the pending copies and `wgmma` that access the word.
+//! asynchronous copies. For each 32-bit word, the module records the last write with its time, and the reads since that
+//! write. The module also records the pending copies and `wgmma` instructions that access the word.
 
 use super::clock::Clock;
 use super::warp::POISON;
@@ -9,7 +9,7 @@ use crate::ptx::SHARED_START;
 
 const WORD: usize = 4;
 
-/// The number of words that are reset together.
+/// The number of words in a page. Pages are reset as a whole, and only if they were touched.
 const PAGE: usize = 256;
 
 /// The value of `writer` in a word that no actor has written.
@@ -21,11 +21,12 @@ struct Word {
     writer: u16,
     /// The number of pending copies that will write this word.
     coming: u16,
-    /// The number of pending `wgmma` and copies that read this word.
+    /// The number of pending `wgmma` instructions and copies that read this word.
     leaving: u16,
     /// The actor that started the last pending asynchronous read of this word.
     reader: u16,
-    /// True if the last write was atomic. Atomics of other actors may then follow in any order without a race.
+    /// True if the last write was atomic. Atomic operations of other actors may then follow in any order without a
+    /// race.
     atomic: bool,
 }
 
@@ -53,7 +54,7 @@ pub struct SharedMemory {
     /// The time of each actor's last read of each word since the word's last write, `[actor, word]`.
     reads: Vec<u32>,
     actors: usize,
-    /// For each actor, the time up to which the async proxy (TMA copies and `wgmma`) sees its writes.
+    /// The time of each actor up to which that actor's writes are visible to the async proxy (TMA copies and `wgmma`).
     fenced: Vec<u32>,
     touched: Vec<bool>,
     pub races: Vec<Race>,
@@ -133,7 +134,7 @@ impl SharedMemory {
         words
     }
 
-    /// Checks that a read of these bytes by a warp is ordered after their last writes, and records the read.
+    /// Checks that the last writes of these bytes happened before this read by a warp, and records the read.
     pub fn reading(&mut self, clock: &Clock, at: usize, bytes: usize) {
         let words = self.words_of(at, bytes);
         let (owner, now) = (clock.owner(), clock.now());
@@ -159,7 +160,7 @@ impl SharedMemory {
         self.reads[own..][words].fill(now);
     }
 
-    /// Checks that a write of these bytes by a warp is ordered after their last reads and writes.
+    /// Checks that the last reads and writes of these bytes happened before this write by a warp.
     pub fn writing(&mut self, clock: &Clock, at: usize, bytes: usize) {
         let words = self.words_of(at, bytes);
         for index in words.clone() {
@@ -175,8 +176,8 @@ impl SharedMemory {
                 let what = "a write to bytes that a product or a copy is reading";
                 return self.tell(what, index, word.reader.into());
             }
-            // A write of less than a word is not checked, because the last access may concern neighbouring bytes of the
-            // word.
+            // A write of less than a word is not checked, because the last access may have been to neighboring bytes of
+            // the word.
             if bytes >= WORD && !is_known(word, clock) {
                 return self.tell("a write after a write", index, word.writer.into());
             }
@@ -184,7 +185,7 @@ impl SharedMemory {
         self.check_reads(clock, words);
     }
 
-    /// Checks that the reads of the words by other actors are ordered before this warp's write.
+    /// Checks that the reads of the words by other actors happened before this warp's write.
     fn check_reads(&mut self, clock: &Clock, words: std::ops::Range<usize>) {
         let owner = clock.owner();
         for (other, known) in clock.times().iter().enumerate() {
@@ -208,7 +209,7 @@ impl SharedMemory {
         }
     }
 
-    /// Checks, records and performs a write by a warp. A race is recorded as well.
+    /// Checks, records and performs a write by a warp. A race does not prevent the write.
     pub fn write(&mut self, clock: &Clock, at: usize, data: &[u8]) {
         self.writing(clock, at, data.len());
         self.bytes[at..at + data.len()].copy_from_slice(data);
@@ -230,7 +231,8 @@ impl SharedMemory {
         }
     }
 
-    /// Records that a warp starts an asynchronous copy to these bytes. The copy may write them at any time from now on.
+    /// Records that a warp starts an asynchronous copy to these bytes. The copy may write the bytes at any time from
+    /// now on.
     pub fn copy_starts(&mut self, clock: &Clock, at: usize, bytes: usize) {
         self.writing(clock, at, bytes);
         self.bytes[at..at + bytes].fill(POISON);
@@ -252,8 +254,8 @@ impl SharedMemory {
         self.written(actor, time, at, bytes);
     }
 
-    /// Records the start of an asynchronous read by `wgmma` or a TMA store. It runs concurrently with the warp's own
-    /// loads and stores.
+    /// Records the start of an asynchronous read by `wgmma` or a TMA store. Such a read runs concurrently with the
+    /// warp's own loads and stores.
     pub fn read_starts(&mut self, clock: &Clock, at: usize, bytes: usize) {
         self.reading(clock, at, bytes);
         let words = self.words_of(at, bytes);
@@ -282,15 +284,16 @@ impl SharedMemory {
         self.reads[clock.owner() * self.words.len()..][words].fill(clock.now());
     }
 
-    /// Applies a proxy fence: all writes that happened before in this warp's clock become visible to TMA copies and
-    /// `wgmma`.
+    /// Applies a proxy fence. All writes that happened before according to this warp's clock become visible to TMA
+    /// copies and `wgmma`.
     pub fn fence(&mut self, clock: &mut Clock) {
         super::clock::join(&mut self.fenced, clock.times());
         clock.tick();
     }
 }
 
-/// Returns true if the last write to the word is the warp's own, or happened before the warp's next access.
+/// Returns true if no race with the last write to the word is possible. That write is the warp's own, or happened
+/// before the warp's next access, or does not exist.
 fn is_known(word: Word, clock: &Clock) -> bool {
     let writer = usize::from(word.writer);
     word.writer == NOBODY || writer == clock.owner() || clock.knows(writer, word.written)

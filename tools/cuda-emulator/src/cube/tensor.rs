@@ -1,5 +1,5 @@
-//! Tensor maps, and the TMA copies of their boxes (tiles). A load is completed only when no warp can continue without
-//! it. A store writes global memory only when its warp waits for the store.
+//! Tensor maps, and the TMA copies of boxes (tiles of a tensor). A load is completed only when no warp can continue
+//! without its data. A store writes global memory only when its warp waits for the store or exits.
 
 use super::Cube;
 use super::memory::host_bytes;
@@ -24,8 +24,8 @@ pub const DIMENSIONS: usize = 5;
 pub struct TensorMap {
     pub rank: usize,
     pub element: usize,
-    /// The number of bits that are swizzled, 0 to 3. These lowest bits of the row number are XORed into the position of
-    /// each 16-byte piece.
+    /// The number of swizzled bits, 0 to 3. That many of the row number's lowest bits are XORed into the position of each
+    /// 16-byte piece.
     pub swizzle: u32,
     pub start: u64,
     pub sizes: [u64; DIMENSIONS],
@@ -86,8 +86,8 @@ impl TensorMap {
         Some(map)
     }
 
-    /// Splits the box whose first element is at the coordinates `place` into 16-byte pieces. Each piece has its offset
-    /// in the box, its global address, and its number of bytes inside the tensor.
+    /// Splits the box whose first element is at the coordinates `place` into 16-byte pieces. A piece has an offset in
+    /// the box, a global address, and a number of bytes that are inside the tensor.
     fn pieces(&self, place: &[i64]) -> Result<Vec<Piece>, Fault> {
         if place.len() != self.rank {
             return Err(Fault::Argument(format!(
@@ -140,13 +140,14 @@ pub fn swizzled(address: u64, bits: u32) -> u64 {
     address ^ rows << 4
 }
 
-/// A pending TMA load of a box: its pieces with their target addresses, and the mbarrier that counts the copied bytes.
+/// A pending TMA load of a box: the data and the target address of each 16-byte piece, and the mbarrier that counts the
+/// copied bytes.
 pub struct Arrival {
     pieces: Vec<(usize, [u8; PIECE])>,
     barrier: u64,
 }
 
-/// A pending TMA store of a box, as the source, the target and the number of bytes of each piece.
+/// A pending TMA store of a box: the source, the target and the number of bytes of each 16-byte piece.
 pub struct BoxStore {
     pieces: Vec<(usize, u64, usize)>,
 }

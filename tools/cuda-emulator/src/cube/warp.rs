@@ -18,7 +18,8 @@ pub const ALL: u32 = u32::MAX;
 pub type WordRow = [u32; LANES];
 pub type DoubleRow = [u64; LANES];
 
-/// The byte with which shared and local memory are filled initially. Its repetition is NaN in every float type.
+/// The byte with which shared and local memory are filled initially. Numbers that consist of this byte only are NaN in
+/// every float type.
 pub const POISON: u8 = 0xff;
 
 /// Returns an iterator over the indices of the lanes in a mask.
@@ -43,30 +44,31 @@ pub enum State {
 pub struct Group {
     pub at: u32,
     pub mask: u32,
-    /// The lowest instruction index after this group's index at which other lanes of the warp are.
+    /// The lowest instruction index, above the group's own index, at which other lanes of the warp are.
     pub others: u32,
 }
 
 pub struct Warp {
     pub id: usize,
     pub state: State,
-    /// The lanes that have not exited.
+    /// The mask of the lanes that have not exited.
     pub live: u32,
-    /// The lanes that wait for other lanes of the same warp.
+    /// The mask of the lanes that wait for other lanes of the same warp.
     pub parked: u32,
-    /// The lanes that found a barrier closed and will poll it again. Other lanes of the warp run before they do.
+    /// The mask of the lanes that sleep, or that found an mbarrier closed and will poll the mbarrier again. Other lanes
+    /// of the warp run before these lanes continue.
     pub spinning: u32,
     place: [u32; LANES],
     pub predicates: Vec<u32>,
     pub words: Vec<WordRow>,
     pub doubles: Vec<DoubleRow>,
-    /// The local memory of all lanes, lane by lane.
+    /// The local memory of all lanes. The memory of each lane is contiguous.
     pub local: Vec<u8>,
     pub clock: Clock,
     pub copies: Copies,
-    /// The pending `wgmma` instructions, by group. The last group is not committed yet.
+    /// The pending `wgmma` instructions, in groups. The last group is not committed yet.
     pub products: VecDeque<Vec<Product>>,
-    /// The pending TMA stores, by group. The last group is not committed yet.
+    /// The pending TMA stores, in groups. The last group is not committed yet.
     pub stores: VecDeque<Vec<BoxStore>>,
 }
 
@@ -98,7 +100,7 @@ impl Warp {
         warp
     }
 
-    /// Resets the warp to the start of a thread block.
+    /// Resets the warp to its state at the start of a thread block.
     pub fn start(&mut self, launch: &Launch, cube: [u32; 3]) {
         let lanes = (launch.threads() - self.id * LANES).min(LANES);
         self.state = State::Ready;
@@ -140,8 +142,8 @@ impl Warp {
         }
     }
 
-    /// Returns the lanes at the lowest instruction index, without the lanes that wait. Returns `None` if all lanes
-    /// wait.
+    /// Returns the group of lanes at the lowest instruction index, among the lanes that do not wait. Returns `None` if
+    /// all lanes wait for other lanes.
     pub fn next_group(&mut self) -> Option<Group> {
         let mut ready = self.live & !self.parked & !self.spinning;
         if ready == 0 {
@@ -223,7 +225,7 @@ impl Warp {
         }
     }
 
-    /// Returns the word of a register in the first lane of `mask`, for operands that PTX requires to be equal in all
+    /// Returns the value of a register in the first lane of `mask`, for operands that PTX requires to be equal in all
     /// lanes.
     pub fn first_word(&self, row: u32, mask: u32) -> u32 {
         self.words[row as usize][mask.trailing_zeros() as usize % LANES]

@@ -14,7 +14,7 @@ extern "C" fn cuInit(_flags: c_uint) -> Status {
     SUCCESS
 }
 
-/// Reports the CUDA version of the runtime compiler as the driver's version.
+/// Reports the CUDA version of NVRTC, the runtime compiler, as the driver's version.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> Status {
     let (major, minor) = nvrtc::version();
@@ -34,10 +34,11 @@ unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Status {
     unsafe { give(device, ordinal) }
 }
 
-/// Writes a text and its terminating zero to a buffer of `length` bytes. A text that does not fit is truncated.
+/// Writes a text and its terminating zero to a buffer of `length` bytes. If the text does not fit, the function
+/// truncates it.
 ///
 /// # Safety
-/// The pointer is null, or `length` bytes may be written.
+/// The pointer is null, or `length` bytes may be written at the pointer.
 unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
     let room = usize::try_from(length)
         .ok()
@@ -46,7 +47,8 @@ unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
         return INVALID_VALUE;
     };
     let bytes = &text.as_bytes()[..text.len().min(room)];
-    // SAFETY: the caller guarantees `length` writable bytes, and the text leaves one of them for the zero.
+    // SAFETY: the caller guarantees `length` writable bytes. The text takes at most all but one of these bytes, so the
+    // zero fits too.
     unsafe {
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.cast(), bytes.len());
         to.add(bytes.len()).write(0);
@@ -91,7 +93,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(
 ) -> Status {
     let settings = Settings::get();
     let card = settings.card;
-    // The attribute numbers are those of `cuda.h`. Every attribute that is not listed here is 0.
+    // The attribute numbers come from `cuda.h`. Every attribute that is not listed here is 0.
     let of_card = match attribute {
         // Attributes 1 to 4 are the maximum threads per block, in total and along each axis.
         1..=3 => 1024,
@@ -114,7 +116,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(
         75 => card.capability.0,
         76 => card.capability.1,
         97 => card.shared_memory,
-        // Attribute 115 is the support of memory pools.
+        // Attribute 115 is 1 if the device supports memory pools.
         115 => 1,
         _ => 0,
     };
@@ -166,7 +168,7 @@ unsafe extern "C" fn cuGetErrorName(_status: Status, name: *mut *const c_char) -
     unsafe { give(name, c"CUDA_ERROR_EMULATED".as_ptr()) }
 }
 
-/// Returns the text of the recorded fault, for every status that the caller passes.
+/// Returns the text of the recorded fault, whatever status the caller passes.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(_status: Status, text: *mut *const c_char) -> Status {
     let fault = state().fault.as_ref().map(|fault| fault.as_ptr());

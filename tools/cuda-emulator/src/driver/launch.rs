@@ -1,4 +1,4 @@
-//! Kernel launches. A launch has completed when the call returns.
+//! Kernel launches. The call that launches a kernel returns after the kernel has completed.
 
 use std::ffi::{c_uint, c_void};
 use std::time::Instant;
@@ -65,14 +65,14 @@ unsafe extern "C" fn cuLaunchKernel(
 /// Copies a kernel's arguments to the offsets that the kernel expects. Returns `None` if an argument is missing.
 ///
 /// # Safety
-/// `arguments` is null, or has one pointer per parameter, to the bytes of the argument.
+/// `arguments` is null, or is an array of one pointer per parameter. Each pointer points to the bytes of the argument.
 unsafe fn gather(function: &Function, arguments: *const *const c_void) -> Option<Vec<u8>> {
     let mut bytes = vec![0; function.parameter_bytes];
     for (k, parameter) in function.parameters.iter().enumerate() {
         if arguments.is_null() {
             return None;
         }
-        // SAFETY: the caller fulfils the requirements of this function.
+        // SAFETY: the caller guarantees one pointer per parameter, to the bytes of the argument.
         let argument = unsafe {
             let start: *const u8 = (*arguments.add(k)).cast();
             std::slice::from_raw_parts(start, parameter.bytes)

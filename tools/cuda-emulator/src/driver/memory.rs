@@ -1,4 +1,5 @@
-//! Device memory, which the emulator allocates in host memory, and the copies from, to and within it.
+//! Device memory, which the emulator allocates in host memory, and the copy functions from, to and within device
+//! memory.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::c_int;
@@ -10,18 +11,18 @@ use crate::card::Settings;
 const ALIGNMENT: usize = 512;
 
 /// The size in bytes from which an allocation is not filled with NaN. The operating system provides a page of a large
-/// allocation only when the page is written, so filling the allocation would use all of its memory.
+/// allocation only when the page is written. Filling the whole allocation would therefore use all of its memory.
 const POISONED: usize = 64 << 20;
 
 fn layout(bytes: usize) -> Option<Layout> {
     Layout::from_size_align(bytes.max(1), ALIGNMENT).ok()
 }
 
-/// Allocates device memory, and fills it with bytes that are NaN in every float type. Memory of at least `POISONED`
-/// bytes is not filled.
+/// Allocates device memory, and fills the memory with bytes that are NaN in every float type. Allocations of at least
+/// `POISONED` bytes are not filled.
 ///
 /// # Safety
-/// The pointer `place` may be written.
+/// The pointer `place` is null or may be written.
 unsafe fn allocate(place: *mut u64, bytes: usize) -> Status {
     let Some(layout) = layout(bytes) else {
         return OUT_OF_MEMORY;
@@ -36,7 +37,7 @@ unsafe fn allocate(place: *mut u64, bytes: usize) -> Status {
         unsafe { memory.write_bytes(0xff, bytes) };
     }
     state().allocations.insert(memory as u64, bytes);
-    // SAFETY: the caller fulfils the requirements of this function.
+    // SAFETY: the caller guarantees that `place` is null or writable.
     unsafe { give(place, memory as u64) }
 }
 
@@ -50,7 +51,8 @@ fn free(address: u64) -> Status {
     let Some(layout) = layout(bytes) else {
         return INVALID_VALUE;
     };
-    // SAFETY: `allocate` allocated the memory with this layout, and its record is removed.
+    // SAFETY: `allocate` allocated the memory with this layout. The record of the allocation is removed, so the memory
+    // is freed only once.
     unsafe { dealloc(address as *mut u8, layout) };
     SUCCESS
 }
@@ -109,7 +111,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     if !state().holds(to, bytes) {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller guarantees the source, and the target is in an allocation.
+    // SAFETY: the caller guarantees that the source can be read, and the target is in an allocation.
     unsafe { std::ptr::copy_nonoverlapping(from, to as *mut u8, bytes) };
     SUCCESS
 }
@@ -125,7 +127,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     if !state.holds(from, bytes) {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller guarantees the target, and the source is in an allocation.
+    // SAFETY: the caller guarantees that the target can be written, and the source is in an allocation.
     unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to, bytes) };
     state.status()
 }
@@ -169,7 +171,7 @@ struct End {
 }
 
 impl End {
-    /// Returns the address of the first row, or `None` for memory without addresses.
+    /// Returns the address of the first row, or `None` for a memory type without addresses, such as a CUDA array.
     fn start(&self) -> Option<*mut u8> {
         let base = match self.memory {
             1 => self.host,
@@ -179,7 +181,8 @@ impl End {
         Some(base.wrapping_add(self.y * self.pitch + self.x))
     }
 
-    /// Returns true if all rows are in an allocation. Rows in host memory are not checked.
+    /// Returns true if all rows are in one allocation of device memory. Rows in host memory are not checked, and give
+    /// true.
     fn holds(&self, width: usize, height: usize) -> bool {
         let (Some(start), true) = (self.start(), self.memory != 1) else {
             return self.memory == 1;
@@ -200,7 +203,7 @@ struct Copy2d {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Copy2d, _stream: usize) -> Status {
-    // SAFETY: the caller's pointer is null or points to a description.
+    // SAFETY: the caller's pointer is null or points to a `CUDA_MEMCPY2D`.
     let Some(copy) = (unsafe { copy.as_ref() }) else {
         return INVALID_VALUE;
     };
@@ -215,7 +218,7 @@ unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Copy2d, _stream: usize) -> 
             from.wrapping_add(row * copy.from.pitch),
             to.wrapping_add(row * copy.to.pitch),
         );
-        // SAFETY: the caller guarantees rows in host memory, and rows in device memory are in allocations.
+        // SAFETY: the caller guarantees the rows in host memory, and the rows in device memory are in allocations.
         unsafe { std::ptr::copy(from, to, copy.width) };
     }
     state().status()

@@ -1,5 +1,5 @@
 //! The functions of CUDA's driver that CubeCL calls. Device memory is host memory, and an operation on a stream has
-//! completed when its call returns. As on a graphics card, a kernel's fault is permanent: every later call fails.
+//! completed when its call returns. As on a GPU, a kernel's fault is permanent: every later call fails.
 //!
 //! The emulated library lacks every driver function that is not defined here. A program that looks up such a function
 //! reports the function's name.
@@ -38,7 +38,7 @@ struct State {
     modules: Vec<Arc<Module>>,
     /// The kernels with their modules, by handle.
     kernels: HashMap<usize, (Arc<Module>, String)>,
-    /// The first fault. As on a graphics card, every later call fails with this fault.
+    /// The first fault. As on a GPU, every later call fails with this fault.
     fault: Option<CString>,
 }
 
@@ -57,7 +57,7 @@ impl State {
         LAUNCH_FAILED
     }
 
-    /// Returns true if all of these bytes are in one allocation.
+    /// Returns true if all bytes of a range are in one allocation.
     fn holds(&self, address: u64, bytes: usize) -> bool {
         let found = self.allocations.range(..=address).next_back();
         found.is_some_and(|(start, size)| {
@@ -81,7 +81,7 @@ unsafe fn give<T>(place: *mut T, value: T) -> Status {
     if place.is_null() {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller fulfils the requirements of this function.
+    // SAFETY: the caller guarantees that the pointer is null or writable, and it is not null here.
     unsafe { place.write(value) };
     SUCCESS
 }

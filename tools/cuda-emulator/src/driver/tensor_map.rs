@@ -1,4 +1,4 @@
-//! The encoding of tensor maps, which describe a tensor to TMA.
+//! The driver function that encodes tensor maps. A tensor map describes a tensor to TMA.
 
 use std::ffi::c_uint;
 
@@ -23,7 +23,7 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
     _promotion: c_uint,
     fill: c_uint,
 ) -> Status {
-    // The element type's numbers are those of `cuda.h`.
+    // The numbers of the element types come from `cuda.h`.
     let element = match element_type {
         0 => 1,
         1 | 6 | 9 => 2,
@@ -35,7 +35,7 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
     if map.is_null() || !(1..=DIMENSIONS).contains(&rank) {
         return INVALID_VALUE;
     }
-    // SAFETY: the caller passes one size per dimension, and a stride for each dimension but the first.
+    // SAFETY: the caller passes one size per dimension, and one stride for each dimension except the first.
     let (sizes, strides, boxes, element_strides) = unsafe {
         (
             std::slice::from_raw_parts(sizes, rank),
@@ -70,7 +70,7 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
     SUCCESS
 }
 
-/// Returns true if the tensor map fulfils CUDA's requirements.
+/// Returns true if the tensor map meets CUDA's requirements.
 fn is_valid(map: &TensorMap) -> bool {
     let row = map.boxes[0] * map.element as u64;
     let of_dimensions = |all: &[u64; DIMENSIONS], holds: fn(u64) -> bool| {

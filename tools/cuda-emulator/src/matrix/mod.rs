@@ -1,6 +1,6 @@
-//! The matrix instructions, and the loads and stores of their tiles. The accumulators are f32, here called sums. The
-//! emulator accumulates one element of the inner dimension after the other, and rounds each time. A graphics card
-//! accumulates in another order and rounds at other points.
+//! The matrix instructions, and the loads and stores of their tiles. The accumulators are f32, and the code names them
+//! `sums`. The emulator accumulates one element of the inner dimension after another, and rounds after each addition. A
+//! GPU accumulates in another order and rounds at other points.
 
 mod mma;
 mod tiles;
@@ -19,7 +19,7 @@ const ROWS: usize = 16;
 /// The inner dimension (k) of a warp's matrix multiplication.
 const DEPTH: usize = 16;
 
-/// The number of columns in a tile of accumulators. A lane has two of them in a register pair.
+/// The number of columns in a tile of accumulators. A lane has two of these columns in a register pair.
 const COLUMNS: usize = 8;
 
 /// Checks that all lanes of the warp execute the instruction, as matrix instructions require.
@@ -30,19 +30,19 @@ fn check_all(mask: u32) -> Result<(), Fault> {
     }
 }
 
-/// Returns the row and the first column of the two neighbouring elements that a lane's register has in an 8 × 8 tile.
+/// Returns the position, in an 8 × 8 tile, of the two neighboring elements that a lane holds: the row and the first
+/// column.
 fn place(lane: usize) -> (usize, usize) {
     (lane / 4, 2 * (lane % 4))
 }
 
-/// Converts the two halves in a word to f32.
+/// Converts the two 16-bit floats in a word to f32.
 fn halves(half: Type, word: u32) -> [f32; 2] {
     [word as u16, (word >> 16) as u16].map(|bits| half_to_single(half, bits))
 }
 
 /// Unpacks the left matrix from its registers. The first register has the upper eight rows, and the second register has
-/// the lower eight rows, both in the first eight columns. The other registers have the next eight columns in the same
-/// order.
+/// the lower eight rows, in the first eight columns. The other registers have the next eight columns in the same order.
 fn left_operand<'a>(
     half: Type,
     registers: impl Iterator<Item = &'a WordRow>,

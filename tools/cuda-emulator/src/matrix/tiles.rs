@@ -1,5 +1,5 @@
-//! The instructions `ldmatrix` and `stmatrix`, with tiles of 8 × 8 halves. The lanes pass the addresses of the tiles'
-//! rows.
+//! The instructions `ldmatrix` and `stmatrix`, with tiles of 8 × 8 halves (16-bit floats). The lanes pass the addresses
+//! of the tiles' rows.
 
 use super::{check_all, place};
 use crate::cube::{Cube, Warp, check_aligned};
@@ -11,7 +11,7 @@ const SIZE: usize = 8;
 /// The size of a tile's row in bytes.
 const ROW: usize = 16;
 
-/// Returns the row and column in the tile of the `k`th half in a lane's register.
+/// Returns the row and the column, in a tile, of the half that a lane's register holds at index `k`.
 fn element(lane: usize, k: usize, transposed: bool) -> (usize, usize) {
     let (row, column) = place(lane);
     if transposed {

@@ -1,6 +1,6 @@
 //! The instruction `wgmma`: a matrix multiplication by a warpgroup (four warps) with matrices in shared memory. The
-//! emulator computes the result at once. The race detection reports a write to the matrices before the warp waits for
-//! its `wgmma`.
+//! emulator computes the result at once. If a kernel writes to the matrices before the warp waits for its `wgmma`, the
+//! race detection reports the write.
 
 use super::{
     COLUMNS, DEPTH, ROWS, add_product, check_all, halves, left_operand, register_of, sums_of,
@@ -12,10 +12,10 @@ use crate::ptx::{Left, Wgmma};
 /// The number of warps per warpgroup.
 const WARPS: usize = 4;
 
-/// The number of halves in a 16-byte piece, the unit of the swizzle.
+/// The number of halves (16-bit floats) in a 16-byte piece. The swizzle moves such pieces as a unit.
 const PIECE_HALVES: usize = PIECE / 2;
 
-/// The size in bytes of a row of a tile. A matrix in shared memory consists of such tiles.
+/// The number of bytes per row of a tile. A matrix in shared memory consists of such tiles.
 const TILE_ROW: usize = 128;
 /// The number of rows per tile.
 const TILE_ROWS: usize = 8;
@@ -30,9 +30,9 @@ pub struct Product {
 /// A matrix in shared memory, in swizzled tiles of 8 rows of 128 bytes.
 struct Operand {
     start: u64,
-    /// The distance in bytes between tiles that are neighbours along the rows' direction (the next 8 rows).
+    /// The distance in bytes between a tile and the tile with the next 8 rows.
     rows_apart: usize,
-    /// The distance in bytes between tiles that are neighbours along the columns' direction (the next 64 columns).
+    /// The distance in bytes between a tile and the tile with the next 64 columns.
     columns_apart: usize,
 }
 
@@ -102,7 +102,7 @@ impl Cube<'_> {
         Ok(matrix)
     }
 
-    /// Returns eight columns of the right matrix.
+    /// Returns a block of eight columns of the right matrix.
     fn right(
         &self,
         operand: &Operand,

@@ -1,7 +1,7 @@
 //! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. The layout of a
-//! fragment is opaque to programs, so this module chooses one. The first register's lanes have the first elements of
-//! the tile in row-major order, and the next register's lanes have the next elements. If a fragment has more registers
-//! than its tile fills, the tile is repeated.
+//! fragment is opaque to programs, so this module chooses a layout. The lanes of the first register have the first
+//! elements of the tile in row-major order. The lanes of the next register have the next elements. If a fragment has
+//! more registers than its tile fills, the tile is repeated.
 
 use super::check_all;
 use crate::cube::{Cube, LANES, Warp, WordRow};
@@ -95,8 +95,8 @@ impl Warp {
 }
 
 impl Cube<'_> {
-    /// Returns the start address of each of the tile's lines, and the number of elements per line. A line is a
-    /// contiguous row or column.
+    /// Returns the start address of each line of the tile, and the number of elements per line. A line is a row or a
+    /// column, whichever is contiguous in memory.
     fn tile_lines(&self, warp: &Warp, access: &WmmaAccess) -> (Vec<u64>, usize) {
         let fragment = &access.fragment;
         let (lines, length) = match access.by_rows {
@@ -158,7 +158,7 @@ impl Cube<'_> {
     }
 }
 
-/// Returns the row-major index in the tile of the `k`th element of a line.
+/// Returns the row-major index in the tile of the element at index `k` of a line.
 fn place(access: &WmmaAccess, line: usize, k: usize) -> usize {
     let columns = access.fragment.columns;
     match access.by_rows {

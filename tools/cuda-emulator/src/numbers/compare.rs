@@ -1,11 +1,12 @@
-//! Comparisons of every type.
+//! Comparisons of two values of any PTX type.
 
 use std::cmp::Ordering;
 
 use super::{extend, half_to_single};
 use crate::ptx::Type;
 
-/// The comparisons. The last eight variants compare floats. A variant with `OrNan` is also true if an operand is NaN.
+/// The comparison operators. The last eight variants compare floats. A variant with `OrNan` is also true if an operand
+/// is NaN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Comparison {
     Equal,
@@ -25,8 +26,9 @@ pub enum Comparison {
 }
 
 impl Comparison {
-    /// Parses the name of a comparison in PTX. The names `lo`, `ls`, `hi` and `hs` always have unsigned types, so they
-    /// become the same variants as `lt`, `le`, `gt` and `ge`.
+    /// Parses the name of a comparison in PTX. The names `lo`, `ls`, `hi` and `hs` are used with unsigned types only.
+    /// The type already tells that the comparison is unsigned, so these names become the same variants as `lt`, `le`,
+    /// `gt` and `ge`.
     pub fn of(text: &str) -> Option<Self> {
         Some(match text {
             "eq" => Self::Equal,
@@ -47,7 +49,8 @@ impl Comparison {
         })
     }
 
-    /// Returns true if the comparison is true for operands in this order. The order is `None` if an operand is NaN.
+    /// Returns true if the comparison is true for two operands. `order` is the first operand's order relative to the
+    /// second, or `None` if an operand is NaN.
     fn holds(self, order: Option<Ordering>) -> bool {
         let Some(order) = order else {
             return matches!(

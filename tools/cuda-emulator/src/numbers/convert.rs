@@ -1,4 +1,4 @@
-//! The conversions between types.
+//! Conversions of a value from one PTX type to another.
 
 use super::half::double_to_half;
 use super::{Rounding, extend, float, half_to_single, saturated, single_bits, truncate};
@@ -9,9 +9,10 @@ use crate::ptx::Type;
 pub struct Conversion {
     pub to: Type,
     pub from: Type,
-    /// The rounding if the target type is a float that cannot represent the value exactly.
+    /// The rounding direction if the target type is a float that cannot represent the value exactly.
     pub rounding: Rounding,
-    /// The rounding to an integer value, which is applied first. The target type may still be a float.
+    /// The direction in which the value is first rounded to an integer, or `None` without such a rounding. The target
+    /// type may still be a float.
     pub to_integer: Option<Rounding>,
     pub flush: bool,
     pub saturate: bool,
@@ -93,8 +94,8 @@ fn clamp(number: Type, value: i128) -> i128 {
     value.clamp(low, high)
 }
 
-/// Converts a float to an integer. A value out of range becomes the nearest bound of the integer type. NaN becomes 0,
-/// or for 64-bit types only the highest bit is set.
+/// Converts a float to an integer. A value out of range becomes the nearest bound of the integer type. NaN becomes 0 in
+/// types of at most 32 bits. In 64-bit types, NaN becomes the number with only the highest bit set.
 fn to_integer(conversion: Conversion, x: f64) -> u64 {
     let to = conversion.to;
     if x.is_nan() {
@@ -105,8 +106,8 @@ fn to_integer(conversion: Conversion, x: f64) -> u64 {
 }
 
 fn integer_to_float(conversion: Conversion, value: i128) -> u64 {
-    // The f64 is inexact only for integers of more than 53 bits. `lack` is the lost remainder, which the rounding
-    // needs.
+    // The f64 `near` is inexact only for integers of more than 53 bits. `lack` is the difference between `value` and
+    // `near`. The final rounding needs this difference.
     let near = value as f64;
     let lack = (value - near as i128) as f64;
     match conversion.to {

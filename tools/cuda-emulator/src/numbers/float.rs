@@ -1,12 +1,12 @@
-//! Arithmetic in f32 and f64. A function that a graphics card only approximates is computed accurately here, with one
-//! rounding.
+//! Arithmetic in f32 and f64. If a GPU only approximates a function, the emulator still computes the function
+//! accurately, with one rounding.
 
 use super::{ArithmeticOperation as Op, Flags, Rounding};
 
-/// The bits of the NaN that a graphics card produces in f32.
+/// The bits of the NaN that a GPU produces in f32.
 pub const CANONICAL_NAN: u32 = 0x7fff_ffff;
 
-/// Returns the bits of a result. Every NaN becomes the canonical NaN.
+/// Returns the bits of a result. Every NaN becomes [`CANONICAL_NAN`].
 #[inline(always)]
 pub fn single_bits(x: f32) -> u32 {
     if x.is_nan() {
@@ -19,8 +19,8 @@ pub fn single_bits(x: f32) -> u32 {
 /// Returns 2ˣ with an error of at most one unit in the last place. Subnormal results are 0.
 #[inline(always)]
 pub fn exponential(x: f32) -> f32 {
-    // The clamp changes no result, because 2ˣ is 0 or infinite beyond these bounds. NaN is false in both comparisons
-    // and stays NaN.
+    // The clamp changes no result, because 2ˣ is 0 or infinite beyond these bounds. With NaN, both comparisons are
+    // false, so `x` stays NaN.
     let x = if x > 129.0 { 129.0 } else { x };
     let x = if x < -127.0 { -127.0 } else { x };
     // Adding 1.5 · 2²³ rounds x to an integer, which is then in the lowest bits of the sum.
@@ -40,7 +40,7 @@ pub fn exponential(x: f32) -> f32 {
         sum = sum.mul_add(fraction, coefficient);
     }
     let exponent = shifted.to_bits().wrapping_sub(0x4b40_0000) as i32;
-    // The result is scaled by the power of two in two steps, because the power alone can overflow before the result
+    // The multiplication by the power of two takes two steps, because the power alone can overflow before the result
     // does.
     let half = exponent >> 1;
     let power = |e: i32| f32::from_bits(((e + 127) << 23) as u32);
@@ -91,7 +91,7 @@ pub fn single(operation: Op, flags: Flags, operands: [u64; 4]) -> Option<u64> {
         let signed = f32::from_bits(rounded).copysign(x).to_bits();
         return Some(if x.is_nan() { CANONICAL_NAN } else { signed }.into());
     }
-    // Negation and absolute value change only the sign bit. A NaN therefore does not become canonical.
+    // Negation and absolute value change only the sign bit, so a NaN keeps its other bits.
     match operation {
         Op::Negate => return Some((-x).to_bits().into()),
         Op::Absolute => return Some(x.abs().to_bits().into()),

@@ -3,7 +3,7 @@
 use super::{ArithmeticOperation as Op, Flags, Rounding, float};
 use crate::ptx::Type;
 
-/// The bits of the NaN that a graphics card produces in 16-bit floats.
+/// The bits of the NaN that a GPU produces in 16-bit floats.
 const NAN: u16 = 0x7fff;
 
 #[inline(always)]
@@ -15,7 +15,8 @@ pub fn from_brain(bits: u16) -> f32 {
 pub fn from_half(bits: u16) -> f32 {
     let bits = u32::from(bits);
     let (sign, rest) = (bits >> 15 << 31, bits & 0x7fff);
-    // The multiplication corrects the exponent for f32's larger bias, and converts subnormals correctly.
+    // The multiplication by 2¹¹² corrects the exponent, because the exponent bias of f32 is larger. This multiplication
+    // also converts subnormals correctly.
     let scaled = f32::from_bits(rest << 13) * f32::from_bits(0x7780_0000);
     let magnitude = if rest >= 0x7c00 {
         0x7f80_0000 | rest << 13
@@ -101,8 +102,8 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits(toward_zero | 1)
 }
 
-/// Rounds `x` to a half in the given direction: takes the nearest half, or its neighbour if the nearest half lies on
-/// the wrong side.
+/// Rounds `x` to a half in the given direction. The result is the nearest half, or the next half in that direction if
+/// the nearest half lies on the wrong side of `x`.
 fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
     let near = double_to_half(number, x, Rounding::Nearest);
     let value = f64::from(half_to_single(number, near));
@@ -117,14 +118,15 @@ fn directed(number: Type, x: f64, rounding: Rounding) -> u16 {
     match (value > x, wants_less) {
         (true, true) if near == 0 => 0x8001,
         (false, false) if near == 0x8000 => 1,
-        // The neighbour is found by adding to the bits, because the bits of a float increase with its magnitude.
+        // Adding 1 to the bits of a float, or subtracting 1, gives the next float, because the bits increase with the
+        // magnitude.
         (true, true) => near.wrapping_add_signed(if value > 0.0 { -1 } else { 1 }),
         (false, false) => near.wrapping_add_signed(if value < 0.0 { -1 } else { 1 }),
         _ => near,
     }
 }
 
-/// Computes an operation on one half, or on two packed halves, in the low bits of the operands.
+/// Computes an operation on one half, or on two packed halves, which are in the low bits of the operands.
 pub fn half(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) -> Option<u64> {
     let part = |shift: u32| {
         let operands = operands.map(|operand| (operand >> shift) as u16);
@@ -146,8 +148,8 @@ fn single_half(operation: Op, number: Type, flags: Flags, operands: [u16; 4]) ->
     if flags.flush || flags.rounding != Rounding::Nearest {
         return None;
     }
-    // A product of halves is exact in f64. A sum is rounded to odd in f64, so that the result is effectively rounded
-    // once.
+    // A product of two halves is exact in f64. A sum is rounded to odd in f64, so that the result is as accurate as
+    // with a single rounding.
     let [x, y, z, _] = operands.map(|operand| f64::from(half_to_single(number, operand)));
     let result = match operation {
         Op::Add => float::sum_to_odd(x, y),

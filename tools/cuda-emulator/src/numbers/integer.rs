@@ -38,7 +38,7 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
         truncate(number, c),
     );
     let bits = number.bits();
-    // 128-bit arithmetic cannot overflow, except in bits that the result drops.
+    // The 128-bit arithmetic cannot overflow, except in bits that the result drops.
     let exact = match operation {
         Op::Add | Op::Subtract => {
             let sum = if operation == Op::Add { x + y } else { x - y };
@@ -62,10 +62,10 @@ pub fn integer(operation: Op, number: Type, flags: Flags, operands: [u64; 4]) ->
             let sum = wide.wrapping_add(addend);
             return Some(if bits == 16 { sum & 0xffff_ffff } else { sum });
         }
-        // CUDA leaves a division by 0 undefined. NVIDIA's cards return a quotient with all bits set.
+        // CUDA leaves a division by 0 undefined. NVIDIA's GPUs return a quotient with all bits set.
         Op::Divide if y == 0 => -1,
         Op::Remainder if y == 0 => x,
-        // The division uses 64 bits, because the CPU has no instruction for 128 bits.
+        // The division uses 64-bit integers, because the CPU has no instruction that divides 128-bit integers.
         Op::Divide if number.is_signed() => (x as i64).wrapping_div(y as i64).into(),
         Op::Remainder if number.is_signed() => (x as i64).wrapping_rem(y as i64).into(),
         Op::Divide => (ua / ub).into(),
@@ -165,7 +165,8 @@ fn permute(bytes: u64, selectors: u64) -> u64 {
         let byte = bytes >> (8 * (selector & 7)) & 255;
         let byte = match selector & 8 {
             0 => byte,
-            // If bit 3 of the selector is set, the result byte repeats the sign bit of the selected byte eight times.
+            // If bit 3 of the selector is set, all eight bits of the result byte equal the sign bit of the selected
+            // byte.
             _ => (byte >> 7) * 255,
         };
         result | byte << (8 * k)

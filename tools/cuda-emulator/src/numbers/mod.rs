@@ -38,7 +38,7 @@ pub enum ArithmeticOperation {
     IsZero,
     ShiftLeft,
     ShiftRight,
-    /// Shifts two adjacent words as one 64-bit value.
+    /// Concatenates two words to a 64-bit value, and shifts this value (`shf`).
     FunnelLeft,
     FunnelRight,
     CountOnes,
@@ -48,7 +48,8 @@ pub enum ArithmeticOperation {
     ExtractBits,
     InsertBits,
     PermuteBytes,
-    /// Applies a bitwise function of three operands, given by its table of eight bits (`lop3`).
+    /// Applies a bitwise function of three operands (`lop3`). A table of eight bits gives the function's result for
+    /// each combination of three bits.
     Logic3,
     Exponential2,
     Logarithm2,
@@ -92,14 +93,14 @@ pub struct Flags {
     pub keep_nan: bool,
     /// True if a negative result is replaced by 0.
     pub relu: bool,
-    /// True if a shift uses only the low bits of the shift amount. In the search for the highest bit, true if the
-    /// result counts from the top.
+    /// True if a shift uses only the low bits of the shift amount. In a search for the highest bit, true if the result
+    /// counts from the highest bit of the operand down.
     pub wrap: bool,
     pub rounding: Rounding,
 }
 
 impl Flags {
-    /// Applies the flags for ReLU and saturation to the result of a float operation.
+    /// Applies the flags `relu` and `saturate` to the result of a float operation.
     fn limited(self, x: f64) -> f64 {
         let x = if self.relu && x < 0.0 { 0.0 } else { x };
         if self.saturate { saturated(x) } else { x }
@@ -152,7 +153,7 @@ pub fn extend(number: Type, bits: u64) -> i128 {
     }
 }
 
-/// Returns the low bits of a value, as many as the type has.
+/// Returns the low bits of a value, as many bits as the type has.
 pub fn truncate(number: Type, bits: u64) -> u64 {
     let unused = 64 - number.bits();
     bits << unused >> unused

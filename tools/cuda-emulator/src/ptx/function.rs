@@ -27,14 +27,14 @@ pub struct Function {
     pub parameter_bytes: usize,
     pub registers: Registers,
     pub instructions: Vec<Instruction>,
-    /// The text of each instruction, for error messages.
+    /// The PTX text of each instruction, for error messages.
     pub texts: Vec<String>,
-    /// The size of static shared memory in bytes. Dynamic shared memory follows it.
+    /// The size of static shared memory in bytes. Dynamic shared memory follows the static part.
     pub static_shared: usize,
     /// The size of local memory per thread in bytes.
     pub local_bytes: usize,
-    /// True if the kernel has atomics. Its thread blocks may then communicate through memory, so the order of the
-    /// blocks matters.
+    /// True if the kernel has atomic operations. Its thread blocks may then communicate through memory, so the order of
+    /// the blocks matters.
     pub has_atomics: bool,
 }
 
@@ -86,7 +86,7 @@ pub fn parse(name: &str, cursor: &mut Cursor, globals: &Globals) -> Result<Funct
     }
     cursor.through('{');
     body.read_statements(cursor)?;
-    // Dynamic shared memory starts after the static part, aligned as its variable requires.
+    // Dynamic shared memory starts after the static part, with the alignment that the dynamic variable requires.
     for variable in globals.shared.iter().filter(|shared| shared.bytes == 0) {
         body.shared = body.shared.next_multiple_of(variable.alignment);
         body.declare_shared(variable);
@@ -194,7 +194,8 @@ impl<'a> Body<'a> {
                 self.symbols.insert(variable.name, at as u64);
                 self.local = at + variable.bytes;
             } else if text.starts_with(".pragma") || text.is_empty() {
-                // A `.pragma` is only advice to the assembler, so it is skipped. An empty statement is skipped as well.
+                // A `.pragma` only advises NVIDIA's assembler, so the parser skips it. The parser skips an empty
+                // statement as well.
             } else if text.starts_with('.') {
                 return Err(Fault::Unsupported(format!("the declaration `{text}`")));
             } else {
@@ -203,7 +204,7 @@ impl<'a> Body<'a> {
         }
     }
 
-    /// Parses a declaration of registers, such as `.reg .b32 %r<5>` or a list of names.
+    /// Parses a declaration of registers: a numbered range such as `.b32 %r<5>`, or a type and a list of names.
     fn declare_registers(&mut self, scope: usize, list: &str) -> Result<(), Fault> {
         let unknown = || Fault::Unsupported(format!("registers `{list}`"));
         let (spelled, names) = list
@@ -231,7 +232,7 @@ impl<'a> Body<'a> {
     }
 }
 
-/// The names that are visible in a scope, which are declared in the scope itself or in an enclosing scope.
+/// The names that are visible in a scope. These names are declared in the scope itself or in an enclosing scope.
 struct Place<'a> {
     scopes: &'a [Scope],
     scope: usize,

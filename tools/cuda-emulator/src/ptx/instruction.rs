@@ -25,7 +25,7 @@ pub struct Address {
     pub offset: u64,
 }
 
-/// The operations with 32-bit words as operands and result.
+/// The operations with 32-bit words as operands and as the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WordOperation {
     Move,
@@ -56,7 +56,7 @@ pub enum WordOperation {
     Exponential,
     ToFloat,
     ToFloatSigned,
-    /// Packs two f32 values as bf16 or f16. The second operand goes to the low 16 bits.
+    /// Rounds two f32 values to bf16 or f16, and packs them into one word. The second operand goes to the low 16 bits.
     PairBrain,
     PairHalf,
 }
@@ -71,17 +71,17 @@ pub enum DoubleOperation {
     MultiplyAdd,
     And,
     Or,
-    /// Shifts a double by a word.
+    /// Shifts a double (64 bits) left by the number of bits in a word (32 bits).
     ShiftLeft,
-    /// Shifts a double by a word.
+    /// Shifts a double (64 bits) right by the number of bits in a word (32 bits).
     ShiftRight,
-    /// Multiplies two words to a double.
+    /// Multiplies two 32-bit words to a 64-bit double.
     MultiplyWide,
     MultiplyWideSigned,
-    /// Multiplies two words to a double, and adds a double.
+    /// Multiplies two 32-bit words to a 64-bit double, and adds a double to the product.
     MultiplyAddWide,
     MultiplyAddWideSigned,
-    /// Extends a word to a double.
+    /// Extends a 32-bit word to a 64-bit double.
     Widen,
     WidenSigned,
 }
@@ -108,7 +108,7 @@ pub enum WordComparison {
     GreaterOrEqualFloat,
 }
 
-/// The operations on predicates.
+/// The logical operations on predicates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logic {
     Move,
@@ -125,12 +125,13 @@ pub struct Compare {
     pub number: Type,
     pub from: [Register; 2],
     pub to: u32,
-    /// The predicate that receives the negated result, combined with the other predicate in the same way.
+    /// The second predicate of the result, or `None` without one. This predicate receives the negated comparison,
+    /// combined in the same way as the comparison itself.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }
 
-/// A load to, or a store from, one or more registers that are consecutive in memory.
+/// A load or a store of one or more registers, whose values are consecutive in memory.
 #[derive(Debug)]
 pub struct Access {
     pub space: super::Space,
@@ -169,12 +170,13 @@ pub enum ShuffleMode {
     Index,
 }
 
-/// A shuffle of 32-bit words. All registers are rows of words, except the predicate `found`.
+/// A shuffle of 32-bit words among the lanes of a warp. All registers are rows of words, except the predicate `found`.
 #[derive(Debug)]
 pub struct Shuffle {
     pub mode: ShuffleMode,
     pub to: u32,
-    /// The predicate that is set to true if the lane from which to read is in the same segment.
+    /// The predicate that becomes true if the lane that is read lies in the segment of the reading lane. `None` if the
+    /// program ignores this result.
     pub found: Option<u32>,
     pub value: u32,
     pub lane: u32,
@@ -200,7 +202,8 @@ pub struct Vote {
 
 #[derive(Debug)]
 pub struct Match {
-    /// True if the match requires that all lanes have the same value, false if each lane gets the mask of its equals.
+    /// True if the instruction tests whether all lanes have the same value. False if each lane gets the mask of the
+    /// lanes with the same value.
     pub all: bool,
     pub to: u32,
     pub agree: Option<u32>,
@@ -216,7 +219,7 @@ pub struct Reduce {
     pub members: u32,
 }
 
-/// The instruction `ldmatrix` or `stmatrix`, with tiles of 8 × 8 halves.
+/// The instruction `ldmatrix` or `stmatrix`, with tiles of 8 × 8 halves (16-bit floats).
 #[derive(Debug)]
 pub struct MatrixAccess {
     pub transposed: bool,
@@ -224,7 +227,7 @@ pub struct MatrixAccess {
     pub address: Address,
 }
 
-/// The instruction `mma.m16n8k8` or `mma.m16n8k16`, with matrices of halves and accumulators in f32.
+/// The instruction `mma.m16n8k8` or `mma.m16n8k16`, with matrices of halves (16-bit floats) and accumulators in f32.
 #[derive(Debug)]
 pub struct Mma {
     pub half: Type,
@@ -256,7 +259,7 @@ pub struct Fragment {
 #[derive(Debug)]
 pub struct WmmaAccess {
     pub fragment: Fragment,
-    /// True if the elements of a row are contiguous in memory, false if the elements of a column are.
+    /// True if each row is contiguous in memory, false if each column is contiguous.
     pub by_rows: bool,
     pub space: super::Space,
     pub address: Address,
@@ -273,26 +276,27 @@ pub struct Wmma {
     pub sums: Fragment,
 }
 
-/// The location of the left matrix of a `wgmma`.
+/// The location of the left matrix of a `wgmma`: registers or shared memory.
 #[derive(Debug)]
 pub enum Left {
     Registers([u32; 4]),
-    /// The row of registers with the matrix's shared memory descriptor.
+    /// The index of the register that holds the shared memory descriptor of the left matrix.
     Shared(u32),
 }
 
-/// The instruction `wgmma.mma_async.m64nNk16`, with matrices of halves and accumulators in f32.
+/// The instruction `wgmma.mma_async.m64nNk16`, with matrices of halves (16-bit floats) and accumulators in f32.
 #[derive(Debug)]
 pub struct Wgmma {
     pub half: Type,
     /// The registers of the accumulators, four for every eight columns.
     pub sums: Box<[u32]>,
     pub left: Left,
-    /// The row of registers with the right matrix's shared memory descriptor.
+    /// The index of the register that holds the shared memory descriptor of the right matrix.
     pub right: u32,
     /// True if the right matrix is stored transposed.
     pub transposed: bool,
-    /// True if the result is added to the accumulators, false if it replaces them.
+    /// The condition under which the result is added to the accumulators. If the condition is false, the result
+    /// replaces them.
     pub accumulates: Guard,
 }
 
@@ -302,8 +306,8 @@ pub struct CopyAsync {
     pub target: Address,
     pub source: Address,
     pub bytes: usize,
-    /// The register with the number of bytes that are read. The remaining bytes of the target are set to 0. `None`
-    /// reads all bytes.
+    /// The register with the number of bytes that are read, or `None` if all bytes are read. The remaining bytes of the
+    /// target are set to 0.
     pub read: Option<u32>,
 }
 
@@ -312,8 +316,8 @@ pub struct MbarrierArrive {
     pub to: Option<Register>,
     pub address: Address,
     pub arrivals: u32,
-    /// The register with the number of bytes that the current phase expects from copies, or `None` to announce no
-    /// bytes.
+    /// The register with the number of bytes that the current phase additionally waits for, or `None` if the
+    /// instruction announces no bytes.
     pub bytes: Option<u32>,
 }
 
@@ -322,11 +326,11 @@ pub struct MbarrierWait {
     pub to: u32,
     pub address: Address,
     pub state: Register,
-    /// True if `state` is the parity of a phase, false if it is the state that an arrival returned.
+    /// True if `state` is the parity of a phase, false if `state` is the value that an arrival returned.
     pub parity: bool,
 }
 
-/// A TMA copy of a box of a tensor map, to or from shared memory.
+/// A TMA copy of one box of a tensor, which a tensor map describes, to or from shared memory.
 #[derive(Debug)]
 pub struct TensorCopy {
     pub shared: Address,
@@ -350,13 +354,13 @@ pub enum Operation {
         to: u32,
         from: [u32; 3],
     },
-    /// An operation with a 64-bit result. The operation decides which of its source rows are words.
+    /// An operation with a 64-bit result. Depending on the operation, the source registers have 32 or 64 bits.
     Doubles {
         operation: DoubleOperation,
         to: u32,
         from: [u32; 3],
     },
-    /// Writes the low half of a double to a word.
+    /// Writes the low 32 bits of a double to a word.
     Narrow {
         to: u32,
         from: u32,
@@ -382,7 +386,7 @@ pub enum Operation {
         from: [Register; 4],
     },
     Compare(Box<Compare>),
-    /// Writes `truth` to a word if the comparison is true, otherwise 0.
+    /// Writes `truth` to a word if the comparison is true, and otherwise writes 0.
     SetWord {
         compare: Box<Compare>,
         truth: u32,
@@ -412,7 +416,8 @@ pub enum Operation {
     Load(Box<Access>),
     Store(Box<Access>),
     Atomic(Box<Atomic>),
-    /// Converts an address to a generic one by adding `offset`. A negative `offset` converts a generic address back.
+    /// Converts an address of a memory space to a generic address by adding `offset`. A negative `offset` converts a
+    /// generic address back.
     ShiftAddress {
         to: u32,
         from: u32,
@@ -454,10 +459,10 @@ pub enum Operation {
     /// Waits until at most this number of `cp.async` groups are pending.
     CopyWait(usize),
     CopyWaitAll,
-    /// Arrives at an mbarrier once the lane's `cp.async` copies so far are complete.
+    /// Arrives at an mbarrier once all `cp.async` copies that the lane has started are complete.
     CopyArrive {
         address: Address,
-        /// True if the mbarrier's current phase must expect one more arrival for this instruction.
+        /// True if the instruction also raises the number of arrivals that the mbarrier's current phase waits for by 1.
         expected: bool,
     },
     TensorLoad(Box<TensorCopy>),

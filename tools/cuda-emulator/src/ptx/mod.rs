@@ -1,5 +1,5 @@
-//! Parses PTX, NVIDIA's assembly language, and decodes it to instructions on rows of registers. A row has one value per
-//! lane.
+//! Parses PTX, NVIDIA's assembly language, and decodes PTX to instructions on rows of registers. A row has one value
+//! per lane.
 
 mod decode;
 mod function;

@@ -8,7 +8,7 @@ use super::text::{Cursor, split_list, without_comments};
 use super::types::Type;
 use crate::fault::Fault;
 
-/// A variable, as declared by PTX such as `.align 16 .b8 name[64]`.
+/// A variable that a PTX module or kernel declares, such as `.align 16 .b8 name[64]`.
 #[derive(Clone, Debug)]
 pub struct Variable {
     pub name: String,
@@ -18,7 +18,7 @@ pub struct Variable {
 }
 
 impl Variable {
-    /// Parses a declaration of a variable. The declaration's memory space is ignored.
+    /// Parses a declaration of a variable, and ignores the memory space in the declaration.
     ///
     /// # Errors
     /// Returns an error if the declaration lacks a type or a name.
@@ -79,11 +79,11 @@ impl Variable {
 #[derive(Debug, Default)]
 pub struct Module {
     pub functions: HashMap<String, Function>,
-    /// The memory of the module's variables. Kernels access it by its address.
+    /// The memory of the module's variables. A kernel accesses a variable by its address.
     pub variables: Vec<Box<[u8]>>,
 }
 
-/// The directives without a semicolon, which end at the end of their line.
+/// The directives without a semicolon, each of which ends at the end of its line.
 const LINE_DIRECTIVES: [&str; 5] = [".version", ".target", ".address_size", ".file", ".loc"];
 
 impl Module {
@@ -118,8 +118,8 @@ impl Module {
                     .map_err(|fault| fault.at(&format!(", kernel {name}")))?;
                 module.functions.insert(name.to_string(), function);
             } else if head.contains(".func") {
-                // A declaration of a function that kernels call is skipped. The decoder refuses each call when it finds
-                // the call in a kernel.
+                // A declaration or definition of a callable function is skipped. If a kernel calls the function, the
+                // decoder refuses the call.
                 cursor.until(&['{', ';']);
                 match cursor.peek() {
                     Some('{') => cursor.skip_block(),
@@ -142,8 +142,8 @@ impl Module {
     }
 }
 
-/// Allocates a variable in global memory, and initializes it with the values after `=`. Returns the memory and the
-/// variable's address, which is within that memory.
+/// Allocates a variable in global memory, and initializes the variable with the values after `=`. Returns the allocated
+/// memory, and the variable's aligned address within that memory.
 fn global(variable: &Variable, initial: &str) -> Result<(Box<[u8]>, u64), Fault> {
     let mut memory = vec![0; variable.bytes + variable.alignment].into_boxed_slice();
     let start = memory.as_ptr() as usize;

@@ -9,7 +9,7 @@ pub enum Operand {
     Register(Register),
     /// A negated predicate, `!p`.
     Not(Register),
-    /// A constant, as text. The type of the instruction determines the bits of the constant.
+    /// The text of a constant. The type of the instruction determines how the text becomes bits.
     Number(String),
     /// The address of a variable.
     Symbol(u64),
@@ -128,7 +128,8 @@ fn address(text: &str, names: &impl Names) -> Result<Operand, Fault> {
     Ok(Operand::Address(None, start.wrapping_add(offset)))
 }
 
-/// Converts the text of a constant to bits. The constant is an operand of an instruction of type `number_type`.
+/// Converts the text of a constant to bits. `number_type` is the type of the instruction that has the constant as an
+/// operand.
 pub fn number(text: &str, number_type: Type) -> Option<u64> {
     let text = text.trim();
     let (negative, digits) = match text.strip_prefix('-') {
@@ -148,8 +149,8 @@ pub fn number(text: &str, number_type: Type) -> Option<u64> {
         Some(digits) => u64::from_str_radix(digits, 16).ok()?,
         None => digits.parse().ok()?,
     };
-    // An integer constant in an f32 or f64 instruction would need a conversion. It is refused, because NVRTC emits no
-    // such constant.
+    // An integer constant in an f32 or f64 instruction would need a conversion. The parser refuses such constants,
+    // because NVRTC never emits them.
     if matches!(number_type, Type::F32 | Type::F64) {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Splits PTX text into statements, after the removal of comments.
+//! Splits PTX text into statements, after comments have been removed.
 
 /// Returns `source` without comments.
 pub fn without_comments(source: &str) -> String {
@@ -56,7 +56,7 @@ impl<'a> Cursor<'a> {
         head.trim()
     }
 
-    /// Consumes the text up to and including `stop`, and returns it without `stop`.
+    /// Consumes the text up to and including `stop`, and returns the text before `stop`.
     pub fn through(&mut self, stop: char) -> &'a str {
         let head = self.until(&[stop]);
         self.skip();

@@ -1,6 +1,6 @@
 //! PTX's types, memory spaces, and special registers.
 
-/// The type of an instruction's operands. The `B` types are bits without an interpretation.
+/// The type of an instruction's operands. The types `B8` to `B64` are bits without an interpretation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Type {
     Predicate,
@@ -73,7 +73,7 @@ impl Type {
         matches!(self, Self::F32 | Self::F64) || self.is_half()
     }
 
-    /// Returns true for a type of one or two 16-bit floats.
+    /// Returns true if the type consists of one or two 16-bit floats.
     pub fn is_half(self) -> bool {
         matches!(self, Self::F16 | Self::F16x2 | Self::BF16 | Self::BF16x2)
     }
@@ -96,8 +96,8 @@ pub enum Class {
     Double,
 }
 
-/// A register of a warp, as an index into the rows of the register's class. A row has the register's values in all
-/// lanes.
+/// A register of a warp, given by its row among the rows of the register's class. A row has the register's values in
+/// all lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Register {
     Predicate(u32),
@@ -129,7 +129,8 @@ pub enum Space {
 /// own process, and therefore of global memory, are below the first window.
 const WINDOW: u64 = 1 << 60;
 
-/// The address at which shared memory starts. It is above 0, so that address 0 is invalid in shared memory as well.
+/// The address at which shared memory starts. This address is above 0, so that address 0 is invalid in shared memory as
+/// well.
 pub const SHARED_START: u64 = 1024;
 
 impl Space {

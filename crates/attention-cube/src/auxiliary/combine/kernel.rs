@@ -1,26 +1,28 @@
 //! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink acts
-//! as one more split whose value is zero.
+//! as one more split whose output is zero.
 //!
-//! On input and output, a logsumexp is stored in two parts: a reference score (about the row maximum), and the logarithm of the
-//! softmax sum relative to this score. If scores are huge, one f32 for the sum of both parts would lose the logarithm.
+//! Inputs and outputs store a logsumexp as two numbers. The first is the reference score, the score that the softmax subtracted
+//! before `exp` (about the row maximum). The second is the logarithm of the softmax sum relative to the reference score. If
+//! scores are huge, one f32 for the sum of both numbers would lose the logarithm.
 //!
 //! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8 splits).
 //!
-//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as in the
-//! decode of one sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide the splits of 4
-//! output columns among them. The first of these units combines the results of all. A unit loads the references, logarithms and
-//! partial outputs of its first 4 or 8 splits before it uses any of them. If a unit has more splits, it then loads the remaining
-//! references to find the largest one. Only then does it load the remaining logarithms and partial outputs.
+//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as in
+//! the decode of one sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide among them
+//! the splits of 4 output columns. The first of these units then combines the results of all of them. A unit loads the
+//! reference scores, logarithms and partial outputs of its first 4 or 8 splits before it uses any of them. If a unit has more
+//! splits, it then loads their reference scores to find the largest one. Only after that does the unit load their logarithms
+//! and partial outputs.
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::{LOWEST, saved_logarithm};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_owned_volatile_if_present, mark_volatile};
 use cubecl::prelude::*;
 
-/// Units per cube.
+/// The number of units per cube.
 pub(crate) const UNITS: usize = 128;
 
-/// The division of splits among units, if several units combine the splits of one vector of an output row.
+/// The division of splits among units. Several units may combine the splits of one vector of an output row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Sharing {
     /// The number of units among which the splits of one vector of an output row are divided.
@@ -48,7 +50,8 @@ pub(crate) struct CombineSizes {
 ///
 /// # Shapes
 /// `partial_output [splits, rows, value_dim]` and `partial_logsumexp [2, splits, rows]` in f32; `output [rows, value_dim]`;
-/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences.
+/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences. In both logsumexps, the first
+/// half holds the reference scores (about the row maxima), the second half the logarithms of the softmax sums.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
@@ -80,7 +83,7 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     let row = index / row_vectors as usize;
     let column = index % row_vectors as usize;
     let exists = row < rows as usize;
-    // A unit whose row does not exist gets an empty range of splits. The unit does not return early, because all units of the
+    // A unit without an existing row gets an empty range of splits. The unit does not return early, because all units of the
     // cube must reach the later sync.
     let own = joined::<N>(
         partial_output,
@@ -129,7 +132,7 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
 }
 
 /// The combined result of several splits, for one vector of an output row. The softmax sum and the weighted output are relative
-/// to the largest reference score.
+/// to `largest`, the largest reference score of these splits.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Joined<N: Size> {
@@ -138,7 +141,8 @@ struct Joined<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// Combines every `sharing.units`-th split of one vector of an output row, from split `first` up to but not including `end`.
+/// Combines some splits of one vector of an output row: every `sharing.units`-th split, from split `first` up to but not
+/// including `end`.
 #[cube]
 fn joined<N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
@@ -159,8 +163,8 @@ fn joined<N: Size>(
     #[unroll]
     for index in 0..held {
         let split = first + comptime!((index * sharing.units) as u32);
-        // If the unit has no split with this index, the unit loads split 0 and ignores the loaded values. With a branch around
-        // the load, the next load would not overlap this load.
+        // If the unit has no split with this index, the unit loads split 0 and ignores the loaded values. A branch around the
+        // load would keep the loads of different splits from overlapping.
         let split = select(split < end, split, 0u32);
         let at = split as usize * rows + row;
         references[index] = partial_logsumexp[at];
@@ -212,8 +216,8 @@ fn joined<N: Size>(
     own
 }
 
-/// Adds one split to `own`, the combined result of earlier splits. `own.largest` is already the largest reference score of all
-/// splits that the unit combines.
+/// Adds one split to `own`, the combined result of earlier splits. `own.largest` must already be the largest reference score of
+/// all splits that the unit combines.
 #[cube]
 fn with_part<N: Size>(
     own: Joined<N>,
@@ -229,8 +233,8 @@ fn with_part<N: Size>(
     }
 }
 
-/// Combines the results of all units that worked on the same vector of an output row. Only the first of these units gets the
-/// complete result.
+/// Combines the results of all units that combined splits of the same vector of an output row. Only the first of these units
+/// gets the complete result.
 #[cube]
 fn put_together<N: Size>(own: Joined<N>, #[comptime] sharing: usize) -> Joined<N> {
     let mut references = Shared::<[f32]>::new_slice(UNITS);

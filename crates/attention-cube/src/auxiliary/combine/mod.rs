@@ -14,14 +14,13 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// Limits for the units that divide the splits of one vector of an output row among them. `MOST_SHARING` is the largest number
-/// of such units. A launch uses about one unit per `PARTS_OF_A_UNIT` splits, and rounds the number of units up to a power of
-/// two.
+/// `MOST_SHARING` is the largest number of units among which the splits of one vector of an output row are divided. A launch
+/// uses about one unit per `PARTS_OF_A_UNIT` splits, and rounds the number of units up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
-/// The largest number of splits that a unit loads at once. A unit has more splits only if the number of units has reached
-/// `MOST_SHARING`. With fewer units than `MOST_SHARING`, a unit has fewer than twice `PARTS_OF_A_UNIT` splits.
+/// The largest number of splits that a unit loads at once. A unit has more splits than this only if `MOST_SHARING` units share
+/// the splits. With fewer units, each unit has fewer than twice `PARTS_OF_A_UNIT` splits.
 const MOST_HELD: usize = 2 * PARTS_OF_A_UNIT;
 
 fn sharing(splits: usize) -> Sharing {
@@ -42,7 +41,8 @@ fn sharing(splits: usize) -> Sharing {
 ///
 /// # Shapes
 /// `partial_output [splits, batch, q_heads, q_len, value_dim]` and `partial_logsumexp [2, splits, batch, q_heads, q_len]` in
-/// f32. The results have the problem's shapes.
+/// f32. The first half of `partial_logsumexp` holds the reference scores, the second half the logarithms of the softmax sums.
+/// The results have the problem's shapes.
 pub(crate) fn combine_splits(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,

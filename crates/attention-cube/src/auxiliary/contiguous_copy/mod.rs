@@ -1,4 +1,4 @@
-//! Copies inputs whose rows TMA cannot read in place: see `kernel.rs`.
+//! Copies inputs if TMA cannot read their rows in place: see `kernel.rs`.
 
 mod kernel;
 
@@ -32,9 +32,9 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. If one of the first
-/// `broadcast` dimensions has stride 0 in the tensor, the copy holds the repeated rows of this dimension only once, and has
-/// stride 0 there.
+/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. The first `broadcast`
+/// dimensions of the tensor may have stride 0. The copy then holds the repeated rows of such a dimension only once, and also
+/// has stride 0 there.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);
@@ -80,11 +80,11 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
     target
 }
 
-/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride there, even one that is not a multiple of 16
-/// bytes.
+/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride in such a dimension, even one that is not a
+/// multiple of 16 bytes.
 ///
-/// Kernels use these strides to compute addresses even of rows past the tensor's end. The kernels copy nothing from such an
-/// address, but the address must still be a multiple of 16 bytes.
+/// Kernels use these strides to compute addresses even of rows past the tensor's end. TMA copies nothing from such an address,
+/// but still requires that the address is a multiple of 16 bytes.
 fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
     for dim in 0..3 {
         if tensor.meta.shape()[dim] == 1 {
@@ -134,11 +134,11 @@ mod tests {
     fn aligned_copy_is_equal_and_readable_by_tma() {
         for columns in [1, 2, 3, 4, 6, 8, 33] {
             check([2, 3, 5, columns], 1, |tensor| tensor);
-            // The columns are not contiguous.
+            // In this view, the columns of a row are not contiguous.
             check([2, 3, columns, 5], 1, |tensor| {
                 CubeBackend::float_swap_dims(tensor, 2, 3)
             });
-            // The heads dimension comes after the length in memory, and each row is a slice of a wider row.
+            // In this view, the heads come after the sequence positions in memory, and each row is a slice of a wider row.
             check([2, 5, 3, columns + 3], 2, |tensor| {
                 let slices = [
                     (0..2).into(),
@@ -152,7 +152,8 @@ mod tests {
         }
     }
 
-    /// A dimension of size 1 may have any stride, from which a kernel would compute unaligned addresses.
+    /// Checks that a dimension of size 1 gets a stride that TMA accepts. Burn allows any stride in such a dimension, and a
+    /// kernel would compute unaligned addresses from an unaligned stride.
     #[test]
     fn aligned_dimension_of_one_has_a_legal_stride() {
         let device = cube_device();
@@ -166,8 +167,8 @@ mod tests {
         }
     }
 
-    /// Sequences and heads with stride 0 are copied once. Rows and columns with stride 0 are copied in full, because TMA cannot
-    /// read a stride of 0 there.
+    /// Checks that repeated sequences and heads (stride 0) are copied only once. Repeated rows and columns are copied in full,
+    /// because TMA cannot read a stride of 0 in these dimensions.
     #[test]
     fn aligned_broadcast_input_is_copied_once() {
         let expanded = |tensor| CubeBackend::float_expand(tensor, Shape::new([2, 3, 5, 6]));

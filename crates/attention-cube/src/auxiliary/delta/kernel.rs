@@ -1,9 +1,10 @@
 //! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward.
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded with zeros to a multiple
-//! of [`MULTIPLE`]. The five rows of a head are:
+//! of [`MULTIPLE`]. The *reference score* of a query is the score that the softmax subtracted before `exp`, about the row
+//! maximum. The five rows of a head are:
 //!
-//! - row 0: the LSE; with [`LogsumexpForm::Apart`], only its reference score
+//! - row 0: the LSE, or with [`LogsumexpForm::Apart`] only the reference score
 //! - row 1: Δ
 //! - row 2: the logarithm of the softmax sum relative to the reference score, if row 0 does not hold the LSE
 //! - row 3: the reference scores of far queries
@@ -14,9 +15,9 @@
 //! the LSE, unless they find a mark. Row 4 has one flag per [`ROWS`] queries, which is 1 if row 0 holds a mark for one of these
 //! queries. Kernels that stream blocks of queries look for marks only in heads in which a flag is 1.
 //!
-//! Schedule: eight units share a row of the output, and all rows of a cube belong to one head. Budget: 1 KB of shared memory,
-//! and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its gradient
-//! once.
+//! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of shared
+//! memory, and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its
+//! gradient once.
 
 use crate::math::gradient::RowLseDelta;
 use crate::math::layout::{head_rows, row_offset};
@@ -25,10 +26,10 @@ use crate::math::score::{is_hidden, saw_no_key};
 use crate::tile_ops::row_access::load_vec4;
 use cubecl::prelude::*;
 
-/// Two numbers: the units per cube (`UNITS`), and the units that share one row of the output (`ROW_UNITS`).
+/// `UNITS` is the number of units per cube. `ROW_UNITS` is the number of units that share one row of the attention output.
 pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
-/// The number of queries (rows of the output) per cube.
+/// The number of queries (rows of the attention output) per cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
 /// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. For a query that sees no
 /// key, this element is +∞, which also makes the query's probabilities 0.
@@ -37,11 +38,11 @@ pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
 
-/// The magnitude from which a reference score is far from 0. Below this magnitude, the rounding of the LSE changes P by at most
-/// 2⁻¹³, which is less than the rounding of half precision.
+/// The smallest magnitude of a reference score that makes a query far (see the module's documentation). Below this magnitude,
+/// the rounding of the LSE changes P by at most 2⁻¹³, which is less than the rounding of half precision.
 pub(crate) const FAR: f32 = 2048.0;
 
-/// The bits of −0, stored in row 0 in place of the LSE of a far query. Subtracting −0 from a score changes nothing.
+/// The bits of −0, which row 0 holds in place of the LSE of a far query. Subtracting −0 from a score changes nothing.
 const FAR_MARK: u32 = 0x8000_0000;
 
 /// True if a query is far (see the module's documentation). The argument is the query's element in row 0 of the LSE/delta
@@ -54,14 +55,14 @@ pub(crate) fn is_far(logsumexp: f32) -> bool {
 /// The number of f32 values per query in the LSE/delta tensor: rows 0 to 3.
 const NUMBERS: usize = 4;
 
-/// The number of rows per head in the LSE/delta tensor: the rows with one value per query, and the row of flags.
+/// The number of rows per head in the LSE/delta tensor: the rows with one f32 per query, and the row of flags.
 pub(crate) const TERMS: usize = NUMBERS + 1;
 
 /// The index of the row of flags in the LSE/delta tensor.
 pub(crate) const FLAGS: usize = NUMBERS;
 
-/// The indices of two rows of the LSE/delta tensor: `LOGARITHM` for the logarithms of the softmax sums, `REFERENCE` for the
-/// reference scores of far queries.
+/// The indices of two rows of the LSE/delta tensor. Row `LOGARITHM` holds the logarithms of the softmax sums. Row `REFERENCE`
+/// holds the reference scores of far queries.
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
@@ -75,7 +76,7 @@ pub(crate) const MULTIPLE: usize = 4;
 pub(crate) struct LseDeltaSizes {
     pub q_heads: u32,
     pub q_len: u32,
-    /// The number of queries per head in `target`, with padding.
+    /// The number of queries per head in `target`, including the padding.
     pub padded: u32,
     /// The number of heads over all sequences.
     pub planes: u32,
@@ -86,7 +87,9 @@ pub(crate) struct LseDeltaSizes {
 ///
 /// # Shapes
 /// `output` and `output_gradient [batch, q_heads, q_len, value_dim]`, `logsumexp` and
-/// `logsumexp_gradient [2 · batch, q_heads, q_len]` in f32, `target [batch, q_heads, 5, padded q_len]` in f32.
+/// `logsumexp_gradient [2 · batch, q_heads, q_len]` in f32, `target [batch, q_heads, 5, padded q_len]` in f32. The first half
+/// of `logsumexp` holds the reference scores, the second half the logarithms of the softmax sums. The kernel reads only the
+/// first half of `logsumexp_gradient`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn row_lse_delta<E: Float, N: Size>(
     output: &Tensor<Vector<E, N>>,
@@ -190,7 +193,7 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
         }
     }
     if comptime!(form == LogsumexpForm::Marked) {
-        // Waits until all units have read the partial sums, because the same shared memory now receives the marks.
+        // Waits until all units have read the partial sums. The marks are written to the same shared memory.
         sync_cube();
         partial[UNIT_POS as usize] = has_mark;
         sync_cube();
@@ -205,7 +208,7 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
     }
 }
 
-/// Returns the two-part LSE and delta of a query, or zeros if the query does not exist.
+/// Returns the LSE (as reference score and logarithm) and delta of a query, or zeros if the query does not exist.
 #[cube]
 pub(crate) fn row_lse_delta_of(
     rows: &Tensor<f32>,

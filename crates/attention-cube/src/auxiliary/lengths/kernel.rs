@@ -1,23 +1,24 @@
-//! Packs lengths, segment ids and intervals into one i32 buffer. Computes the bounds of every block of tokens, and the block
-//! range of every tile. The record of a query in the buffer is its segment id, then the first key and the end of each of its
-//! intervals.
+//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of every
+//! block of tokens, and the block range of every tile. The record of a query in the buffer is its segment id, then the first
+//! key and the end of each of its intervals.
 //!
-//! A tile of queries has a block range of keys, and a tile of keys has a block range of queries. The block range spans all blocks
-//! that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks, even with
-//! many packed documents.
+//! A tile of queries has a block range of keys, and a tile of keys has a block range of queries. The block range spans all
+//! blocks that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks,
+//! even with many packed documents.
 //!
 //! Schedule: one unit copies one i32 or computes the bounds of one block. One cube computes the block range of one tile.
 //! Budget: no shared memory for copies and bounds, two i32 values per unit for block ranges, and a few registers. Bound:
-//! memory, one to five values per token.
+//! memory, with one to five values per token.
 
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
 use cubecl::prelude::*;
 
-/// Copies the integers of `source` (lengths or segment ids), row by row, to `packed` from index `start` on. In `packed`,
-/// consecutive integers are `record` elements apart, because the intervals of a query follow its segment id.
+/// Copies the integers of `source` (lengths or segment ids), row by row, to `packed` from index `start` on. In `packed`, each
+/// integer lies `record` elements after the previous one, because the intervals of a query follow its segment id.
 ///
-/// If `clamps`, the kernel clamps values to `0..=largest`. The type `I` of `source` must then be able to represent `largest`.
+/// If `clamps`, the kernel clamps each integer to `0..=largest`. The type `I` of `source` must then be able to represent
+/// `largest`.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_lengths_and_ids<I: Int>(
     source: &Tensor<I>,
@@ -46,12 +47,12 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the intervals of all queries to the queries' records in `packed`, and clamps both ends of each interval to
+/// Copies the key intervals of all queries to the queries' records in `packed`, and clamps both ends of each interval to
 /// `0..=kv_len`.
 ///
-/// `source` is `[batch, q_len, 2 · intervals]`: first key and end of each interval. A type narrower than i32 is converted before
-/// the clamp, because it may not represent `kv_len`. All other types are converted after the clamp, because their values may
-/// exceed i32.
+/// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. A type narrower than i32 is
+/// converted to i32 before the clamp, because the type may not represent `kv_len`. All other types are converted after the
+/// clamp, because their values may exceed i32.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_intervals<I: Int>(
     source: &Tensor<I>,
@@ -83,10 +84,10 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each block of `block` queries and each interval number (a query has up to two
-/// intervals): see [`INTERVAL_BOUNDS`]. A key block has `keys` keys.
+/// Computes two ranges of key blocks for each block of `block` queries and each of a query's up to two key intervals: see
+/// [`INTERVAL_BOUNDS`]. A key block has `keys` keys.
 ///
-/// The records of the queries start at index `records` of `packed`, and the bounds of the query blocks at index `bounds`.
+/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_intervals(
     packed: &mut Tensor<i32>,
@@ -134,7 +135,7 @@ pub(crate) fn bound_intervals(
             packed[at] = smallest_first / keys;
             packed[at + 1] = (largest_end + keys - 1i32) / keys;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
-            // The last block of keys may be shorter than the others. It counts as fully visible if the intervals of all queries
+            // The last key block may be shorter than `keys`. The block counts as fully visible if the intervals of all queries
             // end at `kv_len`.
             packed[at + 3] = select(
                 smallest_end == kv_len,
@@ -148,8 +149,8 @@ pub(crate) fn bound_intervals(
 /// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of all
 /// ids modulo 32.
 ///
-/// The ids start at index `ids` of `packed`, and are `record` elements apart. The bounds start at index `bounds`, with
-/// `block_bounds` values per block.
+/// The segment ids start at index `ids` of `packed`, and each lies `record` elements after the previous one. The bounds start
+/// at index `bounds`, with `block_bounds` values per block.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_segments(
     packed: &mut Tensor<i32>,
@@ -184,10 +185,12 @@ pub(crate) fn bound_segments(
 }
 
 /// Computes block ranges for `count` blocks of `side`. A block of queries gets the range of key blocks that segments and
-/// intervals may leave visible to it, and a block of keys gets such a range of query blocks. One cube handles one block.
+/// intervals may leave visible to the queries. A block of keys gets the range of query blocks that may see the keys. One cube
+/// handles one block.
 ///
-/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side's blocks at index
-/// `others`. A range is stored as the first block and one past the last. The element at index `counter` becomes 0.
+/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side's blocks at
+/// index `others`. A range is stored as the index of its first block and the index after its last block. The element at index
+/// `counter` becomes 0.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

@@ -1,22 +1,22 @@
-//! Packs lengths, segment ids and intervals into one i32 buffer, so that kernels need only one binding: `[lengths | records of
-//! queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
+//! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer, so that kernels need only one
+//! binding: `[lengths | records of queries | ids of keys | bounds of query blocks | bounds of key blocks | …]`.
 //!
-//! A sequence has up to two lengths, its number of keys and then its number of queries.
+//! A sequence has up to two lengths: its number of keys, then its number of queries.
 //!
-//! The record of a query has its segment id, then the first key and the end of each interval. Without segments, the record has no
-//! id.
+//! The record of a query holds its segment id, then the first key and the end of each interval. Without segments, the record
+//! has no id.
 //!
 //! The bounds of a block are its smallest and its largest segment id, a bit set of its ids modulo 32, and a range of opposite
-//! blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and skip
-//! the pair if it has no common document. The range covers all opposite blocks that segments and intervals may leave visible to
-//! the block. Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
+//! blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and
+//! skip the pair if the two blocks have no common document. The range covers all opposite blocks that segments and intervals
+//! may leave visible to the block. Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
 //!
-//! The bounds of a block of queries also have two ranges of key blocks per interval. The interval of a query shows keys
-//! to it. The first range covers each key block with a key that the interval shows to at least one query. The second range covers
-//! each key block with all keys shown to every query.
+//! The bounds of a block of queries also have two ranges of key blocks per interval. An interval is a range of keys that a
+//! query sees. The first range covers each key block in which the interval makes at least one key visible to at least one
+//! query. The second range covers each key block in which the interval makes all keys visible to every query.
 //!
-//! Kernels with different tile sizes have separate bounds. After the bounds of key blocks comes a counter, initially 0:
-//! persistent cubes claim tiles by incrementing it.
+//! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter, initially 0.
+//! Persistent cubes claim tiles by incrementing this counter.
 
 mod kernel;
 
@@ -36,8 +36,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. A tile of this side stays in the kernel while
-/// blocks of the opposite side stream.
+/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. The kernel keeps a tile of the stationary
+/// side and streams blocks of the opposite side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub queries: usize,
@@ -46,7 +46,7 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// Returns the block sizes of a kernel that keeps queries and streams keys.
+    /// Returns the block sizes of a kernel that keeps a tile of queries and streams keys.
     pub fn of_queries(tiles: &UnitTiles) -> Self {
         Self {
             queries: tiles.rows,
@@ -55,7 +55,7 @@ impl Blocks {
         }
     }
 
-    /// Returns the block sizes of a kernel that keeps keys and streams queries.
+    /// Returns the block sizes of a kernel that keeps a tile of keys and streams queries.
     pub fn of_keys(tiles: &UnitTiles) -> Self {
         Self {
             queries: tiles.columns(),
@@ -110,8 +110,8 @@ impl BoundsOffsets {
     }
 }
 
-/// Packs lengths, segment ids and intervals, as far as the problem has them. Returns the packed buffer, or `None` if the problem
-/// has none of them, and the offsets for each of the given block sizes.
+/// Packs the lengths, segment ids and intervals that the problem has. Returns the packed buffer, or `None` if the problem has
+/// none of the three. Also returns the offsets for each of the given block sizes.
 pub(crate) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -139,8 +139,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // Clear the flags of mask and lengths, because the kernels of this module read neither. Problems that differ only in mask or
-    // lengths then share compiled kernels.
+    // Clear the flags of mask and lengths, because the kernels that this function launches read neither. Problems that differ
+    // only in mask or lengths then share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -219,7 +219,7 @@ pub(crate) fn prepare(
     (Some(packed), offsets)
 }
 
-/// Writes the bounds of all blocks of queries and of keys, for one pair of block sizes.
+/// Writes the bounds of all query blocks and all key blocks, for the block sizes of one kernel.
 fn bound_blocks(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -279,20 +279,20 @@ fn bound_blocks(
     );
 }
 
-/// True if kernels can read this list or table of integers as it is: i32, with contiguous rows.
+/// True if kernels can read this list or table of integers without a copy: its integers are i32, and its rows are contiguous.
 pub(crate) fn is_as_read(integers: &CubeTensor) -> bool {
     let last = integers.meta.shape().num_dims() - 1;
     let contiguous = integers.meta.shape()[last] == 1 || integers.meta.strides()[last] == 1;
     integers.dtype == DType::I32 && contiguous
 }
 
-/// Returns the numbers of keys of a problem's sequences in the layout that kernels read: i32, contiguous.
+/// Returns the number of keys of each sequence in the layout that kernels read: contiguous i32.
 pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) -> CubeTensor {
     contiguous_integers(lengths, problem.kv_len)
 }
 
-/// Returns a list or a table of integers in the layout that kernels read: i32, with contiguous rows. Kernels treat integers above
-/// `most` as `most`, and negative ones as 0.
+/// Returns a list or a table of integers in the layout that kernels read: i32, with contiguous rows. Kernels treat integers
+/// above `most` as `most`, and negative integers as 0. The conversion may therefore clamp integers to `0..=most`.
 pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTensor {
     if is_as_read(integers) {
         return integers.clone();
@@ -310,9 +310,9 @@ pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTen
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers of `source`, which has `columns` integers per row, to the packed buffer from offset `start` on. In the
-/// buffer, consecutive integers are `record` elements apart. If `largest` is given, integers of a type that may exceed i32 are
-/// first clamped to `0..=largest`.
+/// Copies `count` integers of `source`, which has `columns` integers per row, to the packed buffer from offset `start` on. In
+/// the buffer, each integer lies `record` elements after the previous one. If `largest` is given, integers of a type that may
+/// exceed i32 are first clamped to `0..=largest`.
 fn pack(
     source: &CubeTensor,
     packed: &CubeTensor,
@@ -347,7 +347,8 @@ fn pack(
     }
 }
 
-/// Copies the intervals, `[batch, q_len, 2 · intervals]`, to the queries' records from offset `start` of the packed buffer on.
+/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records. The records start at
+/// offset `start` of the packed buffer.
 fn pack_records(
     intervals: &CubeTensor,
     packed: &CubeTensor,
@@ -376,7 +377,8 @@ fn pack_records(
     }
 }
 
-/// Writes the two ranges of key blocks of each interval, for each block of queries: see `bound_intervals`.
+/// Writes the bounds of each block of queries that follow from key intervals: two ranges of key blocks per interval. See
+/// `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -405,11 +407,11 @@ fn bound_records(
     }
 }
 
-/// Writes for each block of `side` the range of opposite blocks that segments and intervals may leave visible to the block, and
-/// sets the counter of claimed tiles to 0.
+/// For each block of `side`, writes the range of opposite blocks that segments and intervals may leave visible to the block.
+/// Also sets the counter of claimed tiles to 0.
 ///
-/// Each argument pair holds the offset of a side's bounds, and the side's number of blocks per sequence. The first pair belongs
-/// to `side`, and the second pair to the opposite side.
+/// Two arguments are pairs, each with the offset of one side's bounds and that side's number of blocks per sequence. The first
+/// pair belongs to `side`, and the second pair to the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,
@@ -441,9 +443,9 @@ fn span(
     }
 }
 
-/// Writes three bounds of every block of `block` tokens, for `batch` sequences: the smallest segment id, the largest segment id,
-/// and the bit set of ids modulo 32. The ids start at offset `ids` of the packed buffer, and are `record` elements apart. The
-/// bounds start at offset `bounds`, with `block_bounds` values per block.
+/// Writes three bounds of every block of `block` tokens, for `batch` sequences: the smallest segment id, the largest segment
+/// id, and the bit set of ids modulo 32. The ids start at offset `ids` of the packed buffer, and each lies `record` elements
+/// after the previous one. The bounds start at offset `bounds`, with `block_bounds` values per block.
 fn bound(
     packed: &CubeTensor,
     ids: usize,

@@ -1,9 +1,10 @@
 //! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets a
 //! summary.
 //!
-//! From an unpacked mask, a thread would load one byte per score. From the packed mask, a thread loads its row of a key block in
-//! a few 32-bit words. The summary says how much of the key block is visible to the tile, in four grades from [`NOTHING`] to
-//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile, and test no key in blocks that are fully visible.
+//! Without packing, a thread would load one byte per score. With packing, a thread loads its row of a key block in a few 32-bit
+//! words. The summary says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to
+//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile, and test no key in blocks that are fully
+//! visible.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -12,10 +13,10 @@ use crate::math::visibility::Keys;
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// Planes (warps) per cube.
+/// The number of planes (warps) per cube.
 pub(crate) const PLANES: u32 = 8;
 
-/// Summary of the mask for a tile of queries and a block of keys.
+/// The grades by which a summary states how much of a key block the mask leaves visible to a query tile.
 ///
 /// - `NOTHING`: no query of the tile sees any key of the block.
 /// - `SOME_KEYS`: some key is visible to a query, and some other key is visible to no query.
@@ -26,25 +27,25 @@ pub(crate) const SOME_KEYS: u32 = 1;
 pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
-/// Offsets and strides of the mask's rows and block summaries, which lie in one buffer of 32-bit words. The first three fields
-/// are the strides from one sequence, head or row of the mask to the next. Along a broadcast dimension of the mask, the stride
-/// is 0.
+/// The offsets and strides of the packed rows and of the block summaries, which lie in one buffer of 32-bit words. The first
+/// three fields are the strides from one sequence, head or row of the mask to the next. Along a broadcast dimension of the
+/// mask, the stride is 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskOffsets {
     pub batch: u32,
     pub head: u32,
     pub row: u32,
-    /// The offset of the first block summary. The next three fields are the strides between summaries along sequences, heads
-    /// and tiles.
+    /// The offset of the first block summary. The three fields after this one are the strides between summaries along
+    /// sequences, heads and tiles.
     pub blocks: u32,
     pub block_batch: u32,
     pub block_head: u32,
     pub block_tile: u32,
 }
 
-/// Packs the mask `[batch, heads, rows, kv_len]` into bits. A row of the mask is packed in `pieces` pieces of
-/// [`WORDS_PER_PLANE`] words, and one plane packs one piece. All rows together have `count` pieces.
+/// Packs the mask `[batch, heads, rows, kv_len]` into bits. Each row of the mask is packed into `pieces` pieces of
+/// [`WORDS_PER_PLANE`] words, and one plane packs one piece. The rows of the whole mask have `count` pieces.
 ///
 /// Each block of keys starts at a new word. Bits past the last key are 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -90,8 +91,8 @@ pub(crate) fn pack_mask_pdl<M: Numeric>(
     }
 }
 
-/// Returns the index of the plane in the launch. The function does not use the index of the unit, because the number of units
-/// (32 per plane) may exceed a u32.
+/// Returns the index of the plane within the whole launch. The function does not compute the index of the unit within the
+/// launch, because that index may exceed a u32: each plane has 32 units.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -177,8 +178,8 @@ pub(crate) fn summary_of_block(
     }
 }
 
-/// Returns 32-bit word number `word` in the packed row of an existing query. The words of a row are numbered through all its key
-/// blocks.
+/// Returns the 32-bit word with index `word` in the packed row of an existing query. The index counts the words of all key
+/// blocks of the row.
 #[cube]
 pub(crate) fn word_of(
     mask: &ComptimeOption<OwnedTensor<u32>>,
@@ -200,7 +201,7 @@ pub(crate) fn word_of(
     }
 }
 
-/// Returns a word for the 32 keys that start at `key`. A bit is set if its key lies in the range of keys `run`.
+/// Returns a word with one bit for each of the 32 keys from `key` on. A bit is set if its key lies in the range of keys `run`.
 #[cube]
 pub(crate) fn bits_of_run(run: Keys, key: i32) -> u32 {
     bits_below(run.end - key) & !bits_below(run.first - key)

@@ -18,7 +18,7 @@ use cubecl::prelude::TensorArg;
 
 const PLANE: u32 = 32;
 
-/// A packed mask, or an empty value if the problem has no mask.
+/// A packed mask. The field `bits` is `None` if the problem has no mask.
 #[derive(Clone, Default)]
 pub(crate) struct PackedMask {
     pub bits: Option<CubeTensor>,
@@ -56,7 +56,7 @@ impl PackedMask {
 /// Packs the mask, if the problem has one. The rows of the packed mask belong to `side`, queries or keys. A tile has
 /// `tile_rows` rows, and a block has `block_keys` elements of each row.
 ///
-/// If `tile_rows` is `None`, no block summaries are computed.
+/// If `tile_rows` is `None`, the function computes no block summaries.
 pub(crate) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -134,10 +134,10 @@ pub(crate) fn pack(
     }
 }
 
-/// Returns the mask as `[sequences, heads, rows, columns]`. Rows belong to `side`, queries or keys, and the number of columns
-/// is the full length of the opposite side.
+/// Returns the mask as `[sequences, heads, rows, columns]`. Rows belong to `side`, queries or keys. The number of columns is
+/// the full length of the opposite side.
 ///
-/// Broadcast dimensions, except columns, keep size 1. Kernels read them with a stride of 0.
+/// All broadcast dimensions except the columns keep size 1. Kernels read these dimensions with a stride of 0.
 fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
     let (mask, columns) = match side {
         Side::Queries => (mask.clone(), problem.kv_len),
@@ -159,7 +159,7 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// A mask that the caller has expanded must be packed like a mask that attention broadcasts.
+    /// Checks that a mask that the caller has expanded to full size is packed like a mask that attention broadcasts.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -1,4 +1,4 @@
-//! Layout of a packed mask in one buffer of 32-bit words: the bits of its rows, then the summaries of its blocks.
+//! The layout of a packed mask in one buffer of 32-bit words: the bits of all mask rows, then the summaries of all blocks.
 
 use crate::math::side::Side;
 use crate::problem::AttentionProblem;
@@ -7,18 +7,19 @@ use crate::types::refusal::Refusal;
 /// The number of 32-bit words that one plane packs.
 pub(crate) const WORDS_PER_PLANE: usize = 16;
 
-/// The largest number of words that a kernel's u32 offsets can address.
+/// The largest number of words that a u32 offset in a kernel can address.
 const MOST_WORDS: usize = u32::MAX as usize;
 
-/// The layout of a packed mask: first the words of its rows, then one summary word per pair of a tile and a block.
+/// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
 ///
-/// Rows are queries or keys, and columns belong to the opposite side. Broadcast dimensions, except columns, are stored once.
+/// Rows are queries or keys, and columns belong to the opposite side. All broadcast dimensions except the columns are stored
+/// only once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaskWords {
     pub batch: usize,
     pub heads: usize,
     pub rows: usize,
-    /// The number of pieces per row. A piece is the [`WORDS_PER_PLANE`] words that one plane packs.
+    /// The number of pieces per row. One plane packs one piece of [`WORDS_PER_PLANE`] words.
     pub pieces: usize,
     /// The number of tiles per head, or 0 if the layout has no summaries. Each tile has one summary per block.
     pub tiles: usize,
@@ -69,7 +70,7 @@ impl MaskWords {
         self.all_pieces() * WORDS_PER_PLANE
     }
 
-    /// Returns the number of pairs of a tile and a block. Each pair has one summary word.
+    /// Returns the number of pairs of a tile and a block in the whole mask. Each pair has one summary word.
     pub fn pairs(&self) -> usize {
         self.batch * self.heads * self.tiles * self.blocks
     }
@@ -79,7 +80,7 @@ impl MaskWords {
         self.of_rows() + self.pairs()
     }
 
-    /// Returns the offsets in the order of the fields of `MaskOffsets`. [`check_mask`] has checked that they fit u32.
+    /// Returns the offsets in the order of the fields of `MaskOffsets`. [`check_mask`] has checked that the offsets fit u32.
     #[cfg(any(test, feature = "cuda"))]
     pub fn offsets(&self) -> [u32; 7] {
         let step = |size: usize, step: usize| if size == 1 { 0 } else { step as u32 };
@@ -96,8 +97,8 @@ impl MaskWords {
     }
 }
 
-/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed masks. The argument
-/// `packed` lists for each packed mask the side of its rows, the rows per tile and the columns per block.
+/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed masks, and `packed`
+/// lists them. Each entry has the side of the mask's rows, the number of rows per tile and the number of columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,
@@ -126,8 +127,8 @@ mod tests {
         testing::problem([batch, heads, heads, q_len, kv_len, 64])
     }
 
-    /// The bits of the last row must end where the summaries start, and the summary of the last pair must be the last word.
-    /// Offsets must fit u32, even for masks with more than 2³² elements.
+    /// Checks that the bits of the last row end at the first summary, and that the summary of the last pair is the last word.
+    /// The offsets must fit u32, even for masks with more than 2³² elements.
     #[test]
     fn mask_words_offsets_reach_the_last_word() {
         for (scores, mask) in [

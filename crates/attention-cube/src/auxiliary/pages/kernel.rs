@@ -1,7 +1,7 @@
 //! Copies rows between pages and contiguous tensors `[batch, heads, length, columns]`.
 //!
-//! Schedule: a unit copies one vector at a time. The gather divides the visible rows of a head among the head's cubes. The append
-//! has one unit per vector of the new rows. Budget: no shared memory, and one vector in registers. Bound: memory.
+//! Schedule: a unit copies one vector at a time. In the gather, the cubes of a head divide the head's visible rows among them.
+//! The append has one unit per vector of the new rows. Budget: no shared memory, and one vector in registers. Bound: memory.
 
 use crate::math::layout::{head_rows, page_in, row_offset};
 use crate::math::visibility::{SeqLens, Structure, seq_info, visible_keys};
@@ -17,7 +17,7 @@ pub(super) struct GatherSizes {
     pub heads: u32,
     /// The number of heads over all sequences.
     pub planes: usize,
-    /// The number of rows per head in the target.
+    /// The number of rows per head in the target tensor.
     pub length: u32,
     pub columns: u32,
     /// The number of vectors per row.
@@ -27,8 +27,8 @@ pub(super) struct GatherSizes {
     pub cubes_of_head: u32,
 }
 
-/// Copies the rows that queries of the sequence see by causal mask, window and length, from pages to the contiguous `target`. All
-/// other rows of the target stay uninitialized.
+/// Copies rows from pages to the contiguous `target`, if any query of the sequence sees them by causal mask, window and length.
+/// All other rows of the target stay uninitialized.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gather_pages<E: Numeric, N: Size>(
     pages: &Tensor<Vector<E, N>>,
@@ -86,12 +86,12 @@ pub(super) struct AppendSizes {
     pub columns: u32,
     /// The number of vectors per row.
     pub row_vectors: u32,
-    /// The number of vectors of all new rows.
+    /// The number of vectors in all new rows together.
     pub vectors: usize,
 }
 
-/// Writes new rows of each sequence to their places in the pages. Rows past the sequence's pages are not written, and neither are
-/// rows whose entry in the page table is no page.
+/// Writes the new rows of each sequence to their slots in the pages. The kernel skips rows past the last page of the sequence,
+/// and rows whose page table entry is not the index of a page.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn append_rows<E: Numeric, N: Size>(
     rows: &Tensor<Vector<E, N>>,

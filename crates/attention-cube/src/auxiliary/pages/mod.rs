@@ -15,11 +15,11 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per gather, except that each head has at least one cube. The number exceeds the number of cubes
-/// that a device runs at once, and is small enough that cubes without rows cost little.
+/// The largest number of cubes per gather. If there are more heads than this, each head still gets one cube. The number exceeds
+/// the number of cubes that a device runs at once. It is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
-/// The number of vectors that a unit copies before its cube takes the next rows.
+/// The number of vectors that a unit copies before its cube goes on to the next group of rows.
 const VECTORS_OF_UNIT: usize = 4;
 
 /// Returns the page table in the layout that kernels read: i32, with contiguous rows.
@@ -27,10 +27,10 @@ pub(crate) fn page_table_as_read(page_table: &CubeTensor, pages: usize) -> CubeT
     contiguous_integers(page_table, pages.saturating_sub(1))
 }
 
-/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The copy has only the rows that
-/// queries of a sequence see by causal mask, window and `lengths`. All other rows stay uninitialized and may be NaN.
+/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The function copies a row only if
+/// any query of the sequence sees it by causal mask, window and `lengths`. All other rows stay uninitialized and may be NaN.
 ///
-/// `page_table` and `lengths` are in the layout that kernels read.
+/// `page_table` and `lengths` must be in the layout that kernels read.
 pub(crate) fn gathered_where_seen(
     pages: CubeTensor,
     page_table: &CubeTensor,
@@ -59,8 +59,8 @@ pub(crate) fn gathered_where_seen(
     let structure = Structure::of_key_lengths(lengths.is_some());
     let element = dtype_to_storage_type(pages.dtype);
     // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages by
-    // their strides, because the kernel clamps the entries of the page table. It writes rows below `length` of its head in
-    // `target`.
+    // their strides, because the kernel clamps the entries of the page table. The cube writes only rows below `length` of its
+    // own head in `target`.
     unsafe {
         gather_pages::launch_unchecked(
             &client,
@@ -90,7 +90,7 @@ pub(crate) fn gathered_where_seen(
     target
 }
 
-/// Writes new rows to their places in the pages, in place if no other handle shares the pages. See
+/// Writes new rows to their slots in the pages. The function writes in place if no other handle shares the pages. See
 /// [`paged::append`](crate::paged::append).
 pub(crate) fn appended(
     pages: CubeTensor,
@@ -119,8 +119,9 @@ pub(crate) fn appended(
     let counts = counts.map(|counts| contiguous_integers(counts, new));
     let client = pages.client.clone();
     let element = dtype_to_storage_type(rows.dtype);
-    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows` by its strides.
-    // It writes an existing page, because the kernel leaves out entries of the page table that are no page.
+    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows` by its
+    // strides. The unit writes only an existing page, because the kernel skips page table entries that are not the index of a
+    // page.
     unsafe {
         append_rows::launch_unchecked(
             &client,
@@ -147,7 +148,8 @@ pub(crate) fn appended(
     pages
 }
 
-/// Returns a page table in i32 with contiguous rows. Entries keep their values, so that the kernel finds those that are no page.
+/// Returns a page table in i32 with contiguous rows. The entries are not clamped, so that the kernel recognizes entries that
+/// are not the index of a page.
 fn integers_as_read(integers: CubeTensor) -> CubeTensor {
     match is_as_read(&integers) {
         true => integers,
@@ -155,7 +157,7 @@ fn integers_as_read(integers: CubeTensor) -> CubeTensor {
     }
 }
 
-/// Returns the pages in a buffer that no other handle shares, with contiguous rows. Heads and keys may have any strides.
+/// Returns the pages in a buffer that no other handle shares. The rows are contiguous, but heads and keys may have any strides.
 fn own(pages: CubeTensor) -> CubeTensor {
     let has_rows = pages.meta.strides()[3] == 1 && pages.is_nonoverlapping();
     match has_rows && pages.can_mut() {
@@ -164,7 +166,7 @@ fn own(pages: CubeTensor) -> CubeTensor {
             let pages = into_contiguous(pages);
             match pages.can_mut() {
                 true => pages,
-                // Make the copy contiguous again: Burn's copy may pad its rows.
+                // Make the copy contiguous, because Burn's copy may pad its rows.
                 false => into_contiguous(pages.copy()),
             }
         }

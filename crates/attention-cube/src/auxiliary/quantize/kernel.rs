@@ -1,8 +1,8 @@
 //! Quantizes rows to words of four int8 codes, and dequantizes them. The module `quantized.rs` describes the format.
 //!
 //! Budget: [`quantize`] uses one word per unit in shared memory, and the four elements of one word in registers. [`dequantize`]
-//! uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
-//! [`dequantize`] writes two or four times the bytes that it reads, and can leave out rows that attention does not read.
+//! uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the
+//! cache. [`dequantize`] writes two or four times as many bytes as it reads. It can skip rows that attention does not read.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;
@@ -21,14 +21,15 @@ pub(super) const DEQUANTIZE_UNITS: usize = 256;
 /// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
-/// The f32 bits of +∞. As integers, the bits of NaN are larger.
+/// The f32 bits of +∞. Read as an integer, the magnitude of a NaN has larger bits.
 const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
-/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one position per row of each sequence,
-/// and both rows and slots are ring buffers. The source row is then the position modulo `length`. The target slot is the position
-/// modulo the number of slots. The argument `not_a_number` is NaN, because some shading languages have no literal for NaN.
+/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one sequence position per row, and
+/// both the source rows and the slots are ring buffers. The source row is then the position modulo `length`. The target slot is
+/// the position modulo the number of slots. The argument `not_a_number` is NaN, because some shading languages have no literal
+/// for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,
@@ -71,7 +72,8 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
         + to * scales.stride(2);
     let words_of_row = columns / comptime!(CODES as u32);
 
-    // Compares magnitudes by their f32 bits, whose integer order is the order of the magnitudes. NaN is the largest.
+    // Compares the f32 bits of the magnitudes as integers, which have the same order as the magnitudes. NaN counts as the
+    // largest magnitude.
     let mut largest = 0u32;
     let mut word = UNIT_POS;
     while word < words_of_row {
@@ -105,7 +107,7 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
             let values = load_vec4(rows, &of_head, offset, word * comptime!(CODES as u32));
             #[unroll]
             for lane in 0..comptime!(CODES) {
-                // Rounds half up by `floor(x + 0.5)`, because devices differ in how `round` treats halves.
+                // Rounds ties up by `floor(x + 0.5)`, because devices differ in how `round` treats ties.
                 let code = (values.extract(lane) / scale + 0.5f32).floor();
                 let code = clamp(code, comptime!(-LARGEST), comptime!(LARGEST));
                 let byte = u32::cast_from(code + 128.0f32) ^ 128u32;

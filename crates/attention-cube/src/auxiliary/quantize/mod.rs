@@ -30,10 +30,10 @@ pub(crate) fn quantized(rows: CubeTensor) -> QuantizedTensors<CubeBackend> {
 
 /// Quantizes rows and writes them into the row slots of an int8 KV cache on a CubeCL device.
 ///
-/// The quantization is that of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`, row `i`
-/// is written to slot `i`. With `positions`, the row of a position is row (position modulo `count`) of `rows`, and it is written
-/// to slot (position modulo `slots`). The function writes in place, so every handle to the memory of `words` and `scales` sees
-/// the new rows.
+/// The quantization is the one of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`, row
+/// `i` is written to slot `i`. With `positions`, the source row of a position is the position modulo `count`. The target slot
+/// is the position modulo `slots`. The function writes in place, so every handle to the memory of `words` and `scales` sees the
+/// new rows.
 ///
 /// # Shapes
 /// `rows [batch, kv_heads, count, columns]`, `words [batch, kv_heads, slots, columns / 4]`,
@@ -129,9 +129,9 @@ pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> 
     target
 }
 
-/// Dequantizes the keys or values of a problem, from the first to the last row that a query of the sequence sees.
+/// Dequantizes the keys or values of a problem, from the first to the last row that any query of the sequence sees.
 ///
-/// Causal mask, window and `lengths` decide which rows queries see. All other rows stay uninitialized and may be NaN, so
+/// Causal mask, window and `lengths` decide which rows a query sees. All other rows stay uninitialized and may be NaN, so
 /// attention must not read them.
 pub(crate) fn dequantized_where_seen(
     rows: QuantizedTensors<CubeBackend>,
@@ -151,9 +151,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch. Each head has at least one cube, so a launch with more heads than this number has more
-/// cubes. The number exceeds the number of cubes that a device runs at once, and is small enough that cubes without rows cost
-/// little.
+/// The largest number of cubes per launch. If there are more heads than this, each head still gets one cube. The number exceeds
+/// the number of cubes that a device runs at once. It is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.

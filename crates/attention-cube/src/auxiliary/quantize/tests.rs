@@ -16,7 +16,7 @@ const HEADS: usize = 2;
 const LENGTH: usize = 700;
 const QUERIES: usize = 40;
 
-/// The value of every element of the output before the kernel runs. A row with this value was not written.
+/// The number that fills the output before the kernel runs. A row that still holds this number was not written.
 const BEFORE: f32 = -7.0;
 
 /// Reads the elements of a tensor from the device.
@@ -56,7 +56,7 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
 }
 
 /// Checks that `write_numbers` writes the rows that queries see, and no other rows. `lengths` holds the number of valid keys of
-/// each sequence, and true if the tensor of lengths is i64 instead of i32.
+/// each sequence, and a flag. The flag is true if the tensor of lengths is i64, and false if it is i32.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;
@@ -110,7 +110,7 @@ fn write_numbers_hidden_rows_stay_unwritten() {
             ..problem([BATCH, HEADS, HEADS, QUERIES, LENGTH, 32])
         };
         for lengths in [None, Some(([37, 333], false)), Some(([0, LENGTH], true))] {
-            // A row has one word, several words, or more words than a cube handles at once.
+            // The tested rows have one word, several words, or more words than a cube handles at once.
             for words_of_row in [1, 33, 1100] {
                 check(&problem, words_of_row, lengths);
             }

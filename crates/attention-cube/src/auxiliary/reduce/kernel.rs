@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 ///
 /// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. With it, the kernel
 /// sets the gradient of a query that sees no key to 0. The partial gradients of such a query may contain NaN, because other
-/// queries of its tile see keys with NaN.
+/// queries of the same tile may see keys that contain NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,
@@ -47,8 +47,8 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
 #[cfg(feature = "cuda")]
 pub(crate) const UNITS: usize = 128;
 
-/// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum, and
-/// each adds every `sharing`-th split.
+/// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum. Each
+/// of these units adds up every `sharing`-th split.
 ///
 /// The first of these units then adds the results of the other units, in order of their index. Budget: 2 KB of shared memory.
 /// Bound: memory, because each split is read once; for small splits the bound is latency.

@@ -10,8 +10,8 @@ use burn_cubecl::{cubecl, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Adds up the `parts` partial gradients of the tensor `input`, which start at element `first` of `gradients`. `rows` is the
-/// LSE/delta tensor, present only for the gradient of the queries.
+/// Adds up `parts` partial gradients of the tensor `input`. The partial gradients start at element `first` of `gradients`.
+/// `rows` is the LSE/delta tensor, present only for the gradient of the queries.
 pub(crate) fn sum_parts(
     gradients: &CubeTensor,
     first: usize,
@@ -45,7 +45,7 @@ pub(crate) fn sum_parts(
     gradient
 }
 
-/// Adds up the `splits` f32 partial gradients of the tensor `input`, which lie one after another in `written`.
+/// Adds up the `splits` f32 partial gradients of the tensor `input`, which lie one after another in the tensor `written`.
 #[cfg(feature = "cuda")]
 pub(crate) fn sum_splits(written: &CubeTensor, splits: usize, input: &CubeTensor) -> CubeTensor {
     let client = written.client.clone();
@@ -59,7 +59,7 @@ pub(crate) fn sum_splits(written: &CubeTensor, splits: usize, input: &CubeTensor
         .next_power_of_two()
         .min(MOST_SHARING);
     // SAFETY: units whose vector is not below `vectors` neither read nor write. All other units read `written` at splits below
-    // `splits`, each of `vectors` vectors. Only one unit writes a vector of `gradient`.
+    // `splits`, each of `vectors` vectors. Each vector of `gradient` is written by only one unit.
     unsafe {
         kernel::sum_splits::launch_unchecked(
             &client,
@@ -78,8 +78,8 @@ pub(crate) fn sum_splits(written: &CubeTensor, splits: usize, input: &CubeTensor
     gradient
 }
 
-/// Limits for the units that divide the splits of one vector among them. `MOST_SHARING` is the largest number of such units. A
-/// launch uses about one unit per `SPLITS_OF_A_UNIT` splits.
+/// `MOST_SHARING` is the largest number of units among which the splits of one vector are divided. A launch uses about one unit
+/// per `SPLITS_OF_A_UNIT` splits.
 #[cfg(feature = "cuda")]
 const SPLITS_OF_A_UNIT: usize = 4;
 #[cfg(feature = "cuda")]

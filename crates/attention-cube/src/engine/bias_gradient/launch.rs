@@ -1,4 +1,4 @@
-//! The launch of the bias gradient's kernels.
+//! Launches the kernels that compute the bias gradient.
 
 use crate::auxiliary::bias_gradient::rows::{SpreadLaunch, constant_bias_gradient};
 use crate::auxiliary::bias_gradient::scores;
@@ -21,7 +21,7 @@ use cubecl::prelude::CubeDim;
 
 const UNITS: usize = 128;
 
-/// The number of elements per load of the partial sums: 4 if it divides the number of bias elements, else 1.
+/// Returns the number of elements per load of the partial sums: 4 if the number of bias elements is a multiple of 4, else 1.
 fn vector_of(bias: &CubeTensor) -> usize {
     match bias.meta.shape().num_elements().is_multiple_of(4) {
         true => 4,
@@ -29,8 +29,8 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient as planned. One buffer holds the sequence lengths and the segment bounds. The argument `offsets`
-/// gives the positions in this buffer at which a kernel that recomputes scores reads both.
+/// Computes the bias gradient according to its plan. `offsets` gives the positions of lengths and segment bounds in the packed
+/// buffer. Only a kernel that recomputes scores reads both.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.

@@ -7,8 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
 use crate::types::refusal::Refusal;
 
-/// The number of cubes per multiprocessor at which the plan aims. If the bias has too few tiles for this number, several cubes
-/// compute partial sums of each tile.
+/// The number of cubes per multiprocessor that the plan tries to reach. If the bias has too few tiles for this number, several
+/// cubes compute partial sums of each tile.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// The plan of a bias gradient.
@@ -16,11 +16,11 @@ const CUBES_PER_MULTIPROCESSOR: usize = 8;
 pub struct BiasGradientPlan {
     /// The tiles into which the scores are divided.
     pub tiles: BiasTiles,
-    /// The order of summation, and the number of partial sums.
+    /// The way in which the gradient is summed, with the number of partial sums.
     pub sum: BiasSum,
 }
 
-/// The tiles into which the scores are divided, by the hardware that computes the GEMMs.
+/// The tiles into which the scores are divided. The variants differ in the hardware that computes the GEMMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasTiles {
     /// Scalar units compute the GEMMs in f32.
@@ -47,9 +47,9 @@ impl BiasTiles {
         }
     }
 
-    /// The fewest score tiles that one cube sums, if there are enough tiles. A cube on matrix units needs two tiles, because it
-    /// copies one tile while it multiplies another. This minimum limits the number of partial sums, because each partial sum
-    /// costs a write to memory and a read.
+    /// The fewest score tiles that one cube must sum, if there are enough tiles. A cube on matrix units needs two tiles,
+    /// because it copies one tile while it multiplies another. This minimum limits the number of partial sums, because each
+    /// partial sum costs a write to memory and a read.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -57,8 +57,9 @@ impl BiasTiles {
         }
     }
 
-    /// The number of loop iterations that a unit runs for one tile of scores. The argument `columns` is `head_dim + value_dim`,
-    /// the columns over which S and dP sum. Software drivers limit the loop iterations of a unit, see [`SOFTWARE_ITERATIONS`].
+    /// Returns the number of loop iterations that a unit runs for one tile of scores. The argument `columns` is
+    /// `head_dim + value_dim`, the columns over which S and dP sum. Software drivers limit the loop iterations of a unit, see
+    /// [`SOFTWARE_ITERATIONS`].
     fn iterations(&self, columns: usize) -> usize {
         match self {
             // The scores stay in registers. The kernel therefore runs only the GEMMs that compute S and dP, and no GEMM that
@@ -69,18 +70,18 @@ impl BiasTiles {
     }
 }
 
-/// The order of summation in a bias gradient. If there are too few bias tiles to fill the device, several cubes compute partial
-/// sums of the same elements. A second kernel adds the partial sums in a fixed order.
+/// The way in which a bias gradient is summed. If there are too few bias tiles to fill the device, several cubes compute
+/// partial sums of the same elements. A second kernel adds the partial sums in a fixed order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasSum {
-    /// The kernel recomputes the scores. For each tile of the bias, it sums over all score tiles to which the bias tile is
-    /// broadcast.
+    /// The kernel recomputes the scores. For each bias tile, the kernel sums the gradients of all score tiles to which the bias
+    /// tile is broadcast.
     Scores {
         /// The number of partial sums per tile of the bias.
         parts: usize,
     },
-    /// The bias has the same value for all keys. Its gradient is then a sum over queries, and does not depend on the keys that
-    /// the queries see.
+    /// The bias does not vary along the keys. Its gradient is then a sum over queries, and does not depend on which keys the
+    /// queries see.
     Queries {
         /// The number of partial sums per bias element.
         parts: usize,
@@ -88,8 +89,8 @@ pub enum BiasSum {
 }
 
 impl BiasGradientPlan {
-    /// Plans the gradient of the problem's bias on scalar units, whose loads have `vector` elements. Returns `None` if the
-    /// problem has no bias.
+    /// Plans the gradient of the problem's bias on scalar units. A load of these units has `vector` elements. Returns `None` if
+    /// the problem has no bias.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -102,8 +103,8 @@ impl BiasGradientPlan {
         Ok(Some(Self::with(shape, problem, device, tiles)))
     }
 
-    /// Plans the gradient of the problem's bias for an engine whose operand rows are multiples of 16 bytes, if necessary after a
-    /// copy. The plan uses matrix units if the device has them, else scalar units.
+    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. Other rows are
+    /// copied first. The plan uses matrix units if the device has them, else scalar units.
     pub(crate) fn on_matrix_units(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -129,7 +130,7 @@ impl BiasGradientPlan {
         Self { tiles, sum }
     }
 
-    /// The most loop iterations of a unit, over all kernels of this plan.
+    /// Returns the most loop iterations of a unit, over all kernels of this plan.
     pub(crate) fn iterations(&self, problem: &AttentionProblem) -> usize {
         match self.sum {
             BiasSum::Scores { parts } => {
@@ -142,7 +143,7 @@ impl BiasGradientPlan {
     }
 }
 
-/// The number of score tiles, of `rows` queries each, whose gradients are added into one bias element.
+/// Returns the number of score tiles whose gradients are added into one bias element. Each score tile has `rows` queries.
 fn summed(problem: &AttentionProblem, rows: usize) -> usize {
     let along = |size: usize, whole: usize| if size == 1 { whole } else { 1 };
     problem.bias.map_or(0, |([batch, heads, queries, _], _)| {
@@ -152,7 +153,7 @@ fn summed(problem: &AttentionProblem, rows: usize) -> usize {
     })
 }
 
-/// Chooses the order of summation for a bias of shape `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension.
+/// Chooses the way of summation for a bias of shape `[batch, heads, rows, columns]`, where 1 marks a broadcast dimension.
 /// `tiles` are the tiles of the scores.
 fn sum(
     [batch, heads, rows, columns]: [usize; 4],
@@ -161,8 +162,8 @@ fn sum(
     tiles: &BiasTiles,
 ) -> BiasSum {
     if columns == 1 {
-        // The number of partial sums is the square root of the number of summed queries. With this number, computing one
-        // partial sum takes about as long as adding all of them.
+        // The number of partial sums is the square root of the number of summed queries. Each partial sum then adds about as
+        // many queries as there are partial sums. So computing one partial sum takes about as long as adding all partial sums.
         let parts = summed(problem, 1).isqrt().max(1);
         return BiasSum::Queries { parts };
     }

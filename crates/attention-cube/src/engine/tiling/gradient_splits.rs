@@ -1,5 +1,5 @@
-//! Splits of a backward kernel's tiles. Splits help if the tiles alone leave multiprocessors idle: with few keys and many
-//! queries, or with few queries and many keys.
+//! Splits of a backward kernel's tiles. Splits help if the tiles alone leave multiprocessors idle. This happens with few keys
+//! and many queries, or with few queries and many keys.
 //!
 //! A kernel keeps a tile of rows of one side (queries or keys) in shared memory and streams blocks of the opposite side. If the
 //! device runs more cubes at once than there are tiles, several cubes share a tile and divide its blocks. Each cube writes its
@@ -12,11 +12,11 @@ use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
 use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 
-/// The number of splits in each kernel of a backward. With 1, one cube processes all blocks of its tile.
+/// The number of splits in each kernel of a backward. If the number is 1, one cube processes all blocks of its tile.
 ///
-/// A kernel that keeps keys first divides the query heads of a group among the splits. With at most as many splits as heads,
-/// each split processes all blocks of some heads. A larger number of splits is a multiple of the number of heads, and also
-/// divides the blocks of each head.
+/// A kernel that keeps keys first divides the query heads of a group among the splits. If there are at most as many splits as
+/// heads, each split processes all blocks of some heads. A larger number of splits is a multiple of the number of heads, and
+/// also divides the blocks of each head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientSplits {
     /// The number of splits in the kernel that sums the queries' gradient.
@@ -32,14 +32,14 @@ pub struct GradientSplits {
 }
 
 /// The largest number of waves of cubes that splitting the tiles may produce. A wave is the number of cubes that the device
-/// runs at once. The product of tiles and splits is thus at most this multiple of a wave.
+/// runs at once. The number of tiles times the number of splits is at most this many waves.
 pub(crate) const MOST_ROUNDS: usize = 2;
 
-/// The fewest blocks that a split processes, if a tile is split at all.
+/// The smallest number of blocks per split, if a tile is split at all.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split costs in addition to its blocks: the split writes a partial gradient, which the second kernel reads.
-/// The unit is the time of one block.
+/// The time that each split costs in addition to its blocks, in units of the time that one block takes. The time covers writing
+/// the split's partial gradient, and reading it in the second kernel.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {
@@ -72,7 +72,7 @@ impl GradientSplits {
     }
 }
 
-/// Returns the size in bytes, in f32, of the gradients that a kernel computes.
+/// Returns the number of bytes that the gradients of a kernel take in f32.
 fn gradient_bytes<T: BackwardTiles>(problem: &AttentionProblem, tiles: &T) -> usize {
     let (heads, length) = match tiles.side() {
         Side::Queries => (problem.q_heads, problem.q_len),
@@ -85,14 +85,14 @@ fn gradient_bytes<T: BackwardTiles>(problem: &AttentionProblem, tiles: &T) -> us
     size_of::<f32>() * problem.batch * heads * length * width
 }
 
-/// Returns the fewest splits with which a kernel's estimated time is within 5 % of the best.
+/// Returns the smallest number of splits with which a kernel's estimated time is within 5 % of the shortest estimate.
 fn splits<T: BackwardTiles>(
     problem: &AttentionProblem,
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // Do not split packed documents. A tile streams only the few blocks that share a document with it, and the plan does not know
-    // the number of these blocks.
+    // Do not split if the problem has packed documents. A tile then streams only the few blocks that share a document with it,
+    // and the plan does not know the number of these blocks.
     if problem.segments {
         return 1;
     }
@@ -116,8 +116,8 @@ fn splits<T: BackwardTiles>(
     best_splits(planes * length.div_ceil(tiles.rows()), heads, blocks, cubes)
 }
 
-/// Returns the number of splits for `tiles` tiles, if `cubes` cubes run at once. Each tile streams `blocks` blocks of each of
-/// `heads` heads.
+/// Returns the number of splits per tile, for `tiles` tiles on a device that runs `cubes` cubes at once. Each tile streams
+/// blocks of `heads` heads, with `blocks` blocks per head.
 fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize {
     let visits = heads * blocks;
     if tiles == 0 || tiles >= cubes || visits < 2 * LEAST_BLOCKS {
@@ -139,7 +139,8 @@ fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize
         })
         .collect();
     let best = times.iter().map(|(_, time)| *time).min().unwrap_or(visits);
-    // Do not split if less than a third of the time is saved, since the workspace then costs more than splits gain.
+    // Do not split if this saves less than a third of the time, since writing and reading the workspace then costs more than
+    // splits gain.
     if 3 * best > 2 * visits {
         return 1;
     }
@@ -151,7 +152,7 @@ fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize
 mod tests {
     use super::*;
 
-    /// Few tiles are split until they fill the device. Tiles that already fill the device are not split.
+    /// Checks that few tiles are split until they fill the device, and that tiles that already fill the device are not split.
     #[test]
     fn best_splits_few_tiles_fill_the_device() {
         for (tiles, heads, blocks, expected) in [
@@ -164,7 +165,7 @@ mod tests {
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),
-            // Splits would gain too little here, or there are too few blocks.
+            // Splits would save too little time for these tiles, or there are too few blocks.
             (128, 1, 26, 1),
             (1, 1, 15, 1),
             (0, 1, 820, 1),
@@ -175,7 +176,7 @@ mod tests {
         }
     }
 
-    /// For any shape, every split has at least one block, and the product of tiles and splits is bounded.
+    /// Checks that every split has at least one block for any shape, and that the number of tiles times splits is bounded.
     #[test]
     fn best_splits_any_shape_divides_evenly_enough() {
         for tiles in 1..140 {

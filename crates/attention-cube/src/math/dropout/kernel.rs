@@ -1,4 +1,4 @@
-//! The generator of dropout in kernels.
+//! The random generator of dropout inside kernels.
 
 use super::{MULTIPLIER, ROUNDS, WEYL};
 use cubecl::prelude::*;
@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 pub(crate) struct DropoutArguments {
     pub seed_low: u32,
     pub seed_high: u32,
-    /// A score is dropped if its random bits are below this value.
+    /// The threshold of dropout. A probability is dropped if the random bits of its score are below this threshold.
     pub threshold: u32,
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
@@ -17,7 +17,7 @@ pub(crate) struct DropoutArguments {
     pub q_heads: u32,
 }
 
-/// The two words that the generator draws.
+/// The two random 32-bit words that one call of the generator returns.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Drawn {
@@ -25,7 +25,7 @@ pub(crate) struct Drawn {
     pub second: u32,
 }
 
-/// Draws two words for a counter of two words.
+/// Runs the generator for a counter of two words, and returns two random words.
 #[cube]
 fn philox(first: u32, second: u32, key: u32) -> Drawn {
     let mut first = first;
@@ -49,20 +49,22 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 bits of the cell that holds the score of `query` and `key`. The first word belongs to the cell's first key, and
-/// the second word to the key eight later. In each word, the low half belongs to the cell's first query.
+/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. The first word belongs to the cell's
+/// first key, and the second word to the key eight positions later. In each word, the low half belongs to the cell's first
+/// query.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(cell_index(query), cell_index(key), head_key)
 }
 
-/// Returns the index of a position's cell along its dimension: positions `p` and `p + 8` share it.
+/// Returns the index of a position's cell along the position's dimension. Positions `p` and `p + 8` with `p % 16 < 8` have the
+/// same index.
 #[cube]
 fn cell_index(position: u32) -> u32 {
     position / 16u32 * 8u32 + position % 8u32
 }
 
-/// Returns the factor by which sums over kept probabilities are multiplied, or 1 without dropout.
+/// Returns the factor that must multiply sums over kept probabilities, or 1 without dropout.
 #[cube]
 pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     #[comptime]
@@ -72,7 +74,8 @@ pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     }
 }
 
-/// Returns the keep factor of the probability of `query` and `key`: 0 if it is dropped, and `kept` otherwise.
+/// Returns the keep factor of the probability of `query` and `key`. The factor is 0 if the probability is dropped, and `kept`
+/// otherwise.
 #[cube]
 pub(crate) fn keep_factor(
     dropout: &ComptimeOption<DropoutArguments>,

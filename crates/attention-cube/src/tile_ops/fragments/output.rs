@@ -1,8 +1,8 @@
 //! The second product `O += P B` in fragments, and the store of O to memory.
 //!
 //! Budget: a plane's fragments of O stay in registers over all blocks, together with the operand fragments of one
-//! multiplication. To multiply rows of O by factors, and to store O at the end, one fragment per plane at a time passes through
-//! shared memory.
+//! multiplication. O passes through shared memory when its rows are multiplied by factors, and when it is stored at the end.
+//! Only one fragment per plane passes at a time.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, load_sum, multiply, plane_index, store_sum,
@@ -18,8 +18,9 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns an O that is filled with zeros. A plane's fragment at index `r · output_fragments + c` lies `r · plane_rows`
-/// fragments below the plane's first fragment and `c · plane_columns` fragments to its right.
+/// Returns the plane's fragments of the output O, filled with zeros. The fragments of the cube's planes interleave: the fragment
+/// at index `r · output_fragments + c` lies `r · plane_rows` fragments below the plane's first fragment, and `c · plane_columns`
+/// fragments to the right of the first fragment.
 #[cube]
 pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment> {
     zero_sums(
@@ -28,7 +29,7 @@ pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence
     )
 }
 
-/// Computes [`accumulate`](super::super::product::accumulate).
+/// Computes [`accumulate`](super::super::product::accumulate) on fragments.
 ///
 /// The caller must sync before the call. If the function copies `b` to the stage, all units must have finished reading the
 /// stage. If `b` is already in shared memory, the tile must be visible to all units.
@@ -110,7 +111,8 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of a streamed operand that is multiplied only with zeros of P. The function ends with a sync of the cube.
+/// Zeroes each row of a streamed operand whose elements would all be multiplied by zeros of P. The function syncs the cube at
+/// its end.
 #[cube]
 fn clear_unused<C: Float>(
     operands: &mut Shared<[Four<C>]>,
@@ -131,8 +133,8 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies `rows` columns of the tile P, from vector `tile_at` on, by `rows` rows of B in the stage, and adds the product
-/// to fragments of O. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
+/// Multiplies `rows` columns of the tile P, from vector `tile_at` on, by `rows` rows of B in the stage. Adds the product to
+/// fragments of O. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -242,8 +244,8 @@ pub(in crate::tile_ops) fn rescale<C: Float>(
     }
 }
 
-/// Computes [`store_output`](super::super::product::store_output), one fragment per plane at a time. When the function returns,
-/// no unit reads shared memory any more.
+/// Computes [`store_output`](super::super::product::store_output) on fragments, one fragment per plane at a time. When the
+/// function returns, no unit reads shared memory any more.
 #[cube]
 pub(in crate::tile_ops) fn store_output<E: Float, C: Float, N: Size>(
     output: &Sequence<SumFragment>,

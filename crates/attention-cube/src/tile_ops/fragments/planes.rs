@@ -1,4 +1,4 @@
-//! Positions of a plane's fragments in a tile, and of a unit's scores in S.
+//! The positions of a plane's fragments in a tile, and of a unit's scores in S.
 
 use super::super::cmma::plane_index;
 use crate::tile_ops::tiles::UnitTiles;
@@ -41,14 +41,15 @@ pub(super) fn sync_own_plane(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Returns the first row of S that a unit owns, if every unit reads only scores of its own plane.
+/// Returns the first row of S that the unit reads. The function applies only if every unit reads only scores of its own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_row(#[comptime] tiles: UnitTiles) -> usize {
     let [m, n, _] = comptime!(tiles.fragment_shape());
     plane_position(plane_index(tiles), tiles).row * m + lane(tiles) / comptime!(n / 4)
 }
 
-/// Returns the first column vector of S that a unit owns, if every unit reads only scores of its own plane.
+/// Returns the first column vector of S that the unit reads. The function applies only if every unit reads only scores of its
+/// own plane.
 #[cube]
 pub(in crate::tile_ops) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     let [_, n, _] = comptime!(tiles.fragment_shape());

@@ -2,8 +2,8 @@
 //!
 //! Budget: registers for a plane's fragments of S and for the operand fragments of one multiplication. S passes through shared
 //! memory once, because a unit cannot know which elements of a fragment it holds. If planes divide S evenly, units read only
-//! scores of their own plane. Then only that plane syncs, because all devices with fragments have a plane barrier. If planes do
-//! not divide S evenly, the cube syncs.
+//! scores of their own plane. Then only that plane syncs, which is possible because all devices with fragments have a plane
+//! barrier. If planes do not divide S evenly, the cube syncs.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, multiply, plane_index, store_sum, zero_sums,
@@ -17,8 +17,8 @@ use crate::math::layout::Operand;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Computes [`multiply_transposed`](super::super::product::multiply_transposed). When the function returns, other units may
-/// still be reading S from shared memory.
+/// Computes [`multiply_transposed`](super::super::product::multiply_transposed) on fragments. When the function returns, other
+/// units may still be reading S from shared memory.
 #[cube]
 pub(in crate::tile_ops) fn multiply_transposed<
     E: Numeric,
@@ -141,7 +141,7 @@ fn multiply_depth<C: Float>(
     }
 }
 
-/// Distributes a plane's scores to its units, through the plane's own part of shared memory.
+/// Distributes a plane's scores to the units of this plane, through the plane's own region of shared memory.
 #[cube]
 fn hand_to_plane<C: Float>(
     sums: &Sequence<SumFragment>,

@@ -1,19 +1,19 @@
-//! Shared memory of a cube for both products.
+//! The shared memory of a cube for both products, `S = A Bᵀ` and `O += P B`.
 
 use super::super::staged::StagedRows;
 use super::super::vec4::{Four, Vec4};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Alignment in bytes of fragments in shared memory, for the strictest compiler (CUDA's).
+/// The alignment of fragments in shared memory, in bytes. CUDA's compiler requires the largest alignment of all compilers.
 const ALIGNMENT: usize = 32;
 
-/// Shared memory of a cube for both products.
+/// The shared memory of a cube for both products, `S = A Bᵀ` and `O += P B`.
 #[derive(CubeType)]
 pub(crate) struct FragmentStage<C: Float> {
     /// The chunks of the operands that planes are multiplying.
     pub operands: Shared<[Four<C>]>,
-    /// S, or fragments of O while they pass through shared memory.
+    /// The shared memory for S. Fragments of O also pass through this memory.
     pub sums: Shared<[Vec4]>,
 }
 
@@ -33,8 +33,8 @@ pub(in crate::tile_ops) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> S
     )
 }
 
-/// Returns the placement in the stage of `count` rows of an operand of the first product (`S = A Bᵀ`). The first row starts at
-/// vector `at`.
+/// Describes where `count` rows of an operand of the first product (`S = A Bᵀ`) lie in the stage (the operands' shared memory).
+/// The first row starts at vector `at`.
 pub(super) fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
     StagedRows {
         at,

@@ -31,8 +31,8 @@ pub(super) const TABLES: [&str; 3] = [
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The names of the stacked tensors that hold the matrices of all experts. Each name comes with the names of the matrices that
-/// the stack holds for one expert, in the order of their rows.
+/// The suffixes that mark the name of a stacked tensor, which holds the matrices of all experts. Each suffix is paired with the
+/// names of the matrices that the tensor holds for each expert, in the order of their rows.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
@@ -68,8 +68,8 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position if the source is a stacked tensor of all experts: the expert's index, and the rows among that
-    /// expert's rows. `None` if the source holds only this matrix.
+    /// The matrix's position in a stacked tensor of all experts, or `None` if the source holds only this matrix. The position
+    /// is the expert's index, and the range of the matrix's rows within the expert's rows.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
@@ -92,7 +92,7 @@ impl Matrix<'_> {
         }
     }
 
-    /// Returns the bytes that the matrix occupies in the source.
+    /// Returns the number of bytes that the matrix occupies in the source.
     fn bytes(&self) -> usize {
         self.source.len() / self.source.shape.iter().product::<usize>() * self.rows * self.columns
     }
@@ -194,7 +194,7 @@ impl Export<'_> {
         }
         // Published checkpoints contain K and V projections even for layers that share an earlier layer's KV cache. This model
         // does not use these projections, but the loop packs them too. The reason is that some loaders fuse all projections of
-        // a layer, so they need all of them packed or none.
+        // a layer, which requires that either all of them are packed or none.
         for path in self.weights.unread(self.config) {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
@@ -222,7 +222,7 @@ impl Export<'_> {
         matrices
     }
 
-    /// Returns the matrices of each expert in a stack.
+    /// Returns the matrices of all experts in a stacked tensor.
     fn of_experts(&self, path: &str, name: &str, shape: &[usize]) -> Vec<Matrix<'_>> {
         let mut matrices = Vec::new();
         let found = OF_EXPERTS
@@ -260,8 +260,8 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // The words and the scales are written by two separate passes over the rows. Each pass quantizes the rows again. So
-        // neither result stays in memory while the other is written.
+        // The words and the scales are written by two separate passes over the rows, and each pass quantizes the rows again. So
+        // the host never holds all words and all scales of the matrix at the same time.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
         };

@@ -88,7 +88,7 @@ impl Export<'_> {
             return Encoding::Blocks(self.target.format());
         }
         Encoding::Floats(match self.quantized.contains(path) {
-            // A matrix whose rows are not whole blocks keeps its dtype.
+            // A matrix whose rows are not whole blocks keeps its dtype, except that f64 becomes f32.
             true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
@@ -126,7 +126,8 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Quantizes a part of a parameter into blocks. `range` selects indices of the parameter's slowest dimension.
+    /// Quantizes some slices of a parameter, and returns the bytes of the resulting blocks. `range` holds the indices of the
+    /// slices in the parameter's slowest dimension.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
@@ -234,8 +235,8 @@ impl Export<'_> {
         }
     }
 
-    /// Returns descriptions of everything in the source that the GGUF file lacks: towers, and generation defaults for which
-    /// GGUF has no keys.
+    /// Returns descriptions of everything in the source that the GGUF file lacks: the vision and audio towers, and generation
+    /// defaults for which GGUF has no keys.
     fn left_out(
         &self,
         written: &Path,

@@ -36,7 +36,7 @@ pub struct QuantizedCheckpoint {
     pub bytes: u64,
     /// The paths of parameters that stay unquantized, because the length of their rows is not a multiple of the block size.
     pub whole: Vec<String>,
-    /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as towers.
+    /// Descriptions of the parts of the source checkpoint that the GGUF file lacks, such as vision and audio towers.
     pub left_out: Vec<String>,
 }
 
@@ -45,9 +45,10 @@ pub struct QuantizedCheckpoint {
 /// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
 ///
 /// A GGUF file stores the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize as blocks
-/// of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. Matrices that stay unquantized keep their
-/// dtype, and all other weights are in f32. The file also has the tokenizer, the chat template and the sampling defaults, as
-/// llama.cpp's converter writes them. Only the text model of a multimodal checkpoint is written.
+/// of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. If the rows of such a weight are not whole
+/// blocks, the weight keeps its dtype, except that f64 becomes f32. All other weights, such as norms, are stored in f32. The
+/// file also has the tokenizer, the chat template and the sampling defaults, as llama.cpp's converter writes them. Only the
+/// text model of a multimodal checkpoint is written.
 ///
 /// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors. The
 /// format is `pack-quantized`, symmetric, with 8 or 4 bits and groups of 32 elements that share a scale in the checkpoint's
@@ -161,7 +162,7 @@ struct Export<'a> {
     report: RefCell<Report<'a>>,
 }
 
-/// The progress of the export, and the first problem that it met.
+/// The progress of the export, and the first problem that the export has met.
 struct Report<'a> {
     on_progress: &'a mut dyn FnMut(LoadProgress<'_>),
     /// The number of source bytes that have been processed.

@@ -1,5 +1,6 @@
 //! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF has no keys for normalization and
-//! pre-tokenization, so its readers apply those of Gemma. A tokenizer that differs from Gemma's is therefore refused.
+//! pre-tokenization, so GGUF's readers apply the rules of Gemma's tokenizer. A tokenizer that differs from Gemma's is therefore
+//! refused.
 
 use crate::checkpoint::gguf::tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type};
 use crate::checkpoint::gguf::writer::Written;
@@ -65,7 +66,8 @@ struct Model {
     merges: Vec<Merge>,
 }
 
-/// A merge of two token texts: a list of both texts, or one text with a space between them.
+/// A merge rule, which joins the texts of two tokens. The file stores a list of the two texts, or one text in which a space
+/// separates them.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Merge {
@@ -73,12 +75,13 @@ enum Merge {
     Together(String),
 }
 
-/// The tokens of a `tokenizer.json` with their GGUF types and merges. Also the ids of tokens with a role, such as `bos`.
+/// The tokens of a `tokenizer.json` with their GGUF types, and the merges. The struct also holds the ids of tokens with a role,
+/// such as `bos`.
 pub(super) struct Tokens {
     texts: Vec<String>,
     types: Vec<i32>,
     merges: Vec<String>,
-    /// The ids of tokens with a role. Each id comes with the role's name in GGUF's keys, such as `bos`.
+    /// The ids of tokens with a role. Each id is paired with the role's name in GGUF's keys, such as `bos`.
     named: Vec<(&'static str, usize)>,
 }
 
@@ -134,7 +137,7 @@ impl Tokens {
         let texts = texts.into_iter().enumerate();
         let merges = file.model.merges.into_iter();
         Ok(Self {
-            // An id without a token in the `tokenizer.json` gets the text that llama.cpp's converter gives it.
+            // An id without a token in the `tokenizer.json` gets a placeholder text, like in llama.cpp's converter.
             texts: texts
                 .map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")))
                 .collect(),
@@ -203,7 +206,7 @@ impl Tokens {
 
 impl File {
     /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's, because readers of GGUF
-    /// apply Gemma 4's.
+    /// files always apply the rules of Gemma 4's tokenizer.
     fn refuse_others(&self) -> Result<(), String> {
         let Model {
             unk_token,

@@ -11,7 +11,7 @@ const DRAFTER: &str = "gemma4-assistant";
 /// The smallest divisor of the rotary angles that means "no rotation". llama.cpp's converter writes 1e30 for channel pairs
 /// without rotation.
 const STANDS_STILL: f32 = 1e20;
-/// The logit softcap that llama.cpp uses for files without the key.
+/// The logit softcap that llama.cpp uses if a file has no key for the softcap.
 const SOFTCAP: f64 = 30.0;
 const SLIDING_THETA: f64 = 1e4;
 
@@ -211,7 +211,7 @@ fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize,
     }
 }
 
-/// Returns the number of KV heads of sliding layers and that of full layers.
+/// Returns the number of KV heads in sliding layers, and the number of KV heads in full layers.
 fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize, usize), String> {
     const KEY: &str = "attention.head_count_kv";
     let heads = keys.sizes(KEY, layer_types.len())?;
@@ -234,7 +234,7 @@ fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize,
 }
 
 /// Returns the head sizes of sliding layers and of full layers. Keys and values must have the same head size, and
-/// `dimension_count` must equal it.
+/// `dimension_count` must equal this head size.
 fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     let of = |suffix: &str| {
         let key = keys.size(&format!("attention.key_length{suffix}"))?;
@@ -255,7 +255,7 @@ fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     Ok((of("_swa")?, of("")?))
 }
 
-/// True if full layers have no V projection and use their keys as values.
+/// True if full layers have no V projection and compute V from the output of the K projection.
 fn values_are_keys(gguf: &Gguf, own_layers: &[LayerType]) -> bool {
     let full = own_layers.iter().position(|kind| *kind == LayerType::Full);
     full.is_some_and(|layer| {

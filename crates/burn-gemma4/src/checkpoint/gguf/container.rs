@@ -1,6 +1,6 @@
 //! The GGUF container. A file holds keys with values, then the positions of the tensors, and then the tensors' bytes.
 //!
-//! The parser does not trust a file. It never allocates memory only because a count in the file asks for it. It checks every
+//! The parser does not trust a file. A count in the file alone never makes the parser allocate memory. The parser checks every
 //! position before it reads there. For texts and lists, the parser stores only their positions in the file.
 
 use super::{
@@ -11,8 +11,8 @@ use std::{collections::BTreeMap, ops::Range};
 
 /// The magic bytes at the beginning of a file.
 pub(super) const MAGIC: &[u8] = b"GGUF";
-/// The supported versions of the format, which store lengths in 64 bits. Version 1 stores lengths in 32 bits. It was replaced
-/// before Gemma existed, so no Gemma file has it.
+/// The supported versions of the format, which store lengths in 64 bits. Version 1 stores lengths in 32 bits. Version 1 was
+/// replaced before Gemma existed, so no Gemma file has this version.
 const VERSIONS: [u32; 2] = [2, 3];
 /// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys. A model with a
 /// thousand layers would have about twenty thousand tensors.
@@ -22,7 +22,7 @@ const MOST_TENSORS: u64 = 1 << 16;
 const LONGEST_NAME: u64 = 1 << 12;
 /// The limit on the number of dimensions of a tensor. ggml has the same limit.
 const MOST_DIMENSIONS: u32 = 4;
-/// The alignment of tensors in bytes, for files that do not give one.
+/// The alignment of tensors in bytes, for files that give no alignment.
 const ALIGNMENT: u64 = 32;
 
 /// The parsed header of a file.
@@ -86,8 +86,8 @@ impl Container {
 fn alignment(values: &BTreeMap<String, Value>) -> Result<u64, String> {
     match values.get("general.alignment") {
         None => Ok(ALIGNMENT),
-        // The alignment must be a power of two, as in ggml. It must also be at most 2^30. A larger alignment would only leave
-        // an enormous gap before the tensors.
+        // The alignment must be a power of two, as in ggml. The alignment must also be at most 2^30. A larger alignment would
+        // only leave an enormous gap before the tensors.
         Some(Value::Unsigned(alignment))
             if alignment.is_power_of_two() && *alignment <= 1 << 30 =>
         {

@@ -61,10 +61,11 @@ const OF_LAYER: [(&str, &str); 25] = [
     ("layer_scalar", "layer_output_scale.weight"),
 ];
 
-/// The path of the stacked parameter that holds the gate and up projections of all experts. Some files store it as two tensors.
+/// The path of the stacked parameter that holds the gate and up projections of all experts. Some files store this parameter as
+/// two tensors.
 const GATE_UP: &str = "experts.gate_up_proj";
 /// The names of the two tensors that may store [`GATE_UP`]. For each expert, the parameter holds the expert's rows of the gate
-/// tensor, followed by its rows of the up tensor.
+/// tensor, followed by the expert's rows of the up tensor.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
 /// Returns the names of the tensors that store the parameter at `path`. `has` returns true for each tensor that the file
@@ -92,8 +93,8 @@ fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     }
 }
 
-/// Returns the index of the layer to which a K or V tensor belongs, or `None` for other tensors. Converted files contain K and
-/// V tensors even for layers that share an earlier layer's KV cache.
+/// Returns the index of the layer to which a tensor belongs, if the tensor is a K or V projection or a K norm. Returns `None`
+/// for other tensors. Converted files contain these tensors even for layers that share an earlier layer's KV cache.
 pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
     const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
     let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;

@@ -12,7 +12,7 @@ const MERGES: &str = "tokenizer.ggml.merges";
 /// The only supported type of tokenizer, by llama.cpp's name.
 const MODEL: &str = "gemma4";
 
-/// The ids by which a file gives the types of its tokens.
+/// The ids of token types in GGUF files.
 pub(in crate::checkpoint) mod token_type {
     pub const NORMAL: usize = 1;
     pub const UNKNOWN: usize = 2;
@@ -122,7 +122,7 @@ pub(in crate::checkpoint) fn normalizer() -> Value {
     json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
 }
 
-/// Returns the pre-tokenizer, which splits the text before the merges.
+/// Returns the pre-tokenizer, which splits the text before the tokenizer applies merges.
 pub(in crate::checkpoint) fn pre_tokenizer() -> Value {
     json!({
         "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false,
@@ -143,7 +143,7 @@ fn tokens<'a>(metadata: Metadata<'a>) -> Result<Vec<&'a str>, String> {
     tokens.ok_or_else(|| format!("{TOKENS} is missing"))
 }
 
-/// Returns the id of the token with a role, such as `bos`, if the metadata gives one. `name` is the role.
+/// Returns the id of the token with the role `name`, such as `bos`, or `None` if the metadata gives no id for this role.
 fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<usize>, String> {
     let key = format!("tokenizer.ggml.{name}_token_id");
     match metadata.size(&key)? {
@@ -156,8 +156,8 @@ fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<u
 }
 
 /// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get the
-/// flag `special`, even those that have the type of ordinary text in the file. llama.cpp's converter gives some control tokens
-/// that type, because its answer parser needs them.
+/// flag `special`, even if the file gives them the type of ordinary text. llama.cpp's converter writes that type for some
+/// control tokens, because llama.cpp's answer parser needs these tokens.
 fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
     let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
     let tokens = tokens.iter().zip(types).enumerate();
@@ -181,7 +181,7 @@ fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
         .collect()
 }
 
-/// Splits a merge at the space between its two texts. The first text has at least one character, which may be a space.
+/// Splits a merge rule at the space between its two texts. The first text has at least one character, which may be a space.
 fn pair(merge: &str) -> Result<(&str, &str), String> {
     let space = merge.match_indices(' ').find(|(at, _)| *at > 0);
     match space {
@@ -190,7 +190,7 @@ fn pair(merge: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// Returns the variables by which chat templates name special tokens, with the tokens' texts.
+/// Returns the names of the chat templates' variables for special tokens, each with the text of the token.
 pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, String> {
     let tokens = tokens(metadata)?;
     let mut named = Vec::new();

@@ -10,7 +10,7 @@ const ALIGNMENT: usize = 32;
 /// The type id of a list.
 const LIST: u32 = 9;
 
-/// The value of a metadata key to write. The variants are the types that llama.cpp expects for its keys.
+/// The value of a metadata key in the written file. The variants are the types that llama.cpp expects for its keys.
 pub(in crate::checkpoint) enum Written {
     U32(u32),
     I32(i32),

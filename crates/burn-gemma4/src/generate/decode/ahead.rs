@@ -6,13 +6,14 @@ use crate::op::reading::Reading;
 /// A queued decode step. Its input tokens are the tokens that the previous step chose.
 ///
 /// The step writes keys and values to the column after the cache's last column. In a sliding layer's ring buffer the new column
-/// overwrites an old one. The overwrite does no harm even if the step is discarded, because the old column is already outside
-/// the window of every later query.
+/// overwrites an old column. The overwrite does no harm even if the step is discarded, because the old column is already
+/// outside the window of every later query.
 pub(super) struct Ahead {
     /// The input tokens of the step, one per sequence. A sequence for which the previous step could not choose a token has
     /// `None`.
     tokens: Vec<Option<u32>>,
-    /// The tokens that the step chooses. They are being copied to the host. Dropping the [`Reading`] waits for the copy.
+    /// The pending copy, from the device to the host, of the tokens that the step chooses. Dropping the [`Reading`] waits for
+    /// the copy.
     chosen: Reading,
 }
 

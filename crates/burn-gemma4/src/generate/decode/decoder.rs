@@ -1,5 +1,5 @@
-//! The decoder: decode steps of one token per sequence, and passes over several tokens. A column of the KV cache is one token
-//! position of every sequence.
+//! The decoder, which runs decode steps of one token per sequence, and passes over several tokens. A column of the KV cache is
+//! one token position of every sequence.
 
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
@@ -76,7 +76,7 @@ pub struct Decoder<'a> {
     pub(super) has_samplers: bool,
     #[cfg(feature = "cube")]
     pub(super) graph: Option<GraphCapture>,
-    /// Makes the type `!Send`. A graph replay is ordered only after work that the capturing thread has queued.
+    /// Makes the type `!Send`, because a graph replay is ordered only after work that the capturing thread has queued.
     pub(super) _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -119,20 +119,20 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, 1)
     }
 
-    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the device
-    /// drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
+    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the
+    /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
     /// The tokens equal those of [`step`](Self::step) with [`Next::argmax`] or [`Next::sample`], but the host's samplers do not
-    /// record the tokens. With `goes_on`, the following decode step is queued before the host has received the returned tokens.
-    /// The device then never waits for the host. The next call uses the queued step if its `tokens` equal the tokens that this
-    /// call returns. A call with other `tokens` discards the queued step, but the tokens that the step drew still count for the
-    /// repetition penalty.
+    /// record the tokens. If `goes_on` is true, the following decode step is queued before the host has received the returned
+    /// tokens. The device then never waits for the host. The next call uses the queued step if its `tokens` equal the tokens
+    /// that this call returns. A call with other `tokens` discards the queued step, but the tokens that the step drew still
+    /// count for the repetition penalty.
     ///
-    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host must
-    /// draw for the given samplers.
+    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
+    /// must draw for the given samplers.
     ///
     /// # Errors
-    /// The errors of [`step`](Self::step), and [`Gemma4Error::Device`] if the device failed.
+    /// Returns the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
     pub fn follow(
         &mut self,
         tokens: &[u32],
@@ -197,8 +197,8 @@ impl<'a> Decoder<'a> {
     }
 
     /// Attaches one sampler per sequence. Each [`step`](Self::step) then also draws the next tokens on the device, and
-    /// [`Next::sample`] returns them. Each sampler must have recorded all tokens in the cache and the one token after them. The
-    /// samplers assume that the caller passes the drawn tokens to the next step.
+    /// [`Next::sample`] returns them. Before this call, each sampler must have recorded all tokens in the cache and the next
+    /// token after the cached tokens. The samplers assume that the caller passes the drawn tokens to the next step.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of sequences.
@@ -229,8 +229,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget(count)
     }
 
-    /// Removes the last columns of each sequence from the cache. `counts` has one element per sequence: the number of its
-    /// columns to remove.
+    /// Removes the last columns of each sequence from the cache. `counts` has one element per sequence: the number of columns
+    /// to remove from that sequence.
     ///
     /// # Errors
     /// Returns an error if the cache cannot remove that many columns.
@@ -239,8 +239,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget_each(counts)
     }
 
-    /// Discards the queued decode step. It was computed for the column after the cache's last column, and the caller is about
-    /// to change which column is the last.
+    /// Discards the queued decode step. The step was computed for the column after the cache's last column, and the caller is
+    /// about to change which column is the last.
     fn discard_lookahead(&mut self) {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {

@@ -31,11 +31,11 @@ impl<'a> Decoder<'a> {
     }
 
     /// Runs the [drafter](Self::with_drafter), which proposes `count` draft tokens after `token`. `token` is the next token,
-    /// which the cache does not hold yet. The result is that of [`Drafter::draft`]. A CUDA graph is captured for each value of
+    /// which the cache does not hold yet. Returns the result of [`Drafter::draft`]. A CUDA graph is captured for each value of
     /// `count`.
     ///
     /// # Shapes
-    /// `hidden`: `[1, hidden]`, the normalised hidden state from which `token` was chosen.
+    /// `hidden`: `[1, hidden]`, the normalized hidden state from which `token` was chosen.
     ///
     /// # Errors
     /// Passes on the errors of [`Drafter::draft`]. Returns an error if no drafter is attached.
@@ -54,8 +54,8 @@ impl<'a> Decoder<'a> {
         self.guess_each(&[token], &streams, count)
     }
 
-    /// Runs [`guess`](Self::guess), then [`read`](Self::read)s the token and the draft tokens in one pass. The pass takes the
-    /// draft tokens from device memory, so the host waits for the device only once.
+    /// Runs [`guess`](Self::guess), and then runs [`read`](Self::read) over the token and the draft tokens in one pass. The
+    /// pass takes the draft tokens from device memory, so the host waits for the device only once.
     ///
     /// # Shapes
     /// `hidden`: `[rows, hidden]`. Row `row` is the hidden state from which `token` was chosen.
@@ -85,8 +85,8 @@ impl<'a> Decoder<'a> {
         self.guess_and_read_each(&[token], &streams, count)
     }
 
-    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token each. The returned draft tokens are
-    /// ordered by drafting step. The rows of the returned [`Next`] are ordered by sequence.
+    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token per sequence. The returned draft tokens
+    /// are ordered by drafting step. The rows of the returned [`Next`] are ordered by sequence.
     pub(crate) fn guess_and_read_each(
         &mut self,
         tokens: &[u32],
@@ -118,7 +118,7 @@ impl<'a> Decoder<'a> {
         Ok((DraftTokens::known(guesses), next))
     }
 
-    /// Runs [`guess`](Self::guess) for all sequences, with one token each: see [`Drafter::guess`].
+    /// Runs [`guess`](Self::guess) for all sequences, with one token per sequence: see [`Drafter::guess`].
     fn guess_each(
         &mut self,
         tokens: &[u32],
@@ -134,8 +134,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs. They read the cache's buffers in rotated form, with each sequence's first token
-                    // in slot 0, and the call of `turn_back` below undoes the rotation.
+                    // Drop the captured graphs, which read the cache's buffers in rotated form, with each sequence's first
+                    // token in slot 0. The call of `turn_back` below undoes the rotation.
                     graph.release();
                 }
             }

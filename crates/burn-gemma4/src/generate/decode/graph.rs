@@ -1,5 +1,5 @@
-//! Decode passes and drafting rounds that run on decode kernels. Their launches are captured in CUDA graphs and replayed. A
-//! column of the KV cache is one token position of every sequence.
+//! Decode passes and drafting rounds on decode kernels, whose launches are captured in CUDA graphs and then replayed. A column
+//! of the KV cache is one token position of every sequence.
 //!
 //! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes draft
 //! tokens.
@@ -29,8 +29,8 @@ use std::{
     fmt,
 };
 
-/// The passes and drafting rounds of a decoder, with their captured graphs. They are valid until the cache's buffers are
-/// reallocated.
+/// The passes and drafting rounds of a decoder, with their captured graphs. All of them become invalid when the cache's buffers
+/// are reallocated.
 pub(super) struct GraphCapture {
     may_capture: bool,
     /// The decode passes, indexed by the number of positions per sequence.
@@ -41,7 +41,7 @@ pub(super) struct GraphCapture {
     sampler: Option<DeviceSampler>,
     /// True if the last pass was a replay of its graph.
     replayed: bool,
-    /// The decode step that is queued although the caller has not requested it yet, if there is one.
+    /// The decode step that is queued although the caller has not requested it yet, or `None` if no step is queued.
     ahead: Option<Ahead>,
 }
 
@@ -84,7 +84,7 @@ impl GraphCapture {
         Self { sampler, ..self }
     }
 
-    /// Drops the captured drafting rounds. The caller replaces the drafter to which they belong.
+    /// Drops the captured drafting rounds, because the caller replaces the drafter to which the rounds belong.
     pub fn without_rounds(self) -> Self {
         Self {
             rounds: BTreeMap::new(),
@@ -108,7 +108,7 @@ impl GraphCapture {
         self.replayed = false;
     }
 
-    /// Runs a pass over `tokens`, `[batch · positions]`. The tokens are ordered by sequence, with equally many of each
+    /// Runs a pass over `tokens`, `[batch · positions]`. The tokens are ordered by sequence, with equally many tokens per
     /// sequence.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
         let count = self.prepare(model, cache, tokens);
@@ -142,8 +142,8 @@ impl GraphCapture {
     /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible token has
     /// `None`.
     ///
-    /// With `goes_on`, the decode step over the returned tokens is queued before the host has received them. The following call
-    /// takes the result of that queued step if its `tokens` are the step's input tokens.
+    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host has received these tokens. The
+    /// following call takes the result of that queued step if its `tokens` are the step's input tokens.
     pub fn follow(
         &mut self,
         model: &Gemma4Model,
@@ -197,8 +197,8 @@ impl GraphCapture {
         outputs
     }
 
-    /// Proposes `count` draft tokens after one token of each sequence. `tokens` are these tokens, one per sequence. `streams`
-    /// holds the hidden states from which they were chosen.
+    /// Proposes `count` draft tokens after each of `tokens`, which holds one token per sequence. `streams` holds the hidden
+    /// states from which `tokens` were chosen.
     pub fn guess(
         &mut self,
         drafter: &Drafter,
@@ -215,8 +215,8 @@ impl GraphCapture {
         guesses
     }
 
-    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens. Both are queued
-    /// without waiting for the copy of the draft tokens to the host.
+    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens. The round and the
+    /// pass are queued without waiting for the copy of the draft tokens to the host.
     pub fn guess_and_read(
         &mut self,
         drafter: &Drafter,
@@ -269,8 +269,8 @@ impl GraphCapture {
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
-        // Rotate padded sequences to the beginning of their buffers. All passes in `passes` hold rotated buffers: the code that
-        // rotates the buffers back also drops all passes.
+        // Rotate padded sequences to the beginning of their buffers. All passes in `passes` hold rotated buffers, because the
+        // code that rotates the buffers back also drops all passes.
         cache.rotate();
         let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);
@@ -310,7 +310,7 @@ impl GraphCapture {
     /// dropped.
     fn make_room(&mut self, cache: &mut Cache, count: usize) {
         if cache.len() + count > cache.room() {
-            // Drop the captured graphs. They would continue to write to the old buffers.
+            // Drop the captured graphs, which would continue to write to the old buffers.
             self.release();
             cache.make_room(count);
         }

@@ -8,7 +8,7 @@ use burn::tensor::Tensor;
 /// Hidden states from which the model has chosen the last token of each sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Streams {
-    /// The normalised hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden). There may be more rows than
+    /// The normalized hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden). There may be more rows than
     /// sequences.
     pub rows: Tensor<2>,
     /// For each sequence, the index in `rows` of the hidden state of its last token.
@@ -26,7 +26,7 @@ impl Streams {
     }
 }
 
-/// Draft tokens that the drafter has proposed. The device may still be copying them to the host.
+/// Draft tokens that the drafter has proposed. The device may still be copying the tokens to the host.
 #[derive(Debug)]
 pub struct DraftTokens(Source);
 

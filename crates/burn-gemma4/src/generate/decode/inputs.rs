@@ -7,8 +7,8 @@ use crate::model::cache::Cache;
 use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite them between two replays.
-/// The graph itself only reads them.
+/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite these tensors between two
+/// replays. The graph itself only reads the tensors.
 pub(super) struct Inputs {
     /// The token ids, `[rows]`, ordered by sequence. Each sequence has equally many tokens.
     pub tokens: Tensor<1, Int>,
@@ -19,7 +19,7 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    /// Allocates uninitialised inputs for `rows` tokens of `batch` sequences.
+    /// Allocates uninitialized inputs for `rows` tokens of `batch` sequences.
     pub fn empty(rows: usize, batch: usize, device: &Device) -> Self {
         let own = |count| Tensor::empty([count], (device, DType::I32));
         Self {
@@ -40,8 +40,8 @@ impl Inputs {
         advance_inputs(self.all(), chosen);
     }
 
-    /// Overwrites the inputs with those of a drafting round. Also writes the hidden states from which the round's tokens were
-    /// chosen to the tensor `hidden`, `[batch, columns]`.
+    /// Overwrites the inputs with those of a drafting round. Also overwrites the tensor `hidden`, `[batch, columns]`, with the
+    /// hidden states from which the round's tokens were chosen.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
@@ -90,8 +90,8 @@ impl Uploaded {
     }
 }
 
-/// The inputs of a drafting round. For each sequence they contain a token, its position, and the hidden state from which the
-/// token was chosen.
+/// The inputs of a drafting round: for each sequence a token, its position, and the hidden state from which the token was
+/// chosen.
 pub(super) struct Begun {
     /// A concatenation of four lists, `[4 · batch]`: the tokens, the positions, the lengths, and the row indices of the hidden
     /// states.

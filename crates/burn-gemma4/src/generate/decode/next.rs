@@ -12,16 +12,17 @@ use crate::op::flat_rows;
 use burn::tensor::{DType, Int, Tensor};
 use std::marker::PhantomData;
 
-/// The logits after one token of each sequence, or after [several tokens](super::Decoder::read) of one sequence. The logits stay
-/// on the device until the host requests them.
+/// The logits after one token of each sequence, or after [several tokens](super::Decoder::read) of one sequence. The logits
+/// stay on the device until the host requests them.
 #[derive(Debug)]
 pub struct Next<'a> {
     /// The logits, `[rows, vocabulary]`. Each input token of the step has one row.
     logits: Tensor<2>,
-    /// The next tokens, if the decode step has already chosen them on the device.
+    /// The next tokens, or `None` if the decode step has not chosen tokens on the device.
     #[cfg(feature = "cube")]
     chosen: Option<Choice>,
-    /// The normalised hidden states from which the logits are computed, `[rows, hidden]`, if they are available.
+    /// The normalized hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits are
+    /// available.
     hidden: Option<Tensor<2>>,
     /// Keeps the decoder borrowed while this value exists, because the decoder's next step may overwrite the tensors.
     _until_the_next: PhantomData<&'a mut ()>,
@@ -42,7 +43,7 @@ impl Next<'_> {
         }
     }
 
-    /// Computes the logits from normalised hidden states, `[batch, positions, hidden]`, and wraps them.
+    /// Computes the logits from normalized hidden states, `[batch, positions, hidden]`, and wraps the logits.
     pub(crate) fn of_hidden(model: &Gemma4Model, hidden: Tensor<3>) -> Self {
         Self {
             hidden: Some(flat_rows(hidden.clone())),
@@ -54,7 +55,7 @@ impl Next<'_> {
         self.logits.dims()[1]
     }
 
-    /// Returns the normalised hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits
+    /// Returns the normalized hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits
     /// are available. The decoder's next step or pass may overwrite the hidden states.
     pub fn hidden(&self) -> Option<Tensor<2>> {
         self.hidden.clone()
@@ -119,8 +120,8 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// Draws the next token of each row on the device. A row without a possible token has `None`. The samplers do not record the
-    /// tokens. Returns `None` instead of the list if the device does not draw with these samplers.
+    /// Draws the next token of each row on the device. A row without a possible token has `None`. The samplers do not record
+    /// the tokens. Returns `None` instead of the list if the device does not draw with these samplers.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],
@@ -175,7 +176,7 @@ impl From<Outputs> for Next<'_> {
     }
 }
 
-/// Copies token ids to the host. A negative id means that no token is possible in the row. It becomes `None`.
+/// Copies token ids to the host. A negative id becomes `None`, because it means that no token is possible in the row.
 fn numbers(tokens: Tensor<1, Int>) -> Result<Vec<Option<u32>>, Gemma4Error> {
     let tokens = tokens.try_into_data().map_err(failed)?;
     let tokens = tokens.iter::<i64>();

@@ -17,8 +17,8 @@ use crate::op::rope::RotationTables;
 use crate::op::{gemv, make_edges_programmatic};
 use burn::tensor::{Device, Int, Tensor};
 
-/// The number of decode steps before a CUDA graph is captured. A capture runs the step several times, which would not pay off for
-/// a short text.
+/// The number of decode steps before a CUDA graph is captured. A capture runs the step several times, which would not pay off
+/// for a short text.
 pub(super) const CAPTURED_AFTER: usize = 3;
 
 /// A decode pass with all tensors that its launches read and write.
@@ -34,10 +34,10 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The rows of the pass's tokens in a per-layer embedding table that is in host memory: `[rows · layers · columns]`. `None`
-    /// if the table is on the device.
+    /// The rows that the per-layer embedding table has for the pass's tokens, `[rows · layers · columns]`, if the table is in
+    /// host memory. `None` if the table is on the device.
     pub from_host: Option<Tensor<1>>,
-    /// The sampler that draws the next tokens. If there is none, the pass takes the argmax of each row.
+    /// The sampler that draws the next tokens, or `None` if the pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
 }
 
@@ -47,11 +47,11 @@ pub(super) struct Outputs {
     /// The logits, `[rows, vocabulary]`.
     pub logits: Tensor<2>,
     pub chosen: Choice,
-    /// The normalised hidden states from which the logits are computed, `[rows, hidden]`.
+    /// The normalized hidden states from which the logits are computed, `[rows, hidden]`.
     pub hidden: Tensor<2>,
 }
 
-/// The next tokens, `[rows]`. The variant tells how they were chosen.
+/// The next tokens, `[rows]`. The variant tells how the tokens were chosen.
 #[derive(Clone, Debug)]
 pub(crate) enum Choice {
     /// The argmax of each row.
@@ -89,7 +89,7 @@ impl Computation for Position {
 }
 
 impl Position {
-    /// Runs the pass like [`compute`](Computation::compute), and calls `after` after each [`Part`] of it.
+    /// Runs the pass like [`compute`](Computation::compute), and calls `after` after each [`Part`] of the pass.
     pub fn compute_by_parts(&self, after: &mut dyn FnMut(Part)) -> Outputs {
         let model = &self.model;
         let config = model.config();
@@ -145,7 +145,7 @@ impl Position {
     }
 
     /// Returns which keys the queries see in full layers. The pass writes the keys of all its positions before attention reads
-    /// them.
+    /// them, so a causal mask hides the keys after a query's own position.
     fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
@@ -154,7 +154,7 @@ impl Position {
     }
 
     /// Returns which keys the queries see in the ring buffer of a sliding layer. The pass writes the keys of all its positions
-    /// before attention reads them.
+    /// before attention reads any of these keys.
     fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
             // The ring buffer has exactly as many slots as the window, and the pass has one query per sequence. The query sees
@@ -170,7 +170,7 @@ impl Position {
         self.ring.visible(queries, self.inputs.positions.clone())
     }
 
-    /// Returns which keys the queries see if they see all columns that have been written.
+    /// Returns which keys the queries see if every query sees all columns that have been written.
     fn written(&self) -> Visible {
         Visible {
             lengths: Some(self.inputs.lengths.clone()),

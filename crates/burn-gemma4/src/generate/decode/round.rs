@@ -24,8 +24,8 @@ pub(super) struct Round {
     drafter: Drafter,
     /// A copy of the caller's model that shares the weight tensors.
     target: Gemma4Model,
-    /// The KV buffers that the drafter reads. They belong to two layers of the target model: the last sliding layer and the
-    /// last full layer with keys and values of their own.
+    /// The KV buffers that the drafter reads. The buffers belong to two layers of the target model: the last sliding layer and
+    /// the last full layer with keys and values of their own.
     last_sliding: Option<WriteTarget>,
     last_full: Option<WriteTarget>,
     ring: Ring,
@@ -113,7 +113,7 @@ impl Computation for Round {
     }
 }
 
-/// Returns the keys and values in a layer's buffers. `visible` selects the ones that the queries see.
+/// Returns the keys and values in a layer's buffers. `visible` selects the keys and values that the queries see.
 fn read(buffers: &WriteTarget, visible: Visible) -> KeyValues {
     match buffers {
         WriteTarget::Apart(buffers) => buffers.read(visible),

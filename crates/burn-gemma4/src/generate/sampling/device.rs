@@ -13,9 +13,9 @@ pub(crate) struct DeviceSampler {
     /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
     /// The set of tokens that each sequence already contains, and the repetition penalty. The set is a bit mask,
-    /// `[batch · words]`.
+    /// `[batch · words]`. `None` if the penalty is 1.
     seen: Option<(Tensor<1, Int>, f32)>,
-    /// The set of suppressed tokens as a bit mask, `[words]`.
+    /// The set of suppressed tokens as a bit mask, `[words]`, or `None` if no tokens are suppressed.
     suppressed: Option<Tensor<1, Int>>,
 }
 
@@ -85,7 +85,7 @@ impl DeviceSampler {
 }
 
 impl Sampling {
-    /// True if two samplings have the same options. The seeds may differ.
+    /// True if two [`Sampling`] values have the same options. The seeds may differ.
     fn is_as(&self, other: &Self) -> bool {
         let seed = other.seed;
         *other

@@ -1,5 +1,5 @@
-//! Sampling of tokens on the host. Repetition penalty and suppressed tokens come first, then temperature, top-k, top-p and min-p.
-//! Each of these steps works on the candidates that the previous step left.
+//! Sampling of tokens on the host. Repetition penalty and suppressed tokens come first, then temperature, top-k, top-p and
+//! min-p. Each of these steps works on the candidates that the previous step left.
 
 use crate::config::sampling::Sampling;
 use crate::error::Gemma4Error;
@@ -15,7 +15,7 @@ pub struct Sampler {
     seed: u64,
     /// The number of tokens in the text so far.
     position: usize,
-    /// Tokens that are forbidden at the beginning of the text. Each list of tokens comes with a length: the tokens are
+    /// Tokens that are forbidden at the beginning of the text. Each list of tokens is paired with a length: the tokens are
     /// forbidden while the text is shorter than this length.
     suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text contains, if a repetition penalty is set.
@@ -61,8 +61,8 @@ impl Sampler {
         self.suppressed.iter().any(|(end, _)| self.position < *end)
     }
 
-    /// Draws a token from `logits`, which has one logit per token of the vocabulary, and records the token. A NaN logit counts as
-    /// −∞.
+    /// Draws a token from `logits`, which has one logit per token of the vocabulary, and records the token. A NaN logit counts
+    /// as −∞.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if every logit is NaN or −∞, so that no token can be drawn. Passes on the errors of
@@ -170,7 +170,7 @@ impl Sampler {
     }
 
     /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. A few candidates are usually
-    /// enough to reach it, so the candidates are sorted piece by piece, beginning with the most likely ones.
+    /// enough to reach `top_p`, so the candidates are sorted piece by piece, beginning with the most likely ones.
     fn keep_top_p(&mut self, top_p: f64) {
         let enough = top_p * sum(&self.candidates);
         let mut reached = 0.0;
@@ -321,7 +321,7 @@ mod tests {
     fn sample_with_temperature_scales_probabilities() {
         let logits = logits(&[0.5, 0.25, 0.25]);
         assert_frequencies(&sampling(1.0, None, None), &logits, &[0.5, 0.25, 0.25]);
-        // A temperature of 0.5 squares the probabilities and normalises the squares: 1/4, 1/16 and 1/16 become 2/3, 1/6 and
+        // A temperature of 0.5 squares the probabilities and normalizes the squares: 1/4, 1/16 and 1/16 become 2/3, 1/6 and
         // 1/6.
         assert_frequencies(
             &sampling(0.5, None, None),

@@ -1,16 +1,16 @@
 //! Buffers of keys and values, and functions that write and read their columns.
 //!
-//! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A full layer stores column
-//! `c` in slot `c`, a ring buffer in slot `c % slots`.
+//! A column is one token of every sequence, numbered in text order. A slot is an index in a buffer. A layer with full attention
+//! stores column `c` in slot `c`. A layer with a sliding window has a ring buffer, and stores column `c` in slot `c % slots`.
 
 use super::{
     key_values::{KeyValues, Visible},
     slots::Slots,
 };
 
-/// The number of slots by which a full layer's buffer grows. Growing copies the whole buffer once per 256 new columns.
-/// Attention reads the whole buffer once per new column in a decode step, so the copies are at most 1/256 of the memory that
-/// attention reads.
+/// The number of slots by which the buffer of a full-attention layer grows. Growing copies the whole buffer once per 256 new
+/// columns. In decode, attention reads the whole buffer once per new column. Growing therefore copies at most 1/256 of the
+/// bytes that attention reads.
 pub(super) const BLOCK: usize = 256;
 
 /// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.
@@ -33,13 +33,14 @@ impl Buffers {
     }
 }
 
-/// Returns the number of slots in a buffer that holds `columns` columns (tokens of every sequence).
+/// Returns the number of slots in a full-attention layer's buffer that holds `columns` columns (tokens of every sequence). The
+/// number is `columns`, rounded up to a multiple of [`BLOCK`].
 pub(super) fn capacity(columns: usize) -> usize {
     columns.next_multiple_of(BLOCK)
 }
 
-/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a larger buffer with a copy of the first `columns`
-/// columns.
+/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a new buffer of `slots` slots that holds a copy of the
+/// first `columns` columns (tokens) of `buffer`.
 pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     match buffer.dims()[2] < slots {
         true => write(buffer.empty(slots), buffer, 0, 0, columns),
@@ -47,8 +48,8 @@ pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     }
 }
 
-/// Appends `new`, `[batch, kv_heads, count, …]`, to a full layer's buffer that already holds `past` columns. Returns the
-/// buffer.
+/// Appends `new`, `[batch, kv_heads, count, …]`, to a full-attention layer's buffer that already holds `past` columns (tokens).
+/// Returns the buffer.
 pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots {
     let count = new.dims()[2];
     let slots = capacity(past + count);
@@ -59,7 +60,8 @@ pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots 
     write(buffer, new, 0, past, count)
 }
 
-/// Copies `count` columns (tokens) of `new`, from column `start` on, into `buffer`, from slot `slot` on.
+/// Copies `count` columns (tokens) from `new` to `buffer`. Column `start` of `new` goes to slot `slot`, and the following
+/// columns go to the following slots.
 ///
 /// The caller passes the only handle to the buffer's memory, so the write happens in place.
 pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count: usize) -> Slots {
@@ -67,8 +69,8 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
-/// Writes the last columns (tokens) of `new` to a ring buffer, at most as many as the buffer has slots. `past` is the number of
-/// columns before `new`.
+/// Writes the columns (tokens) of `new` to a ring buffer. If `new` has more columns than the buffer has slots, only the last
+/// columns are written. `past` is the number of columns that precede `new`.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);

@@ -1,7 +1,7 @@
 //! The cache as the decode kernels use it: the slots that are reserved for future columns, and the buffers that the kernels
 //! write.
 //!
-//! A column is one token of every sequence. A full layer stores column `c` in slot `c` of its buffer.
+//! A column is one token of every sequence. A full-attention layer stores column `c` in slot `c` of its buffer.
 
 use super::{
     Cache, Store,
@@ -21,7 +21,8 @@ pub(crate) enum WriteTarget {
 }
 
 impl Cache {
-    /// Returns the number of columns (tokens of every sequence) for which every full layer's buffer has slots.
+    /// Returns the number of columns (tokens of every sequence) for which [`make_room`](Self::make_room) has reserved slots in
+    /// the buffer of every full-attention layer.
     pub(crate) fn room(&self) -> usize {
         self.room
     }
@@ -49,8 +50,8 @@ impl Cache {
         self.room = room;
     }
 
-    /// Returns the buffers to which the decode kernels write, for all layers that compute their own keys and values, in layer
-    /// order.
+    /// Returns the buffers to which the decode kernels write, in layer order. Only layers that compute their own keys and
+    /// values have an entry.
     ///
     /// # Panics
     /// If the cache is empty.
@@ -58,8 +59,8 @@ impl Cache {
         self.stores.iter().map(Store::target).collect()
     }
 
-    /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no layer of `kind`
-    /// does.
+    /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no such layer
+    /// exists.
     ///
     /// # Panics
     /// If the cache is empty.

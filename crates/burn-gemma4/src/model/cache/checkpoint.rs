@@ -1,6 +1,6 @@
-//! Checkpoints, which restore a cache to an earlier column. A column is one token of the text. Full layers keep all columns, so
-//! a checkpoint stores nothing for them. Ring buffers overwrite old columns, so a checkpoint stores copies of their last
-//! columns.
+//! Checkpoints of the KV cache, from which the cache can be restored to an earlier column. A column is one token of the text.
+//! Full-attention layers keep all columns, so a checkpoint stores nothing for them. Ring buffers overwrite old columns, so a
+//! checkpoint stores copies of their last columns.
 
 use super::{
     Cache, Store,
@@ -31,7 +31,8 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// Copies the columns that the ring buffers still hold.
+    /// Creates a checkpoint. The checkpoint copies the last columns (tokens) of each ring buffer, as many as a query after a
+    /// restore may need.
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
@@ -50,8 +51,9 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs some
-    /// of these columns, and [`forget`](Self::forget) may still remove the others.
+    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs the
+    /// last `window - 1` columns. If [`forget`](Self::forget) removes columns before that query, the query needs as many
+    /// earlier columns instead.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
@@ -60,12 +62,12 @@ impl Cache {
     /// longer hold every key in the window of a query at `column`.
     ///
     /// # Panics
-    /// If the cache is padded. A padded cache has one padding mask for all columns that were ever written.
+    /// If the cache is padded. The padding mask applies by column, so after a rewind into the padding it would hide new tokens.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // Count a ring buffer as complete only while it has an unwritten slot. A ring buffer without unwritten slots may still
-        // hold every token of the text. But after a restore all slots count as written, although the first tokens can be
-        // missing.
+        // A ring buffer surely holds every token of the text only while it has an unwritten slot. A ring buffer without
+        // unwritten slots may hold every token too. But after a restore all slots count as written, although the first tokens
+        // can be missing.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -102,7 +104,7 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Limit the number of tokens that can be forgotten. After the last of them is forgotten, the ring buffer must still
+        // Limit the number of tokens that can be forgotten. Even after all these tokens are forgotten, the ring buffer must
         // hold the whole window of the next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
@@ -112,8 +114,8 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` columns (tokens) that were written to a ring buffer. The copy is new memory, because
-/// kernels write ring buffers in place, which would change a view. `kept` must be at least 1.
+/// Copies the last `kept` of the `past` columns (tokens) that were written to a ring buffer. The copy has its own memory,
+/// because kernels write ring buffers in place, and their writes would change a view. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
     // Allocate one slot more than needed, so that no write covers the whole tensor. A write that covers the whole tensor may

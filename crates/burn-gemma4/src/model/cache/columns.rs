@@ -20,7 +20,7 @@ pub(crate) struct CacheColumns {
 }
 
 impl Cache {
-    /// Returns all columns (tokens) of the full layers' buffers, with their tensor names.
+    /// Returns all columns (tokens) of the full-attention layers' buffers, with their tensor names.
     pub(crate) fn columns_of_layers(&self) -> Vec<(String, Slots)> {
         let columns = |buffer: &Slots| buffer.narrow(2, 0, self.columns);
         let mut found = Vec::new();
@@ -104,7 +104,7 @@ impl Cache {
         kept <= columns.min(most) && (kept == columns || kept >= window)
     }
 
-    /// Fills the buffers of the full layers from named tensors. The cache must be empty.
+    /// Fills the buffers of the full-attention layers from named tensors. The cache must be empty.
     pub(crate) fn fill(&mut self, model: &Gemma4Model, tensors: &mut BTreeMap<String, Slots>) {
         for (layer, store) in self.stores.iter_mut().enumerate() {
             let mut take = |what| {
@@ -128,8 +128,8 @@ impl Cache {
         }
     }
 
-    /// Allocates the missing ring buffers. A session file has no tensors for ring buffers that hold no token, for example with
-    /// a window of one token.
+    /// Allocates the missing ring buffers. A session file has no tensors for ring buffers that hold no token, for example if
+    /// the window is one token.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());
@@ -147,7 +147,8 @@ impl Cache {
         }
     }
 
-    /// Removes the ring buffers' columns from the named tensors, and returns them by layer.
+    /// Removes the tensors of the ring buffers' columns from `tensors`, and returns the removed tensors by layer. The entry of
+    /// a layer without such tensors is `None`.
     pub(crate) fn rings_of(
         &self,
         prefix: &str,

@@ -1,6 +1,6 @@
 //! Compact keys: keys and values in one buffer, for layers that compute both from the same projection.
 //!
-//! In these layers a head's value is the normalised projection `r`. The key is `r` times the weight `w` of the key norm,
+//! In these layers a head's value is the normalized projection `r`. The key is `r` times the weight `w` of the key norm,
 //! rotated by position. The rotation changes only some channels. In every other channel the key equals `w` times the value. In
 //! these channels the query is therefore multiplied by `w`, and attention takes the dot product of query and value instead of
 //! query and key. The buffer stores only the rotated channels of the key, beside the whole value:
@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A Gemma 4 head has 512 channels, and 128 of them are rotated. A slot therefore has 640 elements instead of 1024. The result
-//! is mathematically equal, but in half precision it differs in rounding.
+//! is mathematically equal, but differs in rounding in half precision.
 
 use super::precision::CODES;
 use super::slots::Slots;
@@ -57,7 +57,8 @@ impl CompactLayout {
     }
 
     /// Returns the order in which a slot stores the value's channels: for each stored element, the index of its channel. The
-    /// rotated channels come first, because the key shares the other channels with the value.
+    /// rotated channels come first. The other channels, which key and value share, then lie next to the key's rotated channels,
+    /// so that the key is one contiguous range.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -78,7 +79,8 @@ impl CompactLayout {
         order
     }
 
-    /// Returns the source of each slot element, as an index into the channels of the value followed by the channels of the key.
+    /// Returns the source of each slot element. The source is an index into the concatenation of the value's channels and the
+    /// key's channels.
     fn slot_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.extend_from_within(..self.rotated());
@@ -88,7 +90,8 @@ impl CompactLayout {
         order
     }
 
-    /// Returns the index in the value range for each channel. This is the inverse of [`value_order`](Self::value_order).
+    /// Returns, for each channel, its index in the value range of a slot. This is the inverse of
+    /// [`value_order`](Self::value_order).
     fn value_columns(&self) -> Vec<usize> {
         let mut columns = vec![0; self.head_dim];
         for (column, channel) in self.value_order().into_iter().enumerate() {
@@ -151,7 +154,7 @@ impl CompactKeys {
 pub(crate) struct CompactBuffer {
     /// The slots, `[batch, kv_heads, slots, width]`.
     pub slots: Slots,
-    /// The layout of the slots and the index tensors.
+    /// The layout of the slots, and the index tensors that build slots.
     pub keys: CompactKeys,
 }
 

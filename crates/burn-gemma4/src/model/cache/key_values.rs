@@ -8,14 +8,14 @@ use burn::tensor::{Bool, Int, Tensor};
 /// The keys and values that a layer's queries attend to, and which of the keys each query sees.
 #[derive(Clone, Debug)]
 pub(crate) struct KeyValues {
-    /// The normalised and rotated keys, `[batch, kv_heads, kv_len, head_dim]`.
+    /// The normalized and rotated keys, `[batch, kv_heads, kv_len, head_dim]`.
     pub key: Slots,
-    /// The normalised values, `[batch, kv_heads, kv_len, head_dim]`.
+    /// The normalized values, `[batch, kv_heads, kv_len, head_dim]`.
     pub value: Slots,
     /// The rules that decide which keys a query sees.
     pub visible: Visible,
-    /// The layout of compact keys, if keys and values share slots. Channels of the query must then be multiplied by the key
-    /// norm's weight.
+    /// The layout of compact keys, or `None` if keys and values have separate buffers. With compact keys, the unrotated
+    /// channels of the query must be multiplied by the key norm's weight.
     pub compact: Option<CompactKeys>,
 }
 
@@ -45,19 +45,20 @@ impl KeyValues {
 /// The rules that decide which keys a query sees. The last query is at the position of the last key.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Visible {
-    /// True if a query sees no later key.
+    /// True if a query sees no key at a later position than its own.
     pub causal: bool,
-    /// The number of keys that a query sees, including the key at its own position.
+    /// The largest number of keys that a query sees, including the key at its own position. `None` means that attention has no
+    /// window.
     pub window: Option<usize>,
-    /// The number of valid keys in each sequence, `[batch]`.
+    /// The number of valid keys in each sequence, `[batch]`, or `None` if all keys are valid.
     pub lengths: Option<Tensor<1, Int>>,
     /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous launch has
     /// ended (programmatic dependent launch).
     pub lengths_ahead: bool,
-    /// The padding mask, `[batch, 1, 1, kv_len]`: `false` if a key is padding.
+    /// The padding mask, `[batch, 1, 1, kv_len]`: `false` if a key is padding. `None` means that no key is padding.
     pub mask: Option<Tensor<4, Bool>>,
-    /// The packed document to which each position belongs, `[batch, kv_len]`. Queries and keys have the same positions. A query
-    /// sees only keys of its own document.
+    /// The packed document to which each position belongs, `[batch, kv_len]`, or `None` if the sequences are not packed.
+    /// Queries and keys have the same positions. A query sees only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
 }
 
@@ -94,8 +95,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read. For each layer type, these are the keys and values of the last layer that
-/// computed its own.
+/// The keys and values that shared KV layers read. The entry of a layer type has the keys and values of the last layer of this
+/// type that is not a shared KV layer.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,

@@ -8,10 +8,10 @@ use crate::error::Gemma4Error;
 /// The storage format of a KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
-    /// Stores only the rotated channels of keys, in layers whose keys and values come from the same projection. The other key
-    /// channels are derived from the values. At Gemma 4's shapes such a layer stores five eighths of the bytes, and a decode
-    /// step reads five eighths. The result is mathematically equal, but differs in rounding. Models without such layers are not
-    /// affected.
+    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. The other
+    /// key channels are derived from the values. At Gemma 4's shapes such a layer stores five eighths of the bytes, and a
+    /// decode step reads five eighths. The result is mathematically equal, but differs in rounding. Models without such layers
+    /// are not affected.
     pub compact_keys: bool,
     /// The number format of keys and values: the model's dtype or int8.
     pub precision: KvPrecision,

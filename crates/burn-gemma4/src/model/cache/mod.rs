@@ -1,11 +1,11 @@
 //! The KV cache: the keys and values of all tokens that the model has processed.
 //!
-//! A sliding layer stores its keys and values in a ring buffer of one window. A full layer's buffer grows in blocks. A shared
-//! KV layer reads an earlier layer's keys and values, so it stores nothing.
+//! A sliding-window layer stores its keys and values in a ring buffer of one window. The buffer of a full-attention layer
+//! ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and values, so it stores nothing.
 //!
 //! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at their
-//! ends. A shorter sequence begins with masked padding, so that all sequences write the same column. While the decode kernels
-//! run, each sequence instead begins with its first token and writes at its own position.
+//! ends. A shorter sequence begins with masked padding, so that all sequences write the same column. The decode kernels use
+//! another alignment: slot 0 holds the first token of each sequence, and each sequence writes at its own position.
 //!
 //! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column that may
 //! be forgotten. Without the spare slots, a new column would overwrite a key that a query needs again after the new column is
@@ -65,19 +65,20 @@ pub struct Cache {
     kind: CacheKind,
     /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
     rotated: bool,
-    /// The number of columns (tokens of every sequence) for which every full layer's buffer has slots.
+    /// The number of columns (tokens of every sequence) for which `make_room` has reserved slots in the buffer of every
+    /// full-attention layer.
     #[cfg(feature = "cube")]
     room: usize,
 }
 
-/// The buffers of one layer. They are allocated when the first columns are written.
+/// The buffers of one layer, which are allocated when the first columns are written.
 #[derive(Debug)]
 enum Store {
-    /// A ring buffer of `window + spare` slots. Column `c` is in slot `c % slots`.
+    /// A ring buffer of `window + spare` slots. Column (token) `c` is in slot `c % slots`.
     Ring(Option<Buffers>),
-    /// A growing buffer. Column `c` is in slot `c`.
+    /// A growing buffer. Column (token) `c` is in slot `c`.
     Growing(Option<Buffers>),
-    /// A growing buffer with compact keys. Column `c` is in slot `c`, which holds both key and value.
+    /// A growing buffer with compact keys. Column (token) `c` is in slot `c`, which holds both key and value.
     Compact(CompactLayout, Option<Box<CompactBuffer>>),
 }
 
@@ -312,8 +313,8 @@ impl Cache {
                     *store = Some(buffers);
                     return read;
                 }
-                // Concatenate the keys or values of the ring buffer with the new ones. The queries of the call together see
-                // more tokens than the ring buffer can hold.
+                // Concatenate the ring buffer's keys and values with the call's own keys and values. The queries of the call
+                // together can see more tokens than the ring buffer holds.
                 let read = KeyValues::new(
                     in_order(&buffers.key, &key, call.past, kept),
                     in_order(&buffers.value, &value, call.past, kept),
@@ -361,8 +362,8 @@ impl Cache {
         }
     }
 
-    /// Returns the keys and values of the last layer of `kind` that computes its own, with the rules for a query at the next
-    /// position. Returns `None` if no such layer exists, or if the cache is empty.
+    /// Returns the keys and values of the last layer of `kind` that is not a shared KV layer, with the rules for a query at the
+    /// next position. Returns `None` if no such layer exists, or if the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
@@ -404,8 +405,9 @@ impl Cache {
         self.advance_by(call.count);
     }
 
-    /// Returns the number of slots that a full layer's buffer needs for columns (tokens of every sequence) up to `end`. The
-    /// slots of forgotten columns and the slots that the decode kernels have reserved count too, so the buffer never shrinks.
+    /// Returns the number of slots that a full-attention layer's buffer needs for columns (tokens of every sequence) up to
+    /// `end`. The slots of forgotten columns and the slots that the decode kernels have reserved count too, so the buffer never
+    /// shrinks.
     fn full_slots(&self, end: usize) -> usize {
         let slots = capacity(end.max(self.written));
         #[cfg(feature = "cube")]
@@ -414,7 +416,7 @@ impl Cache {
     }
 
     /// True if the call's queries can attend to the ring buffer in place, with slots in any order. This is possible if the call
-    /// has a single query and the ring buffer has no spare slots. The query then sees every slot.
+    /// has a single query and the ring buffer has no spare slots. The query then sees every written slot.
     fn reads_ring(&self, count: usize) -> bool {
         count == 1 && self.spare == 0
     }
@@ -436,7 +438,7 @@ impl Cache {
     }
 
     /// Returns the newest column (token of every sequence) in each slot of a ring buffer of `window` slots, after `end` columns
-    /// were written.
+    /// were written. For a slot that is not written yet, returns the first column that will be written to the slot.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {
@@ -469,8 +471,8 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the call's own keys and values if the cache was empty before the call. A full layer then need not read its
-    /// buffer. The keys and values of an int8 cache are already quantized here, so that the result does not depend on how a
+    /// Returns the call's own keys and values if the cache was empty before the call. A full-attention layer then need not read
+    /// its buffer. The keys and values of an int8 cache are already quantized here, so that the result does not depend on how a
     /// text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
         (self.past == 0).then(own)

@@ -30,7 +30,7 @@ impl Cache {
     }
 
     /// Removes the last `counts[i]` tokens of sequence `i`, which must not be padding. If the counts differ, a sequence that
-    /// becomes shorter than the longest gets more padding at its beginning.
+    /// becomes shorter than the longest sequence gets more padding at its beginning.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).

@@ -27,7 +27,7 @@ impl Slots {
     /// Converts floats to the storage format.
     ///
     /// # Panics
-    /// If a row does not fill whole words. `CacheKind::check` has already ruled this out.
+    /// If the storage format is int8 and a row does not fill whole 32-bit words. `CacheKind::check` has already ruled this out.
     pub fn new(numbers: Tensor<4>, precision: KvPrecision) -> Self {
         match precision {
             KvPrecision::Model => Self::Whole(numbers),
@@ -39,7 +39,7 @@ impl Slots {
         }
     }
 
-    /// Returns the dimensions. The last dimension counts values, not packed words.
+    /// Returns the dimensions. The last dimension counts unpacked elements, not words of four int8 codes.
     pub fn dims(&self) -> [usize; 4] {
         match self {
             Self::Whole(numbers) => numbers.dims(),
@@ -58,7 +58,7 @@ impl Slots {
         }
     }
 
-    /// Allocates `slots` uninitialised slots of the same format. The caller must write a slot before reading it.
+    /// Allocates `slots` uninitialized slots of the same format. The caller must write a slot before reading it.
     pub fn empty(&self, slots: usize) -> Self {
         match self {
             Self::Whole(numbers) => Self::Whole(empty(numbers, slots)),
@@ -137,7 +137,7 @@ impl Slots {
     /// Returns the keys or values as floats. Int8 codes are dequantized to f32.
     ///
     /// # Panics
-    /// If the device does not support attention. The model has already run attention on the device.
+    /// If the device does not support attention, which cannot happen after the model has run attention on the device.
     pub fn numbers(self) -> Tensor<4> {
         match self {
             Self::Whole(numbers) => numbers,
@@ -151,7 +151,7 @@ impl Slots {
 /// Combines packed int8 codes and scales into the type that attention reads.
 ///
 /// # Panics
-/// If the shapes of codes and scales do not match. The shapes in [`Slots`] always match.
+/// If the shapes of codes and scales do not match, which cannot happen for the shapes in [`Slots`].
 pub(crate) fn rows(words: Tensor<4, Int>, scales: Tensor<4>) -> QuantizedRows {
     QuantizedRows::of_parts(words, scales.squeeze_dim(3)).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -162,7 +162,7 @@ fn bytes<K: Basic>(tensor: &Tensor<4, K>) -> usize {
 
 fn empty<K: Basic>(like: &Tensor<4, K>, slots: usize) -> Tensor<4, K> {
     let [batch, heads, _, columns] = like.dims();
-    // Allocate a flat tensor, because CUDA's allocator would pad each row of 1,280 bytes to 1,536.
+    // Allocate a flat tensor, because CUDA's allocator would pad the rows, for example from 1,280 to 1,536 bytes.
     let flat = Tensor::<3, K>::empty(
         [batch, heads, slots * columns],
         (&like.device(), like.dtype()),

@@ -24,11 +24,12 @@ pub struct Attention {
     pub q_proj: Linear,
     /// The norm of each query head.
     pub q_norm: RmsNorm,
-    /// The key projection, `[kv_heads · head_dim, hidden]`.
+    /// The key projection, `[kv_heads · head_dim, hidden]`. It is `None` in a shared KV layer.
     pub k_proj: Option<Linear>,
-    /// The norm of each key head.
+    /// The norm of each key head. It is `None` in a shared KV layer.
     pub k_norm: Option<RmsNorm>,
-    /// The value projection, `[kv_heads · head_dim, hidden]`. It is `None` if the values come from the key projection.
+    /// The value projection, `[kv_heads · head_dim, hidden]`. It is `None` in a shared KV layer, and if the values come from
+    /// the key projection.
     pub v_proj: Option<Linear>,
     /// The output projection, `[hidden, q_heads · head_dim]`.
     pub o_proj: Linear,
@@ -46,8 +47,8 @@ impl Attention {
         let head_dim = config.head_dim(layer);
         let hidden = config.hidden_size;
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
-        // Initialise the norm weights of queries and keys below 1, because the attention scale is 1. With weights of 1 the
-        // scores would have a standard deviation of √head_dim, too large for the softmax to learn.
+        // Initialize the norm weights of queries and keys below 1, because the attention scale is 1. With weights of 1 the
+        // scores would have a standard deviation of √head_dim. The softmax would then saturate, and could not learn.
         let weight = (head_dim as f64).powf(-0.25);
         let norm = || RmsNorm::of(weight, head_dim, config.rms_norm_eps, device);
         let own = !config.is_shared(layer);

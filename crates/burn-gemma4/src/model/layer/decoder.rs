@@ -12,7 +12,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// A decoder layer. The field names are those of the checkpoint's tensors.
+/// A decoder layer. The field names equal the names of the checkpoint's tensors.
 #[derive(Module, Debug)]
 pub struct DecoderLayer {
     /// The attention block.
@@ -25,12 +25,12 @@ pub struct DecoderLayer {
     pub post_attention_layernorm: RmsNorm,
     /// The norm before the dense MLP.
     pub pre_feedforward_layernorm: RmsNorm,
-    /// The norm of the feed-forward output: the dense MLP's output, or in a layer with experts, the sum of the dense MLP's and
-    /// the experts' normalised outputs.
+    /// The norm of the feed-forward output. The feed-forward output is the dense MLP's output or, in a layer with experts, the
+    /// sum of the dense MLP's and the experts' normalized outputs.
     pub post_feedforward_layernorm: RmsNorm,
-    /// The MoE router.
+    /// The MoE router, or `None` in a layer without experts.
     pub router: Option<Router>,
-    /// The experts, whose output is added to the dense MLP's output.
+    /// The experts, whose output is added to the dense MLP's output. `None` means that the layer has no experts.
     pub experts: Option<Experts>,
     /// The norm of the dense MLP's output. It applies before the experts' output is added.
     pub post_feedforward_layernorm_1: Option<RmsNorm>,
@@ -158,7 +158,7 @@ impl DecoderLayer {
         (stream, own)
     }
 
-    /// Returns the sum of the dense MLP's and the experts' normalised outputs. Returns `dense` unchanged if the layer has no
+    /// Returns the sum of the dense MLP's and the experts' normalized outputs. Returns `dense` unchanged if the layer has no
     /// experts.
     fn with_experts<O: LayerOps>(
         &self,

@@ -36,8 +36,8 @@ impl Embedding {
         self.scale
     }
 
-    /// Looks up the tokens' rows and multiplies them by the constant, which is rounded to the table's dtype as in the models'
-    /// training.
+    /// Looks up the tokens' rows and multiplies them by the constant. The constant is rounded to the table's dtype, as in the
+    /// models' training.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, positions, columns]`.

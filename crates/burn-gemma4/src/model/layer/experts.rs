@@ -31,7 +31,7 @@ pub(crate) struct Mixture<'a> {
 pub struct Router {
     /// The router's projection, `[experts, hidden]`.
     pub proj: Linear,
-    /// The scale of each channel of the router's normalised input, `[hidden]`.
+    /// The scale of each channel of the router's normalized input, `[hidden]`.
     pub scale: Param<Tensor<1>>,
     /// The scale of each expert, `[experts]`, by which the expert's weight in the sum is multiplied.
     pub per_expert_scale: Param<Tensor<1>>,
@@ -200,7 +200,8 @@ impl Experts {
         let [_, top_k] = chosen.dims();
         let chosen: Vec<i64> = chosen.clone().into_data().iter::<i64>().collect();
 
-        // Sort the (row, chosen expert) pairs by expert. A place is the index of a pair: `row · top_k + rank`.
+        // Sort the (row, chosen expert) pairs by expert. A place is the index of a pair, `row · top_k + rank`, where `rank`
+        // numbers the row's chosen experts.
         let mut places: Vec<usize> = (0..chosen.len()).collect();
         places.sort_by_key(|place| chosen[*place]);
         let mut back = vec![0; places.len()];

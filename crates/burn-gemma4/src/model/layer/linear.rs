@@ -45,8 +45,8 @@ impl Linear {
             return rows(input, self.weight.matrix());
         };
         match self.weight.base() {
-            // Multiply by the packed weight and the adapter separately. For a few rows this reads the packed weight directly,
-            // whereas `lora_product` would dequantize the weight.
+            // Multiply by the packed weight and the adapter separately. For a few rows the product then reads the packed weight
+            // directly, whereas `lora_product` would dequantize the weight.
             Matrix::Quantized(_) if !input.device().is_autodiff() => self.rows_by(input, rows),
             base => lora::lora_product(input, base, adapter),
         }
@@ -86,8 +86,8 @@ mod tests {
         tensor::Distribution,
     };
 
-    /// A mapper that fills both LoRA matrices with random values. One of the two is initialised with zeros, so without the
-    /// mapper their product would be zero.
+    /// A mapper that fills both LoRA matrices with random values. One of the two matrices is initialized with zeros, so without
+    /// the mapper their product would be zero.
     struct Drawn;
 
     impl ModuleMapper for Drawn {

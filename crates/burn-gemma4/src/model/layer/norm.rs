@@ -11,7 +11,7 @@ use burn::{
 /// dtype.
 #[derive(Module, Debug)]
 pub struct RmsNorm {
-    /// The weight, `[columns]`. It multiplies the normalised input directly, without the `1 +` of earlier Gemma models.
+    /// The weight, `[columns]`. It multiplies the normalized input directly, without the `1 +` of earlier Gemma models.
     pub weight: Param<Tensor<1>>,
     #[module(skip)]
     epsilon: f64,
@@ -22,7 +22,7 @@ impl RmsNorm {
         Self::of(1.0, columns, epsilon, device)
     }
 
-    /// Creates a norm whose weight is initialised with `weight` instead of 1.
+    /// Creates a norm whose weight is initialized with `weight` instead of 1.
     pub(crate) fn of(weight: f64, columns: usize, epsilon: f64, device: &Device) -> Self {
         Self {
             weight: constant(weight, [columns], device),
@@ -30,7 +30,7 @@ impl RmsNorm {
         }
     }
 
-    /// Normalises along the last dimension.
+    /// Normalizes along the last dimension.
     pub fn forward<const D: usize>(&self, input: Tensor<D>) -> Tensor<D> {
         norm(input, self.weight.val(), self.epsilon)
     }

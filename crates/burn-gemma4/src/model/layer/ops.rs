@@ -11,8 +11,7 @@ use crate::{
 };
 use burn::tensor::Tensor;
 
-/// The operations of a layer. Rows are `[batch · positions, columns]`, sequence by sequence, with each sequence's positions in
-/// order.
+/// The operations of a layer. Rows, `[batch · positions, columns]`, are ordered by sequence, and within a sequence by position.
 pub(crate) trait LayerOps {
     /// Multiplies rows, `[rows, columns in]`, by the transpose of a weight. Returns `[rows, columns out]`.
     fn project(&mut self, input: Tensor<2>, linear: &Linear) -> Tensor<2>;
@@ -23,7 +22,7 @@ pub(crate) trait LayerOps {
         projections.iter().map(project).collect()
     }
 
-    /// Normalises and rotates a layer's projected keys and values, and appends them to the KV cache, if there is a cache.
+    /// Normalizes and rotates a layer's projected keys and values, and appends them to the KV cache, if there is a cache.
     /// Returns the keys and values that the queries attend to.
     fn key_values(
         &mut self,
@@ -32,7 +31,7 @@ pub(crate) trait LayerOps {
         value: ColumnSlice,
     ) -> KeyValues;
 
-    /// Normalises and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]`, in the channel
+    /// Normalizes and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]`, in the channel
     /// order that `key_values` needs.
     fn queries(
         &mut self,
@@ -85,7 +84,7 @@ pub(crate) trait LayerOps {
     /// Computes `gelu(gate(input))` times the layer's per-layer embedding.
     fn gate(&mut self, input: Tensor<2>, gate: &Linear, embedding: ColumnSlice) -> Tensor<2>;
 
-    /// Normalises the residual stream with `norm`, then applies [`project_together`](Self::project_together).
+    /// Normalizes the residual stream with `norm`, then applies [`project_together`](Self::project_together).
     fn project_normed(
         &mut self,
         mut stream: ResidualStream,
@@ -125,7 +124,7 @@ pub(crate) trait LayerOps {
         self.add_before(stream, output, norm, Some(scalar), next)
     }
 
-    /// Normalises a block's output with `norm`, and adds the result to the residual stream.
+    /// Normalizes a block's output with `norm`, and adds the result to the residual stream.
     fn add(&mut self, stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -> ResidualStream {
         ResidualStream::new(residual(added(stream, output, norm)))
     }
@@ -155,11 +154,11 @@ pub(crate) trait LayerOps {
     ) {
     }
 
-    /// Runs the callback after the launches of part `_part` were queued on the device.
+    /// Runs the callback after the launches of one part of the step, `_part`, have been queued on the device.
     fn after(&mut self, _part: Part) {}
 }
 
-/// Describes the addition of a block's normalised output to the residual stream.
+/// Describes the addition of a block's normalized output to the residual stream.
 pub(crate) fn added(stream: ResidualStream, output: Tensor<2>, norm: &RmsNorm) -> ResidualAdd {
     ResidualAdd {
         stream: stream.into_rows(),
@@ -190,7 +189,7 @@ pub(crate) enum ResidualStream {
 }
 
 impl ResidualStream {
-    /// Creates a residual stream that is not normalised yet.
+    /// Creates a residual stream that is not normalized yet.
     pub fn new(rows: Tensor<2>) -> Self {
         Self::of((rows, None))
     }

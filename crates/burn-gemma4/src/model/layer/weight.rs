@@ -33,7 +33,7 @@ pub enum Weight<const D: usize = 2> {
 pub struct QuantizedWeight<const D: usize = 2> {
     /// The packed rows, `[rows, words]`, in 32-bit words of a layout that is internal to this crate.
     pub words: Param<Tensor<2, Int>>,
-    /// The LoRA adapter over the weight. Its parameter path equals that of an adapter over an unquantized weight.
+    /// The LoRA adapter over the weight. Its parameter path equals the path of an adapter over an unquantized weight.
     pub lora: Option<LoraAdapter>,
     #[module(skip)]
     layout: Layout,
@@ -311,7 +311,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let Ok(shape) = <[usize; 2]>::try_from(weight.shape.to_vec()) else {
             return;
         };
-        // Use an expanded zero tensor as the parameter. Burn initialises LoRA matrices from the parameter's shape only.
+        // Use a zero tensor that is expanded to the weight's shape as the parameter. An expanded tensor needs little memory,
+        // and Burn reads only the parameter's shape when it initializes the LoRA matrices.
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
@@ -334,7 +335,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
     }
 }
 
-/// The parameter paths equal the names of the checkpoint's tensors. The enum adds no level to a path.
+/// Implements [`Module`] so that the enum adds no level to a parameter's path. Parameter paths then equal the names of the
+/// checkpoint's tensors.
 impl<const D: usize> Module for Weight<D> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

@@ -9,8 +9,9 @@ use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
-/// The number of gradients that one launch squares and adds up. A model has hundreds of gradients, most of them small. The
-/// gradients, the sums and CubeCL's own tensor metadata need 8 buffers, which every WebGPU device can bind.
+/// The number of gradients that one launch squares and adds up. A model has hundreds of gradients, most of them small, so a
+/// launch for each gradient would be slow. Six gradients, the sums and CubeCL's own tensor metadata need 8 buffers, which every
+/// WebGPU device can bind.
 pub(super) const AT_ONCE: usize = 6;
 
 /// The number of vectors in each of the six gradient arguments. It is 0 for an argument that a launch does not need.
@@ -24,7 +25,7 @@ pub(super) struct Counts {
     pub sixth: u32,
 }
 
-/// Returns the sum of squares over the part of a gradient that this cube reads.
+/// Returns the sum of squares of the gradient elements that this unit reads.
 #[cube]
 fn squares<E: Float, N: Size>(
     gradient: &Tensor<Vector<E, N>>,
@@ -41,7 +42,8 @@ fn squares<E: Float, N: Size>(
     squares
 }
 
-/// Each cube adds up the squares of its part of all gradients, and adds this sum to its own element of `sums`.
+/// Adds up the squares of up to six gradients. Each cube squares its share of every gradient, and adds the sum to its own
+/// element of `sums`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn add_squares<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -89,8 +91,8 @@ pub(super) struct Coefficients {
 }
 
 /// Updates a vector of weights and its running means by an AdamW step, and returns the new weights. The order of operations is
-/// that of Burn's AdamW. The gradient is multiplied by `factor[0]`, which is 1 without clipping. If `factor[0]` is 0, the step is
-/// skipped, because the gradient may be NaN.
+/// the order in Burn's AdamW. The gradient is multiplied by `factor[0]`, which is 1 without clipping. If `factor[0]` is 0, the
+/// step is skipped. A multiplication by 0 would not be enough, because 0 × NaN is NaN.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,

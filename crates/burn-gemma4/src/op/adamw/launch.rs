@@ -107,8 +107,8 @@ impl UpdateBackend for CubeBackend {
         let counts = CountsLaunch::new(next(), next(), next(), next(), next(), next());
         let [first, second, third, fourth, fifth, sixth] =
             gradients.map(CubeTensor::into_tensor_arg);
-        // SAFETY: a cube reads vector `i` of a gradient only if `i` is below the gradient's number of vectors in `counts`. It
-        // writes only its own element of `sums`, which has one for each of at most `PARTS` cubes.
+        // SAFETY: a cube reads vector `i` of a gradient only if `i` is below the gradient's number of vectors in `counts`. A
+        // cube writes only its own element of `sums`. `sums` has `PARTS` elements, and the launch has at most `PARTS` cubes.
         unsafe {
             add_squares::launch_unchecked(
                 &client,
@@ -183,7 +183,8 @@ impl UpdateBackend for CubeBackend {
         let rounded = empty(&own.weight, own.weight.meta.shape().clone(), dtype);
         let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
         let (count, dim) = grid(&client, vectors);
-        // SAFETY: the accesses are those of `adamw`. Unit `i` also writes vector `i` of `rounded`, which has `vectors` vectors.
+        // SAFETY: the accesses are the same as in `adamw`. Unit `i` also writes vector `i` of `rounded`, which has `vectors`
+        // vectors.
         unsafe {
             adamw_rounded::launch_unchecked(
                 &client,

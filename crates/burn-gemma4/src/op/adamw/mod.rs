@@ -112,10 +112,10 @@ impl SumOfSquares {
     }
 }
 
-/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbours of the f32 weight, chosen by a fixed
-/// pseudorandom threshold. If many weights lie at the fraction `x` of the way from the neighbour nearer to zero to the farther
-/// neighbour, about the fraction `x` of these weights rounds to the farther neighbour. In dtypes other than bf16 weights round to
-/// nearest. Equal weights at equal indices round equally, on every device.
+/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight, chosen by a fixed
+/// pseudorandom threshold. If many weights lie at the fraction `x` of the way from the neighbor nearer to zero to the farther
+/// neighbor, about the fraction `x` of these weights rounds to the farther neighbor. In dtypes other than bf16, weights round
+/// to the nearest value. Equal weights at equal indices round equally, on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     if !drawn(dtype) {
         return weight.cast(dtype);

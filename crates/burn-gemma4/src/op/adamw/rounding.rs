@@ -1,6 +1,6 @@
 //! Rounding of f32 master weights to the model's bf16 weights.
 //!
-//! A bf16 weight is one of the two bf16 neighbours of its master weight. If many master weights lie at the fraction `x` of the
+//! A bf16 weight is one of the two bf16 neighbors of its master weight. If many master weights lie at the fraction `x` of the
 //! distance to the next bf16 value, about the fraction `x` of the bf16 weights take the next value. The model's weights
 //! therefore follow the master weights on average.
 //!
@@ -11,7 +11,7 @@
 //!
 //! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) also follows the master weights on average. It draws a random
 //! number in every step, which adds noise from step to step. Here each weight has one fixed pseudorandom threshold between two
-//! neighbours. The threshold is a hash of the weight's index and of the neighbour nearer to zero. The bf16 weight changes when
+//! neighbors. The threshold is a hash of the weight's index and of the neighbor nearer to zero. The bf16 weight changes when
 //! the master weight passes the threshold. Equal f32 weights at equal indices give equal bf16 weights, also after a restart. A
 //! master weight that is exactly a bf16 value keeps that value.
 //!
@@ -31,8 +31,8 @@ const NOT_FINITE: u32 = 0x7F80_0000;
 /// and index would give the same hash.
 const FACTORS: [u32; 3] = [0x85EB_CA6B, 0xC2B2_AE35, 0xCC9E_2D51];
 
-/// Returns the threshold of a weight, as a fraction of the distance between its bf16 neighbours, in units of 2⁻¹⁶. A weight
-/// beyond the threshold rounds to the neighbour farther from zero. The argument `kept` holds the bits of the neighbour nearer
+/// Returns the threshold of a weight, as a fraction of the distance between its bf16 neighbors, in units of 2⁻¹⁶. A weight
+/// beyond the threshold rounds to the neighbor farther from zero. The argument `kept` holds the bits of the neighbor nearer
 /// to zero, and `place` is the index of the weight.
 fn threshold(kept: u32, place: u32) -> u32 {
     let mut hash = place ^ kept.wrapping_mul(FACTORS[2]);
@@ -115,8 +115,8 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // With `WEIGHTS` independent thresholds the standard deviation of the fraction is at most 0.004. The bound is
-                // four times that.
+                // With `WEIGHTS` independent thresholds, the standard deviation of the fraction is at most 0.004. The bound is
+                // four standard deviations.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

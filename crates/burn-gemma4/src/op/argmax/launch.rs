@@ -46,8 +46,8 @@ fn launch(
     let largest = empty(&values, [rows, stretches], DType::F32);
     let numbers = empty(&values, [rows, stretches], NUMBERS);
     let element = dtype_to_storage_type(values.dtype);
-    // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `values`. It writes only its own element of
-    // `largest` and `numbers`, which have one for each of the `rows · stretches` cubes.
+    // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `values`. A cube writes only its own element
+    // of `largest` and of `numbers`. Each of these tensors has one element for each of the `rows · stretches` cubes.
     unsafe {
         argmax_pdl::launch_unchecked(
             &client,

@@ -1,5 +1,5 @@
-//! Dequantization: `round((code - zero) · scale + least)`, with the same bits as [`Layout`](crate::quant::layout::Layout) on the
-//! host.
+//! Dequantization: `round((code - zero) · scale + least)`. The results have the same bits as the results of
+//! [`Layout`](crate::quant::layout::Layout) on the host.
 //!
 //! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one word of
 //! codes and the parameters of its group, and writes adjacent values. Adjacent units read the same group's parameters. Bound:
@@ -15,8 +15,8 @@ use cubecl::{
     prelude::*,
 };
 
-/// The layout of packed rows: the row stride, and the offsets of the codes' upper bits and of the scales within a row. All three
-/// are numbers of 32-bit words.
+/// The layout of packed rows: the row stride, and the offsets of the codes' upper bits and of the scales within a row. The unit
+/// of all three is a 32-bit word.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(in crate::op) struct RowParts {
     /// The distance from one row to the next, in words.
@@ -31,7 +31,7 @@ pub(in crate::op) struct RowParts {
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
     /// The zero point of this group, or 0 if the format has no zero point per group. If all groups have a common zero point,
-    /// [`code`] subtracts it.
+    /// [`code`] subtracts the common zero point.
     pub zero: f32,
     pub scale: f32,
     pub least: f32,
@@ -51,8 +51,8 @@ impl Format {
         matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
     }
 
-    /// True if each dequantized value is exactly its group's scale times the code minus the zero point. A weighted sum of the
-    /// values of a group then equals the scale times the weighted sum of these differences.
+    /// True if each dequantized value is exactly `scale · (code − zero)`, with the scale and the zero point of its group. A
+    /// weighted sum of a group's values then equals the scale times the weighted sum of `code − zero`.
     pub(in crate::op) fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }

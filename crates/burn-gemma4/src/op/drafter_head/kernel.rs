@@ -1,8 +1,8 @@
-//! The first and last kernels of a drafter's step. The first concatenates a token's embedding with the residual stream of the
-//! previous position. The last writes the draft token.
+//! The first and last kernels of a drafter's step. The first kernel concatenates a token's embedding with the residual stream
+//! of the previous position. The last kernel writes the draft token.
 //!
 //! Budget: shared memory holds 8 bytes per unit. Registers hold one vector in the first kernel, and one logit and its token in
-//! the last.
+//! the last kernel.
 //!
 //! Bound: latency; rows are a few KB. After the wait for the previous launch, the first kernel has two dependent reads: the
 //! token, and the token's row of the embedding table. The last kernel has no dependent reads.
@@ -74,8 +74,8 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Finds the largest of the `parts` logits of each row, and writes the token of this logit to the row's position in the tensor of
-/// draft tokens. Each of the `parts` logits is the largest logit in one part of the row's candidate tokens. Among equal logits
+/// Finds the largest of each row's `parts` logits, and writes its token to the row's position in the tensor of draft tokens. A
+/// row's candidate tokens are divided into `parts` parts, and each logit is the largest logit of one part. Among equal logits
 /// the smaller token id wins. The draft token is 0 if every part reports the token −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(

@@ -97,8 +97,8 @@ fn join(
     );
     let element = dtype_to_storage_type(table.dtype);
     let integer = dtype_to_storage_type(tokens.dtype);
-    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. It reads one vector of
-    // a row of `streams`, or of a row of `table`. Token ids are below the number of rows of `table`.
+    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. The unit reads one
+    // vector of a row of `streams`, or of a row of `table`. Token ids are below the number of rows of `table`.
     unsafe {
         join_pdl::launch_unchecked(
             &client,
@@ -138,8 +138,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     let cubes_of_row = count.div_ceil(OWN);
     let stride = scores.meta.strides()[0];
     let element = dtype_to_storage_type(scores.dtype);
-    // SAFETY: each cube reads the `count` scores of one of the `rows` rows. It writes element `rank` of that row in `chosen`
-    // only if `rank` is below `top_k`.
+    // SAFETY: each cube reads the `count` scores of one of the `rows` rows. A cube writes element `rank` of that row in
+    // `chosen` only if `rank` is below `top_k`.
     unsafe {
         choose_groups_pdl::launch_unchecked(
             &client,
@@ -210,8 +210,8 @@ fn argmax_candidates(
         parts as u32,
     );
     let element = dtype_to_storage_type(hidden.dtype);
-    // SAFETY: each team reads the table rows of tokens in chosen groups, whose indices are below the number of groups. Each cube
-    // writes only its own result.
+    // SAFETY: each team reads the table rows of tokens in chosen groups. The indices of chosen groups are below the number of
+    // groups. Each cube writes only its own element of `largest` and of `tokens`.
     unsafe {
         argmax_candidates_pdl::launch_unchecked(
             &client,
@@ -245,8 +245,8 @@ fn place([largest, tokens]: [CubeTensor; 2], guesses: CubeTensor, first: usize) 
         guesses.dtype, tokens.dtype,
         "operands: expected the same dtype"
     );
-    // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `largest` and `tokens`, which has `parts` elements. It writes
-    // element `first + r` of `guesses`, which is within the tensor by the assertion above.
+    // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `largest` and `tokens`, which has `parts` elements. Cube `r`
+    // writes element `first + r` of `guesses`, which is within the tensor by the assertion above.
     unsafe {
         place_guess_pdl::launch_unchecked(
             &client,

@@ -1,9 +1,9 @@
 //! The input and the output of a drafter's step in speculative decoding on CubeCL devices. Kernels compute both without the
 //! host.
 //!
-//! One tensor holds all draft tokens of a round, in the order of the steps. A round is the drafter's steps and the verification
-//! of their draft tokens. Each step of the drafter reads its input token from this tensor, and the verification reads all draft
-//! tokens.
+//! A round of speculative decoding consists of the drafter's steps and the verification of their draft tokens. One tensor holds
+//! all draft tokens of a round, in the order of the steps. Each step of the drafter reads its input token from this tensor, and
+//! the verification reads all draft tokens.
 
 mod groups;
 mod kernel;
@@ -41,8 +41,8 @@ pub(crate) enum Embeddings {
     Rows(Tensor<2>),
 }
 
-/// Concatenates the embedding of each row's token with the row's residual stream. Both have the same number of columns. The
-/// output is `[rows, 2 · columns]`.
+/// Concatenates the embedding of each row's token with the row's residual stream. Embeddings and streams have the same number
+/// of columns. The output is `[rows, 2 · columns]`.
 pub(crate) fn join(embeddings: Embeddings, tokens: TokensAt, streams: ColumnSlice) -> Tensor<2> {
     let (table, scale) = match embeddings {
         Embeddings::Table { table, scale } => (table, Some(scale)),

@@ -26,13 +26,14 @@ pub(super) struct EmbedPlan {
     /// The largest number of vectors per unit.
     pub held: usize,
     pub pdl: bool,
-    /// True if no launch writes the tokens, tables and weights. The kernel then reads them before the previous launch has ended.
+    /// True if no launch writes the tokens, tables and weights. The kernel then reads these tensors before the previous launch
+    /// has ended.
     pub reads_ahead: bool,
     /// True if a vector has exactly `LOAD_BYTES` bytes. Loads before the wait for the previous launch support only this size.
     pub loads_now: bool,
 }
 
-/// The number of rows in the table, and their stride.
+/// The number of rows in the table, and the distance between the rows.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct TableRows {
@@ -130,7 +131,7 @@ pub(super) struct Factors {
 }
 
 /// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns, in
-/// f32. If there are no tokens, each row reads the table row with the row's own index.
+/// f32. Without tokens, output row `i` reads row `i` of the table.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     projected: &Tensor<Vector<E, N>>,

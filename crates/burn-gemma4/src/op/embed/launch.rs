@@ -40,8 +40,8 @@ impl EmbedBackend for CubeBackend {
             dtype_to_storage_type(dtype),
             dtype_to_storage_type(tokens.dtype),
         );
-        // SAFETY: cube `r` works only if `r` is below `rows`. It reads token `r`, and a row of `table` whose index is limited
-        // to the last row. It writes only row `r` of `embedded` and `normed`.
+        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads token `r`, and a row of `table` whose index is
+        // limited to the last row. The cube writes only row `r` of `embedded` and of `normed`.
         unsafe {
             embed_pdl::launch_unchecked(
                 &client,
@@ -110,9 +110,9 @@ impl EmbedBackend for CubeBackend {
         let plan = plan(&table, columns / vector, vector, ahead);
         let output = empty(&projected, shape, dtype);
         let integer = tokens.as_ref().map_or(DType::I32, |tokens| tokens.dtype);
-        // SAFETY: a cube handles one layer's columns in one of the `rows` rows of `projected` and `output`. It reads the same
-        // columns of a row of `table`. With `tokens`, the index of the table row is limited to the last row. Without `tokens`,
-        // `table` has a row for each of the `rows` rows.
+        // SAFETY: a cube handles one layer's columns in one of the `rows` rows of `projected` and `output`. The cube reads the
+        // same columns of a row of `table`. With `tokens`, the index of the table row is limited to the last row. Without
+        // `tokens`, `table` has a row for each of the `rows` rows.
         unsafe {
             per_layer_pdl::launch_unchecked(
                 &client,

@@ -56,10 +56,11 @@ pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>)
 
 /// The part of per-layer embeddings that depends only on the tokens.
 pub(crate) struct OfTokens {
-    /// The per-layer embedding table, `[tokens, layers · columns]`. Without `tokens` it has one row per output row.
+    /// The per-layer embedding table, `[tokens, layers · columns]`. If `tokens` is `None`, the table has one row per output
+    /// row.
     table: Tensor<2>,
     origin: Origin,
-    /// The tokens whose rows are read. `None` reads all rows in order.
+    /// The tokens whose rows are read, or `None` to read all rows in order.
     tokens: Option<Tensor<1, Int>>,
     scale: f64,
 }
@@ -180,7 +181,7 @@ pub trait EmbedBackend: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Describes the outputs to Burn's fusion before they exist.
+/// Describes the outputs to Burn's fusion before the outputs exist.
 fn metadata(tokens: &TensorSpec, table: &TensorSpec) -> EmbeddedMetadata {
     let rows = TensorSpec::new(Shape::new([tokens.shape[0], table.shape[1]]), table.dtype);
     EmbeddedMetadata {

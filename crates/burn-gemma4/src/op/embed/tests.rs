@@ -96,8 +96,8 @@ fn embed_matches_separate_operators() {
     }
 }
 
-/// Computes the expected per-layer inputs in f64. Each row of `projected` and of `of_tokens` has the columns of layer 0, then
-/// those of layer 1, and so on.
+/// Computes the expected per-layer embeddings in f64. Each row of `projected` and of `of_tokens` has the columns of layer 0,
+/// then the columns of layer 1, and so on.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],

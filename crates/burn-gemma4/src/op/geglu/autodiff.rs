@@ -16,7 +16,7 @@ use burn::backend::{
 struct GateBackward;
 
 impl<B: GateBackend> Backward<B, 2> for GateBackward {
-    /// The saved inputs: the gate and up projections.
+    /// The saved inputs: the outputs of the gate projection and of the up projection.
     type State = [NodeId; 2];
 
     fn backward(

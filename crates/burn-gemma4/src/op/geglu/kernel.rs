@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 const SQRT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044715;
 
-/// A range of columns, in vectors: its first column, and the distance between rows.
+/// A range of columns in a tensor: the first column of the range, and the distance between rows. Both are in vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GateUpColumns {

@@ -119,8 +119,9 @@ impl GateColumnsBackend for CubeBackend {
         let in_vectors = |start, stride| {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
-        // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `vectors`, the length of `output`. It reads one
-        // vector of a row below `rows`, within the `count` columns that `open` and `through` have from their first columns on.
+        // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `vectors`, the length of `output`. The unit reads
+        // one vector of a row below `rows` from `open` and from `through`. The vector is within the `count` columns of the
+        // tensor's range.
         unsafe {
             gate::launch_unchecked(
                 &client,

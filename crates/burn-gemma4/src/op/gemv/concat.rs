@@ -1,5 +1,5 @@
-//! Concatenated matrices: one launch multiplies by the query, key and value projections. A side is one of the concatenated
-//! matrices. Each side has its own cubes.
+//! Concatenated matrices, such as the query, key and value projections, by which a single GEMV launch multiplies. A side is one
+//! of the concatenated matrices. Each side has its own cubes.
 
 use super::sums::ProjectPlan;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 /// The largest number of concatenated matrices.
 pub(super) const MOST_SIDES: usize = 3;
 
-/// The number of rows of each matrix, and the number of cubes of the first two matrices. The remaining cubes compute the third
-/// matrix.
+/// The number of rows of each matrix, and the number of cubes for the first two matrices. The remaining cubes multiply by the
+/// third matrix.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConcatRows {
@@ -20,14 +20,15 @@ pub(super) struct ConcatRows {
     pub second_cubes: u32,
 }
 
-/// The weight matrices of a GEMV. `W` is a tensor, or several bindings of the same tensor.
+/// The weight matrices of a GEMV. `W` is the kernel argument of one matrix: a tensor, or several bindings of the same tensor.
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct WeightMatrices<W: CubeType> {
-    /// `[outputs, columns in]`. If the GEMV is gated, this matrix is the gate.
+    /// The first matrix, `[outputs, columns in]`. In a gated GEMV this matrix is the gate projection.
     pub first: W,
-    /// `[second_outputs, columns in]`. If the GEMV is gated, the gate multiplies the outputs of this matrix.
+    /// The second matrix, `[second_outputs, columns in]`. In a gated GEMV the GELU of the gate's outputs multiplies this
+    /// matrix's outputs.
     pub second: ComptimeOption<W>,
-    /// `[third_outputs, columns in]`.
+    /// The third matrix, `[third_outputs, columns in]`.
     pub third: ComptimeOption<W>,
     pub rows: ConcatRows,
 }
@@ -43,7 +44,7 @@ pub(super) fn weight_matrices<W: LaunchArg>(
     WeightMatricesLaunch::new(argument(first), second.into(), third.into(), rows)
 }
 
-/// The matrix that a cube multiplies by, and the cube's position in it.
+/// The matrix by which a cube multiplies, and the index of the cube among the cubes of that matrix.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Side {

@@ -1,9 +1,11 @@
 //! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
 //!
-//! The work is divided into items. In the gate and up projections an item is one (row, chosen expert) pair, and the experts'
-//! outputs stay separate. In the down projection an item is one row, and the kernel adds up the row's experts. For that the
-//! item's inner dimension is the concatenation of its experts' inner dimensions. The index of an expert among the experts of an
-//! item is its rank.
+//! The work of a GEMV is divided into items. In the gate and up projections an item is one (row, chosen expert) pair, and the
+//! experts' outputs stay separate.
+//!
+//! In the down projection an item is one row, and the kernel adds up the outputs of the row's experts. To add them up in one
+//! pass, the kernel treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its
+//! index among the experts of an item.
 
 use super::concat::SideOutputs;
 use super::sums::ProjectPlan;
@@ -15,33 +17,34 @@ use cubecl::prelude::*;
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ItemPlace {
-    /// The number of cubes that compute one item.
+    /// The number of cubes that compute one item, which is a unit of the GEMV's work: see [`Items`].
     pub cubes: u32,
-    /// The number of items that read the same input row: one for each chosen expert if the experts' outputs stay separate.
+    /// The number of items that read the same input row: the number of chosen experts per row if the experts' outputs stay
+    /// separate, and otherwise 1.
     pub items_of_row: u32,
     /// The number of vectors in an expert's inner dimension.
     pub vectors: u32,
     /// The number of rows in an expert's matrix.
     pub rows: u32,
-    /// The number of rows from a row of `gate` to the corresponding row of `through`.
+    /// The distance from a row of the gate projection to the matching row of the up projection, in rows of the expert's matrix.
     pub through: u32,
 }
 
-/// The chosen experts of a GEMV, and the division of the GEMV into items.
+/// The chosen experts of a GEMV, and the division of the GEMV's work into items: see [`ItemPlace`].
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct ExpertInputs {
     /// The indices of the chosen experts, `[rows, top_k]`; absent without experts.
     pub chosen: ComptimeOption<OwnedTensor<i32>>,
-    /// The router's weights, `[rows, top_k]`; absent unless an item adds up its experts.
+    /// The router's weights, `[rows, top_k]`; absent unless the kernel adds up the outputs of each row's experts.
     pub shares: ComptimeOption<OwnedTensor<f32>>,
     pub place: ItemPlace,
 }
 
-/// The position of the weights by which one input vector is multiplied.
+/// The position of the weights by which one input vector is multiplied, within the concatenated matrices of all experts.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct VectorPlace {
-    /// The first row of the expert's matrix.
+    /// The row at which the expert's matrix begins.
     pub row: u32,
     /// The index of the vector within a row of the matrix.
     pub vector: u32,
@@ -67,8 +70,8 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the rank of the expert to which a vector belongs. The vector is counted over the concatenated inner dimensions of an
-/// item's experts, and the rank is the index of the expert among these experts.
+/// Returns the rank of the expert to which a vector belongs: the expert's index among the experts of the item. The argument
+/// `vector` counts vectors over the concatenated inner dimensions of these experts.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 1) {
@@ -119,8 +122,8 @@ pub(super) fn share_of_vector(
 pub(super) struct OfExperts {
     /// The indices of the chosen experts, `[rows, top_k]`. Each index must be below the number of experts.
     pub chosen: CubeTensor,
-    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. If this is
-    /// `None`, the outputs stay separate.
+    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. If this field
+    /// is `None`, the experts' outputs stay separate.
     pub shares: Option<CubeTensor>,
     /// The number of rows in an expert's matrix.
     pub rows: usize,
@@ -131,13 +134,13 @@ pub(super) struct OfExperts {
 #[derive(Clone, Copy)]
 pub(super) struct Items {
     pub count: usize,
-    /// The number of input rows per item.
+    /// The number of input rows that one item reads.
     pub rows: usize,
-    /// The number of outputs of an item for each concatenated matrix.
+    /// The number of outputs that one item computes with each concatenated matrix, per input row.
     pub sides: SideOutputs,
     /// The number of rows in the GEMV's output.
     pub rows_out: usize,
-    /// The number of experts whose inner dimensions are concatenated in an item; 0 without experts.
+    /// The number of experts by whose matrices one item multiplies; 0 without experts.
     pub ranks: usize,
     of_row: usize,
     rows_of_expert: usize,
@@ -186,22 +189,23 @@ impl Items {
         }
     }
 
-    /// The number of experts whose inner dimensions are concatenated in an item; 1 without experts.
+    /// The number of experts whose inner dimensions are concatenated in one item; 1 without experts.
     pub fn inner(&self) -> usize {
         self.ranks.max(1)
     }
 
-    /// The number of cubes that compute one item.
+    /// The number of cubes that compute one item of the GEMV's work.
     pub fn cubes(&self, plan: ProjectPlan) -> usize {
         self.sides.cubes(plan)
     }
 
-    /// The number of outputs per input row of an item.
+    /// The number of outputs that an item computes for each of its input rows.
     pub fn outputs(&self) -> usize {
         self.sides.all()
     }
 
-    /// Returns the kernel's argument. The parameter `vectors` is the number of vectors in one expert's inner dimension.
+    /// Returns the division into items as a kernel argument. The parameter `vectors` is the number of vectors in one expert's
+    /// inner dimension.
     pub fn place(&self, plan: ProjectPlan, vectors: usize) -> ItemPlaceLaunch {
         ItemPlaceLaunch::new(
             self.cubes(plan) as u32,

@@ -1,5 +1,5 @@
-//! A residual addition followed by a GEMV of the sum. Both run in one launch if the input is a single row and tensor cores
-//! compute the GEMV with few enough cubes.
+//! A residual addition followed by a GEMV of the sum. One launch computes the addition and the GEMV if the input is a single
+//! row and tensor cores compute the GEMV with few enough cubes.
 
 #[cfg(feature = "cuda")]
 use super::launch_options::LaunchOptions;
@@ -60,8 +60,8 @@ pub enum MaybeParameter<B: Backend> {
     There(FloatTensor<B>),
 }
 
-/// The inputs of the residual addition, except the residual stream, which is the `input` of the GEMV's tensors. They are the
-/// block's output, the weight of its norm, and optionally the scalar factor and the norm weight of the sum.
+/// The inputs of the residual addition, except the residual stream, which is the `input` of the GEMV's tensors. These inputs
+/// are the block's output, the weight of its norm, and optionally the scalar factor and the norm weight of the sum.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Block<B: Backend> {
@@ -87,7 +87,7 @@ pub trait AfterResidualBackend: Backend {
     ) -> AfterResidual<Self>;
 }
 
-/// Describes the stream and the GEMV's output to Burn's fusion before they exist.
+/// Describes the stream and the GEMV's output to Burn's fusion before these tensors exist.
 fn both(tensors: &ProductTensorsMetadata, options: &ProductOptions) -> AfterResidualMetadata {
     let product: TensorSpec = metadata(tensors, options);
     AfterResidualMetadata {

@@ -1,11 +1,12 @@
 //! GEMV of a few input rows: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: the units of a team divide the inner dimension of a few outputs among themselves. The team computes these outputs
-//! for all input rows, so one read of a weight serves all rows. With MoE experts a team computes outputs of one item (see
-//! `experts`), and reads the weights of the chosen experts. Concatenated matrices have separate cubes.
+//! Algorithm: a team (a group of units) computes a few outputs. Its units divide the inner dimension of these outputs among
+//! themselves. The team computes the outputs for all input rows, so one read of a weight serves all rows. With MoE experts a
+//! team computes outputs of one item (see `experts`), and reads the weights of the chosen experts. Concatenated matrices have
+//! separate cubes.
 //!
-//! Budget: shared memory holds `sums` floats for each plane of each team, at most 8 KB. Registers hold `rows · weights` sums, at
-//! most 32, and `unroll · weights` vectors, at most 8.
+//! Budget: shared memory holds `sums` floats for each plane of each team, at most 8 KB. `weights` is the number of weight rows
+//! of a team. Registers hold `rows · weights` sums, at most 32, and `unroll · weights` vectors, at most 8.
 //!
 //! Bound: memory bandwidth. Every weight is read once, by 16-byte loads. Each unit has several loads in flight. Every team reads
 //! the input rows from the cache.
@@ -19,7 +20,7 @@ use cube_kit::pdl::{
 };
 use cubecl::prelude::*;
 
-/// Strides between the rows of each matrix, in vectors.
+/// The distances between consecutive rows of each matrix, in vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WeightStrides {
@@ -28,8 +29,8 @@ pub(super) struct WeightStrides {
     pub third: u32,
 }
 
-/// Multiplies `input` by the transpose of `weight`. If `plan.gated`, the GELU of the output for `weight` multiplies the output
-/// for `second`. Otherwise the outputs for `second` and `third` follow the outputs for `weight`.
+/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, the GELU of the first matrix's output multiplies the
+/// second matrix's output. Otherwise the outputs of all matrices are concatenated.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_pdl<E: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
@@ -153,8 +154,8 @@ pub(super) fn project_pdl<E: Float, N: Size>(
     finish(sums, &epilogue_inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Issues the loads of the weights that a team (a group of units) multiplies, unless the unit's first vector lies beyond the
-/// end of the row.
+/// Issues the loads of the weights that a unit multiplies for its team, a group of units that computes outputs together. Issues
+/// no load if the unit's first vector lies beyond the end of the row.
 #[cube]
 fn load_if_below<E: Float, N: Size>(
     matrices: &WeightMatrices<OwnedTensor<Vector<E, N>>>,
@@ -175,7 +176,7 @@ fn load_if_below<E: Float, N: Size>(
     }
 }
 
-/// Issues the loads of the weights that a team (a group of units) multiplies.
+/// Issues the loads of the weights that a unit multiplies for its team, a group of units that computes outputs together.
 #[cube]
 fn load<E: Float, N: Size>(
     matrices: &WeightMatrices<OwnedTensor<Vector<E, N>>>,
@@ -195,8 +196,8 @@ fn load<E: Float, N: Size>(
         let at = place.vector as usize;
         #[unroll]
         for o in 0..plan.outputs {
-            // Load the last weight row again in a team (a group of units) that has no outputs left. `finish` does not write the
-            // sums of such a team.
+            // In a team (a group of units) that has no outputs left, load the last weight row again, so that the load stays in
+            // bounds. `finish` does not write the sums of such a team.
             let row = place.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             if comptime!(plan.sides > 1) {

@@ -73,7 +73,7 @@ impl GemvBackend for CubeBackend {
 }
 
 /// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Returns the reshaped tensor, and the number of rows of
-/// one matrix. Rows may be padded; Burn's reshape of padded rows would copy all matrices for each token.
+/// one matrix. Rows may be padded. Burn's own reshape would copy all padded matrices for each token.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     let weight = untile(weight);
     let [count, rows, _] = weight.meta.shape().dims();

@@ -21,7 +21,7 @@ pub(super) struct LaunchOptions {
     pub gated: bool,
     pub second: Option<CubeTensor>,
     pub third: Option<CubeTensor>,
-    /// A tensor that multiplies the output, and the first of its columns that is used.
+    /// A tensor that multiplies the output element by element, and the first column of this tensor that is used.
     pub factor: Option<(CubeTensor, usize)>,
     pub cap: Option<f64>,
     pub origin: Origin,
@@ -117,7 +117,7 @@ impl LaunchOptions {
         }
     }
 
-    /// Takes the chosen experts and the router's weights out of the options, as a kernel argument.
+    /// Removes the chosen experts and the router's weights from the options, and returns them as a kernel argument.
     pub fn expert_inputs(&mut self, place: ItemPlaceLaunch) -> ExpertInputsLaunch {
         let [chosen, shares] = match self.experts.take() {
             Some(experts) => [Some(experts.chosen), experts.shares],
@@ -127,7 +127,8 @@ impl LaunchOptions {
         ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
     }
 
-    /// Takes the factor of the output out of the options, with the factor's position.
+    /// Removes the tensor that multiplies the output from the options, and returns the tensor and the position of its first
+    /// used column.
     pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
         match self.factor.take() {
             Some((factor, start)) => {
@@ -140,7 +141,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Returns the epilogue's inputs as a kernel argument. The method [`Self::factor`] returns the factor and its position.
+    /// Returns the epilogue's inputs as a kernel argument. The arguments `factor` and `place` are the result of
+    /// [`Self::factor`].
     pub fn epilogue_inputs<E: Float>(
         &self,
         factor: Option<CubeTensor>,
@@ -159,8 +161,8 @@ impl LaunchOptions {
 }
 
 /// Plans the division of a GEMV among teams. A team is a group of units that computes a few outputs together. The plan has
-/// enough units to saturate the memory bandwidth, and enough outputs per team to reuse its reads of the input. The argument
-/// `vectors` is the number of vectors in one row of a matrix.
+/// enough units to saturate the memory bandwidth. Each team computes enough outputs that one read of the input serves several
+/// of them. The argument `vectors` is the number of vectors in one row of a matrix.
 pub(super) fn plan(
     client: &Client,
     items: Items,

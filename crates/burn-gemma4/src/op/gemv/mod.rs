@@ -1,5 +1,5 @@
-//! GEMVs (matrix-vector products) of at most `GEMV_MAX_ROWS` input rows, for inference on CubeCL devices. They are bound by
-//! memory bandwidth. GEMVs of several rows in half precision run on tensor cores where the device has them, because on CUDA
+//! GEMVs (matrix-vector products) of at most `GEMV_MAX_ROWS` input rows, for inference on CubeCL devices. Such GEMVs are bound
+//! by memory bandwidth. GEMVs of several rows in half precision run on tensor cores where the device has them, because on CUDA
 //! cores such GEMVs would be bound by arithmetic.
 
 mod concat;
@@ -115,11 +115,12 @@ pub(crate) fn multiply(input: Tensor<2>, factors: Factors, origin: Origin) -> Te
     }
 }
 
-/// Computes the GeGLU `gelu(x · gateᵀ) · (x · throughᵀ)` of each row for each of the row's chosen experts.
+/// Computes the GeGLU `gelu(x · gateᵀ) · (x · throughᵀ)` of each row for each of the row's chosen experts. The matrix `through`
+/// is the up projection.
 ///
 /// # Shapes
 /// - `input`: `[rows, columns in]`.
-/// - `weight`: for each expert the rows of `gate`, and below them the rows of `through`.
+/// - `weight`: for each expert the rows of the gate projection, and below them the rows of the up projection.
 /// - `chosen`: `[rows, top_k]`, the indices of each row's experts.
 /// - output: `[rows · top_k, columns]`.
 pub(crate) fn gate_experts(
@@ -207,7 +208,7 @@ pub struct ProductOptions {
 }
 
 impl ProductTensors<Dispatch> {
-    /// Collects the tensors and options of `factors`, whose matrices one launch must be able to read.
+    /// Collects the tensors and options of `factors`. All matrices must have the same format, so that one launch can read them.
     fn new(input: Tensor<2>, factors: Factors, origin: Origin) -> (Self, ProductOptions) {
         let mut options = ProductOptions {
             layout: None,
@@ -266,7 +267,7 @@ impl ProductTensors<Dispatch> {
     }
 }
 
-/// The kernels as operators of a backend. The functions above document the operators.
+/// The GEMV kernels as operators of a backend. The functions of this module that call the operators document them.
 #[backend_extension(Cube, Fusion)]
 pub trait GemvBackend: Backend {
     #[fusion(meta = metadata)]

@@ -23,8 +23,8 @@ pub(super) struct ProjectPlan {
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,
-    /// The number of vectors of each weight row that a unit keeps in flight. If it is more than 1, `unroll · team.units` must
-    /// divide the number of vectors in a row.
+    /// The number of vectors of each weight row that a unit keeps in flight. If this number is more than 1,
+    /// `unroll · team.units` must divide the number of vectors in a row.
     pub unroll: usize,
     /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
     pub pdl: bool,
@@ -68,7 +68,7 @@ pub(super) struct FactorPlace {
 /// The inputs of the epilogue.
 #[derive(CubeLaunch, CubeType)]
 pub(super) struct EpilogueInputs<E: Float> {
-    /// The factor of the outputs, `[rows, columns]`.
+    /// The tensor that multiplies the outputs element by element, `[rows, columns]`.
     pub factor: ComptimeOption<OwnedTensor<E>>,
     pub factor_place: FactorPlace,
     /// The soft cap. Only a capped [`Epilogue`] applies the cap.
@@ -84,7 +84,7 @@ pub(super) struct Outputs {
     pub first: u32,
     /// The number of outputs of the matrix by which the team multiplies.
     pub outputs: u32,
-    /// The first column of the matrix's outputs in an output row.
+    /// The column of an output row at which the outputs of the matrix begin.
     pub column: u32,
     /// The number of columns of an output row.
     pub all_outputs: u32,
@@ -115,8 +115,8 @@ pub(super) fn finish<E: Float>(
 }
 
 /// Adds up the partial sums of a team (a group of units) from shared memory, applies the epilogue, and writes the outputs.
-/// Shared memory holds the teams one after the other. Within a team, the partial sums of one output are contiguous.
-/// Synchronizes the cube first.
+/// Shared memory holds the partial sums of the teams, one team after another. Within a team, the partial sums of one output are
+/// contiguous. Synchronizes the cube first.
 #[cube]
 pub(super) fn finish_parts<E: Float>(
     partial: &Shared<[f32]>,

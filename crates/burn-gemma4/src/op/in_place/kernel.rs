@@ -1,5 +1,5 @@
-//! Kernels that overwrite tensors in place. They copy tensors, advance the inputs of decoding to the next tokens, and write the
-//! inputs of speculative decoding.
+//! Kernels that overwrite tensors in place. The kernels copy tensors, advance the inputs of decoding to the next tokens, and
+//! write the inputs of speculative decoding.
 //!
 //! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for small targets.
 
@@ -14,7 +14,7 @@ pub(super) struct Counts {
     pub third: u32,
 }
 
-/// Copies consecutive parts of the source to up to three targets.
+/// Copies consecutive ranges of the source to up to three targets, one range to each target.
 #[cube(launch_unchecked)]
 pub(super) fn copy<N: Numeric>(
     source: &Tensor<N>,
@@ -108,7 +108,7 @@ pub(super) fn go_on<I: Int>(
 pub(super) struct Rows {
     pub count: u32,
     pub columns: u32,
-    /// The row strides of `streams` and of `hidden`, in elements.
+    /// The row stride of `streams`. The field `target_stride` is the row stride of `hidden`. Both strides are in elements.
     pub stride: u32,
     pub target_stride: u32,
 }

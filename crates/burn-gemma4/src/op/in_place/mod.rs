@@ -18,7 +18,7 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, copy_each, go_on, take_guesses};
 
-/// Overwrites three integer vectors with consecutive parts of `source`. The new values are visible through every handle to the
+/// Overwrites three integer vectors with consecutive ranges of `source`. The new values are visible through every handle to the
 /// vectors.
 pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::overwrite_three(three(targets), source.into_dispatch());
@@ -84,7 +84,8 @@ pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispa
 }
 
 /// Overwrites each float vector with its source, which has the same length and dtype. The new values are visible through every
-/// handle to the targets. One launch copies three consecutive vectors of one dtype; the rest are copied one by one.
+/// handle to the targets. One launch copies three consecutive vectors of one dtype. Each remaining vector needs a launch of its
+/// own.
 pub(crate) fn overwrite_each(targets: &[Tensor<1>], sources: Vec<FloatTensor<Dispatch>>) {
     assert_eq!(
         targets.len(),
@@ -146,7 +147,7 @@ pub struct ThreeFloats<B: Backend> {
     pub third: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend.
+/// The in-place kernels as operators of a backend.
 #[backend_extension(Cube, Fusion)]
 pub trait OverwriteBackend: Backend {
     /// See [`overwrite_three`].
@@ -219,7 +220,7 @@ impl OverwriteBackend for CubeBackend {
         let [tokens, positions, lengths] = vectors.map(|vector| vector.clone().into_tensor_arg());
         let integer = dtype_to_storage_type(chosen.dtype);
         // SAFETY: unit `i` reads element `i` of `chosen` and updates element `i` of the three vectors only if `i` is below
-        // `rows`, the length of all four. Their elements are contiguous.
+        // `rows`. All four vectors have `rows` contiguous elements.
         unsafe {
             go_on::launch_unchecked(
                 &client,
@@ -277,9 +278,9 @@ impl OverwriteBackend for CubeBackend {
         let strides = [stride(&streams), stride(&hidden)];
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
-        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, their length, from elements of
-        // `numbers`, which has `4 · rows`. It writes an element of `hidden` only if `i` is below `rows · columns`. The last
-        // quarter of `numbers` holds valid row indices of `streams`.
+        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, their length. For this the unit
+        // reads elements of `numbers`, which has `4 · rows` elements. The unit writes an element of `hidden` only if `i` is
+        // below `rows · columns`. The last quarter of `numbers` holds valid row indices of `streams`.
         unsafe {
             begin_round::launch_unchecked(
                 &client,
@@ -329,9 +330,9 @@ impl OverwriteBackend for CubeBackend {
         let integer = dtype_to_storage_type(guesses.dtype);
         let [tokens, positions, lengths] =
             [&three.first, &three.second, &three.third].map(|vector| vector.clone());
-        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`, their length. It
-        // accesses `lengths` and the two vectors of `first` at the index of a sequence, below `batch`. It reads `guesses` only
-        // below `rows - batch`, its length. All vectors are contiguous.
+        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`, their length. The unit
+        // accesses `lengths` and the two vectors of `first` at the index of a sequence, below `batch`. The unit reads `guesses`
+        // only below `rows - batch`, the length of `guesses`. All vectors are contiguous.
         unsafe {
             take_guesses::launch_unchecked(
                 &client,
@@ -390,8 +391,8 @@ impl OverwriteBackend for CubeBackend {
         let [first, second, third] = from.map(CubeTensor::into_tensor_arg);
         let [over_first, over_second, over_third] =
             over.map(|target| target.clone().into_tensor_arg());
-        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the count of the
-        // target. Both have that many vectors, and their elements are contiguous.
+        // SAFETY: a unit copies vector `i` of a source to vector `i` of its target only if `i` is below the target's number of
+        // vectors. A source has as many vectors as its target, and the elements of each are contiguous.
         unsafe {
             copy_each::launch_unchecked(
                 &client,
@@ -440,7 +441,7 @@ fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTenso
     let [of_first, of_second, of_third] = counts.map(|count| count as u32);
     let [second, third] = others.map(|target| target.map(CubeTensor::into_tensor_arg));
     // SAFETY: unit `i` reads element `i` of `source` only if `i` is below the total length of the targets, which is the length
-    // of `source`. It writes only an element within one target. All elements are contiguous.
+    // of `source`. The unit writes only an element within one target. All elements are contiguous.
     unsafe {
         copy::launch_unchecked(
             &client,

@@ -1,4 +1,4 @@
-//! GEMMs of one input with several weights in one launch, with concatenated outputs. This serves inference on Hopper.
+//! GEMMs of one input with several weights in one launch, with concatenated outputs. Inference on Hopper GPUs uses these GEMMs.
 
 use burn::{
     backend::{
@@ -11,7 +11,7 @@ use burn_cubecl::CubeBackend;
 use cube_kit::hopper::gemm::{matrix_products, multiplies_side_by_side};
 
 /// Multiplies `[rows, columns in]` by the transposes of two or three weights, `[columns out, columns in]` each. Concatenates
-/// the outputs along the columns. Returns `None` if one launch cannot compute them.
+/// the outputs along the columns. Returns `None` if one launch cannot compute all outputs.
 pub(crate) fn side_by_side(input: &Tensor<2>, weights: Vec<Tensor<2>>) -> Option<Tensor<2>> {
     let device = input.device();
     let DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) = device.as_dispatch() else {

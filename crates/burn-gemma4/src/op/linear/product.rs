@@ -1,4 +1,5 @@
-//! GEMMs on NVIDIA GPUs, forward and backward. They replace Burn's matmul where it is too imprecise or too slow.
+//! GEMMs on NVIDIA GPUs, forward and backward. These GEMMs replace Burn's matmul where Burn's matmul is too imprecise or too
+//! slow.
 //!
 //! - Burn rounds f32 matrices to tf32, because tf32 tensor cores read only 11 of the 24 bits of a significand. No setting
 //!   disables the rounding.
@@ -94,9 +95,9 @@ fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)
 }
 
-/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls. The high matrix is rounded to 8 significant
-/// bits, which tf32 represents exactly. The low matrix is the remainder. It has up to 16 significant bits, and tf32 rounds it to
-/// 11 (Ootomo and Yokota 2022, arXiv:2203.03341).
+/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls. The high matrix is rounded to 8 significant bits,
+/// which tf32 represents exactly. The low matrix is the remainder, with up to 16 significant bits. tf32 rounds the low matrix
+/// to 11 significant bits (Ootomo and Yokota 2022, arXiv:2203.03341).
 struct Parts<B: Backend> {
     high: FloatTensor<B>,
     low: FloatTensor<B>,
@@ -129,7 +130,8 @@ impl ProductBackend for burn_cubecl::CubeBackend {
 #[cfg(feature = "flex")]
 impl ProductBackend for burn::backend::Flex {}
 
-/// The backward of both GEMM operators. The gradients with respect to both matrices are GEMMs by the same operator.
+/// The backward of the GEMM operators `in_f32` and `of_halves`. The operator of the forward also computes the gradients with
+/// respect to the two matrices.
 #[derive(Debug)]
 struct ProductBackward<B: Backend> {
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,

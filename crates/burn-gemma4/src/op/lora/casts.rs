@@ -48,7 +48,8 @@ pub(super) fn casts(factors: [CubeTensor; 2], scale: f64, dtype: FloatDType) -> 
     let count = of_first + of_second;
     let [first_output, second_output] = outputs.clone().map(CubeTensor::into_tensor_arg);
     // SAFETY: each unit reads one element of `first` or `second`, and writes the element with the same index of the matching
-    // output. The index is below the number of elements of both.
+    // output. The index is below the number of elements of the tensor that is read, which is also the number of elements of its
+    // output.
     unsafe {
         cast_both::launch_unchecked(
             &client,

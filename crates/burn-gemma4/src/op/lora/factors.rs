@@ -14,10 +14,10 @@ use burn::{
 /// A function that multiplies two matrices on a backend.
 type Product<B> = fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>;
 
-/// A function that casts two matrices to another dtype. It multiplies the second matrix by the given scale.
+/// A function that casts two matrices to another dtype, and multiplies the second matrix by the given scale.
 type Casts<B> = fn([FloatTensor<B>; 2], f64, FloatDType) -> [FloatTensor<B>; 2];
 
-/// The functions with which a backend multiplies and casts.
+/// The matmul and cast functions of a backend.
 struct Ways<B: Backend> {
     product: Product<B>,
     casts: Casts<B>,

@@ -71,7 +71,7 @@ pub struct AdaptedMatrix<B: Backend> {
     pub writes: FloatTensor<B>,
 }
 
-/// The options of an adapted matrix: values on the host, beside the tensors of [`AdaptedMatrix`].
+/// The options of an adapted matrix. The options are on the host, separate from the device tensors of [`AdaptedMatrix`].
 #[derive(Clone, Copy, Debug)]
 pub struct AdaptedOptions {
     /// The scale by which the adapter's output is multiplied.
@@ -86,11 +86,13 @@ pub struct AdaptedOptions {
 pub struct AdaptedRows<B: Backend> {
     /// The output, `[rows, columns out]`.
     pub output: FloatTensor<B>,
-    /// The input rows times the transpose of the first factor, `[rows, rank]`. It is a constant that autodiff does not track.
+    /// The input rows times the transpose of the first factor, `[rows, rank]`. This tensor is a constant that autodiff does not
+    /// track.
     pub inner: FloatTensor<B>,
 }
 
-/// The gradient with respect to the base matrix. It is absent if it was not requested, or if the base matrix is quantized.
+/// The gradient with respect to the base matrix. The gradient is absent if it was not requested, or if the base matrix is
+/// quantized.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub enum OfBase<B: Backend> {

@@ -1,7 +1,7 @@
 //! Concatenates the attention outputs of all heads.
 //!
 //! Budget: one vector per unit in registers, no shared memory. Bound: latency. The input is a few rows of a few KB, and no read
-//! depends on another.
+//! depends on another read.
 
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// The sizes and strides of the heads, counted in vectors.
+/// The sizes and strides of the tensor of heads. Strides and the length of a head's row of channels are in vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Heads {

@@ -13,10 +13,10 @@ use burn::{
     tensor::Tensor,
 };
 
-/// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run kernels. `matrices` are
-/// gate, up and down, in this order. The forward saves the outputs of the gate and up projections for the backward, but not
-/// `gelu(gate) · up`. With `recompute` the forward does not save the outputs of the gate and up projections either, and the
-/// backward recomputes them.
+/// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run the kernels of this
+/// crate. `matrices` are gate, up and down, in this order. The forward saves the outputs of the gate and up projections for the
+/// backward, but not `gelu(gate) · up`. With `recompute` the forward does not save the outputs of the gate and up projections
+/// either, and the backward recomputes them.
 pub(crate) fn adapted_mlp(
     input: Tensor<2>,
     matrices: [(Matrix, &LoraAdapter); 3],
@@ -38,7 +38,7 @@ pub(crate) fn adapted_mlp(
     ))
 }
 
-/// The options of an MLP: values on the host, beside its tensors.
+/// The options of an MLP. The options are on the host, separate from the MLP's device tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct MlpOptions {
     pub gate: AdaptedOptions,

@@ -1,4 +1,5 @@
-//! The backward of MoE GEMMs. The gradients are MoE GEMMs, too. A place is one (row, chosen expert) pair.
+//! The backward of MoE GEMMs. MoE GEMMs also compute the gradients. In the names of this file a place is one (row, chosen
+//! expert) pair.
 
 use super::{GroupedBackend, Stacked};
 use burn::{
@@ -24,8 +25,8 @@ struct ExpertOffsets<B: Backend> {
 }
 
 impl<B: GroupedBackend> ExpertOffsets<B> {
-    /// Adds the gradients of all places that read the same input row. A place is one (row, chosen expert) pair.
-    /// `[places, columns]` becomes `[rows, columns]`.
+    /// Adds up the gradients of all (row, chosen expert) pairs that read the same input row. `[pairs, columns]` becomes
+    /// `[rows, columns]`.
     fn of_inputs(&self, of_places: FloatTensor<B>) -> FloatTensor<B> {
         if self.of_row == 1 {
             return of_places;

@@ -1,9 +1,12 @@
 //! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. A place is one (row, chosen
 //! expert) pair. The kernels read the places in `order`, in which the places of one expert are contiguous.
 //!
-//! Algorithm: a cube computes output tiles of 64 by 64. It loads 16 elements of the inner dimension at a time to shared memory.
-//! Each unit owns 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and executes 64
-//! multiply-adds. A cube computes one tile of columns, and every `of_rows`-th tile of its expert's rows.
+//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to shared
+//! memory. Each unit owns 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and executes 64
+//! multiply-adds.
+//!
+//! All tiles of a cube cover the same 64 output columns. The row tiles of an expert are divided among `of_rows` cubes: a cube
+//! computes every `of_rows`-th of these tiles.
 //!
 //! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 factors per unit.
 //!
@@ -22,11 +25,11 @@ const DEPTH: usize = 16;
 const PART: usize = 8;
 /// The number of units of a cube.
 pub(super) const UNITS: usize = PART * PART;
-/// A tile is in shared memory as `[DEPTH, TILE]`, padded to this row stride. The stride is not a multiple of the number of banks,
-/// which avoids bank conflicts.
+/// The row stride of a tile in shared memory, which is stored as `[DEPTH, TILE]` with padded rows. The stride is not a multiple
+/// of the number of banks, which avoids bank conflicts.
 const STRIDE: usize = TILE + 1;
 
-/// The kind of GEMM. `x` are the inputs of the (row, chosen expert) pairs, and `g` the gradients of their outputs.
+/// The kind of GEMM. `x` are the inputs of the (row, chosen expert) pairs, and `g` the gradients of the pairs' outputs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
     /// The forward, `x · weightᵀ`. The output has one row for each (row, chosen expert) pair.
@@ -41,14 +44,14 @@ pub(super) enum Form {
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Sizes {
-    /// The number of output columns of the forward. An expert's matrix has as many rows.
+    /// The number of output columns of the forward, which is also the number of rows of an expert's matrix.
     pub columns_out: u32,
-    /// The number of input columns of the forward. An expert's matrix has as many columns.
+    /// The number of input columns of the forward, which is also the number of columns of an expert's matrix.
     pub columns_in: u32,
     /// The number of (row, chosen expert) pairs that read the same input row.
     pub of_row: u32,
-    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] it is the number of row tiles in
-    /// an expert's matrix, so that each cube computes one tile.
+    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] this number is the number of row
+    /// tiles in an expert's matrix, so that each cube computes one tile.
     pub of_rows: u32,
     /// The number of column tiles.
     pub of_columns: u32,
@@ -249,8 +252,8 @@ fn load_left<E: Float>(
     }
 }
 
-/// Loads the right tile from an expert's matrix. For [`Form::Weight`] loads the tile from the inputs of (row, chosen expert)
-/// pairs.
+/// Loads the right tile from an expert's matrix. For [`Form::Weight`] the tile comes from the inputs of (row, chosen expert)
+/// pairs instead.
 #[cube]
 fn load_right<E: Float>(
     right: &Tensor<E>,
@@ -293,8 +296,8 @@ fn load_right<E: Float>(
     }
 }
 
-/// Loads the right tile from the quantized matrix of an expert. The matrices of all experts are stacked in `words`, and this
-/// matrix begins at row `first_of_matrix`. The codes of a word are adjacent columns of one row.
+/// Loads the right tile from the quantized matrix of an expert. The matrices of all experts are stacked in `words`, and the
+/// expert's matrix begins at row `first_of_matrix`. The codes of a word are adjacent columns of one row.
 #[cube]
 fn load_words(
     words: &Tensor<u32>,

@@ -27,8 +27,8 @@ impl GroupBackend for CubeBackend {
         let places = chosen.meta.num_elements();
         let order = empty(&chosen, [places], NUMBERS);
         let starts = empty(&chosen, [experts + 1], NUMBERS);
-        // SAFETY: cube `e` reads all `places` elements of `chosen`. It writes the indices of the elements that are `e` to its
-        // own range of `order`, and the start of this range to `starts`. The ranges of all cubes together have `places`
+        // SAFETY: cube `e` reads all `places` elements of `chosen`. The cube writes the indices of the elements that equal `e`
+        // to its own range of `order`, and the start of this range to `starts`. The ranges of all cubes together have `places`
         // elements, the length of `order`.
         unsafe {
             group_places::launch_unchecked(

@@ -24,8 +24,9 @@ use burn::{
 };
 
 /// True if the kernels of this module should multiply the rows of `input`. In f16 and bf16 on CUDA, inference uses one
-/// tensor-core GEMM per expert instead. This is faster, although the routing must then be copied to the host. Training in f16 and
-/// bf16 uses the kernels of this module, because the gradient of each separate GEMM would have the size of all experts' weights.
+/// tensor-core GEMM per expert instead. The separate GEMMs are faster, although the routing must then be copied to the host.
+/// Training in f16 and bf16 uses the kernels of this module, because the gradient of each separate GEMM would have the size of
+/// all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let device = input.device();
     let on_matrix_units = super::linear::has_matrix_units(input) && !device.is_autodiff();
@@ -51,7 +52,7 @@ pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
     }
 }
 
-/// Multiplies the input row of each place, a (row, chosen expert) pair, by the transpose of the expert's matrix.
+/// Multiplies the input row of each place by the transpose of the expert's matrix. A place is one (row, chosen expert) pair.
 ///
 /// # Shapes
 /// - `input`: `[places / of_row, columns in]`. Every `of_row` consecutive places read the same row.

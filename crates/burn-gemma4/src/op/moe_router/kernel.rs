@@ -4,9 +4,9 @@
 //! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit reads
 //! all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it.
 //!
-//! Budget: less than 22 KB of shared memory. It holds, for each expert, one float per partial sum of a team and eight further
-//! bytes. It also holds four bytes per chosen expert. Registers hold a vector of the row, and `at_once` vectors of the router's
-//! matrix.
+//! Budget: less than 22 KB of shared memory. For each expert, shared memory holds one float per partial sum of a team and eight
+//! further bytes. For each chosen expert, it holds four bytes. Registers hold a vector of the row, and `at_once` vectors of the
+//! router's matrix.
 //!
 //! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read it from
 //! the L2 cache.
@@ -81,8 +81,8 @@ pub(super) fn route<E: Float, N: Size>(
                 * Vector::<f32, N>::cast_from(scale[vector as usize]);
             #[unroll]
             for o in 0..plan.at_once {
-                // Load the matrix row of the last expert again if the team has fewer experts left. The repeated logit is not
-                // written.
+                // If the team has fewer experts left, load the matrix row of the last expert again, so that the load stays in
+                // bounds. The repeated logit is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;
                 let products = x * Vector::<f32, N>::cast_from(proj[at]);
@@ -200,8 +200,8 @@ pub(super) fn choose(
     }
 }
 
-/// Maps a float to an integer with the order of `f32::total_cmp`. This order is also defined for NaN, so every rank belongs to
-/// exactly one expert.
+/// Maps floats to integers that compare as the floats do in `f32::total_cmp`. This order is also defined for NaN, so every rank
+/// belongs to exactly one expert.
 #[cube]
 fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -209,8 +209,8 @@ fn key(value: f32) -> u32 {
     select(bits < sign, bits | sign, !bits)
 }
 
-/// Returns the rank of an expert. A key is an integer that orders probabilities. The rank is the number of experts with a
-/// larger key, or with an equal key and a smaller index.
+/// Returns the rank of an expert: the number of experts with a larger probability, or with an equal probability and a smaller
+/// index. The argument `keys` holds the experts' probabilities as integers with the same order.
 #[cube]
 fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
     let own = keys[expert as usize];

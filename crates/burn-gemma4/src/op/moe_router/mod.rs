@@ -1,4 +1,4 @@
-//! The MoE router. It chooses the top-k experts of each row, and computes the weights of their outputs.
+//! The MoE router, which chooses the top-k experts of each row, and computes the weights of the experts' outputs.
 
 mod kernel;
 mod launch;
@@ -98,7 +98,7 @@ fn metadata(input: &TensorSpec, top_k: usize) -> RoutedMetadata {
     }
 }
 
-/// The kernels as operators of a backend. The functions above document the operators.
+/// The router kernels as operators of a backend. The functions of this module that call the operators document them.
 #[backend_extension(Cube, Fusion)]
 pub trait RouteBackend: Backend {
     #[fusion(meta = |probabilities, top_k| {

@@ -3,7 +3,8 @@
 //! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a unit's vectors
 //! of each input, as in [`residual`](super::super::residual).
 //!
-//! Bound: memory bandwidth for many rows, latency for a single row. A cube reads its row once, and no read depends on another.
+//! Bound: memory bandwidth for many rows, latency for a single row. A cube reads its row once, and no read depends on another
+//! read.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
@@ -14,9 +15,9 @@ use cubecl::prelude::*;
 #[expand(derive(Clone, Copy))]
 pub(in crate::op) struct NormScalars {
     pub rows: u32,
-    /// The number of vectors per row over which the norm averages.
+    /// The number of vectors per row. The norm averages over all elements of a row.
     pub vectors: u32,
-    /// The number of columns per row over which the norm averages.
+    /// The number of columns per row, by which the norm divides the sum of squares.
     pub columns: f32,
     pub epsilon: f32,
 }

@@ -30,8 +30,8 @@ fn launch_norm(input: CubeTensor, weight: Option<CubeTensor>, epsilon: f64) -> C
         held: vectors.div_ceil(team.units),
         pdl: supports_pdl(&client),
     };
-    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `input` and writes row `r` of `output`. Each row
-    // and `weight` have `vectors` vectors.
+    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `input` and writes row `r` of `output`.
+    // Each row and `weight` have `vectors` vectors.
     unsafe {
         norm_pdl::launch_unchecked(
             &client,

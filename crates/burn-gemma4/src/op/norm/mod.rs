@@ -66,8 +66,8 @@ fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     input / (mean + epsilon).sqrt()
 }
 
-/// The gradient with respect to the input, and partial sums of the gradient with respect to the weight, `[parts, columns]` in
-/// f32.
+/// The gradients of the RMS norm: the gradient with respect to the input, and partial sums of the gradient with respect to the
+/// weight. The partial sums are `[parts, columns]` in f32, with one row for each cube.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]

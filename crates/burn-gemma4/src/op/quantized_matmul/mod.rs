@@ -1,6 +1,6 @@
-//! GEMMs with quantized matrices. A slice is a range of the matrix's rows. Each row of the matrix gives one column of the output.
-//! Each slice is dequantized, multiplied and then freed, so a large matrix never exists completely in floats. Autodiff saves no
-//! dequantized slice either: the backward dequantizes the slices again.
+//! GEMMs with quantized matrices. A slice is a range of the matrix's rows, and each row of the matrix gives one column of the
+//! output. Each slice is dequantized, multiplied and then freed, so a large matrix never exists completely in floats. Autodiff
+//! saves no dequantized slice either: the backward dequantizes the slices again.
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -69,7 +69,8 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     in_slices(input, weight, SLICE_NUMBERS)
 }
 
-/// Computes [`rows`] slice by slice. A slice has at most `numbers` weights, but at least the rows of one tile.
+/// Computes [`rows`] slice by slice. A slice has at most `numbers` weights, except that a slice never has fewer rows than a
+/// tile.
 fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
     let [outputs, _] = weight.words.dims();
     let product = |slice: Range<usize>| {
@@ -85,7 +86,8 @@ fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tens
     }
 }
 
-/// Divides `outputs` rows into slices. A slice has at most `numbers` weights, but at least the rows of one tile.
+/// Divides `outputs` rows into slices. A slice has at most `numbers` weights, except that a slice never has fewer rows than a
+/// tile.
 fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
     let starts = (0..outputs).step_by(at_once);
@@ -196,8 +198,8 @@ pub(super) fn columns_in_slices<B: DequantizeBackend>(
     columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
-/// Computes [`columns`] slice by slice with the given matmul function. A slice has at most `numbers` weights, but at least the
-/// rows of one tile. The results of several slices are added in f32.
+/// Computes [`columns`] slice by slice with the given matmul function. A slice has at most `numbers` weights, except that a
+/// slice never has fewer rows than a tile. The results of several slices are added in f32.
 fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,

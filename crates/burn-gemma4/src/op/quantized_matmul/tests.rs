@@ -70,10 +70,11 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     whole_rows(input, weight)
 }
 
-/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice that with the dequantized
-/// float matrix. The largest error is at most twice the largest error of f32 sums in column order. The factor of two is needed
-/// because the kernels add in different orders, whose largest errors occur at different outputs. One may be twice the other by
-/// chance.
+/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice that with the
+/// dequantized float matrix. The largest error is at most twice the largest error of f32 sums in column order.
+///
+/// The factor of two is needed because the kernels add in different orders, so their largest errors occur at different outputs.
+/// By chance the largest error of one order may be twice that of another order.
 #[test]
 fn rows_are_as_exact_as_with_float_matrices() {
     let mut random = StdRng::seed_from_u64(3);
@@ -84,8 +85,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // The number of outputs exceeds the number of units in a cube on any device. It is not a multiple of the number of
-            // outputs that a group of units computes together.
+            // The number of outputs exceeds the number of units in a cube on any device. This number is not a multiple of the
+            // number of outputs that a group of units computes together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -124,8 +125,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
     }
 }
 
-/// Returns pairs of a number of input rows and their dtype. Half precision is included if the device supports it, and only for
-/// GGUF blocks.
+/// Returns the test cases, each a number of input rows and the dtype of these rows. Half precision is included if the device
+/// supports it, and only for GGUF blocks.
 fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
     let halves = [DType::F16, DType::BF16].into_iter();
@@ -136,9 +137,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. The two matrices of a gate have the same
-/// format, different formats, or one is float. In a last case, the gate's other factor is a given tensor instead of a product,
-/// read from column 130 on.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. The gate matrix and the up matrix have
+/// the same format, have different formats, or one of them is a float matrix. In a last case, the gate multiplies a given
+/// tensor from column 130 on, instead of the output of an up matrix.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

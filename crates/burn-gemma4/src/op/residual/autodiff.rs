@@ -1,5 +1,5 @@
-//! The backward of the residual addition. The gradient of the output flows to the stream unchanged, and to the block's output
-//! through the gradient of its norm.
+//! The backward of the residual addition. The gradient of the sum is multiplied by the scalar, if there is one. The gradient
+//! then flows to the stream unchanged, and to the block's output through the gradient of the norm.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

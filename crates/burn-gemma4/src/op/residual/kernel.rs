@@ -24,8 +24,8 @@ pub(super) struct ResidualPlan {
     /// The largest number of vectors of a row that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
-    /// True if the device supports PDL and no launch writes the weights and the scalar. The kernel then reads them before the
-    /// previous launch has ended.
+    /// True if the device supports PDL and no launch writes the weights and the scalar. The kernel then reads these parameters
+    /// before the previous launch has ended.
     pub reads_ahead: bool,
     /// True if the kernel reads ahead and a vector has exactly `LOAD_BYTES` bytes. The compiler may delay vector loads of
     /// other sizes until after the wait for the previous launch: see `load_now` in `cube_kit::pdl`.

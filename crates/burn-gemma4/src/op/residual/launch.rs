@@ -95,8 +95,8 @@ fn launch(
         loads_now: reads_ahead && vector * stream.dtype.size() == LOAD_BYTES,
     };
     let element = dtype_to_storage_type(stream.dtype);
-    // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `stream` and `added` and writes row `r` of `sum`
-    // and `normed`. Each row and each norm weight have `vectors` vectors.
+    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `stream` and `added` and writes row `r` of
+    // `sum` and `normed`. Each row and each norm weight have `vectors` vectors.
     unsafe {
         residual_pdl::launch_unchecked(
             &client,

@@ -179,7 +179,7 @@ fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     }
 }
 
-/// The kernel as operators of a backend. The functions above document the operators.
+/// The residual kernel as operators of a backend. The functions of this module that call the operators document them.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ResidualBackend: Backend {

@@ -1,5 +1,5 @@
-//! The attention mask over a ring buffer of keys, in one launch, for inference on CubeCL devices. A column is one token's key.
-//! The slots of the ring buffer hold the columns in any order.
+//! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of the ring
+//! buffer holds the key of one token, and the tokens may lie in any order.
 
 mod kernel;
 #[cfg(test)]
@@ -30,7 +30,7 @@ pub struct RingMask {
     /// The number of keys that a query sees, including the key at its own position.
     pub window: usize,
     /// True if the key of the last query's own token is already written. Otherwise the last written key is that of the token
-    /// before.
+    /// before the last query.
     pub last_is_written: bool,
 }
 
@@ -45,8 +45,8 @@ impl RingMask {
 /// positions of the queries, sequence by sequence.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
     let all = options.shape().iter().product::<usize>();
-    // Allocate an empty boolean tensor, which has the device's boolean dtype. It has one dimension, so that its elements are
-    // contiguous. Rows of several dimensions would be padded.
+    // Allocate an empty boolean tensor, which has the device's boolean dtype. The tensor has one dimension, so that its
+    // elements are contiguous. Rows of a tensor with several dimensions would be padded.
     let mask = Tensor::<1, Bool>::empty([all], &positions.device());
     Tensor::from_dispatch(Dispatch::write_ring_mask(
         mask.into_dispatch(),
@@ -89,7 +89,7 @@ impl RingBackend for CubeBackend {
         );
         let element = dtype_to_storage_type(mask.dtype);
         let integer = dtype_to_storage_type(positions.dtype);
-        // SAFETY: unit `i` writes element `i` of `mask` only if `i` is below `all`, the length of `mask`. It reads the
+        // SAFETY: unit `i` writes element `i` of `mask` only if `i` is below `all`, the length of `mask`. The unit reads the
         // positions of its query and of the last query in the same sequence, and `positions` has one element for each query.
         unsafe {
             ring_mask_pdl::launch_unchecked(

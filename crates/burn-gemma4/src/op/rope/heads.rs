@@ -11,16 +11,17 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// The source columns of heads, and the layout of their channels.
+/// The columns of a projection's output that hold heads, and the layout in which the heads' channels are written.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadOptions {
     /// The first column of the heads in the projection's output.
     pub start: usize,
     /// The number of columns of all heads together.
     pub count: usize,
-    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. A slot of compact keys holds the
+    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. With compact keys a slot holds a
     /// whole value, which begins with the rotated channels. After the value, the slot holds only the rotated channels of the
-    /// key. Queries for compact keys have the channel order of these keys.
+    /// key, because the value's other channels also serve the key. Queries for compact keys have the channel order of these
+    /// keys.
     pub compact: Option<usize>,
     /// The epsilon of the norm.
     pub epsilon: f64,
@@ -29,7 +30,7 @@ pub struct HeadOptions {
 /// The columns of a layer's queries, keys and values in the output of one projection.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerColumns {
-    /// The first column of the queries, and their number of columns.
+    /// The first column of the queries. The field `count` is the number of their columns.
     pub queries: usize,
     pub count: usize,
     /// The first columns of the keys and of the values. The shape of the KV cache, or [`OwnShape`], gives the number of columns.
@@ -39,7 +40,7 @@ pub struct LayerColumns {
     pub epsilon: f64,
 }
 
-/// The shape of keys and values for which no buffer exists yet.
+/// The shape of keys and values that are written to new tensors instead of an existing KV cache.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnShape {
     pub sequences: usize,
@@ -119,7 +120,7 @@ pub(crate) struct PartsInOrder<'a> {
 
 /// Computes a layer's heads in one launch. Queries are `[rows, heads, 1, head_dim]`. Keys and values are
 /// `[sequences, heads, count, head_dim]` each. Row `r` uses table row `r % n`, where `n` is the number of rows in the rotation
-/// tables. Every sequence has equally many consecutive rows.
+/// tables. Each sequence has the same number of consecutive rows.
 pub(crate) fn layer_heads_in_order(
     parts: PartsInOrder<'_>,
     columns: LayerColumns,
@@ -155,8 +156,8 @@ pub(crate) fn heads_in_order(
 }
 
 /// Computes keys as [`query_heads`] computes queries, and writes them to their slots of `buffer`,
-/// `[sequences, heads, slots, head_dim]`. A row's slot is its position modulo the number of slots. Every sequence has equally
-/// many consecutive rows.
+/// `[sequences, heads, slots, head_dim]`. A row's slot is its position modulo the number of slots. Each sequence has the same
+/// number of consecutive rows.
 ///
 /// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned handle are
 /// ordered after the write.
@@ -217,7 +218,7 @@ pub struct LayerHeads<B: Backend> {
     pub values: FloatTensor<B>,
 }
 
-/// The kernel as operators of a backend. The functions above document the operators.
+/// The heads kernel as operators of a backend. The functions of this module that call the operators document them.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
     #[fusion(meta = |projected, _weight, cos, _sin, _positions, options| {

@@ -22,7 +22,7 @@ pub(super) struct HeadWeights {
     pub sin: CubeTensor,
 }
 
-/// The tensor to which heads are written, and the columns of the projection's output from which they are computed.
+/// The tensor to which heads are written, and the columns of the projection's output from which the heads are computed.
 pub(super) struct RopeTarget {
     tensor: CubeTensor,
     start: usize,
@@ -59,7 +59,7 @@ impl RopeTarget {
         self.start + self.heads() * self.head_dim
     }
 
-    /// Returns the kernel's argument for this target. The projection has `rows` rows, equally many per sequence.
+    /// Returns the kernel's argument for this target. The projection has `rows` rows, the same number for each sequence.
     fn layout(&self, rows: usize) -> HeadLayoutLaunch {
         let sequences = self.tensor.meta.shape()[0];
         assert!(
@@ -90,8 +90,8 @@ pub(super) struct OwnHeads {
 pub(super) struct HeadsLaunch {
     pub projected: CubeTensor,
     pub weights: Option<HeadWeights>,
-    /// The position of each row. If it is `None`, row `r` uses table row `r % n` of the `n` rows in the rotation tables.
-    /// Each sequence then fills its slots from slot 0 on.
+    /// The position of each row. If this field is `None`, row `r` uses table row `r % n` of the `n` rows in the rotation
+    /// tables. Each sequence then fills its slots from slot 0 on.
     pub positions: Option<CubeTensor>,
     pub target: RopeTarget,
     pub own: Option<OwnHeads>,
@@ -169,7 +169,8 @@ impl HeadsLaunch {
             Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
             None => (None, None, None),
         };
-        // Pass dummy layouts for keys and values in a launch without them. The kernel does not read these layouts.
+        // In a launch that computes neither keys nor values, pass dummy layouts for keys and values. The kernel does not read
+        // the dummy layouts.
         let [keys_layout, values_layout] = match &own {
             Some(own) => [own.keys.layout(rows), own.values.layout(rows)],
             None => [target.layout(rows), target.layout(rows)],
@@ -221,9 +222,9 @@ impl HeadsLaunch {
         );
         let widest = [Some(&projected), Some(&target.tensor)];
         let widest = widest.into_iter().chain([keys.as_ref(), values.as_ref()]);
-        // SAFETY: each cube reads one head of one row, and the row of the tables at its position. The tables contain every
-        // position that the cache can hold. Each cube writes one slot of that head in its sequence, and the slot has columns
-        // for all channels.
+        // SAFETY: each cube reads one head of one row, and the row of the tables at the position of that row. The tables
+        // contain every position that the cache can hold. Each cube writes one slot of that head in its sequence, and the slot
+        // has columns for all channels.
         unsafe {
             apply_norm_rope_pdl::launch_unchecked(
                 &client,

@@ -1,13 +1,13 @@
-//! The heads of a projection. The kernel normalizes each head, multiplies it by the norm's weight and rotates it by the row's
-//! position. It writes the head to a tensor of queries or to a slot of the KV cache. A layer with its own KV cache computes
-//! queries, keys and values in one launch.
+//! The heads of a projection. The kernel normalizes each head, multiplies the head by the norm's weight, and rotates it by the
+//! row's position. The kernel then writes the head to a tensor of queries or to a slot of the KV cache. A layer with its own KV
+//! cache computes queries, keys and values in one launch.
 //!
 //! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one channel pair
 //! per unit, or up to four without plane operations.
 //!
 //! Schedule: one cube per head. A cube reads its head once. After the wait for the previous launch the kernel reads only the
-//! projection, and no read depends on another. If a launch computes weights or positions, the kernel also reads these and the
-//! tables after the wait. The reads of the tables then depend on the positions.
+//! projection, and no read depends on another read. If a launch computes weights or positions, the kernel also reads these and
+//! the tables after the wait. The reads of the tables then depend on the positions.
 //!
 //! Bound: latency.
 
@@ -70,15 +70,15 @@ pub(super) struct HeadsPlan {
     /// True if the launch also computes the layer's keys and values.
     pub of_layer: bool,
     pub pdl: bool,
-    /// True if no launch writes the weights, tables and positions. The kernel then reads them before the previous launch has
-    /// ended.
+    /// True if no launch writes the weights, tables and positions. The kernel then reads these tensors before the previous
+    /// launch has ended.
     pub reads_ahead: bool,
 }
 
 /// The weights of the RMS norms of a layer's heads, `[head_dim]` each. The norm of the values has no weight.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct HeadNormWeights<E: Float> {
-    /// The norm's weight for the heads of a launch that has only queries or only keys, or for the queries of a whole layer.
+    /// The weight of the norm of the launch's only kind of heads, or of a layer's queries.
     pub first: ComptimeOption<OwnedTensor<E>>,
     /// The weight of the RMS norm of a layer's keys.
     pub keys: ComptimeOption<OwnedTensor<E>>,
@@ -89,7 +89,7 @@ pub(super) struct HeadNormWeights<E: Float> {
 pub(super) struct RopeInputs<E: Float, I: Int> {
     pub cos: ComptimeOption<OwnedTensor<E>>,
     pub sin: ComptimeOption<OwnedTensor<E>>,
-    /// The position of each row. If there is no such tensor, row `r` is at position `r % positions_in_order`.
+    /// The position of each row. If this tensor is absent, row `r` is at position `r % positions_in_order`.
     pub positions: ComptimeOption<OwnedTensor<I>>,
 }
 
@@ -110,8 +110,8 @@ pub(super) struct HeadSizes {
     /// The distance between the projection's rows, in elements.
     pub projected_stride: u32,
     pub rows: u32,
-    /// The number of positions in the rotation tables. It determines the positions of the rows if there is no tensor of
-    /// positions.
+    /// The number of positions in the rotation tables. If there is no tensor of positions, row `r` is at position
+    /// `r % positions_in_order`.
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
     pub pairs: u32,
@@ -152,7 +152,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // Return from a cube without a row, without waiting for the previous launch. The other cubes of the grid wait for it.
+    // Return from a cube without a row before the wait for the previous launch. This early return is safe, because the other
+    // cubes of the grid wait.
     if row >= rows {
         terminate!();
     }

@@ -19,12 +19,11 @@ pub(super) struct HeadLayout {
     pub to_slot: u32,
 }
 
-/// The layouts of a layer's queries, keys and values. A launch that rotates only queries or only keys
-/// reads only `first`.
+/// The layouts of a layer's queries, keys and values. A launch that computes only one kind of heads reads only `first`.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct QkvLayouts {
-    /// The layout of the heads of a launch that has only queries or only keys, or of the queries of a whole layer.
+    /// The layout of the launch's only kind of heads, or of a layer's queries.
     pub first: HeadLayout,
     pub keys: HeadLayout,
     pub values: HeadLayout,
@@ -37,8 +36,8 @@ pub(super) const KEYS: u32 = 1;
 /// The value of [`CubeHead::kind`] for a layer's values.
 pub(super) const VALUES: u32 = 2;
 
-/// The head that a cube computes. The fields say whether it is a query, key or value head, its index among the heads of that
-/// kind, and the source and target of that kind.
+/// The head that a cube computes. The fields say whether the head is a query, key or value head, and give the head's index
+/// among the heads of that kind. The other fields are the source and target of that kind.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CubeHead {
@@ -97,7 +96,7 @@ pub(super) fn find_head(head: u32, layouts: QkvLayouts, #[comptime] of_layer: bo
     found
 }
 
-/// Returns the number of heads of all kinds.
+/// Returns the number of heads that a launch computes, over queries, keys and values.
 #[cube]
 pub(super) fn count_heads(layouts: QkvLayouts, #[comptime] of_layer: bool) -> u32 {
     if comptime!(of_layer) {

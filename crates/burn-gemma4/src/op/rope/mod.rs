@@ -1,5 +1,5 @@
-//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form. It rotates some channel pairs of
-//! a projection's query and key heads.
+//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form. RoPE rotates some channel pairs
+//! of a projection's query and key heads.
 
 #[cfg(feature = "cube")]
 pub(crate) mod heads;

@@ -129,7 +129,7 @@ impl Tables {
     }
 
     /// Returns a table of at least `positions` positions. The table grows by doubling, so the total work stays proportional to
-    /// its length.
+    /// the table's length.
     fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
         const SMALLEST: usize = 256;
         // Ignore a poisoned lock. A thread that panicked while it held the lock left only complete tables in the list.

@@ -8,14 +8,14 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// True if the bit of `token` is set in its word.
+/// True if the bit of `token` is set in `word`, which is the word of the bit set that holds this bit.
 #[cube]
 fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
 }
 
 /// Applies the repetition penalty to the logits of tokens that the text contains. A negative logit is multiplied by the
-/// penalty, and any other logit is divided by it. The logits of suppressed tokens become −∞.
+/// penalty, and any other logit is divided by the penalty. The logits of suppressed tokens become −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn change_logits<E: Float>(
     logits: &Tensor<E>,

@@ -1,6 +1,7 @@
-//! The draw of a token, in two kernels. A section is a part of a row's columns. The first kernel sums, in each section, the
-//! weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the first token, in token order, at which the
-//! running sum of weights exceeds a random number. The kernel first finds the token's section, then the token.
+//! The draw of a token, in two kernels. A section is a consecutive range of a row's columns. The first kernel sums, in each
+//! section, the weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the first token, in token
+//! order, at which the running sum of weights exceeds a random number. The second kernel first finds the token's section, then
+//! the token.
 //!
 //! Budget: less than 3 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube per
 //! row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections at once, then
@@ -16,8 +17,8 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section. A key is an integer that orders logits, and the threshold is the smallest key
-/// that is kept:
+/// The number of words in the summary of a section of a row's columns. A key is an integer that compares as its logit does, and
+/// the threshold is the smallest key that is kept:
 ///
 /// - words 0 and 1: the summed weight of the tokens above the threshold
 /// - word 2: the number of tokens at the threshold
@@ -32,7 +33,7 @@ pub(super) const COLUMN_BITS: u32 = 22;
 #[expand(derive(Clone, Copy))]
 struct Kept {
     largest: u32,
-    /// The smallest key that is kept. A key is an integer that orders logits.
+    /// The smallest key that is kept. A key is an integer that compares as its logit does.
     threshold: u32,
     /// True if top-p is active. Then only some of the tokens whose key equals `threshold` are kept.
     #[cube(comptime)]
@@ -42,7 +43,7 @@ struct Kept {
 #[cube]
 impl Kept {
     /// Returns the weight of a logit whose key is above the threshold, and 0 for any other key. Without top-p, a key at the
-    /// threshold counts as above the threshold. A key is an integer that orders logits.
+    /// threshold counts as above the threshold. A key is an integer that compares as its logit does.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;
         if comptime!(self.top_p) {
@@ -55,8 +56,8 @@ impl Kept {
         }
     }
 
-    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0. A key is an integer that orders
-    /// logits.
+    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0. A key is an integer that compares as
+    /// its logit does.
     pub fn tie(&self, key: u32) -> u32 {
         if comptime!(self.top_p) {
             select(key == self.threshold, 1u32, 0u32)
@@ -65,7 +66,8 @@ impl Kept {
         }
     }
 
-    /// Returns the weight of a logit from its key, an integer that orders logits. Returns 0 if min-p removes the logit.
+    /// Returns the weight of a logit from its key, an integer that compares as the logit does. Returns 0 if min-p removes the
+    /// logit.
     pub fn weight(&self, key: u32, limits: Limits) -> Wide {
         let ratio = ratio(key, self.largest, limits.temperature);
         let own = weight(ratio);

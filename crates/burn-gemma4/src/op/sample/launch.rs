@@ -1,4 +1,4 @@
-//! Launches the sampling kernels. A section is a part of a row's columns that one cube handles.
+//! Launches the sampling kernels. A section is the consecutive range of a row's columns that one cube handles.
 
 use super::{
     change::{self, change_logits, mark},
@@ -86,7 +86,7 @@ impl SampleBackend for CubeBackend {
         integers([&seen, &tokens]);
         let units = 32;
         // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. The row has `words` words with
-        // one bit per token of the vocabulary, and token `r` is within the vocabulary.
+        // one bit per token of the vocabulary, and element `r` of `tokens` is within the vocabulary.
         unsafe {
             mark::launch_unchecked(
                 &client,
@@ -153,8 +153,8 @@ impl Rows {
     fn largest(&self) -> CubeTensor {
         let client = &self.logits.client;
         let largest = self.words(1);
-        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. It writes only its own element
-        // of `largest`, which has one for each section of each row.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. The cube writes only its own
+        // element of `largest`, which has one element for each section of each row.
         unsafe {
             largest_keys_pdl::launch_unchecked(
                 client,
@@ -203,7 +203,7 @@ impl Rows {
         let records = self.rows * self.stretches * RECORD;
         assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
         // SAFETY: the reads are those of the function `count`. Each cube writes only its own entry of `summaries`, which has
-        // one for each section of each row.
+        // one entry for each section of each row.
         unsafe {
             keep_pdl::launch_unchecked(
                 client,
@@ -235,9 +235,9 @@ impl Rows {
         let client = &self.logits.client;
         integers([&seeds, &positions]);
         let tokens = empty(&self.logits, [self.rows], DType::I32);
-        // SAFETY: cube `r` works only if `r` is below `rows`. It reads row `r` of `logits`, which has `columns` columns, and
-        // the entries of `largest` and `summaries` for the row's sections. It reads elements `2r` and `2r + 1` of `seeds` and
-        // element `r` of `positions`, and writes element `r` of `tokens`.
+        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `logits`, which has `columns` columns,
+        // and the entries of `largest` and `summaries` for the row's sections. The cube also reads elements `2r` and `2r + 1`
+        // of `seeds` and element `r` of `positions`, and writes element `r` of `tokens`.
         unsafe {
             draw_pdl::launch_unchecked(
                 client,
@@ -276,7 +276,8 @@ fn changed(
     let argument =
         |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
     // SAFETY: unit `i` reads element `i` of `logits` and writes element `i` of `changed` only if `i` is below `rows · columns`,
-    // the length of both. It reads one bit of `seen` and `suppressed`, which have one bit per column, `seen` for each row.
+    // the length of both tensors. The unit also reads one bit of `seen`, which has one bit per row and column, and of
+    // `suppressed`, which has one bit per column.
     unsafe {
         change_logits::launch_unchecked(
             &client,
@@ -320,7 +321,7 @@ mod tests {
     }
 
     /// Draws one token from each of 64 rows with the same `logits`. Each element of `weights` belongs to one section of a row's
-    /// columns. It is the summed weight that the first kernel would report for this section, in units of 2³².
+    /// columns. The element is the summed weight that the first kernel would report for its section, in units of 2³².
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);

@@ -1,8 +1,9 @@
 //! Token sampling on the device. The kernels draw the same tokens as the
 //! [`Sampler`](crate::generate::sampling::sampler::Sampler) on the host, from the same random numbers.
 //!
-//! The host's sampler is the reference. On the device each token's weight is an integer, so that sums do not depend on the
-//! order of the additions. A weight is rounded to a multiple of 2⁻⁴⁰ of the most likely token's weight.
+//! The host's sampler is the standard with which the kernels must agree. On the device each token's weight is an integer, so
+//! that sums do not depend on the order of the additions. A weight is rounded to a multiple of 2⁻⁴⁰ of the most likely token's
+//! weight.
 
 #[cfg(feature = "cube")]
 mod change;
@@ -43,7 +44,8 @@ mod device {
         pub top_k: Option<u32>,
         /// The total probability that top-p keeps, in units of 2⁻³².
         pub top_p: Option<u32>,
-        /// The bound of min-p: the natural logarithm of the smallest kept weight relative to the most likely token's weight.
+        /// The bound of min-p: the natural logarithm of the smallest kept ratio of a token's weight to the most likely token's
+        /// weight.
         pub least: f32,
     }
 
@@ -82,8 +84,8 @@ mod device {
     }
 
     /// Applies the repetition penalty to the logits of tokens that the row's text contains. A negative logit is multiplied by
-    /// the penalty, and any other logit is divided by it. The output is `[rows, vocabulary]` in f32. `seen`, `[rows · words]`,
-    /// has one bit per token, in words of 32 bits.
+    /// the penalty, and any other logit is divided by the penalty. The output is `[rows, vocabulary]` in f32. `seen`,
+    /// `[rows · words]`, has one bit per token, in words of 32 bits.
     pub(crate) fn penalize(logits: Tensor<2>, seen: Tensor<1, Int>, penalty: f32) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::penalize(
             logits.into_dispatch(),
@@ -106,7 +108,7 @@ mod device {
         Tensor::from_dispatch(Dispatch::mark(seen.into_dispatch(), tokens.into_dispatch()))
     }
 
-    /// The kernels as operators of a backend. The functions above document the operators.
+    /// The sampling kernels as operators of a backend. The functions of this module that call the operators document them.
     #[backend_extension(Cube, Fusion)]
     pub trait SampleBackend: Backend {
         #[fusion(meta = |logits, _seeds, _positions, _options| {

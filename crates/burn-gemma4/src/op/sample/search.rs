@@ -1,10 +1,12 @@
-//! The search for the smallest key that top-k or top-p keeps. A key is an integer that orders logits. The search is a radix
-//! search that determines eight bits of the key per launch.
+//! The search for the smallest key that top-k or top-p keeps. A key is an integer that compares as its logit does. The search
+//! is a radix search that determines eight bits of the key per launch.
 //!
-//! Algorithm: each cube builds a histogram over a section, which is a part of a row's columns. The histogram covers only the keys
-//! whose upper bits equal the prefix that earlier launches have found. The next eight bits of a key select the bin. A bin counts
-//! tokens for top-k, and sums weights for top-p. In the next launch every cube adds the histograms of all sections of its row.
-//! The cube sums the bins from the largest keys down, and extends the prefix by the bin in which the sum reaches the target.
+//! Algorithm: each cube builds a histogram over a section, which is a consecutive range of a row's columns. The histogram
+//! covers only the keys whose upper bits equal the prefix that earlier launches have found. The next eight bits of a key select
+//! the bin. A bin counts tokens for top-k, and sums weights for top-p.
+//!
+//! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the largest keys
+//! down, and extends the prefix by the bin in which the sum reaches the target.
 //!
 //! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and the
 //! histograms come from the L2 cache, with several loads in flight.
@@ -17,20 +19,20 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of bins in a histogram, one per value of eight bits.
+/// The number of bins in a histogram, one for each value of eight key bits.
 pub(super) const BINS: usize = 256;
 /// The number of words that a cube writes for its section of a row: two words per bin of the histogram, then the four words of
 /// [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// The number of copies of a cube's histogram. Most logits fall into few bins, and the copies reduce contention between
-/// atomics.
+/// The number of duplicates of a cube's histogram. Most logits fall into few bins, so duplicates reduce contention between
+/// atomics. The units of a cube are divided among the duplicates.
 const COPIES: usize = 4;
 
 /// The state of the search for a threshold, the smallest key that is kept.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Found {
-    /// The lower bound of the keys that the search counts. Top-p counts only keys that top-k keeps.
+    /// The smallest key that the search counts. Top-p counts only keys that top-k keeps.
     pub floor: u32,
     /// The upper bits of the threshold that earlier launches have found.
     pub prefix: u32,
@@ -49,7 +51,7 @@ pub(super) enum SearchTarget {
     Rest,
 }
 
-/// The searches that the sampling options require.
+/// The cuts that the sampling options request. Each cut needs a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Cuts {
     pub top_k: bool,
@@ -64,7 +66,7 @@ pub(super) struct Step {
     pub weighed: bool,
 }
 
-/// The numeric values of the sampling options.
+/// The sampling options as numbers for the kernels.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Limits {
@@ -72,11 +74,12 @@ pub(super) struct Limits {
     pub top_k: u32,
     /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The bound of min-p: the natural logarithm of the smallest kept weight relative to the most likely token's weight.
+    /// The bound of min-p: the natural logarithm of the smallest kept ratio of a token's weight to the most likely token's
+    /// weight.
     pub least: f32,
 }
 
-/// Finds the largest key in each section of a row's columns. A key is an integer that orders logits.
+/// Finds the largest key in each section of a row's columns. A key is an integer that compares as its logit does.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn largest_keys_pdl<E: Float>(
     logits: &Tensor<E>,
@@ -230,8 +233,8 @@ fn beginning(floor: u32) -> Found {
     }
 }
 
-/// Returns the smallest key that top-k keeps. A key is an integer that orders logits. All logits that equal the threshold's
-/// logit are kept, and −0 equals 0.
+/// Returns the smallest key that top-k keeps. A key is an integer that compares as its logit does. The argument `threshold` is
+/// the key of the k-th largest logit. All logits that equal this logit are kept, and −0 equals 0.
 #[cube]
 pub(super) fn floor_of(threshold: u32) -> u32 {
     let tied = select(
@@ -242,8 +245,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// Returns the initial state of the search of top-p, limited to the keys (integers that order logits) that top-k keeps. Without
-/// top-k, all keys above the key of −∞ are kept.
+/// Returns the initial state of the search of top-p, limited to the keys that top-k keeps. A key is an integer that compares as
+/// its logit does. Without top-k, all keys above the key of −∞ are kept.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,

@@ -1,5 +1,5 @@
-//! The sections of a row of logits, and the loads of a section. A section is a part of a row's columns that one cube handles. A
-//! key is an integer that orders logits.
+//! The sections of a row of logits, and the loads of a section. A section is the consecutive range of a row's columns that one
+//! cube handles. A key is an integer that compares as its logit does.
 
 use super::{weight::key, wide::UNITS};
 use cubecl::prelude::*;
@@ -10,7 +10,7 @@ pub(super) const MOST_STRETCHES: usize = 32;
 /// The number of loads that a unit issues before it uses the first loaded value.
 pub(super) const AHEAD: usize = 8;
 
-/// The sizes of the logits, and their number of sections.
+/// The shape of the logits, and the number of sections into which each row is divided.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct LogitsSizes {
@@ -72,7 +72,8 @@ pub(super) fn next_keys<E: Float>(
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. A row may have fewer than the largest number of sections. Then load the last section's key again.
+    // Issue all loads at once. If the row has fewer than the largest number of sections, the surplus loads read the last
+    // section's key again.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

@@ -1,27 +1,31 @@
-//! The key and the weight of a logit. The key is an integer that orders logits, and the weight is an unnormalized probability.
+//! The key and the weight of a logit. The key is an integer that compares as the logit does, and the weight is an unnormalized
+//! probability.
 //!
-//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on how
-//! a row is divided among cubes.
+//! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on
+//! how a row is divided among cubes.
 
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer of −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. NaN with a sign bit has a
-/// smaller integer.
+/// The integer to which −∞ maps in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. NaN with a sign
+/// bit maps to a smaller integer.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The key of ∞, an integer that orders logits. NaN without a sign bit has a larger integer in the order of `f32::total_cmp`.
+/// The key of ∞. A key is an integer that compares as its logit does. In the order of `f32::total_cmp`, NaN without a sign bit
+/// maps to a larger integer.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
-/// The key of 0, an integer that orders logits. The key of −0 is smaller by 1.
+/// The key of 0, that is, the integer that compares with other keys as a logit of 0 does. The key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
 /// The smallest natural logarithm of a weight whose exponential is computed. Smaller logarithms give weights below 2⁻⁴¹, which
 /// count as zero.
 const LEAST_RATIO: f32 = -28.5;
-/// 2⁸: the scale of a weight's upper word.
+/// The factor 2⁸, by which a weight relative to the largest weight is multiplied. The integer part of the product is the upper
+/// word.
 const UPPER: f32 = 256.0;
-/// 2³²: the scale of a weight's lower word relative to the upper word.
+/// The factor 2³², by which the fraction that remains after the upper word is multiplied. The integer part of the product is
+/// the lower word.
 const LOWER: f32 = 4_294_967_296.0;
 
-/// Maps a logit to its key, an integer that has the order of `f32::total_cmp`. NaN and −∞ give 0.
+/// Maps a logit to its key, an integer that compares with other keys as in the order of `f32::total_cmp`. NaN and −∞ give 0.
 #[cube]
 pub(super) fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -34,8 +38,8 @@ pub(super) fn key(value: f32) -> u32 {
     select(possible, key, 0u32)
 }
 
-/// Returns the natural logarithm of a weight: a logit minus the largest logit, divided by the temperature. The arguments are
-/// the keys of both logits.
+/// Returns the natural logarithm of a weight: a logit minus the largest logit, divided by the temperature. The arguments `key`
+/// and `largest` are the keys of these two logits.
 #[cube]
 pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
     // Handle infinite logits separately, because ∞ − ∞ is NaN, and some devices have no ∞.
@@ -62,7 +66,7 @@ fn number(key: u32) -> f32 {
     f32::reinterpret(bits)
 }
 
-/// Returns the weight for a natural logarithm that [`ratio`] computed.
+/// Returns the weight whose natural logarithm is `ratio`, the result of the function [`ratio`].
 #[cube]
 pub(super) fn weight(ratio: f32) -> Wide {
     let counts = ratio >= f32::new(LEAST_RATIO);

@@ -74,7 +74,7 @@ impl Wide {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Sums {
-    /// The sum of the values of all units up to this unit, including its own value.
+    /// The sum over all units up to this unit, this unit included.
     pub to: Wide,
     /// The sum over all units.
     pub all: Wide,

@@ -3,7 +3,7 @@
 use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 
 /// The cost of one more draft token in a pass, as a fraction of the cost of the pass. The cost is small, because a pass reads
-/// the weights once for all its tokens. It is not 0, because each draft token must be proposed.
+/// the weights once for all its tokens. The cost is not 0, because each draft token must be proposed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cost(pub f64);
 
@@ -33,7 +33,8 @@ pub(super) struct DraftLength {
     /// the sequences. One of a sequence's tokens is the token before its draft tokens.
     most: usize,
     cost: Cost,
-    /// The running counts of tested draft tokens (`seen`) and of accepted ones (`right`). Older passes have smaller weights.
+    /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller
+    /// weights.
     seen: f64,
     right: f64,
 }
@@ -70,8 +71,8 @@ impl DraftLength {
         best
     }
 
-    /// Records the result of a pass. The draft tokens after the first rejected one do not count, because the model has not
-    /// tested them.
+    /// Records the result of a pass. The draft tokens after the first rejected draft token do not count, because the model has
+    /// not tested them.
     pub fn learn(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {
             return;

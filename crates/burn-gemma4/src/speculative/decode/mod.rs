@@ -2,10 +2,10 @@
 //! the model chose them.
 //!
 //! The model chooses its own token after each draft token exactly as without drafts, from the same logits and with the same
-//! random numbers. While the chosen token equals the draft token, the pass also holds the logits at the next position. The
-//! generated text therefore equals the text without drafts. A draft token is accepted with the probability that the model
-//! assigns to it. A rejected one is replaced by a draw from the other tokens. Only the rounding of logits may depend on the
-//! number of tokens in a pass.
+//! random numbers. As long as the chosen token equals the draft token, the logits that the pass has computed at the next
+//! position are valid. The generated text therefore equals the text without drafts. A draft token is accepted with the
+//! probability that the model assigns to it. A rejected draft token is replaced by a draw from the other tokens. Only the
+//! rounding of logits may depend on the number of tokens in a pass.
 
 mod draft_length;
 mod lookup;
@@ -65,7 +65,7 @@ enum Source {
         /// The number of generated tokens that `lookup` already contains.
         known: usize,
     },
-    /// The decoder's drafter.
+    /// The drafter that the decoder holds.
     Drafter,
 }
 
@@ -103,8 +103,8 @@ impl DraftSources {
     }
 
     /// Proposes draft tokens after the last token of each sequence. Then evaluates this last token, which is not in the cache
-    /// yet, and the draft tokens in one pass. Returns the draft tokens, and the logits after each evaluated token. Each
-    /// sequence has equally many rows of logits.
+    /// yet, and the draft tokens in one pass. Returns the draft tokens, and the logits after each evaluated token. All
+    /// sequences have the same number of rows of logits.
     fn guess_and_read<'a>(
         &mut self,
         sequences: &[Sequence<'_>],
@@ -183,8 +183,8 @@ enum Guessed {
     },
     ByDrafter {
         tokens: DraftTokens,
-        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every sequence, and
-        /// a sequence ignores the rest.
+        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every sequence. A
+        /// sequence ignores the draft tokens beyond its own number.
         counts: Vec<usize>,
         most: usize,
     },
@@ -231,9 +231,9 @@ pub(crate) struct Limits {
     pub pad: u32,
 }
 
-/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of the sequences except the last
-/// ones. A pass evaluates equally many tokens of every sequence, even if some sequences have fewer draft tokens. After the pass
-/// the columns of rejected tokens are removed, and their number differs between sequences.
+/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the last
+/// token. A pass evaluates equally many tokens of every sequence, even if some sequences have fewer draft tokens. After the
+/// pass the columns of rejected tokens are removed. The number of these columns differs between sequences.
 pub(crate) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
@@ -256,8 +256,8 @@ pub(crate) fn decode(
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
             let first = index * count;
             if sequence.finished.is_some() {
-                // Ignore the drafter's tokens for a finished sequence. But select one of its hidden states, because the next
-                // run of the drafter needs a valid row for every sequence of the batch.
+                // Ignore the drafter's tokens for a finished sequence. But select one of the sequence's hidden states, because
+                // the next run of the drafter needs a valid row for every sequence of the batch.
                 guessers.streams.of[index] = first;
                 continue;
             }
@@ -270,8 +270,8 @@ pub(crate) fn decode(
                     break;
                 }
             }
-            // Keep `taken` columns of the pass: those of the previous token and of the generated tokens except the last. The
-            // next pass evaluates the last generated token.
+            // Keep `taken` columns of the pass: the columns of the previous token and of all generated tokens except the last.
+            // The next pass evaluates the last generated token.
             forgotten[index] = count - taken;
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();

@@ -31,7 +31,7 @@ pub struct MaskedEmbedding {
     /// The token ids in each group, `[groups, tokens per group]`.
     #[module(skip)]
     token_ordering: Tensor<2, Int>,
-    /// The indices `0..groups`. They are uploaded once, because a captured CUDA graph must not read host memory.
+    /// The indices `0..groups`. The indices are uploaded once, because a captured CUDA graph must not read host memory.
     #[module(skip)]
     numbers: Tensor<1, Int>,
     #[module(skip)]
@@ -50,7 +50,7 @@ impl MaskedEmbedding {
         let groups = TensorData::new(groups.to_vec(), shape);
         Self {
             centroids,
-            // The kernels read i32. The device's default integer type may be another one, so give the type explicitly.
+            // The kernels read i32. The device's default integer type may be another type, so give the type explicitly.
             token_ordering: Tensor::from_data(groups, (device, DType::I32)),
             numbers: numbers(ordered.num_centroids, device),
             top_k: ordered.top_k,

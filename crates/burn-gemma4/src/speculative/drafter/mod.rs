@@ -2,9 +2,9 @@
 //! hidden state, keys and values.
 //!
 //! The drafter computes no keys or values of its own. A run of the drafter consists of several drafting steps, and each step
-//! proposes one draft token. All steps of a run use the same position: that of the token after which the target model
-//! continues. The inputs of a step are the previous token and a hidden state. In the first step this hidden state is the target
-//! model's. In a later step it is the result of the previous step.
+//! proposes one draft token. All steps of a run use the same position: the position of the token after which the target model
+//! continues. The inputs of a step are the previous token and a hidden state. In the first step this hidden state comes from
+//! the target model. In a later step the hidden state is the result of the previous step.
 
 mod head;
 #[cfg(feature = "cube")]
@@ -36,14 +36,14 @@ use std::sync::Arc;
 #[derive(Module, Debug)]
 pub struct Drafter {
     /// The drafter's layers and its embedding table, which is also the weight matrix of the head. This is not a complete model,
-    /// because the layers have no key projections.
+    /// because the layers have no key and value projections.
     pub(crate) model: Gemma4Model,
     /// The projection to the drafter's width. Its input is a concatenation of a token's embedding and the previous hidden
     /// state, which both have the target model's width.
     pub pre_projection: Linear,
-    /// Projects the drafter's hidden state to the target model's width.
+    /// The projection of the drafter's hidden state to the target model's width.
     pub post_projection: Linear,
-    /// A head that first scores groups of tokens, if the checkpoint has such a head.
+    /// The head that first scores groups of tokens, or `None` if the head scores the whole vocabulary.
     pub masked_embedding: Option<MaskedEmbedding>,
     #[module(skip)]
     config: Arc<DrafterConfig>,
@@ -52,7 +52,7 @@ pub struct Drafter {
 /// The draft tokens of one run of the drafter.
 #[derive(Clone, Debug)]
 pub struct Draft {
-    /// The draft tokens. Those of a single sequence are in the order of the text, `[count]`.
+    /// The draft tokens, `[count · batch]`, ordered by drafting step. For a single sequence this is the order of the text.
     pub tokens: Tensor<1, Int>,
     /// The hidden state after each drafting step, `[batch, hidden]`.
     streams: Vec<ColumnSlice>,
@@ -109,7 +109,7 @@ impl Drafter {
         }
     }
 
-    /// The drafter's configuration.
+    /// Returns the drafter's configuration.
     pub fn config(&self) -> &DrafterConfig {
         &self.config
     }
@@ -139,7 +139,7 @@ impl Drafter {
         Ok(self.guess(target, cache, &[token], hidden, count))
     }
 
-    /// Checks that the drafter fits the target model. The error names the difference.
+    /// Checks that the drafter fits the target model. The error says how they differ.
     pub(crate) fn check(&self, target: &Gemma4Model) -> Result<(), Gemma4Error> {
         self.config.check_target(target.config())?;
         self.check_numbers(target)
@@ -291,7 +291,7 @@ impl Drafter {
         stream.norm(&self.model.norm)
     }
 
-    /// Projects normalised hidden states to the hidden states for the next step. If the head has groups, also computes the
+    /// Projects normalized hidden states to the hidden states for the next step. If the head has groups, also computes the
     /// groups' scores.
     fn project(
         &self,

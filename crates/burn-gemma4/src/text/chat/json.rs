@@ -12,8 +12,8 @@ const MOST_INDENT: usize = 100;
 /// The maximum length in bytes of the two separators together.
 const LONGEST_SEPARATOR: usize = 100;
 
-/// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Unlike minijinja's own filter, it
-/// does not escape HTML characters. transformers' filter does not escape them either.
+/// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like transformers' filter, and
+/// unlike minijinja's own filter, this filter does not escape HTML characters.
 pub(super) fn tojson(
     state: &State<'_, '_>,
     value: &Value,
@@ -117,7 +117,7 @@ impl Style {
         })
     }
 
-    /// Writes `count` elements between two brackets. With an indent, each element is on its own line.
+    /// Writes `count` elements between two brackets. If the style has an indent, each element is on its own line.
     fn write_all(
         &self,
         output: &mut Limited,
@@ -169,7 +169,7 @@ fn push(output: &mut Limited, text: &str) -> Result<(), Error> {
     output.write_str(text).map_err(|_| too_much())
 }
 
-/// Formats a number. Some floats have no representation in JSON. They get the names that Python gives them, such as `NaN`.
+/// Formats a number. Floats without a representation in JSON get the names that Python gives them, such as `NaN`.
 fn number(value: &Value) -> String {
     match python::number(value).as_str() {
         "nan" => "NaN".into(),

@@ -46,8 +46,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_formatter(format);
 }
 
-/// The formatter. Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat
-/// templates do not produce HTML.
+/// The formatter, which writes a value as Python prints it and counts the written bytes. No characters are escaped, because
+/// chat templates do not produce HTML.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = python::text(value)?;
     spend(state, text.len())?;
@@ -145,7 +145,7 @@ pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> 
     Ok(value)
 }
 
-/// Returns the length in bytes of the text that a value prints as.
+/// Returns the length in bytes of the text that is printed for a value.
 pub(super) fn length(value: &Value) -> Result<usize, Error> {
     match value.as_str() {
         Some(text) => Ok(text.len()),

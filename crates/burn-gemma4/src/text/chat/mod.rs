@@ -31,7 +31,7 @@ pub enum Role {
     Assistant,
 }
 
-/// One message of a conversation. It is serialized in the usual form of chat models: `{"role": "user", "content": "…"}`.
+/// One message of a conversation, which is serialized in the usual form of chat models: `{"role": "user", "content": "…"}`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// The author of the message.
@@ -73,8 +73,8 @@ pub struct ChatOptions {
     pub add_generation_prompt: bool,
     /// True if the model may write thoughts before its answer. Default: false.
     pub enable_thinking: bool,
-    /// True if special tokens in the texts of messages, such as `<turn|>`, are encoded as special tokens. With false, a message
-    /// cannot end its own turn and begin another one. Default: false.
+    /// True if special tokens in the texts of messages, such as `<turn|>`, are encoded as special tokens. If this option is
+    /// false, a message cannot end its own turn and begin another one. Default: false.
     pub special_tokens: bool,
 }
 
@@ -116,15 +116,16 @@ impl ChatTemplate {
     /// Reads a chat template from a `chat_template.jinja` file.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not UTF-8 or not
-    /// a Jinja template.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not UTF-8 or
+    /// not a Jinja template.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let source = source::of_file(path)?;
         parse(source, SpecialTokens::default()).map_err(|error| malformed(path.into(), error))
     }
 
-    /// Reads the chat template from a checkpoint's folder. It is the first template among these sources, as in transformers:
+    /// Reads the chat template from a checkpoint's folder. The result is the first template that one of these sources has, in
+    /// this order, as in transformers:
     ///
     /// - `chat_template` in `processor_config.json`, then in `chat_template.json`, which are files of a multimodal processor
     /// - `chat_template.jinja`
@@ -163,7 +164,8 @@ impl ChatTemplate {
         parse(source.into(), SpecialTokens::default()).map_err(refused)
     }
 
-    /// Returns Gemma 4's own text-only template, for checkpoints that have no template. It renders system, user and model turns.
+    /// Returns Gemma 4's own text-only template, for checkpoints that have no template. The template renders system, user and
+    /// model turns.
     pub fn gemma4() -> Self {
         parse(source::GEMMA4.into(), SpecialTokens::default())
             .expect("the built-in template is valid Jinja")

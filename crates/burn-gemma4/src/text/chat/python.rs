@@ -20,8 +20,8 @@ pub(super) fn text(value: &Value) -> Result<String, Error> {
     Ok(output.into_string())
 }
 
-/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay. Some functions of minijinja
-/// print their arguments, so their arguments need this replacement.
+/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay unchanged. Some functions of
+/// minijinja print their arguments, so their arguments need this replacement to be printed as in Python.
 pub(super) fn printable(value: &Value) -> Result<Value, Error> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     match is_float || value.as_object().is_some() {
@@ -161,12 +161,12 @@ fn is_printable(char: char) -> bool {
     }
 }
 
-/// Adds some of jinja2's tests, such as `is iterable`, to the environment. They are the tests for which minijinja's test of the
-/// same name differs.
+/// Adds to the environment some of jinja2's tests, such as `is iterable`. minijinja has tests of the same names that behave
+/// differently.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
-    // An undefined value passes the test `iterable`, because Python iterates over it like over an empty list. None does not
-    // pass.
+    // An undefined value passes the test `iterable`, because Python iterates over an undefined value as over an empty list.
+    // None does not pass the test.
     environment.add_test("iterable", |value: &Value| {
         matches!(value.kind(), Seq | Map | String | Iterable | Undefined)
     });

@@ -46,7 +46,8 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
 const LOOK: &str = "in time";
 
 /// The name of the function that converts a text to a list of its characters. The function is called before a loop over a value
-/// and before a value is unpacked. minijinja itself cannot unpack a text, and in its loops over a text the length is undefined.
+/// and before a value is unpacked. minijinja itself cannot unpack a text, and a minijinja loop over a text has no defined
+/// length.
 const ITERATED: &str = "iterated text";
 
 /// True if an instruction may read long texts. The time limit is then checked before the instruction.
@@ -121,8 +122,8 @@ pub(super) fn guard<'source>(
                 add(Instruction::LoadConst(Value::from(*raw)));
                 Instruction::Emit
             }
-            // The namespace is on the top of the stack, and the assigned value is below it. Swap them to check the value, and
-            // swap them again afterwards.
+            // The namespace is on the top of the stack, and the assigned value is below the namespace. Swap the two to check
+            // the value, and swap them back afterwards.
             Instruction::SetAttr(_) => {
                 add(Instruction::Swap);
                 add(Instruction::CallFunction(".", Some(1)));
@@ -155,8 +156,8 @@ pub(super) fn guard<'source>(
     Ok(result)
 }
 
-/// Adds the functions to the environment that the instructions of [`guard`] call. Also replaces filters, tests and methods by
-/// ones that count the bytes they create.
+/// Adds to the environment the functions that the instructions of [`guard`] call. Also replaces filters, tests and methods by
+/// versions that count the bytes that they create.
 pub(super) fn set(environment: &mut Environment<'_>) {
     environment.add_function(LOOK, |state: &State<'_, '_>| assert_in_time(state));
     environment.add_function("+", add);
@@ -236,8 +237,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = [value].into_iter().chain(arguments).cloned().collect();
         match method {
-            // The method `join` has the separator as its object and the list as its argument. The filter `join` has them in the
-            // reverse order, which `check` expects.
+            // The method `join` has the separator as its object and the list as its argument. The filter `join` has the two in
+            // the reverse order, which `check` expects.
             "join" if arguments.len() == 1 => check(method, &[all[1].clone(), all[0].clone()])?,
             _ => check(method, &all)?,
         }
@@ -279,7 +280,8 @@ fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
     }
 }
 
-/// Calls a method of Python. minijinja-contrib implements most of them, and this function the remaining methods of strings.
+/// Calls a method of Python. minijinja-contrib implements most of Python's methods, and this function implements the remaining
+/// methods of strings.
 fn call_method(
     state: &State<'_, '_>,
     value: &Value,
@@ -420,8 +422,8 @@ fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
 }
 
-/// Rejects arguments with which a filter or method would create too much text. The first argument is the value that the filter or
-/// method is applied to.
+/// Rejects arguments with which a filter or method would create too much text. The first argument is the value that the filter
+/// or method is applied to.
 fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     let Some(first) = arguments.first() else {
         return Ok(());
@@ -510,7 +512,7 @@ fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     }
 }
 
-/// Returns those tests of Jinja, such as `is eq`, that may read long texts. Each test comes with its name.
+/// Returns the names and the implementations of the Jinja tests that may read long texts, such as `is eq`.
 fn tests() -> [(&'static str, Value); 20] {
     let [equal, unequal] = [
         Value::from_function(tests::is_eq),

@@ -54,8 +54,8 @@ impl Default for SpecialTokens {
 }
 
 impl SpecialTokens {
-    /// Returns Gemma 4's special tokens, indexed by the names of their template variables. If `tokens` contains a name, its
-    /// token replaces Gemma 4's token of that name.
+    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of their template variables. If both have a token
+    /// for a name, the token in `tokens` replaces Gemma 4's token.
     pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut all = Self::default();
         all.0.extend(tokens);
@@ -80,8 +80,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns the template of a folder and its special tokens. The path is that of the file with the template. If no file has a
-/// template, returns the template of Gemma 4.
+/// Returns the template of a folder and its special tokens, with the path of the file that holds the template. If no file has a
+/// template, returns the template of Gemma 4, with the path that error messages name instead.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
@@ -96,8 +96,8 @@ pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
     Ok(own(folder, config)?.1)
 }
 
-/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path of the template's file,
-/// or of a file in which a template would be expected.
+/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path that error messages
+/// name: the template's file, or without a template the `tokenizer_config.json` or the folder.
 fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,

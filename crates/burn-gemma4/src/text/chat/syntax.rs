@@ -1,4 +1,5 @@
-//! Checks a template's source before minijinja parses it. Also translates the `generation` tag, which minijinja does not support.
+//! Checks a template's source before minijinja parses it. Also translates the `generation` tag, which minijinja does not
+//! support.
 
 use minijinja::machinery::{Token, WhitespaceConfig, tokenize};
 use minijinja::syntax::SyntaxConfig;
@@ -13,11 +14,11 @@ const LONGEST: usize = 1 << 20;
 const MOST_CONSTANT_PRODUCTS: usize = 4;
 
 /// The maximum number of operators in one expression. The parser creates one nesting level per operator and needs stack memory
-/// for each level. Its time grows with the square of the number of operators.
+/// for each level. The parser's time grows with the square of the number of operators.
 const MOST_OPERATORS: usize = 1000;
 
-/// The maximum number of `elif` branches in an `if` and in all `if`s around it together. The parser creates one nesting level
-/// per branch and has no limit of its own.
+/// The maximum number of `elif` branches in an `if` together with all `if`s around it. The parser creates one nesting level per
+/// branch and has no limit of its own.
 const MOST_BRANCHES: usize = 300;
 
 /// Rejects a template that could exhaust time, memory or the stack while it is parsed.
@@ -29,7 +30,7 @@ pub(super) fn check(source: &str) -> Result<(), Error> {
         )));
     }
     let whitespace = WhitespaceConfig::default();
-    // Check only the tokens before the first invalid one. The parser reports the invalid token later.
+    // Check only the tokens before the first invalid token. The parser reports the invalid token later.
     let tokens: Vec<Token<'_>> = tokenize(source, false, SyntaxConfig, whitespace)
         .map_while(Result::ok)
         .map(|(token, _)| token)
@@ -145,7 +146,8 @@ pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     Cow::Owned(result)
 }
 
-/// Returns the name of a tag that has no arguments, or `None` for any other text.
+/// Returns the text inside a tag `{% … %}`, which is the tag's name if the tag has no arguments. Returns `None` if `tag` is not
+/// such a tag.
 fn tag_name(tag: &str) -> Option<&str> {
     let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
     Some(inner.trim_matches(['-', '+']).trim())

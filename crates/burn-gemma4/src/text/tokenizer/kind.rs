@@ -1,6 +1,6 @@
 //! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The library supports many
-//! component types. Some types panic on malformed fields, choose tokens at random, or lengthen a text without bound. This module
-//! accepts only the types that Gemma's tokenizer has.
+//! component types. Some types panic on malformed fields, choose tokens at random, or lengthen a text without bound. This
+//! module accepts only the types that Gemma's tokenizer has.
 
 use serde::Deserialize;
 use serde_json::Value;

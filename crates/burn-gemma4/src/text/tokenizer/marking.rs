@@ -1,5 +1,4 @@
-//! Markings. With a marking, a chat template can render the text of a message so that no part of the text becomes a special
-//! token.
+//! A marking lets a chat template render the text of a message so that no part of the text becomes a special token.
 
 use super::Tokenizer;
 use crate::error::Gemma4Error;
@@ -23,8 +22,8 @@ impl Tokenizer {
     /// Creates a marking for `texts`, which must contain every text that is rendered with this marking.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark must be one
-    /// of these private-use characters that no text contains.
+    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark must be
+    /// one of these private-use characters that no text contains.
     ///
     /// # Examples
     /// ```no_run
@@ -81,7 +80,7 @@ impl Marking<'_> {
             let mut rest = token.content.chars();
             let first = rest.next();
             // Repeat the replacement, because two occurrences of the token may overlap, and `replace` splits only the first
-            // one. Each iteration leaves fewer occurrences, because no special token contains the mark.
+            // occurrence. Each iteration leaves fewer occurrences, because no special token contains the mark.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(
@@ -103,7 +102,7 @@ impl Marking<'_> {
         }
     }
 
-    /// Returns the name of the first special token that would result from encoding `text`, if there is any.
+    /// Returns the name of the first special token that would result from encoding `text`, or `None` if there is no such token.
     fn first_special(&self, text: &str) -> Option<String> {
         let inner = &self.tokenizer.inner;
         let pieces = inner

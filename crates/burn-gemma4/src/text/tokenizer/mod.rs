@@ -35,8 +35,8 @@ impl Tokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a tokenizer,
-    /// or if its decoder has another type than Gemma's.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a
+    /// tokenizer, or if its decoder has another type than Gemma's.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;
@@ -54,7 +54,8 @@ impl Tokenizer {
         parse(bytes).map_err(Gemma4Error::Tokenizer)
     }
 
-    /// Encodes `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids. No further tokens are added.
+    /// Encodes `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids. No further tokens are
+    /// added.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
@@ -92,8 +93,8 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes `tokens` to text. With `skip_special`, the text omits special tokens. Bytes that are not UTF-8 become U+FFFD.
-    /// Unknown ids give no text.
+    /// Decodes `tokens` to text. If `skip_special` is true, the text omits special tokens. Bytes that are not UTF-8 become
+    /// U+FFFD. Unknown ids give no text.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
@@ -101,7 +102,7 @@ impl Tokenizer {
         self.inner.decode(tokens, skip_special).map_err(refused)
     }
 
-    /// Returns the id of a token, such as `<|turn>`.
+    /// Returns the id of a token, such as `<|turn>`, or `None` if the tokenizer does not have the token.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
     }
@@ -137,7 +138,7 @@ fn parse(bytes: &[u8]) -> Result<Tokenizer, String> {
         }
         Some(_) => (),
     }
-    // Turn truncation and padding off. They are useful in training, but a prompt must be neither shortened nor padded.
+    // Turn off truncation and padding, which are useful in training. A prompt must be neither shortened nor padded.
     inner
         .with_truncation(None)
         .map_err(|error| error.to_string())?;

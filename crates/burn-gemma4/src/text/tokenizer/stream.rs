@@ -4,7 +4,7 @@ use super::Tokenizer;
 use crate::error::Gemma4Error;
 use tokenizers::DecoderWrapper;
 
-/// A streaming decoder. It decodes tokens one by one, and never returns an incomplete UTF-8 character.
+/// A streaming decoder, which decodes tokens one by one and never returns an incomplete UTF-8 character.
 ///
 /// Together, the results of all [`push`](Self::push) calls and of [`finish`](Self::finish) equal [`Tokenizer::decode`] of all
 /// tokens without special tokens.
@@ -17,7 +17,8 @@ pub struct TextStream<'a> {
 }
 
 impl TextStream<'_> {
-    /// Adds a token and returns the text that it completes. This is usually the token's whole text, and sometimes the empty text.
+    /// Adds a token and returns the text that the token completes. The result is usually the token's whole text, and sometimes
+    /// the empty text.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
@@ -53,9 +54,9 @@ impl TextStream<'_> {
 
 /// The kind of a token, by which a [`TextStream`] decodes it.
 enum Kind {
-    /// A special or unknown token. It has no text and does not end a run of byte tokens.
+    /// A special or unknown token, which has no text and does not end a run of byte tokens.
     Silent,
-    /// A token of one byte, such as `<0xE2>`.
+    /// A token that stands for one byte, such as `<0xE2>`.
     Byte,
     /// A token of whole characters.
     Text,

@@ -14,7 +14,7 @@ use burn::{
 pub struct TrainBatch<'a> {
     /// The token ids, `[batch, positions]`.
     pub tokens: Tensor<2, Int>,
-    /// The documents in each row. Without a packing, each row is one document.
+    /// The documents in each row, or `None` if each row is one document.
     pub packing: Option<&'a Packing>,
     /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal `positions`.
     /// Negative targets do not count in the loss.

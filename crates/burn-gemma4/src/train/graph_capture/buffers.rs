@@ -1,4 +1,4 @@
-//! The input buffers of a captured graph. New inputs are written to them before each replay.
+//! The input buffers of a captured graph. Before each replay, new inputs are written to the buffers.
 
 use crate::op::in_place::{overwrite_each, overwrite_integers};
 use burn::{
@@ -9,7 +9,7 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-/// The tensors that a training step reads, without autodiff. In all steps of a graph the tensors have the same number and the
+/// The tensors that a training step reads, without autodiff. All steps of a graph have the same number of tensors, with the
 /// same sizes.
 #[derive(Default)]
 pub(super) struct Sources {
@@ -27,11 +27,12 @@ impl Sources {
     }
 }
 
-/// The buffers of a captured graph. The sources are copied into them, and the graph reads them.
+/// The buffers of a captured graph. Before a replay, the step's sources are copied into the buffers, from which the graph
+/// reads.
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,
-    /// The shapes of the sources. First come the shapes of all float tensors, then those of all integer tensors.
+    /// The shapes of the sources. The shapes of all float tensors come first, and the shapes of all integer tensors follow.
     shapes: Vec<Vec<usize>>,
 }
 

@@ -128,7 +128,7 @@ fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
     })
 }
 
-/// Returns the tensors that a step reads. They are in the order in which the step takes them from the buffers.
+/// Returns the tensors that a step reads, in the order in which the step takes them from the buffers.
 fn sources(model: &Gemma4Model, read: &Read, factor: f64) -> Sources {
     let Read { text, targets } = read;
     let device = text.ids.device();
@@ -170,7 +170,7 @@ struct Parameter {
     trained: Option<(Vec<usize>, DType)>,
 }
 
-/// A visitor that collects all parameters, and counts the bytes of the trained ones.
+/// A visitor that collects all parameters, and counts the bytes of the trained parameters.
 #[derive(Default)]
 struct Parameters {
     all: Vec<Parameter>,
@@ -219,8 +219,8 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// Capture the first step immediately. Later the trainer has other threads that read losses and write checkpoints. They use
-    /// the device, and no other thread may use the device during a capture.
+    /// Captures the first step immediately. Later the trainer has other threads that read losses and write checkpoints. These
+    /// threads use the device, and no other thread may use the device during a capture.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 
@@ -274,8 +274,8 @@ impl ModuleMapper for Filled<'_> {
     }
 }
 
-/// Replaces the tensor of a trained parameter. `by` receives the tensor without autodiff and returns the new one, also without
-/// autodiff. A frozen parameter keeps its tensor.
+/// Replaces the tensor of a trained parameter. `by` receives the tensor without autodiff and returns the new tensor, also
+/// without autodiff. A frozen parameter keeps its tensor.
 fn replaced<const D: usize>(
     param: Param<Tensor<D>>,
     by: impl FnOnce(&Tensor<D>) -> Tensor<D>,

@@ -22,11 +22,12 @@ use std::{fmt, marker::PhantomData};
 /// supports graphs.
 ///
 /// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. The graph is
-/// replayed for every batch of the first batch's shape. It keeps all memory that a step needs. A batch of another shape, or a
-/// change of the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
+/// replayed for every batch of the first batch's shape. The graph keeps all memory that a step needs. A batch of another shape,
+/// or a change of the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
 ///
-/// A step that needs data on the host is not captured. This applies to models with more than 512 experts, and to experts [by
-/// layer](Self::by_layer) in half precision on CUDA. The gradients do not depend on whether a graph is used.
+/// A step that needs data on the host is not captured. This applies to models with more than 512 experts. It also applies to
+/// models with experts [by layer](Self::by_layer) in half precision on CUDA. The gradients do not depend on whether a graph is
+/// used.
 ///
 /// A capture runs the step four times. On CUDA a capture affects the whole process. During a capture, any other thread's call
 /// that waits for the device or allocates memory on it fails. Programs whose threads share a CUDA device should use

@@ -8,8 +8,8 @@
 //! producer warpgroup fills the ring buffer without a pause between tiles. Each of two consumer warpgroups multiplies 64
 //! rows, and writes its output while the producer loads the next tile's chunks.
 //!
-//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory. Tiles of
-//! 128 columns and more are therefore limited by the tensor cores.
+//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory. The speed
+//! of tiles with 128 columns and more is therefore limited by the tensor cores.
 
 use super::text::multiply_matrices;
 use crate::hopper::gemm::plan::{Major, MatrixTiles};
@@ -25,17 +25,17 @@ use crate::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// Bytes of 64 rows of a subtile.
+/// The number of bytes in 64 rows of a subtile.
 const SUBTILE_BYTES: usize = MatrixTiles::DEPTH * ROW_BYTES;
 
 /// The grid of tiles of a GEMM.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MatrixGrid {
-    /// The size of the grid in tiles: the number of rows of tiles, and the number of columns of tiles.
+    /// The size of the grid in tiles. `rows` is the number of tile rows, and `columns` is the number of tile columns.
     pub rows: u32,
     pub columns: u32,
-    /// The number of rows of tiles that are in flight at the same time.
+    /// The number of tile rows that are in flight at the same time.
     pub together: u32,
     /// The number of chunks along the inner dimension.
     pub chunks: u32,
@@ -49,8 +49,8 @@ struct Corner {
     column: u32,
 }
 
-/// Returns the corner of the `item`-th tile. The tiles are counted down a column of `together` tiles, then down the next
-/// column, and so on.
+/// Returns the corner of the tile with index `item`. Tile rows are divided into groups of `together` rows. Within a group,
+/// tiles are counted down the first column of the group, then down the next column, and so on.
 #[cube]
 fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corner {
     let of_group = grid.together * grid.columns;
@@ -63,7 +63,7 @@ fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corne
     }
 }
 
-/// The columns of the result at which the second and the third right operand begin.
+/// The indices of the result columns at which the second and the third right operand begin.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Starts {
@@ -81,7 +81,7 @@ struct Sides {
     starts: Starts,
 }
 
-/// The tensor map of one right operand, and a column of that operand.
+/// The tensor map of one right operand, and the index of a column of this operand.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct SideColumn {
@@ -89,7 +89,8 @@ struct SideColumn {
     column: u32,
 }
 
-/// Returns the tensor map of the right operand to which column `column` of the result belongs, and the column of that operand.
+/// Returns the tensor map of the right operand that gives column `column` of the result. Also returns the index of this column
+/// within the right operand.
 #[cube]
 fn side_of(sides: Sides, column: u32, #[comptime] several: bool) -> SideColumn {
     let mut side = SideColumn {
@@ -136,8 +137,8 @@ pub(crate) fn product<E: Float, N: Size>(
     );
 }
 
-/// Multiplies the left operand by three right operands, and writes the results side by side. The last two right operands may
-/// be the same. The kernel for only one right operand is [`product`].
+/// Multiplies the left operand by three right operands, and writes the results side by side. The second and the third right
+/// operand may be the same. The kernel for only one right operand is [`product`].
 #[cube(launch_unchecked)]
 pub(crate) fn product_of_sides<E: Float, N: Size>(
     lhs: &TensorMap<E, Tiled>,
@@ -251,7 +252,7 @@ fn multiply_tiles<N: Size>(
 #[cube]
 fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are 64 rows of a subtile in shared
-    // memory. Otherwise they are the 64 columns of a subtile.
+    // memory. Otherwise the warpgroup's 64 rows are the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
     if comptime!(tiles.lhs == Major::Inner) {
         uniform(descriptor(own))
@@ -269,7 +270,7 @@ fn right_operand(address: u32, #[comptime] tiles: MatrixTiles) -> u32 {
     }
 }
 
-/// Copies the chunks of all tiles that this cube computes, in order. The function is the producer's loop.
+/// Copies the chunks of all tiles that this cube computes, in order. This function is the loop of the producer.
 #[cube]
 fn fetch(
     lhs: u64,
@@ -324,8 +325,8 @@ fn fetch(
     }
 }
 
-/// Copies a chunk of an operand: `extent` rows of the left operand or `extent` columns of the right operand, from index `outer`
-/// on.
+/// Copies a chunk of an operand to shared memory. The chunk has `extent` rows of the left operand or `extent` columns of the
+/// right operand, from index `outer` on.
 #[cube]
 fn load(
     target: u32,

@@ -51,7 +51,7 @@ pub enum MatrixError {
         argument: &'static str,
         /// The argument's device.
         has: String,
-        /// The name of the left operand, whose device the other operand must share.
+        /// The name of the left operand, on whose device the right operand must be.
         whose: &'static str,
         /// The device of the left operand.
         expected: String,
@@ -80,8 +80,8 @@ pub fn matrix_product(
 /// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix: see
 /// [`matrix_product`].
 ///
-/// Also returns `None` if [`multiplies_side_by_side`] is false, or if the right operands are contiguous along different
-/// dimensions.
+/// Returns `None` in the same cases as [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false, or if
+/// the right operands are contiguous along different dimensions.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `sides` of `[inner, columns_i]` → `[rows, Σ columns_i]`, all of one dtype.
@@ -101,8 +101,8 @@ pub fn matrix_products(
     Ok(serves.then(|| served(lhs, &sides)).flatten())
 }
 
-/// True if [`matrix_products`] can multiply by right operands with these column counts. There must be one to three right
-/// operands, and each of them except the last must fill whole tiles, so that no tile contains columns of two right operands.
+/// True if [`matrix_products`] can multiply by right operands with these numbers of columns. There must be one to three right
+/// operands. Each right operand except the last must fill whole tiles, so that no tile contains columns of two right operands.
 ///
 /// The function does not check the memory layouts.
 pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize]) -> bool {
@@ -154,10 +154,10 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError>
     Ok(())
 }
 
-/// Returns the result for operands that fit each other, or `None` if this kernel cannot compute it.
+/// Returns the result for operands that fit each other, or `None` if no kernel of this module can compute the result.
 ///
-/// If several right operands are given, each one after the first must begin at a result column that is a multiple of the
-/// narrowest tile's width.
+/// If several right operands are given, each right operand after the first must begin at a result column that is a multiple of
+/// the narrowest tile's width.
 fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let [rhs, others @ ..] = sides else {
         return None;
@@ -223,11 +223,12 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let count = CubeCount::Static(cubes as u32, 1, 1);
     let units = CubeDim::new_1d(MatrixTiles::UNITS as u32);
     let element = dtype_to_storage_type(lhs.dtype);
-    // If a right operand does not exist, its start is the end of the result's columns, so that no column belongs to it.
+    // If a right operand does not exist, its start is the index after the last column of the result, so that no column belongs
+    // to it.
     let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
     let starts = StartsLaunch::new(start(0), start(1));
     // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside the shapes of its tensor maps.
-    // These are the shapes of `lhs`, the right operands and `output`.
+    // These shapes are the shapes of `lhs`, the right operands and `output`.
     unsafe {
         match others {
             [] => product::launch_unchecked(
@@ -263,10 +264,10 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     Some(output)
 }
 
-/// The alignment in bytes that TMA requires of strides.
+/// The alignment that TMA requires of strides, in bytes.
 const BOX_ALIGNMENT: usize = 16;
 
-/// The largest size of a dimension. It is limited because TMA coordinates are 32 bits wide.
+/// The largest supported size of a dimension. The size is limited because TMA coordinates are 32 bits wide.
 const LONGEST: usize = i32::MAX as usize / 2;
 
 fn shape(matrix: &CubeTensor) -> [usize; 2] {
@@ -300,8 +301,8 @@ fn map(
     };
     let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
     let row = match shape[apart] {
-        // Sets a legal stride for a dimension of size 1. TMA checks the stride of such a dimension, although TMA never uses that
-        // stride.
+        // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never uses
+        // it.
         1 => shape[together].next_multiple_of(SUBTILE),
         _ => strides[apart],
     };
@@ -323,8 +324,8 @@ mod tests {
     use burn_cubecl::cubecl::device::CudaDevice;
     use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 
-    /// Checks that operands that do not fit each other give an error on every device, and that the error names the misfit.
-    /// Operands that fit give a result or `None`.
+    /// Checks that operands that do not fit each other give an error on every device. The error must name the size, dtype or
+    /// device that does not fit. Operands that fit each other must give a result or `None`.
     #[test]
     fn matrix_product_of_unfit_operands_is_an_error() {
         let device = CubeDevice::default();

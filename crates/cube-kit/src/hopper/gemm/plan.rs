@@ -10,16 +10,16 @@ use crate::nvidia::{Half, ROW_BYTES, SUBTILE};
 pub enum Major {
     /// The inner dimension, over which the GEMM sums.
     Inner,
-    /// The outer dimension: rows of the left operand, columns of the right operand.
+    /// The outer dimension: the rows of the left operand, or the columns of the right operand.
     Outer,
 }
 
-/// Compile-time settings of a GEMM kernel.
+/// The compile-time settings of a GEMM kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatrixTiles {
     /// The number of columns per tile. A tile has [`Self::ROWS`] rows.
     pub columns: usize,
-    /// The number of chunks of [`Self::DEPTH`] inner elements in the ring buffer.
+    /// The number of stages in the ring buffer. Each stage holds one chunk of [`Self::DEPTH`] inner elements.
     pub stages: usize,
     /// The dimension along which the left operand is contiguous.
     pub lhs: Major,
@@ -29,18 +29,19 @@ pub struct MatrixTiles {
     pub half: Half,
 }
 
-/// The widths of tiles, each with the number of ring buffer stages that fit in shared memory beside the output's staging area.
+/// The widths of tiles in columns. Each width is followed by the number of ring buffer stages that fit in shared memory beside
+/// the output's staging area.
 const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 
-/// The time that a tile takes besides its multiplications, for filling the ring buffer and writing the output. The unit is the
-/// time to multiply one column of one chunk.
+/// The time that a tile takes in addition to its multiplications, for filling the ring buffer and writing the output. The unit
+/// is the time to multiply one column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The width in columns below which a narrower tile takes no less time. A wgmma of 64 rows also reads its left operand from
+/// The tile width in columns below which a narrower tile is not faster. A wgmma of 64 rows also reads its left operand from
 /// shared memory, which takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
-/// The number of tile rows in flight at the same time, so that neighbouring tiles share their reads in the L2 cache.
+/// The number of tile rows that are in flight at the same time. Neighbouring tiles in flight share their reads in the L2 cache.
 #[cfg(feature = "cuda")]
 pub(crate) const TOGETHER: usize = 16;
 
@@ -59,9 +60,9 @@ impl MatrixTiles {
 
     /// Chooses the tiles with the shortest estimated time for `[rows, inner]` times `[inner, columns]`.
     ///
-    /// If several right operands are side by side, `starts` lists the first columns of all but the first operand. These columns
-    /// are multiples of [`Self::NARROWEST`]. The chosen tile width divides each of them, so that no tile contains columns of
-    /// two operands.
+    /// If several right operands are side by side, `starts` lists the result columns at which the second and later operands
+    /// begin. These columns are multiples of [`Self::NARROWEST`]. The chosen tile width divides each of these columns, so that
+    /// no tile contains columns of two operands.
     pub fn choose(
         [rows, inner, columns]: [usize; 3],
         starts: &[usize],
@@ -77,7 +78,7 @@ impl MatrixTiles {
         let divides = |width: usize| starts.iter().all(|start| start.is_multiple_of(width));
         let widths = WIDTHS.into_iter().filter(|(width, _)| divides(*width));
         let [.., narrowest] = WIDTHS;
-        // If several widths have the same time, `min_by_key` takes the first of them, which is the widest.
+        // If several widths have the same time, `min_by_key` takes the first of these widths, which is the widest.
         let (columns, stages) = widths
             .min_by_key(|(width, _)| time(*width))
             .unwrap_or(narrowest);

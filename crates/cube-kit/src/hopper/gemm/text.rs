@@ -1,5 +1,5 @@
 //! PTX that multiplies a tile of a GEMM over all inner chunks, with both operands in shared memory. The PTX is one text, so
-//! that no code outside of the text names registers of a wgmma in flight. See `hopper/wgmma.rs` for descriptors and fragments.
+//! that no other code can use the registers of a wgmma in flight. See `hopper/wgmma.rs` for descriptors and fragments.
 
 use crate::hopper::gemm::plan::{Major, MatrixTiles};
 use crate::hopper::ptx::{arrive_text, arrive_where_text, wait_text};
@@ -9,13 +9,14 @@ use crate::hopper::wgmma::{
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// PTX of [`multiply_matrices()`]. Outputs: the accumulator registers.
+/// Returns the PTX of [`multiply_matrices()`]. Outputs: the accumulator registers.
 ///
 /// The first inputs are the descriptors of both operands in the first stage, the first full barrier and the first empty
-/// barrier. They are followed by the elected flag (nonzero in threads that arrive at empty barriers), the number of chunks,
-/// and stage and parity of the first chunk.
+/// barrier. The next inputs are the elected flag (nonzero in threads that arrive at empty barriers) and the number of chunks.
+/// The last inputs are the stage and the parity of the first chunk.
 ///
-/// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's stage.
+/// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's
+/// stage.
 fn product_text(tiles: &MatrixTiles) -> String {
     let sums = tiles.columns / 2;
     let [lhs, rhs, full, empty, elected, chunks, stage, parity] =
@@ -65,8 +66,8 @@ fn product_text(tiles: &MatrixTiles) -> String {
     )
 }
 
-/// Multiplies a tile over all inner chunks; the first chunk is at stage `stage`. The function waits for each chunk and
-/// releases it after use.
+/// Multiplies a tile over all inner chunks, of which the first is in stage `stage`. The function waits for each chunk and
+/// releases the chunk's stage after use.
 #[cube]
 pub(crate) fn multiply_matrices<N: Size>(
     lhs: u32,

@@ -1,4 +1,4 @@
-//! Finds the address of the first process, listens on it, and connects to it.
+//! Finds the address of the first process. The first process listens on this address, and the other processes connect to it.
 
 use crate::Error;
 use std::{
@@ -69,9 +69,9 @@ pub fn format_address(host: &str, port: u16) -> String {
     }
 }
 
-/// Opens the listeners of the first process. If `host` is `localhost` or a loopback address, they listen on the loopback
-/// interface only. For any other `host`, they listen on every interface by IPv4 and IPv6, because other machines may use `host`
-/// as the name of this machine.
+/// Opens the listeners of the first process. If `host` is `localhost` or a loopback address, the listeners use the loopback
+/// interface only. For any other `host`, the listeners use every interface by IPv4 and IPv6, because other machines may use
+/// `host` as the name of this machine.
 ///
 /// # Errors
 /// Returns an error if another program uses the port.
@@ -166,7 +166,8 @@ mod tests {
         assert_eq!(format_address("node-1", 29500), "node-1:29500");
     }
 
-    /// Checks that `reach` tries all addresses of a name. The first address has no listener, and the second one has.
+    /// Checks that `reach` tries all addresses of a name. The first address has no listener, and the second address has a
+    /// listener.
     #[test]
     fn reach_with_several_addresses_connects_to_the_answering_one() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

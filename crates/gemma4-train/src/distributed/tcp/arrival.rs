@@ -1,5 +1,5 @@
-//! Incoming connections of the first process, each until its hello message is complete. The connections are polled, so that a
-//! slow connection does not block the others. A connection may also come from an unrelated program.
+//! Handles each incoming connection of the first process until the connection's hello message is complete. The connections are
+//! polled, so that a slow connection does not block the others. A connection may also come from an unrelated program.
 
 use super::{
     keep_alive,

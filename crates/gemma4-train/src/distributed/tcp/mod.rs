@@ -1,4 +1,4 @@
-//! The control plane over TCP. The first process listens. All other processes connect to it and stay connected.
+//! The control plane over TCP. The first process listens. All other processes connect to the first process and stay connected.
 //!
 //! A process that disconnects without a farewell message has failed. All other processes then end too, because they would wait
 //! for its gradients forever. A machine that disappears sends nothing, so TCP's keepalive ends its connections within
@@ -109,7 +109,7 @@ impl Tcp {
                 return Err(format!("no process {missing} within {seconds} s{away}").into());
             }
             let known = callers.len();
-            // An error of one connection is ignored, so that it does not affect the other connections.
+            // An error of one connection is ignored, so that the error does not affect the other connections.
             let arrivals = listeners
                 .iter()
                 .take(CALLERS.saturating_sub(known))
@@ -131,8 +131,8 @@ impl Tcp {
                             }
                             continue;
                         }
-                        // A second process with the same rank is an error only if the first one is still connected. Otherwise
-                        // the second process takes the rank.
+                        // A second process with the same rank is an error only if the first process with this rank is still
+                        // connected. Otherwise the second process takes the rank.
                         if streams.get(&rank).is_some_and(is_there) {
                             let refusal = format!("two processes have the rank {rank}");
                             for stream in streams.values().chain([&stream]) {
@@ -308,12 +308,13 @@ impl ControlPlane for Tcp {
 
     fn fail(&self, message: &str, _code: i32) {
         let message = format!("process {} failed: {message}", self.own_rank.global);
-        // Send errors are ignored. A peer that is gone has failed itself, so it does not need the message.
+        // Send errors are ignored. A peer that is gone has failed itself, so this peer does not need the message.
         self.tell_all(&Message::Failure(message));
     }
 
     fn end(&self) {
-        // Send errors are ignored. A peer that is gone has already sent its own farewell, so it does not need the message.
+        // Send errors are ignored. A peer that is gone has already sent its own farewell, so this peer does not need the
+        // message.
         self.tell_all(&Message::Farewell);
     }
 }
@@ -365,7 +366,7 @@ mod tests {
         ([listener], address)
     }
 
-    /// Returns `size` connected processes. Each comes with a receiver of the other processes' errors.
+    /// Returns `size` connected processes. Each process comes with a receiver of the other processes' errors.
     fn all(size: usize) -> Vec<(Tcp, Receiver<String>)> {
         let (listeners, address) = listening();
         thread::scope(|scope| {
@@ -571,8 +572,8 @@ mod tests {
         }
     }
 
-    /// Checks that processes can connect while two slow connections are open: one that sends nothing, and one that sends a byte
-    /// every 50 ms.
+    /// Checks that processes can connect while two slow connections are open. One connection sends nothing, and the other
+    /// connection sends a byte every 50 ms.
     #[test]
     fn slow_connections_do_not_delay_the_rendezvous() {
         let (listeners, address) = listening();
@@ -610,8 +611,8 @@ mod tests {
         });
     }
 
-    /// Checks that processes can connect by IPv4 and by IPv6. Both are needed, because another machine may resolve the first
-    /// process's name to either kind of address.
+    /// Checks that processes can connect by IPv4 and by IPv6. Both protocols are needed, because another machine may resolve
+    /// the first process's name to either kind of address.
     #[test]
     fn listen_accepts_ipv4_and_ipv6() {
         let Ok(free) = TcpListener::bind("[::1]:0") else {

@@ -49,8 +49,8 @@ fn read_before_a_copy_is_reported() {
             "{:?}",
             outcome.races
         );
-        // The lanes read before the copy is complete, so they find the NaN bits with which shared memory is filled
-        // initially.
+        // The lanes read before the copy is complete. The result therefore has the NaN bits with which shared memory is
+        // filled initially.
         assert_eq!(values, [u32::MAX; 32]);
     }
 }
@@ -101,8 +101,8 @@ fn copies_arrive_at_an_mbarrier() {
     }
 }
 
-/// Returns a kernel in which one warp writes a word four times and another warp reads it after each write. The reader
-/// always waits for the writer. The writer waits for the reader if `waits_for_reader` is true.
+/// Returns a kernel in which one warp writes a word four times and another warp reads the word after each write. The
+/// reader always waits for the writer. The writer waits for the reader if `waits_for_reader` is true.
 fn turns(waits_for_reader: bool) -> String {
     let wait = if waits_for_reader {
         "xor.b32 %parity, %phase, 1;
@@ -160,8 +160,8 @@ fn phase_without_wait_is_reported() {
     let outcome = Kernel::new(&turns(false), 64).run();
     let told = match outcome {
         Ok((_, outcome)) => !outcome.races.is_empty(),
-        // If the writer does not wait for the reader, the writer arrives more often than the barrier expects, or both
-        // warps deadlock.
+        // If the writer does not wait for the reader, a fault other than a race is also correct. The writer may arrive
+        // more often than the barrier expects, or both warps may deadlock.
         Err(fault) => matches!(fault.fault, Fault::Barrier(_) | Fault::Deadlock(_)),
     };
     assert!(told);
@@ -206,8 +206,8 @@ fn with_tensor(body: &str) -> Kernel {
     kernel
 }
 
-/// Loads the box at column 8 and row −1, and stores each word of the box to the output. The box's part inside the
-/// tensor has 4 columns and 3 rows.
+/// Loads the box at column 8 and row −1, and stores each word of the box to the output. Only 4 columns and 3 rows of
+/// the box are inside the tensor.
 const LOAD: &str = ".shared .align 128 .b8 tile[64]; .shared .align 8 .b64 barrier;
     .reg .b64 %map; .reg .b32 %at, %x; .reg .pred %p, %first;
     ld.param.u64 %map, [input0];

@@ -4,8 +4,8 @@ use super::{Kernel, output};
 
 #[test]
 fn diverged_lanes_reconverge() {
-    // If the lanes reconverge after the branches, `redux` sums all of them: 16 odd lanes contribute 1 each, and 16 even
-    // lanes 100 each.
+    // If the lanes reconverge after the branches, `redux` sums the values of all lanes. The 16 odd lanes contribute 1
+    // each, and the 16 even lanes contribute 100 each.
     let sums = output(
         ".reg .b32 %x, %y; .reg .pred %odd;
         and.b32 %x, %tid, 1;

@@ -34,8 +34,8 @@ fn product(rows: usize, columns: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Returns a kernel in which a warp copies a 16 × 16 matrix and an 8 × 16 matrix to shared memory. It then multiplies
-/// the first matrix by the transpose of the second. `half` is the PTX type of the elements, f16 or bf16.
+/// Returns a kernel in which a warp copies a 16 × 16 matrix and an 8 × 16 matrix to shared memory. The warp then
+/// multiplies the first matrix by the transpose of the second. `half` is the PTX type of the elements, f16 or bf16.
 fn mma(half: &str) -> String {
     format!(
         ".shared .align 16 .b8 left[512]; .shared .align 16 .b8 right[256];
@@ -105,7 +105,7 @@ fn wmma_product_equals_the_scalar_product() {
             .map(|k| format!("%c{k}"))
             .collect::<Vec<_>>()
             .join(", ");
-        // The right matrix is stored column by column, as the modifier `col` of its load requires.
+        // The right matrix is stored column by column, as the modifier `col` of the instruction that loads it requires.
         let body = format!(
             ".reg .b64 %in; .reg .b32 %a<8>, %b<8>; .reg .f32 %c<8>;
             ld.param.u64 %in, [input0];
@@ -156,9 +156,9 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
     }
 }
 
-/// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both are in shared memory, in
-/// swizzled rows of 128 bytes. The instructions `fence` come after the copies to shared memory, and the instructions
-/// `wait` come after the multiplication is committed.
+/// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both matrices are in shared
+/// memory, in swizzled rows of 128 bytes. The instructions `fence` come after the copies to shared memory. The
+/// instructions `wait` come after the multiplication is committed.
 fn wgmma(fence: &str, wait: &str) -> String {
     format!(
         ".reg .b64 %in, %word, %to, %a, %b; .reg .b32 %at, %x, %y, %row, %v<4>; .reg .f32 %d<4>; .reg .pred %p;

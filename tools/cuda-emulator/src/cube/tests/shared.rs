@@ -53,8 +53,8 @@ fn missing_barrier_before_a_write_is_reported() {
 
 #[test]
 fn arrival_orders_earlier_accesses() {
-    // `bar.arrive` lets the second warp wait for the first warp, but not the first for the second. So the first warp's
-    // store after `bar.arrive` must be reported as a race.
+    // `bar.arrive` lets the second warp wait for the first warp, but the first warp does not wait. The first warp's
+    // store after `bar.arrive` must therefore be reported as a race.
     let body = |after: &str| {
         format!(
             ".shared .align 4 .b32 word;

@@ -9,8 +9,8 @@ use crate::ptx::instruction::{Compare, DoubleOperation, Logic, Operation, WordOp
 use crate::ptx::operand::Operand;
 use crate::ptx::types::{Class, Register, Type};
 
-/// The type of an operand after the first one: the instruction's type, a 32-bit word, or the result's type of twice the
-/// width.
+/// The type of a source operand. `Same` is the type of the instruction, `Word` is a 32-bit word, and `Wide` is the
+/// result's type, which is twice as wide.
 #[derive(Clone, Copy)]
 enum Of {
     Same,
@@ -254,7 +254,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// Returns the type of each part if a value of type `number` is packed from `parts` parts.
+    /// Returns the type of each part if a value of type `number` consists of `parts` packed parts.
     fn part(&self, number: Type, parts: usize) -> Result<Type> {
         match number.bits() as usize / parts.max(1) {
             8 => Ok(Type::B8),
@@ -308,8 +308,8 @@ impl Decoder<'_> {
         })))
     }
 
-    /// Returns the type of a comparison's operands. `ftz` is not supported here, because flushing would change the
-    /// result.
+    /// Returns the type of a comparison's operands. Comparisons with `ftz` are not supported, because flushing
+    /// subnormals would change their result.
     fn compared(&mut self) -> Result<Type> {
         let number = self.take_type()?;
         match number {

@@ -94,8 +94,8 @@ impl Decoder<'_> {
                 barrier: None,
             })));
         }
-        // The emulator's clusters have one thread block each. So `shared::cluster` and `shared::cta` both mean the
-        // block's own shared memory.
+        // Each cluster in the emulator has a single thread block. Both `shared::cluster` and `shared::cta` therefore
+        // mean the block's own shared memory.
         let to_shared = self.takes("shared::cluster") || self.takes("shared::cta");
         let tells = self.takes("mbarrier::complete_tx::bytes");
         if !to_shared || !tells || !self.takes("global") {
@@ -112,7 +112,7 @@ impl Decoder<'_> {
         })))
     }
 
-    /// Decodes the operand `[map, {x, y, …}]`, a tensor map with the coordinates of a box.
+    /// Decodes the operand `[map, {x, y, …}]` of a TMA copy: a tensor map and the coordinates of a box.
     fn map_and_place(&mut self, at: usize) -> Result<(Register, Box<[u32]>)> {
         let list = self.list(at)?;
         let [map, Operand::List(place)] = list.as_slice() else {
@@ -168,8 +168,8 @@ impl Decoder<'_> {
             let address = self.address(1)?;
             let number = if parity { Type::U32 } else { Type::B64 };
             let state = self.source(2, number)?;
-            // The optional last operand of `mbarrier.try_wait` limits how long the thread is suspended. It has no
-            // effect in the emulator.
+            // The optional last operand of `mbarrier.try_wait` limits how long the thread is suspended. This operand
+            // has no effect in the emulator.
             if self.operands.len() > 3 {
                 self.source(3, Type::U32)?;
             }

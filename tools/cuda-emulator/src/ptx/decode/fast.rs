@@ -1,10 +1,12 @@
-//! Selects the operations that have their own loop over all lanes, which is faster than computing lane by lane.
+//! Selects the operations for which the emulator has a special loop over all lanes. Such a loop is faster than
+//! computing one lane at a time.
 
 use crate::numbers::{Arithmetic, ArithmeticOperation as Op, Comparison, Flags};
 use crate::ptx::instruction::{DoubleOperation, Logic, Operation, WordComparison, WordOperation};
 use crate::ptx::types::{Register, Type};
 
-/// Returns the operation with its own loop over all lanes, or `None` if the arithmetic has no such loop.
+/// Returns the operation with a special loop over all lanes, or `None` if the emulator has no such loop for the
+/// arithmetic.
 pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option<Operation> {
     let Arithmetic {
         operation,
@@ -122,7 +124,7 @@ fn predicates(operation: Op, to: Register, from: [Register; 4]) -> Option<Operat
     })
 }
 
-/// Returns the comparison with its own loop over all lanes, or `None` if it has no such loop.
+/// Returns the comparison with a special loop over all lanes, or `None` if the emulator has no such loop.
 pub fn fast_comparison(comparison: Comparison, number: Type) -> Option<WordComparison> {
     use Comparison as C;
     use WordComparison as W;

@@ -6,8 +6,8 @@ use crate::ptx::instruction::{Access, Atomic, AtomicOperation, Operation};
 use crate::ptx::operand::Operand;
 use crate::ptx::types::{Class, Register, Space, Type};
 
-/// The modifiers for caching and visibility. They have no effect, because in the emulator every access is visible at
-/// once.
+/// The modifiers for caching and visibility. These modifiers have no effect, because in the emulator every access is
+/// visible at once.
 const CACHING: [&str; 16] = [
     "nc",
     "ca",
@@ -44,8 +44,8 @@ impl Decoder<'_> {
                 Ok(Operation::IsSpace { space, to, from })
             }
             "prefetch" | "prefetchu" | "discard" => Ok(self.nothing()),
-            // Of the fences, only the fence of the async proxy has an effect. The emulator performs memory accesses in
-            // program order, so all other fences change nothing.
+            // Only the fence of the async proxy has an effect. The emulator performs memory accesses in program order,
+            // so all other fences change nothing.
             _ => {
                 let of_proxies = self.takes("proxy") && self.takes("async");
                 self.modifiers.clear();
@@ -69,8 +69,8 @@ impl Decoder<'_> {
         let space = self.take_space();
         self.ignores(&CACHING);
         self.ignores(&ORDER);
-        // Acquire and release are accepted for global memory only. In shared memory they would order other accesses,
-        // and the race detection does not support that.
+        // The modifiers `acquire` and `release` are accepted for global memory only. In shared memory these modifiers
+        // would order other accesses, and the race detection does not support that.
         if space == Space::Global {
             self.ignores(&["acquire", "release"]);
         }
@@ -85,7 +85,7 @@ impl Decoder<'_> {
         let registers = operands
             .iter()
             .map(|operand| match operand {
-                // The target register may be wider than the loaded value.
+                // The register may be wider than the value in memory, so its class is not checked.
                 Operand::Register(register) if register.class() != Class::Predicate => {
                     Ok(*register)
                 }
@@ -130,8 +130,7 @@ impl Decoder<'_> {
                     operation,
                     number,
                     flags: Flags {
-                        // As on a graphics card, an f32 atomic flushes subnormals in global memory, but not in shared
-                        // memory.
+                        // As on a GPU, an f32 atomic flushes subnormals in global memory, but not in shared memory.
                         flush: number == Type::F32 && space != Space::Shared,
                         ..Flags::default()
                     },

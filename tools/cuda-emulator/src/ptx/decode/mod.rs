@@ -55,7 +55,7 @@ fn reduction(modifier: &str) -> Option<Op> {
     })
 }
 
-/// The decoder of one instruction. It consumes the instruction's modifiers and operands one by one.
+/// The decoder of one instruction, which consumes the instruction's modifiers and operands one by one.
 struct Decoder<'a> {
     name: &'a str,
     modifiers: Vec<&'a str>,
@@ -94,7 +94,8 @@ impl<'a> Decoder<'a> {
         found.map(|at| self.modifiers.remove(at)).is_some()
     }
 
-    /// Consumes each of the given modifiers that is present. The given modifiers have no effect in the emulator.
+    /// Consumes each of the given modifiers that is present. The caller passes only modifiers without an effect in the
+    /// emulator.
     fn ignores(&mut self, modifiers: &[&str]) {
         self.modifiers.retain(|have| !modifiers.contains(have));
     }
@@ -151,8 +152,8 @@ impl<'a> Decoder<'a> {
         Ok(operand)
     }
 
-    /// Returns the register row of a source operand of type `number`. A constant or a special register gets a row of
-    /// its own.
+    /// Returns the register row of a source operand of type `number`. A constant or a special register gets its own
+    /// row.
     fn source(&mut self, at: usize, number: Type) -> Result<Register> {
         let operand = self.operand(at)?;
         self.source_of(&operand, number)
@@ -182,7 +183,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Returns the register for a result, which must be of this class. An ignored result (`_`) gets a new register.
+    /// Returns the register for a result, which must be of the given class. An ignored result (`_`) gets a new
+    /// register.
     fn target(&mut self, at: usize, class: Class) -> Result<Register> {
         let operand = self.operand(at)?;
         self.target_of(&operand, class)

@@ -115,11 +115,11 @@ impl Decoder<'_> {
     }
 
     fn wmma_product(&mut self, shape: &Shape) -> Result<Operation> {
-        // The layouts that the matrices have in memory do not affect a multiplication of fragments.
+        // The layouts of the matrices in memory do not affect a multiplication of fragments.
         self.ignores(&["row", "col"]);
         let to = self.take_element()?;
         let of_halves = !self.modifiers.contains(&"tf32") && self.modifiers.len() == 1;
-        // A multiplication in f16 omits the type of its matrices in the modifiers.
+        // The modifiers of a multiplication in f16 do not name the type of the two multiplied matrices.
         let (left, right) = match of_halves {
             true => (Element::Half(Type::F16), Element::Half(Type::F16)),
             false => (self.take_element()?, self.take_element()?),

@@ -1,9 +1,10 @@
-//! The plan of the cmma engine. It first chooses a fragment shape of the device, and then tiles from tables, by the width of
-//! the output and the device's shared memory.
+//! The plan of the cmma engine. The plan first chooses a fragment shape of the device. It then takes tiles from tables, by the
+//! width of the output and the device's shared memory.
 //!
-//! A tile has stationary operands and streamed operands. The stationary operands are the tile's own rows, and the streamed
-//! operands are blocks of the opposite side (keys if the tile's rows are queries, or queries if the rows are keys). The *first*
-//! GEMMs multiply both and compute the scores. The *second* GEMMs compute the output or the gradients.
+//! A kernel has stationary operands and streamed operands. The stationary operands are the rows of the tile that a cube keeps.
+//! The streamed operands are blocks of the opposite side (keys if the tile's rows are queries, or queries if the rows are
+//! keys). The *first* GEMMs multiply a stationary and a streamed operand to compute S and dP. The *second* GEMMs compute the
+//! output or the gradients.
 
 mod tables;
 
@@ -30,18 +31,18 @@ const SHAPES: [[usize; 3]; 3] = [[16, 16, 16], [16, 8, 16], [8, 8, 8]];
 /// The plane sizes (units per plane) for which the tile tables have entries.
 const PLANES: [usize; 2] = [32, 64];
 
-/// The operands that stay in shared memory while blocks stream.
+/// The number of operands that stay in shared memory while blocks stream.
 #[derive(Clone, Copy)]
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMM (P or dS) that stay in shared memory, together with both streamed
-    /// operands of a block. With 0, one part of shared memory holds all of these operands in turn, each overwriting the
+    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory, together with both streamed
+    /// operands of a block. With 0, these operands share one region of shared memory, where each operand overwrites the
     /// previous one.
     resident: usize,
 }
 
-/// The empty setting: each operand overwrites the previous one in shared memory.
+/// The setting with which no operand stays in shared memory: each operand overwrites the previous one.
 const NOTHING: Kept = Kept {
     held: 0,
     resident: 0,
@@ -54,15 +55,16 @@ struct Choice<'a> {
     fragments: Fragments,
     /// The number of units per plane.
     plane: usize,
-    /// The number of columns in the widest operand of the scores' GEMMs.
+    /// The number of columns in the widest operand of the GEMMs that compute S and dP.
     depth: usize,
-    /// The number of stationary operands in the scores' GEMMs.
+    /// The number of stationary operands in the GEMMs that compute S and dP.
     stationary: usize,
     /// The number of elements per load from global memory.
     vector: usize,
 }
 
-/// Collects the device and the sizes from which the plan chooses tiles, or returns the reason for a refusal.
+/// Collects the device and the sizes from which the plan chooses tiles. Returns a refusal if the cmma engine cannot serve the
+/// problem.
 fn choice<'a>(
     problem: &AttentionProblem,
     device: &'a DeviceProfile,
@@ -126,8 +128,8 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if the streamed operand of the second GEMM (such as V) then
-                // needs no more copies per block. Each copy costs a barrier.
+                // Keep the stationary operands in shared memory only if this does not increase the number of parts in which the
+                // streamed operand of the second GEMM (such as V) is copied. Copying each part costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -140,8 +142,8 @@ impl Choice<'_> {
             })
     }
 
-    /// Returns the setting with which all stationary operands stay in shared memory. The streamed operands overwrite each other
-    /// there.
+    /// Returns the setting with which all stationary operands stay in shared memory, while the streamed operands overwrite each
+    /// other there.
     fn all_resident(&self) -> Kept {
         Kept {
             held: self.stationary,
@@ -150,9 +152,12 @@ impl Choice<'_> {
     }
 
     /// Returns the tiles of the first table entry that serves `width` columns and fits the device and its fragments. The
-    /// stationary operands stay in shared memory. Entries of the first table come first. With such an entry, shared memory also
-    /// holds both streamed operands of a block, and as many left operands of the second GEMM (P or dS) as `left` says. With an
-    /// entry of the second table, the fallback, these operands overwrite each other.
+    /// stationary operands stay in shared memory.
+    ///
+    /// The function tries the entries of the first table before the entries of the second table. With an entry of the first
+    /// table, shared memory also holds both streamed operands of a block, and left operands of the second GEMMs (P or dS). The
+    /// argument `left` is the number of these left operands. With an entry of the second table, all these operands overwrite
+    /// each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,
@@ -174,9 +179,9 @@ impl Choice<'_> {
 
     /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
     ///
-    /// Each operand in `kept` has a region of shared memory to itself. The other operands share a region, which is as large as
-    /// the first GEMM's operands require. The streamed rows of the second GEMM are copied to the shared region in as many parts
-    /// as its size requires.
+    /// Each operand in `kept` has a region of shared memory to itself. The other operands share a region, whose size is the
+    /// size that the first GEMM's operands require. The streamed rows of the second GEMM are copied to the shared region in
+    /// parts that fit the region.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -215,8 +220,8 @@ impl Choice<'_> {
         if resident > 0 && across * n * output_fragments > depth {
             return None;
         }
-        // Each unit reads scores only from fragments of its own plane, if two conditions hold. The planes must divide the
-        // fragments of S evenly, and the units of a plane must divide the vectors of a fragment evenly.
+        // The test below decides whether each unit reads scores only from fragments of its own plane. This requires that the
+        // planes divide the fragments of S evenly, and that the units of a plane divide the vectors of a fragment evenly.
         let own_scores =
             (columns / n).is_multiple_of(across) && (m * n / 4).is_multiple_of(self.plane);
         let column_units = match own_scores {
@@ -316,7 +321,7 @@ mod tests {
     use crate::problem::MAX_HEAD_DIM;
     use crate::testing::card;
 
-    /// If `complete` returns tiles for a table entry, these tiles must divide evenly among planes and units, as the kernels
+    /// Checks that the tiles that `complete` returns for a table entry divide evenly among planes and units, as the kernels
     /// assume. For each entry, `complete` must return tiles with at least one fragment shape and plane size.
     #[test]
     fn complete_every_table_row_divides_evenly() {

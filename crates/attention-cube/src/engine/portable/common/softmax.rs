@@ -1,38 +1,39 @@
 //! The online softmax (Milakov and Gimelshein, 2018) over a tile in which several units share each row. It needs only shared
 //! memory, no plane operations.
 //!
-//! Shared memory holds each row's running maximum, and the factor that rescales results of earlier blocks to this maximum. One
-//! unit updates each row. Each unit sums the exponentials of its own columns. At the end, the units add their sums.
+//! Shared memory holds each row's running maximum. It also holds the factor that rescales the results of earlier blocks when
+//! this maximum grows. One unit updates each row. Each unit sums the exponentials of its own columns. At the end, the units add
+//! up their sums.
 //!
 //! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
-//! the exponentials are then relative to a reference maximum. The reference maximum changes only if the true maximum exceeds it
-//! by more than ln(2^8). So P stays below 2^8, far from the limits of half precision.
+//! the softmax then subtracts a reference maximum instead of the true maximum. The reference maximum changes only if the true
+//! maximum exceeds it by more than ln(2^8). So P stays below 2^8, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The excess of a row's maximum over its reference maximum that forces a rescale, as a natural logarithm: ln(2^8).
+/// The excess of a row's true maximum over its reference maximum that forces a rescale, as a natural logarithm: ln(2^8).
 const HELD: f32 = 5.545_177;
 
-/// The maxima, factors and sums of rows, which all units of a cube share.
+/// The maxima, factors and sums of a tile's rows, which all units of a cube share.
 #[derive(CubeType)]
 pub(crate) struct RowStatistics {
-    /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, because an odd pitch
-    /// avoids bank conflicts between rows.
+    /// The partial maxima or sums that the units compute. Each row has `column_units` floats and one unused float, because an
+    /// odd number of floats per row avoids bank conflicts between rows.
     pub partial: Shared<[f32]>,
-    /// The running maximum of each row. If planes hold the output in fragments, the values are reference maxima instead. A
+    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead. A
     /// reference maximum changes only if the true maximum exceeds it by more than ln(2^8).
     pub maximum: Shared<[f32]>,
-    /// The factor by which the results of earlier blocks are rescaled, for each row. At the end, this is the factor that
+    /// One factor for each row, by which the results of earlier blocks are rescaled. At the end, the factor is the one that
     /// normalises the output.
     pub factor: Shared<[f32]>,
     /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if any row of the group has a
     /// factor other than 1. The output of that group then needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag of the unit, used only if planes hold the output in fragments. The flag is 1 if the unit's row has had a visible
-    /// key. The maximum does not show whether the row has had one, because the initial maximum, the lowest f32, is also a valid
+    /// A flag of the unit, used only if planes hold the output in fragments. The flag is 1 if the unit's row had a visible key
+    /// in an earlier block. The running maximum does not show this, because its initial value, the lowest f32, is also a valid
     /// score.
     pub seen: Array<u32>,
 }
@@ -141,7 +142,7 @@ pub(crate) fn signal_rescale(statistics: &mut RowStatistics, #[comptime] tiles: 
     }
 }
 
-/// Adds the row sums of all units. Unit `i` returns the sum of row `i`, and units without a row return 0.
+/// Adds up the partial row sums of all units. Unit `i` returns the sum of row `i`, and units without a row return 0.
 #[cube]
 pub(crate) fn total(
     sums: &Array<f32>,

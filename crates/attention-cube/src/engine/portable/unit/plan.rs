@@ -14,7 +14,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Pass};
 
-/// The largest number of partial gradients of the query. The gain from more partial gradients is not worth their memory.
+/// The largest number of partial gradients of the query. More partial gradients would gain less time than their memory is
+/// worth.
 const MAX_PARTS: usize = 4;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal.
@@ -62,10 +63,11 @@ pub(super) fn backward(
     )
 }
 
-/// Returns the number of partial gradients of the query if one kernel should compute all three gradients.
+/// Returns the number of partial gradients of the query if one kernel should compute all three gradients, else `None`.
 ///
-/// Several partial gradients keep the few processors of a software driver busy. All gradients must fit one buffer. The result is
-/// `None` for a GPU, if the processors need more than [`MAX_PARTS`] partial gradients, or if not even one partial gradient fits.
+/// Several partial gradients keep the few processors of a software driver busy. All gradients must fit one buffer. The result
+/// is `None` in three cases: for a GPU, if the processors need more than [`MAX_PARTS`] partial gradients, or if not even one
+/// partial gradient fits.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

@@ -4,11 +4,12 @@
 //! This requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word. Other biases are loaded
 //! with each score, or once per tile if a head has one bias.
 //!
-//! Each load instruction of a warp reads 16 bytes from each of 8 rows, so it costs 8 accesses to the L1 cache. TMA loads biases
-//! eight times as fast. The kernel uses TMA if TMA can read the layout of the bias and shared memory has room for the copies.
+//! Each load instruction of a warp reads 16 bytes from each of 8 rows, so the instruction costs 8 accesses to the L1 cache. TMA
+//! loads biases eight times as fast. The kernel uses TMA if TMA can read the layout of the bias and shared memory has room for
+//! a block's biases.
 //!
-//! A bias of −∞ hides its key, even if the score is NaN. The kernel first computes the minimum of a block's biases. It compares
-//! the bias of each score with −∞ only if that minimum is −∞.
+//! A bias of −∞ hides its key, even if the score is NaN. The kernel first computes the minimum of a block's biases. The bias of
+//! each score is compared with −∞ only if that minimum is −∞.
 
 use super::scoring::Scoring;
 use super::softcap::capped;
@@ -98,9 +99,9 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
     words
 }
 
-/// Each lane of a warp checks the biases of some columns of `row`. Returns true if one of the lane's biases is −∞, which hides
-/// its column. Together, the lanes check columns `first_column` to `first_column + columns − 1`. The row and these columns must
-/// lie inside the tensor.
+/// Returns true if one of the biases that this lane checks is −∞ and so hides its column. Each lane of a warp checks some
+/// columns of `row`. Together, the lanes check columns `first_column` to `first_column + columns − 1`. The row and these
+/// columns must lie inside the tensor.
 #[cube]
 pub(crate) fn lane_hides<F: Float, NB: Size>(
     bias: &ComptimeOption<OwnedTensor<Vector<F, NB>>>,
@@ -237,7 +238,7 @@ pub(crate) fn with_bias<F: Float, NB: Size>(
                     }
                 } else {
                     let own = row + at as usize * bias.stride(3);
-                    // The last column has no next column, so its own bias is read twice.
+                    // The last column has no next column, so the bias of the last column is read twice.
                     let next = select(at + 1u32 < bias.shape(3) as u32, own + bias.stride(3), own);
                     let first = f32::cast_from(bias[own].extract(0usize));
                     let second = f32::cast_from(bias[next].extract(0usize));

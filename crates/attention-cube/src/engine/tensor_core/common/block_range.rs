@@ -1,6 +1,6 @@
-//! The blocks that a tile visits: the blocks in its visible range, except those that segments, intervals or the mask hide from
-//! all rows of the tile. The visible range holds the keys (or queries) that window and sequence length leave visible to at least
-//! one row of the tile.
+//! The blocks that a tile visits: all blocks in the tile's visible range, except blocks that the segments, the key intervals of
+//! the queries or the mask hide from all rows. The visible range holds the keys (or queries) that the window and the sequence
+//! length leave visible to at least one row of the tile.
 
 use super::scoring::Masking;
 use super::tile_scheduler::{Tile, TileKind};
@@ -9,8 +9,8 @@ use crate::math::side::Side;
 use crate::math::visibility::{Run, blocks_meet};
 use cubecl::prelude::*;
 
-/// A tile's visible range, and the tile's indices in the tables of segments and of the mask. The range holds keys for a tile of
-/// queries, and queries for a tile of keys.
+/// A tile's visible range, and the tile's indices in the table of segment bounds and in the mask. The range holds keys for a
+/// tile of queries, and queries for a tile of keys.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct TilePosition {
@@ -69,8 +69,8 @@ pub(crate) fn next_block_in_steps(
     block
 }
 
-/// True if segments, intervals and mask may leave a part of the block visible to the tile. The block must lie in the tile's
-/// visible range.
+/// True if the segments, the key intervals of the queries and the mask may leave a part of the block visible to the tile. The
+/// block must lie in the tile's visible range.
 #[cube]
 pub(crate) fn may_intersect(
     tile_position: &TilePosition,

@@ -7,11 +7,11 @@ use crate::math::side::Side;
 use cube_kit::nvidia::accumulator::Pair;
 use cubecl::prelude::*;
 
-/// The number of registers that a thread has per 16 columns of a fragment.
+/// The number of registers of a thread that hold 16 columns of a fragment, in both of the thread's rows.
 const STEP_REGISTERS: usize = 8;
 
-/// One bit for each register of a thread's part of a fragment with at most 128 columns. The bit is set if the register's
-/// probability is kept.
+/// The keep bits of a thread's registers in a fragment of at most 128 columns. The bit of a register is set if dropout keeps
+/// the register's probability.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct KeepBits {
@@ -21,7 +21,8 @@ pub(crate) struct KeepBits {
     pub kept: f32,
 }
 
-/// Returns two bits: bit 0 is 1 if the low half of the word keeps its score, and bit 1 is 1 if the high half does.
+/// Compares the two 16-bit halves of a random word with the dropout threshold. Bit 0 of the result is 1 if the low half keeps
+/// its score, and bit 1 is 1 if the high half keeps its score.
 #[cube]
 fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
     let low = word & 0xffffu32;
@@ -29,11 +30,13 @@ fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
     select(low < dropout.threshold, 0u32, 1u32) | select(high < dropout.threshold, 0u32, 2u32)
 }
 
-/// Returns one bit for each of the thread's eight registers of 16 columns. `column` is the first of these columns. The registers
-/// are two columns of the first row, the same columns of the second row, and both again eight columns later.
+/// Returns the keep bits of the thread's eight registers for 16 columns. `column` is the first of these columns. Registers 0
+/// and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the second row. Registers 4 to 7
+/// hold the elements eight columns later, in the same order.
 ///
-/// `shares_cells` is true if the positions of the thread's two rows differ by 8, as in a tile of one head. The rows then share
-/// their cells.
+/// The random generator draws 64 bits at once for a cell of four scores: two queries that differ by 8, and two keys that differ
+/// by 8. `shares_cells` is true if the positions of the thread's two rows differ by 8, as in a tile of one head. The two rows
+/// then share their cells, so one draw serves both rows.
 #[cube]
 fn keep_bits_of_step(
     dropout: &DropoutArguments,
@@ -50,7 +53,7 @@ fn keep_bits_of_step(
     for e in 0..2usize {
         let column = own + comptime!(e as u32);
         if comptime!(side == Side::Keys) {
-            // The rows are keys: the drawn words belong to the two rows, and their halves to the two columns.
+            // The rows are keys: the two drawn words belong to the two rows, and the two halves of a word to two columns.
             let drawn = cell(key_0, column, first);
             let of_row_0 = kept_halves(drawn.first, dropout);
             let of_row_1 = kept_halves(drawn.second, dropout);
@@ -139,13 +142,15 @@ fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     word & comptime!(1u32 << (register % 32)) != 0u32
 }
 
-/// Returns the factor of a register's probability: 0 if it is dropped.
+/// Returns the factor by which dropout multiplies a register's probability. The factor is 0 if the probability is dropped, else
+/// `keep.kept`.
 #[cube]
 pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f32 {
     select(is_kept(keep, register), keep.kept, 0.0f32)
 }
 
-/// Returns the factor of the gradient of V: the reciprocal of the scale of P, times `kept_scale` if the kernel has dropout.
+/// Returns the factor by which the accumulated gradient of V is multiplied: `1 / p_scale`, because P was multiplied by
+/// `p_scale`. If the kernel has dropout, the factor also includes the factor of kept probabilities.
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,
@@ -158,8 +163,9 @@ pub(crate) fn value_factor(
     }
 }
 
-/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. The kept ones are multiplied by
-/// `kept_scale` later, because the products could exceed half precision.
+/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. Kept probabilities stay
+/// unchanged, because their product with `kept_scale` could exceed half precision. The result of the GEMM is multiplied by
+/// `kept_scale` instead.
 #[cube]
 pub(crate) fn dropped_pair(
     values: Pair,
@@ -181,8 +187,8 @@ pub(crate) fn dropped_pair(
     }
 }
 
-/// Sets the dropped ones among the thread's eight probabilities of 16 columns to 0, if the kernel has dropout. `column` is the
-/// first of these columns. The output is later multiplied by `kept_scale`.
+/// Sets dropped probabilities among the thread's eight probabilities of 16 columns to 0, if the kernel has dropout. `column` is
+/// the first of these columns. The output is later multiplied by `kept_scale`.
 #[cube]
 pub(crate) fn dropped_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,

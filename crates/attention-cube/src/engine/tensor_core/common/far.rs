@@ -5,10 +5,10 @@
 //! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, this rounding error shows in P. An LSE of 10⁸ has an error of 4, and
 //! P is then wrong by a factor of 50.
 //!
-//! For a far query, the LSE tensor holds a mark instead of the LSE. The reference (row_max) and the logarithm of row_sum are
-//! stored separately. A block with a far query takes the code path for partially visible blocks, even if the block is fully
-//! visible. That path rounds the scaled dot product as the forward did, so the row's maximum minus the reference is exactly 0.
-//! The path subtracts the logarithm afterwards.
+//! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference (row_max, which the
+//! softmax subtracts from the scores) and the logarithm of row_sum. A block with a far query takes the code path for partially
+//! visible blocks, even if the block is fully visible. That path rounds the scaled dot product as the forward did, so the row's
+//! maximum minus the reference is exactly 0. The path subtracts the logarithm afterwards.
 //!
 //! If the tile holds keys, its blocks hold queries. The warp must then vote for each block whether the block holds a far query.
 //! The `lse_delta` tensor also holds one flag per group of queries, which marks groups with a far query. The warp skips the vote
@@ -29,7 +29,7 @@ use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
 /// True if one of a warp's queries is far. For a tile of queries, the warp's queries are its rows. For a tile of keys, the
-/// warp's queries are the `columns` columns of the block. Their LSE is in shared memory.
+/// warp's queries are the `columns` columns of the block, and their LSE is in shared memory.
 #[cube]
 pub(crate) fn has_far(
     lse_delta: &LseDelta<'_>,
@@ -60,7 +60,10 @@ pub(crate) fn has_far(
 }
 
 /// True if one of the query heads `first_head` to `first_head + heads − 1` has a flag that marks a far query in the range
-/// `queries`. Each flag covers `ROWS` queries. `lse_delta` is `[batch, q_heads, 5, padded q_len]`.
+/// `queries`. Each flag covers `ROWS` queries.
+///
+/// `lse_delta` is `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the LSE or marks, row 1 delta, and row 2 the
+/// logarithm of row_sum. Row 3 holds the reference of far queries, and row 4 the flags.
 #[cube]
 pub(crate) fn heads_have_far(
     lse_delta: &Tensor<f32>,
@@ -87,8 +90,8 @@ pub(crate) fn heads_have_far(
             }
             at += lse_delta.stride(1);
         }
-        // Each lane has checked other flags, and may leave the loop earlier than other lanes. `uniform` waits for all lanes of
-        // the warp, and returns the bitwise or of their results.
+        // Each lane has checked different flags, and may leave the loop earlier than other lanes. `uniform` waits for all lanes
+        // of the warp, and returns the bitwise or of their results.
         uniform(u32::cast_from(found != 0.0f32)) != 0u32
     } else {
         false.runtime()
@@ -105,8 +108,9 @@ pub(crate) fn rows_have_far(logsumexps: Pair, #[comptime] kind: FragmentKind) ->
     }
 }
 
-/// Returns the LSE of two queries, each as a reference and a logarithm. For each query, `wholes` holds the LSE, or the mark of
-/// a far query. For a query that is not far, the reference is the whole LSE and the logarithm is 0.
+/// Returns the LSE of two queries, each as a reference (the row maximum that the softmax subtracts) and a logarithm of row_sum.
+/// For each query, `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the returned reference is
+/// the whole LSE and the logarithm is 0.
 #[cube]
 pub(crate) fn logsumexps_of_queries(
     lse_delta: &LseDelta<'_>,
@@ -124,7 +128,8 @@ pub(crate) fn logsumexps_of_queries(
     }
 }
 
-/// An LSE as two f32: the reference in natural units, and the logarithm in log2 units.
+/// An LSE as two f32: the reference (the row maximum that the softmax subtracts) in natural units, and the logarithm of row_sum
+/// in log2 units.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Logsumexp {

@@ -41,7 +41,7 @@ pub(crate) struct GradientArguments<'a> {
     pub q_or_k: &'a CubeTensor,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: &'a CubeTensor,
-    /// The LSE and delta of each query.
+    /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`.
     pub lse_delta: &'a CubeTensor,
     /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
     pub gradients: [Option<CubeTensor>; 2],
@@ -51,14 +51,14 @@ pub(crate) struct GradientArguments<'a> {
     /// The tensor to which the kernel writes the gradient of V. If the kernel does not compute this gradient, the launch passes
     /// `stationary_v_do` instead, since the kernel's signature requires a tensor.
     pub value_target: CubeTensor,
-    /// The bias. It is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
+    /// The bias. The bias is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
     pub bias: Option<CubeTensor>,
     pub cubes: usize,
     pub grid: GridLaunch,
     pub kind: TileKind,
     /// The element types of the operands, of the gradients, and of the bias.
     pub elements: [ElemType; 3],
-    /// Two numbers of elements: those that one access to a gradient moves, and those that one load of the bias moves.
+    /// Two vector sizes, in elements: the size of an access to a gradient, and the size of a load of the bias.
     pub vectors: [usize; 2],
 }
 

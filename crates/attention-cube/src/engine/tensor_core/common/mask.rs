@@ -1,5 +1,5 @@
-//! Bits that tell which columns of a fragment the mask, the segments and the intervals leave visible. A *mask word* holds the
-//! bits of 32 columns of one row.
+//! Bits that tell which columns of a fragment are visible under the mask, the segments and the key intervals of the queries. A
+//! *mask word* holds the bits of 32 columns of one row.
 
 use super::scoring::Masking;
 use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
@@ -35,8 +35,8 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. Each bit tells whether mask, segments and intervals leave a
-/// column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
+/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if the mask, the segments and the key intervals
+/// of the queries leave its column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
 /// Loads the mask words of a thread's two rows for `columns` columns. Each row's first word is word `first_word` of the row's
@@ -189,11 +189,11 @@ pub(crate) fn words_of_segments(
     words
 }
 
-/// Clears the bits of those columns that the intervals hide from the row. The words cover `columns` columns from `first_column`
-/// on.
+/// Clears the bits of those columns that the key intervals of the queries hide from the row. The words cover `columns` columns
+/// from `first_column` on.
 ///
-/// The rows are queries and the columns are keys, or the other way round. If the intervals of all queries contain the whole block
-/// (`within`), no bit is cleared.
+/// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. `within` is true if the
+/// intervals of all queries contain the whole block. In that case, no bit is cleared.
 #[cube]
 pub(crate) fn words_of_intervals(
     words: MaskWords,
@@ -347,6 +347,6 @@ fn ballot(says: bool) -> u32 {
     plane_ballot(says).extract(0usize)
 }
 
-/// The number of register pairs, counted over both of a thread's rows, that hold the thread's columns among the 32 columns of a
-/// mask word.
+/// The number of a thread's register pairs per mask word. Of the 32 columns that a mask word covers, the thread holds 4 pairs
+/// of columns in each of its two rows.
 pub(crate) const PAIRS_PER_WORD: usize = 8;

@@ -56,8 +56,8 @@ pub(crate) fn output_rows(tile: &Tile, rows: &RowPair, row: i32) -> OutputRows {
     }
 }
 
-/// Elements of a thread's two output rows, and one factor per row. The function that writes the elements multiplies each by its
-/// row's factor.
+/// Elements of a thread's two output rows, and one factor per row. The function that writes a row multiplies each element by
+/// the row's factor.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputPart<NO: Size> {
@@ -85,9 +85,9 @@ pub(crate) fn step_of<NO: Size, N: Size>(
     }
 }
 
-/// Computes the factor that normalises each of the thread's two rows. Sets the elements of a row of O to 0 if the row sees no
-/// key. O has `columns` columns. `kept` is the factor by which kept probabilities are multiplied, if the kernel has dropout. If
-/// `writes_logsumexp`, also writes the LSE of both rows.
+/// Computes the factor that normalizes each of the thread's two rows. If a row sees no key, the function sets the row's
+/// elements of O to 0. O has `columns` columns. `kept` is the factor by which kept probabilities are multiplied, if the kernel
+/// has dropout. If `writes_logsumexp`, the function also writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
@@ -100,8 +100,8 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
-    // A `raw` kernel keeps scores unscaled, so its references are unscaled dot products. The scale turns such a reference into a
-    // score.
+    // A `raw` kernel keeps scores unscaled, so its references (the row maxima that the softmax subtracts) are unscaled dot
+    // products. The scale turns such a reference into a score.
     let to_score = if comptime!(kind.raw) {
         arguments.scale
     } else {
@@ -146,18 +146,18 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     }
 }
 
-/// The factor that normalises a row, and the row's LSE in two parts.
+/// The factor that normalizes a row, and the row's LSE as two summands.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Normalised {
-    /// The factor that normalises the row of O.
+    /// The factor that normalizes the row of O.
     factor: f32,
-    /// The LSE is `reference + logarithm`, both in natural units.
+    /// The row maximum that the softmax subtracted. The LSE is `reference + logarithm`, both in natural units.
     reference: f32,
     logarithm: f32,
 }
 
-/// Computes the normalising factor and the LSE of a row. If a sink tensor is given, the sink of the row's head is added to
+/// Computes the normalizing factor and the LSE of a row. If a sink tensor is given, the sink of the row's head is added to
 /// row_sum.
 #[cube]
 fn normalise<K: Float>(
@@ -169,11 +169,11 @@ fn normalise<K: Float>(
     negative_infinity: f32,
 ) -> Normalised {
     let score = finite(reference, negative_infinity);
-    // The reference is multiplied by the scale alone and not converted to log2 units and back. For very large scores, each
-    // extra rounding of the LSE would show in the backward. `fma` keeps the compiler from fusing this multiplication with the
-    // later subtraction of the sink.
+    // The reference (the row maximum that the softmax subtracts) is multiplied by the scale alone, and not converted to log2
+    // units and back. For very large scores, each extra rounding of the LSE would show in the backward. `fma` keeps the
+    // compiler from fusing this multiplication with the later subtraction of the sink.
     let mut base = fma(score, to_score, 0.0f32);
-    // If a score is NaN, row_sum is NaN and not 0, so the row counts as one that sees a key.
+    // If a score is NaN, row_sum is NaN and not 0, so `has_keys` is true for this row.
     let has_keys = sum != 0.0f32;
     let mut sum = sum;
     let mut rescale = f32::new(1.0);
@@ -201,8 +201,8 @@ fn normalise<K: Float>(
 }
 
 /// Sets the elements of a row to 0 if the row's factor is 0. Such a row sees no key, so its P is 0, but its registers may hold
-/// NaN. The GEMM multiplies the zeros of P by values that other rows of the tile see, and these values may be NaN. The product
-/// 0 · NaN is NaN.
+/// NaN. The GEMM P·V multiplies the zeros of P by rows of V that other rows of the tile see. These rows of V may be NaN, and 0
+/// · NaN is NaN.
 #[cube]
 pub(crate) fn without_blind<NO: Size>(
     o: Vector<f32, NO>,
@@ -226,8 +226,8 @@ pub(crate) fn without_blind<NO: Size>(
     o
 }
 
-/// Writes a row's LSE to `logsumexp`, which is `[2 · splits · batch, q_heads, q_len]`. The reference goes to the first half of
-/// the tensor, the logarithm to the second half.
+/// Writes a row's LSE to `logsumexp`, which is `[2 · splits · batch, q_heads, q_len]`. The first half of the tensor gets the
+/// reference (the row maximum that the softmax subtracted). The second half gets the logarithm of row_sum.
 #[cube]
 fn write_logsumexp(logsumexp: &mut Tensor<f32>, normalised: Normalised, row: OutputRow) {
     let column = UNIT_POS % 4u32;
@@ -344,7 +344,7 @@ pub(crate) fn write_fours<O: Float, N: Size>(
     }
 }
 
-/// The offset in elements of a row in `output`.
+/// Returns the offset of a row in `output`, in elements.
 #[cube]
 fn row_start<O: Float, N: Size>(output: &mut Tensor<Vector<O, N>>, row: OutputRow) -> usize {
     row.part as usize * output.stride(0)

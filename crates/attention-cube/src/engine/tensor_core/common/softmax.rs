@@ -2,15 +2,15 @@
 //!
 //! The softmax subtracts a *reference* from each score: the maximum of the row's scores up to some earlier block. The
 //! references of a warp are updated only if a score exceeds its row's reference by more than 8 in log2 units (a factor of 2^8).
-//! O is therefore seldom rescaled (FlashAttention-4 does the same). The elements of P are at most 2^8, far below the limit of
-//! half precision. row_sum is at most 2^8 times the number of keys, far below the limit of f32.
+//! O is therefore seldom rescaled, as in FlashAttention-4. The elements of P are at most 2^8, far below the limit of half
+//! precision. row_sum is at most 2^8 times the number of keys, far below the limit of f32.
 
 use cube_kit::nvidia::accumulator::{Pair, is_second, pair};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// Returns a maximum for each of the thread's two rows: the maximum of `least` and the thread's own scores in that row. The
-/// fragment has `columns` columns.
+/// Returns two maxima, one for each of the thread's rows: the maximum of `least` and of the scores that the thread holds in
+/// this row. The fragment has `columns` columns.
 #[cube]
 pub(crate) fn thread_row_max<NS: Size>(
     s: Vector<f32, NS>,
@@ -51,8 +51,8 @@ pub(crate) fn quad_sum(sums: Pair) -> Pair {
     Pair { first, second }
 }
 
-/// The largest difference between a row's row_max and its reference, in log2 units. If the difference is larger, row_max
-/// becomes the new reference.
+/// The largest difference between a row's maximum so far and the reference that the softmax subtracts, in log2 units. If the
+/// difference is larger, the row's maximum becomes the new reference.
 const RESCALE_THRESHOLD: f32 = 8.0;
 
 /// The references of a thread's two rows, which the softmax subtracts from the scores.
@@ -61,32 +61,34 @@ const RESCALE_THRESHOLD: f32 = 8.0;
 pub(crate) struct RowMax {
     /// The reference of each row: the row's maximum so far, or a value at most [`RESCALE_THRESHOLD`] log2 units below it.
     pub reference: Pair,
-    /// The references in log2 units, which the exponential subtracts from the scaled scores. They are 0 if `far` is true.
+    /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is true.
     pub shift: Pair,
-    /// True if a reference of the warp exceeds [`FAR`] in magnitude. The references are then subtracted from the scores before
-    /// the scale is applied.
+    /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. In that case, the references are subtracted
+    /// from the scores before the scale is applied.
     pub far: bool,
 }
 
-/// The scores of a block, the references for their exponentials, and the factor that rescales the results of earlier blocks.
+/// The scores of a block, the references that the exponentials subtract from these scores, and the factor that rescales the
+/// results of earlier blocks.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rescaled<NS: Size> {
     pub s: Vector<f32, NS>,
     pub row_max: RowMax,
-    /// True if this block changed the references of the warp's rows.
+    /// True if this block changed the references, the row maxima that the softmax subtracts from the scores of the warp's rows.
     pub moved: bool,
-    /// The factor that rescales row_sum and O of earlier blocks; 1 if the references have not changed.
+    /// The factor that rescales row_sum and O of earlier blocks. The factor is 1 if the softmax still subtracts the same row
+    /// maximum.
     pub factor: Pair,
 }
 
-/// Sets the references of all rows of the warp to the row maxima, if a score of the warp exceeds its row's reference by more than
-/// the threshold. If a reference exceeds [`FAR`] in magnitude, every block sets the references, whatever its scores are. The
-/// function then also subtracts the references from the scores, before the scale is applied.
+/// Sets the reference of each row of the warp to the row's maximum, if a score of the warp exceeds its row's reference by more
+/// than the threshold. If a reference exceeds [`FAR`] in magnitude, the references are set in every block, whatever the scores
+/// are. The function then also subtracts the references from the scores, before the scale is applied.
 ///
-/// `largest` is the maximum over the thread's own scores and the earlier references. If the references are set, the four
-/// threads of a row reduce `largest` to the maximum of the whole row. If `agreed`, `largest` already is the maximum of the
-/// whole row. `scale_log2` is the factor from scores to log2 units.
+/// For each of the thread's two rows, `largest` is the maximum of the row's earlier reference and of the scores that the thread
+/// holds. If the references are set, the four threads of a row reduce `largest` to the maximum of the whole row. If `agreed`,
+/// `largest` already is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.
 #[cube]
 pub(crate) fn rescaled<NS: Size>(
     s: Vector<f32, NS>,
@@ -106,7 +108,7 @@ pub(crate) fn rescaled<NS: Size>(
     let mut factor_0 = f32::new(1.0);
     let mut factor_1 = f32::new(1.0);
     let margin = RESCALE_THRESHOLD / scale_log2;
-    // Before the first visible score, both sides of each comparison are −∞. The comparisons are then false, so nothing is
+    // Before the first visible score, both sides of each comparison are −∞. Each comparison is then false, so nothing is
     // rescaled.
     let needs_rescale =
         largest.first > reference_0 + margin || largest.second > reference_1 + margin;
@@ -206,14 +208,16 @@ pub(crate) fn softmax_state<NS: Size>(
     }
 }
 
-/// Returns `reference`, or 0 if `reference` is −∞ because the row has seen no key.
+/// Returns `reference`, the row maximum that the softmax subtracts. If the row has seen no key, `reference` is −∞ and the
+/// result is 0.
 #[cube]
 pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
 }
 
-/// The largest magnitude of a reference, in log2 units, that may be subtracted after the scale. For a larger reference, f32 is
-/// too coarse: the exponential of the row's largest score would not be 1.
+/// The largest magnitude of a reference (the row maximum that the softmax subtracts), in log2 units, for which the scale is
+/// applied before the subtraction. For a larger reference, f32 is too coarse: the exponential of the row's largest score would
+/// not be 1.
 const FAR: f32 = 2048.0;
 
 /// The exponentials of 8 scores of a thread, and the sum of these exponentials in each of its two rows.
@@ -227,8 +231,8 @@ pub(crate) struct ExpScores {
     pub used: u32,
 }
 
-/// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the rows'
-/// references in log2 units. If `uses` is true, the result includes the bit mask of used columns.
+/// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the row maxima
+/// that the softmax subtracts, in log2 units. If `uses` is true, the result includes the bit mask of used columns.
 #[cube]
 pub(crate) fn exp_scores<NS: Size>(
     s: Vector<f32, NS>,
@@ -283,8 +287,8 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// Multiplies each row of O by its rescale factor, if the references of the warp's rows have changed (`moved`). O has `columns`
-/// columns.
+/// Multiplies each row of O by its rescale factor if `moved` is true, that is, if the row maxima that the softmax subtracts
+/// have changed. O has `columns` columns.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,

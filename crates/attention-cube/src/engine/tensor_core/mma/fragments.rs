@@ -1,11 +1,11 @@
-//! Helpers for a warp's register fragments, which lie one after another in one vector, and for the values per row that warps
-//! exchange through shared memory.
+//! Helpers for a warp's register fragments, which lie one after another in one vector. Other helpers store and load one f32 per
+//! row, which warps exchange through shared memory.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};
 use cubecl::prelude::*;
 
-/// Extracts the registers of one fragment.
+/// Extracts the registers of fragment number `fragment` from the vector `all`, which holds all fragments of a warp.
 #[cube]
 pub(crate) fn fragment_of<A: Size, N: Size>(
     all: Vector<f32, A>,
@@ -39,8 +39,9 @@ pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
     all
 }
 
-/// Returns one bit per row of a block, for the block rows that this lane multiplies. The block is the right operand of a GEMM.
-/// A bit is set if the warp's left operand has a nonzero element that multiplies the block row.
+/// Finds the rows of a block that contribute to a warp's GEMM, in which the block is the right operand. Returns one bit for
+/// each block row that this lane multiplies. A bit is set if an element of the warp's left operand that multiplies the block
+/// row is not 0.
 ///
 /// A block has `depth` rows. See [`add_product`](cube_kit::ampere::mma::add_product) for the order of the bits.
 #[cube]
@@ -73,8 +74,9 @@ pub(crate) fn used_by_warp<A: Size>(
 /// Returns one bit per column of a block, for the columns that this lane multiplies. A bit is set if any of `warps` warps has a
 /// nonzero element in the column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. The first `groups` warps have the same rows and 32
-/// columns each, then follow the `groups` warps of the next rows.
+/// Each warp has stored four words at `table`, one for each lane of a quad. The first `groups` warps have the same rows, and
+/// each of these warps has 32 of the columns. The next `groups` warps have the next rows, with the columns divided in the same
+/// way.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,
@@ -94,7 +96,7 @@ pub(crate) fn used_by_warps(
 /// The number of bytes from a thread's first row to its second row, which lies 8 rows below, in a table with one word per row.
 const TO_SECOND: u32 = 4 * 8;
 
-/// Stores one f32 value for each of a thread's two rows, in a table with one word per row. One lane of each quad stores.
+/// Stores two f32 of a thread, one for each of its two rows, in a table with one word per row. One lane of each quad stores.
 #[cube]
 pub(crate) fn store_row_pair(own: Pair, table: u32, row: u32) {
     let lane_of_row = UNIT_POS % 4u32;
@@ -105,7 +107,7 @@ pub(crate) fn store_row_pair(own: Pair, table: u32, row: u32) {
     }
 }
 
-/// Loads one f32 value for each of a thread's two rows, from a table with one word per row.
+/// Loads two f32, one for each of a thread's two rows, from a table with one word per row.
 #[cube]
 pub(crate) fn load_row_pair(table: u32, row: u32) -> Pair {
     let at = table + row * 4u32;

@@ -22,11 +22,11 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::prelude::CubeDim;
 
-/// Launches the forward. If `scales` are present, keys and values are int8, packed four to a `u32`; otherwise they are floats.
+/// Launches the forward. If `scales` are present, K and V are int8, packed four to a `u32`; otherwise K and V are floats.
 ///
 /// # Shapes
-/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32: row maxima, then
-/// natural logarithms of the row sums.
+/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first half
+/// holds the row maxima, its second half the natural logarithms of the row sums.
 pub(super) fn forward(
     inputs: AttentionInputs<CubeBackend>,
     scales: Option<Int8Scales>,
@@ -42,7 +42,7 @@ pub(super) fn forward(
         splits: plan.splits,
         together: plan.together,
     };
-    // Do not prefetch biases, since the biases of a block would need as many registers as its scores.
+    // Do not prefetch biases, since the biases of a block would need as many registers as the block's scores.
     let mut pass = ForwardPass::new(&inputs, problem, division, BiasesAhead::Never);
     let structure = &mut pass.kind.fragment.structure;
     let lengths = inputs.kv_lengths.as_option();
@@ -63,8 +63,8 @@ pub(super) fn forward(
     macro_rules! launch {
         ($kernel:ident, $tiles:expr, $elements:expr $(, $pdl:expr)?) => {
             // SAFETY: the kernel reads the operands and writes the output only at rows below `q_len` or `kv_len` and at columns
-            // below the head size. These are the bounds of the tensors' shapes. If keys and values lie in pages, the kernel
-            // clamps the page table's entries to existing pages.
+            // below the head size. These are the bounds of the tensors' shapes. If K and V lie in pages, the kernel clamps the
+            // page table's entries to existing pages.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

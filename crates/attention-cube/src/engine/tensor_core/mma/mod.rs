@@ -37,7 +37,7 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use plan::{MmaBackwardPlan, MmaForwardPlan};
 
-/// The mma engine. Its kernels exist only with the feature `cuda`; its plans and refusals exist in every build.
+/// The mma engine. Its kernels are compiled only with the feature `cuda`. Its plans and refusals are always compiled.
 pub struct Mma;
 
 impl AttentionEngine for Mma {

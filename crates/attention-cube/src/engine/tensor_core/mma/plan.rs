@@ -1,4 +1,4 @@
-//! The plan of the `mma` engine: tiles from tables, by head size and by the shared memory of the device.
+//! Plans the kernels of the `mma` engine. Tables give the tiles, by head size and by the shared memory of the device.
 
 mod bias_gradient;
 mod decode;
@@ -66,10 +66,10 @@ pub(super) const FIRST_ROWS: usize = 32;
 /// The plan of a forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaForwardPlan {
-    /// The tiles, for one of three ways to divide them among warps.
+    /// The tiles of the kernel. Their type also says how the warps divide the tiles.
     pub tiles: MmaForwardTiles,
-    /// The number of query heads of a group whose rows share a tile, or 1 if each tile has rows of one head. In a shared tile,
-    /// the rows of one head follow the rows of another.
+    /// The number of query heads of a GQA group whose rows share a tile, or 1 if each tile has rows of one head. In a shared
+    /// tile, the rows of one head follow the rows of another.
     pub heads: usize,
     /// The number of key splits (split-KV). With 1 split, the kernel writes the final output itself, and no second kernel runs
     /// to combine partial outputs.
@@ -77,23 +77,23 @@ pub struct MmaForwardPlan {
     /// The number of heads, counted over all sequences, whose tiles are in flight together. Under a causal mask, the number is
     /// chosen so that the operands of these heads fit the L2 cache.
     pub together: usize,
-    /// The operands that must first be copied to aligned rows, which consist of whole 16-byte pieces.
+    /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
     pub copies: Operands,
 }
 
-/// The forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each head size has
-/// entries for 227, 163 and 99 KB of shared memory.
+/// The table of the forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each head
+/// size has entries for 227, 163 and 99 KB of shared memory.
 ///
-/// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. If there are two values, the first is
+/// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the first is
 /// without a mask and the second is causal.
 const FORWARD: &[Shape] = &[
-    // These tiles reach 316 TFLOP/s without a mask and 298 causal. Other tiles reach, causal: 294 with 32 keys; 302 with 128
-    // keys; 295 with warps of 16 rows; 289 with warps of 16 rows and 128 keys; 297 with one block of values in shared memory. Two
-    // CTAs share a multiprocessor.
+    // These tiles reach 316 TFLOP/s without a mask and 298 causal. Causal variants reach: 294 with 32 keys; 302 with 128 keys;
+    // 295 with warps of 16 rows; 289 with warps of 16 rows and 128 keys; 297 with one block of V in shared memory. Two CTAs
+    // share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // These tiles reach 362 TFLOP/s without a mask and 335 causal. An earlier version, whose copies recomputed their addresses
-    // for each block, reached 330 causal. In that version, blocks of 64 keys reached 341 causal, and 369 without a mask. Other
-    // tiles reach, causal: 326 with one block of values in shared memory; 317 with one block of keys and one of values; 295 with
+    // These tiles reach 362 TFLOP/s without a mask and 335 causal. An earlier version recomputed the addresses of its copy
+    // operations for each block, and reached 330 causal. In that version, blocks of 64 keys reached 341 causal, and 369 without
+    // a mask. Causal variants reach: 326 with one block of V in shared memory; 317 with one block of K and one of V; 295 with
     // warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
     // These tiles reach 347 TFLOP/s without a mask and 328 causal. Other tiles reach: 340 and 318 with one buffer for P; 344 and
@@ -113,8 +113,8 @@ const FORWARD: &[Shape] = &[
     split_d([512, 512], [64, 128, 1], [128, 32, 1, 4, 2]),
     // These tiles reach 299 TFLOP/s without a mask and 284 causal. With one buffer for P and five slots, they reach 286 and 272.
     split_d([512, 512], [64, 128, 1], [64, 16, 1, 4, 2]),
-    // These tiles reach 249 TFLOP/s without a mask and 245 causal. Other tiles reach: 146 and 152 with two slots and two buffers
-    // for P; 209 and 171 with 32 rows and resident queries; 179 and 168 with 64 keys and values in two parts.
+    // These tiles reach 249 TFLOP/s without a mask and 245 causal. Other tiles reach: 146 and 152 with two slots and two
+    // buffers for P; 209 and 171 with 32 rows and resident queries; 179 and 168 with 64 keys and two column parts of V.
     without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
@@ -123,11 +123,11 @@ const FORWARD: &[Shape] = &[
     without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
-/// The largest head size of queries and keys that leaves room in shared memory for a ring of slots.
+/// The largest head size of Q and K that leaves room in shared memory for a ring of slots.
 const WIDEST_DOTS: usize = 576;
 
-/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in the same
-/// order as the backward.
+/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel adds the products of
+/// each dot product `q·k` in the same order as the backward.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -170,7 +170,7 @@ pub(super) fn forward(
     })
 }
 
-/// Returns the tiles of the kernel that reads int8 keys and values directly, without a conversion to bf16 beforehand.
+/// Returns the tiles of the kernel that reads int8 keys and values directly, without converting them to bf16 beforehand.
 fn int8_tiles(
     rows: usize,
     problem: &AttentionProblem,
@@ -178,8 +178,8 @@ fn int8_tiles(
     half: Half,
     limits: [usize; 2],
 ) -> Result<MmaForwardTiles, Refusal> {
-    // Refuse operands that would first need an aligned copy. Copying all keys and values would take longer than another engine
-    // takes to read the operands as they are.
+    // Refuse operands that would first need an aligned copy. Copying all of K and V would take longer than another engine takes
+    // to read the operands as they are.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
             "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
@@ -197,7 +197,8 @@ fn int8_tiles(
     ))
 }
 
-/// Returns the first tiles for these head sizes that fit `shared_memory` bytes per CTA and `units` threads per CTA.
+/// Returns the first tiles for these head sizes that need at most `shared_memory` bytes of shared memory and `units` threads
+/// per CTA.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -236,8 +237,8 @@ mod tests {
     use cube_kit::ampere::BARRIER_BYTES;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Checks that the table has forward tiles for every head size at each size of shared memory, and that the warps divide
-    /// split-D tiles without a remainder, as the kernel assumes.
+    /// Checks that the table has forward tiles for every head size at each size of shared memory. The warps must divide split-D
+    /// tiles without a remainder, as the kernel assumes.
     #[test]
     fn forward_tiles_every_width_divides_evenly() {
         for head_dim in NARROWEST..=WIDEST_DOTS {
@@ -278,7 +279,7 @@ mod tests {
         // A lane has four bits of used keys for each group of 16 keys. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
-        // A pass (main loop iteration) starts copies only for its own chunks and those of the next pass, so slots beyond
+        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. So more slots than
         // `chunks + 1` would stay unused.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
@@ -288,8 +289,8 @@ mod tests {
             tiles.vectors().iter().all(|&registers| registers <= 128),
             "{context}"
         );
-        // The swizzle permutes 16-byte pieces by the row number modulo 8. So each offset and size below must be a multiple of
-        // eight rows of 128 bytes.
+        // The swizzle permutes each row in units of 16 bytes, by the row number modulo 8. So each offset and size below must be
+        // a multiple of eight rows of 128 bytes.
         let ring = tiles.ring();
         let permuted = [
             tiles.probabilities_at(),

@@ -1,9 +1,9 @@
-//! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the ring and read
-//! chunks from it. A pass is one iteration of the main loop, which reads a fixed number of chunks.
+//! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the ring and
+//! read chunks from it. A pass is one iteration of the main loop, which reads a fixed number of chunks.
 //!
-//! A slot is full when the copies of all threads into it have completed, and empty when all warps have read it. No CTA-wide
-//! barrier is needed: a warp continues with the next chunk as soon as that chunk's slot is full. A warp that is ahead waits only
-//! for the slot that it has to fill.
+//! A slot is full when all threads have completed their copy operations into the slot, and empty when all warps have read the
+//! slot. No CTA-wide barrier is needed: a warp continues with the next chunk as soon as that chunk's slot is full. A warp that
+//! is ahead waits only for the slot that it has to fill.
 
 use super::plan::ring::Ring;
 use cube_kit::ampere::BARRIER_BYTES;
@@ -11,7 +11,7 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::mbarrier::{arrive_as_warp, arrive_with_copies, await_phase};
 use cubecl::prelude::*;
 
-/// Initialises the ring's barriers. One thread calls this function. The CTA must synchronize before other threads use the
+/// Initializes the ring's barriers. One thread calls this function. The CTA must synchronize before other threads use the
 /// barriers.
 #[cube]
 pub(super) fn make_ring(
@@ -29,7 +29,7 @@ pub(super) fn make_ring(
     }
 }
 
-/// A slot of the ring, and the mbarrier parity of its current use. The parity flips each time the ring wraps around.
+/// A slot of the ring, and the mbarrier parity of the chunk in that slot. The parity flips each time the ring wraps around.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct RingTurn {
@@ -75,7 +75,7 @@ pub(super) struct RingSlot {
 }
 
 /// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration). The pass's first chunk has the slot `first`. An
-/// index past the last chunk means a chunk of the next pass.
+/// index past the pass's last chunk means a chunk of the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,
@@ -103,20 +103,20 @@ pub(super) fn await_empty(place: &RingSlot) {
     await_phase(place.empty, place.parity ^ 1u32);
 }
 
-/// Makes the slot's `full` barrier count the calling thread as soon as the copies that this thread has started have completed.
-/// The thread does not wait for them.
+/// Makes the calling thread arrive at the slot's `full` barrier once the copy operations that this thread has started are
+/// complete. The thread does not wait for them.
 #[cube]
 pub(super) fn signal_full(place: &RingSlot) {
     arrive_with_copies(place.full);
 }
 
-/// Waits until the copies of all threads into the slot have completed.
+/// Waits until all threads have completed their copy operations into the slot.
 #[cube]
 pub(super) fn await_full(place: &RingSlot) {
     await_phase(place.full, place.parity);
 }
 
-/// Signals that the calling warp has read the chunk.
+/// Signals that the calling warp has read the chunk in the slot.
 #[cube]
 pub(super) fn signal_empty(place: &RingSlot) {
     arrive_as_warp(place.empty);

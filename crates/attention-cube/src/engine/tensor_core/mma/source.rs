@@ -54,7 +54,7 @@ fn write() {
     );
 }
 
-/// Bytes of shared memory that a CTA may take on an H200.
+/// The bytes of shared memory that a CTA may take on an H200.
 const MOST_SHARED_MEMORY: usize = 232_448;
 
 /// Returns the bytes of shared memory that a CTA may take on the GPU for which the sources are written. The environment
@@ -64,8 +64,8 @@ fn shared_memory() -> usize {
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
 }
 
-/// True if launches may overlap (PDL). The function returns false for GPUs with less shared memory than an H200, because some
-/// of them lack the instruction for PDL.
+/// True if a kernel launch may overlap the preceding launch (PDL). The function returns false for GPUs with less shared memory
+/// than an H200, because some of them lack the instruction for PDL.
 fn supports_pdl() -> bool {
     shared_memory() == MOST_SHARED_MEMORY
 }
@@ -230,8 +230,7 @@ fn backward(wanted: &Wanted, folder: &Path, name: &str) {
     }
 }
 
-/// Writes the source of the bias gradient, for a bias that all sequences share and that has one element per head, query and
-/// key.
+/// Writes the source of the bias gradient. The bias is shared by all sequences and has one element per head, query and key.
 fn bias_gradient(wanted: &Wanted, folder: &Path, name: &str) {
     let tiles = BiasGradientTiles::new([wanted.head_dim, wanted.value_dim], Half::Bf16);
     let broadcast = Broadcast {

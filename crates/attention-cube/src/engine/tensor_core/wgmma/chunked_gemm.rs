@@ -1,7 +1,7 @@
 //! GEMMs whose right operand comes in chunks through one ring of shared memory. A *chunk* fills one stage of the ring.
 //!
-//! The functions `*_text` emit PTX. For each chunk, the PTX waits until the chunk is full, issues its wgmma, and frees the chunk
-//! before it.
+//! The functions `*_text` emit PTX. For each chunk, the PTX waits until the chunk is full and issues the chunk's wgmma. Then
+//! the PTX frees the preceding chunk.
 
 use crate::engine::tensor_core::wgmma::plan::{
     ChunkedProduct, ChunkedScores, RingShape, WgmmaSplitDTiles,
@@ -17,7 +17,7 @@ use cube_kit::nvidia::ptx::value_of;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The number of keys whose scores a split-D warpgroup computes. Its part of S is 64 queries × 64 keys.
+/// The number of keys whose scores a split-D warpgroup computes, for 64 queries.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
 /// Emits PTX that steps through the chunks of the ring. For each chunk, the PTX computes the addresses of the chunk's barriers
@@ -104,7 +104,7 @@ impl Walk {
     }
 }
 
-/// Emits the GEMM `S = Q Kᵀ` of a block whose key chunks come through the ring.
+/// Emits the GEMM `S = Q Kᵀ` of a block of K whose chunks come through the ring.
 ///
 /// The outputs are the registers of S. The inputs are, in this order:
 /// 1. The registers of the query chunks that stay in registers, which are the first chunks.
@@ -183,8 +183,8 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
     }
 }
 
-/// Emits the GEMM `sum += P V` over some of the chunks of V that belong to the warpgroup: `chunks` chunks, from its `first`
-/// chunk on. The backward uses this GEMM, with P or dS as P, and with a block of Q, K or dO as V.
+/// Emits the GEMM `sum += P V` over `chunks` of the chunks of V that belong to the warpgroup, from the warpgroup's chunk number
+/// `first` on. The backward uses this GEMM, with P or dS as P, and with a block of Q, K or dO as V.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
@@ -196,8 +196,9 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 /// Each chunk is freed after the wgmma of the next chunk are issued and its own wgmma are complete. The caller frees the last
 /// chunk, after it has waited for the sum.
 ///
-/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. If a warpgroup skipped a phase of a
-/// full barrier, it could mistake the phase before the skipped one for the phase after it, since both have the same parity.
+/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. A warpgroup must not skip a phase of
+/// a full barrier. The phases before and after the skipped one have the same parity, so the warpgroup could mistake one for the
+/// other.
 fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
     let [
@@ -253,18 +254,18 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
     format!("{{\n{}}}\n", walk.text)
 }
 
-/// Emits the GEMM `O += P V` of a block whose value chunks come through the ring.
+/// Emits the GEMM `O += P V` of a block of V whose chunks come through the ring.
 ///
 /// The outputs are the registers of O. The inputs are, in this order:
 /// 1. The registers of O.
 /// 2. The descriptors of P and of the ring.
 /// 3. The first full barrier, the first empty barrier, and `elected`.
 /// 4. The stage and the parity of the warpgroup's first chunk.
-/// 5. The empty barrier of the last key chunk, and a flag that is 1 in the lanes that free that chunk.
+/// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
 /// If the block's last chunk reuses the stage of its first chunk, the PTX arrives once at the empty barrier of the warpgroup's
-/// first chunk. That barrier counts two arrivals per warp. The functions `share_first_chunk` and `free_own_first_chunk` of the
-/// split-D forward provide the second arrival.
+/// first chunk. That barrier counts two arrivals per warp. In the split-D forward, `share_first_chunk` provides the second
+/// arrival for the first warpgroup's chunk, and `free_own_first_chunk` for the second warpgroup's chunk.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -384,8 +385,9 @@ pub(crate) fn multiply_chunks<NS: Size>(
     s
 }
 
-/// Starts the GEMM `sum += P V` for `chunks` of the warpgroup's chunks, from its `first` chunk on. `at` is the stage and parity
-/// of that chunk. `other` is the stage and parity of the other warpgroup's corresponding chunk.
+/// Starts the GEMM `sum += P V` for `chunks` of the chunks that belong to the warpgroup, from the warpgroup's chunk number
+/// `first` on. `at` is the stage and parity of that chunk. `other` is the stage and parity of the other warpgroup's
+/// corresponding chunk.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,

@@ -4,8 +4,8 @@
 //! - *split-M*: each warpgroup of a CTA computes some rows of a tile, with all columns.
 //! - *split-D*: each warpgroup computes all rows of a tile, with half of the columns.
 //! - *ring*: buffers in shared memory (*stages*) through which blocks stream. Each stage has a *full* and an *empty* mbarrier.
-//! - *chunk*: in split-D, the part of a block that fills one stage.
-//! - *ping-pong*: the warpgroups take turns to issue wgmma, so that one computes its softmax during the other's GEMMs.
+//! - *chunk*: in split-D, the rows or columns of a block that fill one stage of the ring.
+//! - *ping-pong*: the warpgroups take turns to issue wgmma, so that one warpgroup computes its softmax during another's GEMMs.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod backward;

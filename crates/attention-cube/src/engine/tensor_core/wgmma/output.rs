@@ -1,5 +1,5 @@
-//! The epilogue: writes a warpgroup's part of an output or of a gradient. The part goes through shared memory and TMA if the
-//! shape allows it. Otherwise each thread writes its own rows.
+//! The epilogue: writes the rows and columns of an output or gradient that a warpgroup has computed. They go through shared
+//! memory and TMA if the shape allows it. Otherwise each thread writes its own rows.
 
 use crate::engine::tensor_core::common::output::{
     Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
@@ -14,13 +14,13 @@ use cube_kit::hopper::tma::store_tma_tiles;
 use cube_kit::nvidia::accumulator::Pair;
 use cubecl::prelude::*;
 
-/// The destination to which a warpgroup writes its part of a tile.
+/// The destination to which a warpgroup writes its rows and columns of a tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputTarget {
     /// The address of the staging buffer in shared memory.
     pub staging: u32,
-    /// The address of the tensor's TMA tensor map.
+    /// The address of the TMA tensor map of the output or gradient.
     pub map: u64,
     /// The tile row of the thread's first register.
     pub row: i32,
@@ -29,7 +29,8 @@ pub(crate) struct OutputTarget {
     pub first_column: u32,
 }
 
-/// Normalises a warpgroup's part of O and writes it. If `writes_logsumexp`, also writes the LSE of its rows.
+/// Normalizes the rows and columns of O that the warpgroup has computed, and writes them. If `writes_logsumexp`, also writes
+/// the LSE of these rows.
 #[cube]
 pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     finished: Finished<NO>,
@@ -84,8 +85,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies a warpgroup's part of a gradient by `factors` and writes it. The rows of the gradient belong to `side`. The part
-/// is staged in a buffer that held an operand, so no warp may still read that operand when this function is called.
+/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The rows of the gradient belong to
+/// `side`. The staging buffer held an operand before, so no warp may still read that operand when this function is called.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,

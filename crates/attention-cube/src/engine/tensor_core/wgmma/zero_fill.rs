@@ -1,8 +1,9 @@
 //! Writes zeros over those rows of a block that no row of the tile sees. Such rows of V, K, Q or dO may hold NaN. Their P or dS
 //! is 0, but `0 · NaN` is NaN and would spoil the GEMM's sum.
 //!
-//! For each row of a block, a warp sets a *used* bit in shared memory if one of the warp's own rows sees that row. Each block
-//! has four *used words*. There are three sets of four words, which consecutive blocks use in turn.
+//! The *used* bits in shared memory have one bit for each row of a block. A warp sets the bit if one of the warp's own rows
+//! sees that row of the block. Each block has four *used words*. There are three sets of four words, which consecutive blocks
+//! use in turn.
 
 use crate::math::visibility::Run;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -10,8 +11,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::{load_shared, or_shared, store_shared, zero_fill_shared};
 use cubecl::prelude::*;
 
-/// True if the tile's visible range `run` begins or ends inside the block that starts at row `first`. Some rows of the block are
-/// then hidden from the whole tile. Rows at or past `length` do not count, since TMA already writes zeros there.
+/// True if the tile's visible range `run` begins or ends inside the block that starts at row `first`. Some rows of the block
+/// are then hidden from the whole tile. Rows at or past `length` do not count, since TMA has already written zeros there.
 #[cube]
 pub(crate) fn has_out_of_range(
     run: &Run,
@@ -39,8 +40,8 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
     used
 }
 
-/// Sets the used bits of the `count`-th visited block for the columns that the thread's rows see. `used` holds the thread's bits.
-/// Bit 0 of `used` becomes bit `shift` of the stored word.
+/// Sets the used bits of the `count`-th visited block for the columns of S that the warp's rows see. `used` holds the bits of
+/// this thread. Bit 0 of `used` becomes bit `shift` of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -68,7 +69,7 @@ pub(crate) fn used_words(used_at: u32, turn: u32) -> u32 {
     used_at + turn % 3u32 * 16u32
 }
 
-/// True if the block has a column that no row of the tile sees.
+/// True if the block has a column that no row of the tile sees, according to the used words at `words`.
 #[cube]
 pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     let all = comptime!(match block / 4 {
@@ -99,8 +100,8 @@ pub(crate) fn has_unseen(
     unseen
 }
 
-/// Writes zeros over those rows of a block that no row of the tile sees. Otherwise a NaN in such a row would give `0 · NaN = NaN`
-/// in the GEMM.
+/// Writes zeros over those rows of a block that no row of the tile sees. In the GEMM, a NaN in such a row would otherwise give
+/// `0 · NaN = NaN`.
 ///
 /// The block starts at position `first`. The call covers `count` rows of the block from row `first_row` on. These rows lie at
 /// `address` in shared memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group. If

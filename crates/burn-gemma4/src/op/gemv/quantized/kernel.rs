@@ -1,9 +1,10 @@
 //! GEMV with quantized weights: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a unit loads vectors of packed codes. It dequantizes each code once for all input rows, and multiplies the weight
-//! by the inputs. A vector of words lies within one quantization group of columns. For one row and a linear format (see
-//! `Format::is_linear`), the kernel sums over a vector of unscaled codes, and scales the sum. For several rows it scales the
-//! weights, which is cheaper.
+//! Algorithm: a unit loads vectors of packed codes. The unit dequantizes each code once for all input rows, and multiplies the
+//! resulting weight by the inputs. All codes of a vector belong to one quantization group of columns.
+//!
+//! For one row and a linear format (see `Format::is_linear`), the kernel sums over a vector of unscaled codes, and scales the
+//! sum. For several rows the kernel scales the weights, which is cheaper.
 //!
 //! Budget: shared memory is the same as in the float GEMV. Registers hold `rows · weights` sums, `vector · unroll · weights`
 //! words, and the dequantized weights of one word from each weight row. Each of the three takes at most 32 registers.
@@ -28,13 +29,13 @@ use cubecl::prelude::*;
 pub(super) struct WordMatrix<M: Size> {
     /// Single words, `[outputs, words]`.
     pub words: OwnedTensor<u32>,
-    /// Vectors of words that hold codes.
+    /// The same rows as vectors of words. The kernel reads only the words with codes through this binding.
     pub codes: OwnedTensor<Vector<u32, M>>,
 }
 
-/// Multiplies `input` by the transpose of quantized weights. Each matrix is bound twice: as single words, and as vectors of
-/// words with codes. If `plan.gated`, the GELU of the output for `words` multiplies the output for `second`. Otherwise the
-/// outputs for `second` and `third` follow the outputs for `words`.
+/// Multiplies `input` by the transposes of the quantized matrices. Each matrix is bound twice: as single words, and as vectors
+/// of words with codes. If `plan.gated`, the GELU of the first matrix's output multiplies the second matrix's output. Otherwise
+/// the outputs of all matrices are concatenated.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
     input: &Tensor<Vector<E, N>>,
@@ -100,8 +101,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             plan,
         );
     }
-    // Wait after the loads above. The compiler may still move these loads below the wait. The kernel does not force them before
-    // the wait as the float GEMV does, because that was slower: 524 tokens/s against 549 for a small model in 4 bits.
+    // Wait after the loads above. The compiler may still move these loads below the wait. The float GEMV forces its loads
+    // before the wait, but here this was slower: 524 tokens/s against 549 for a small model in 4 bits.
     wait_prior_launch(plan.reads_ahead);
     mark_volatile(input, plan.pdl);
     mark_owned_volatile_if_present(&experts.shares, plan.pdl);
@@ -265,7 +266,7 @@ impl<M: Size> Loaded<M> {
     }
 }
 
-/// Issues the loads of the words that a team (a group of units) multiplies.
+/// Issues the loads of the words that a unit multiplies for its team, a group of units that computes outputs together.
 #[cube]
 fn load<M: Size>(
     matrices: &WeightMatrices<WordMatrix<M>>,
@@ -288,8 +289,8 @@ fn load<M: Size>(
         let at = of_vector.vector;
         #[unroll]
         for o in 0..plan.outputs {
-            // Load the last weight row again in a team (a group of units) that has no outputs left. `finish` does not write the
-            // sums of such a team.
+            // In a team (a group of units) that has no outputs left, load the last weight row again, so that the load stays in
+            // bounds. `finish` does not write the sums of such a team.
             let row = of_vector.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             let place = VectorOfRow {

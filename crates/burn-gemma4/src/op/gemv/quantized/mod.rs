@@ -66,8 +66,8 @@ pub(super) fn launch(
     let format = layout.format;
     let stride = words.meta.strides()[0];
     let codes_of_word = format.codes_of_word();
-    // Take the widest vector for which the number of vectors in a row is still a multiple of the plane's units. Then all units of
-    // a plane load equally many vectors.
+    // Take the widest vector for which the number of vectors in a row is still a multiple of the plane's units. Then all units
+    // of a plane load the same number of vectors.
     let width = plane_width(&client);
     let columns = [VECTOR_COLUMNS, layout.group()].map(|columns| columns / codes_of_word);
     let multiples = [columns[0], columns[1], stride, layout.top()];

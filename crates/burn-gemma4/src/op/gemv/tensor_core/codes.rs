@@ -21,7 +21,7 @@ pub(super) struct Codes {
 }
 
 impl Codes {
-    /// The number of words that hold the codes of a thread in a step of 64 columns.
+    /// The number of words with codes that a thread reads per weight row in a step of 64 columns.
     pub(super) const fn words(self) -> usize {
         CODES * self.bits / 32
     }
@@ -30,8 +30,8 @@ impl Codes {
         STEP * self.bits / 8
     }
 
-    /// A word with two equal 16-bit floats. Each is the base, a power of two whose lowest mantissa bit has the value 1. ORing a
-    /// code into the mantissa therefore adds the code to the base.
+    /// Returns a word with two equal 16-bit floats. Each float is the base: a power of two whose lowest mantissa bit has the
+    /// value 1. ORing a code into the mantissa of the base therefore adds the code to the base.
     fn base(self) -> u32 {
         self.pair(self.base_number())
     }
@@ -43,8 +43,8 @@ impl Codes {
         }
     }
 
-    /// A word with two equal 16-bit floats. Adding this float to the sum of the base and a code gives the code minus the zero
-    /// point.
+    /// Returns a word with two equal 16-bit floats. Adding this float to the sum of the base and a code gives the code minus
+    /// the zero point.
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }
@@ -72,7 +72,7 @@ impl Codes {
     }
 }
 
-/// Converts two codes, which lie 16 bits apart in a word, to two halves in one word.
+/// Converts two codes, which lie 16 bits apart in a word, to two 16-bit floats in one word.
 #[cube]
 pub(super) fn numbers(
     words: &Array<u32>,
@@ -83,8 +83,8 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract 256 if the top bit of the code is 0, and 128 if it is 1. A bf16 has only 7 mantissa bits, so the base is 128
-        // and the top bit of an 8-bit code is not part of the sum.
+        // Subtract 256 if the top bit of the code is 0, and 128 if this bit is 1. A bf16 has only 7 mantissa bits, so the base
+        // is 128, and the top bit of an 8-bit code is not added to the base.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {
@@ -92,8 +92,8 @@ pub(super) fn numbers(
     }
 }
 
-/// Packs 8 input columns into four words of two halves each. The two columns of a word are those whose codes [`numbers`] converts
-/// together.
+/// Packs 8 input columns into four words of two 16-bit floats each. A word holds the two columns whose codes [`numbers`]
+/// converts together.
 #[cube]
 pub(super) fn as_codes_lie(
     pairs: &mut Array<u32>,

@@ -2,8 +2,8 @@
 //! Every CTA computes the whole row of the stream again.
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, the reductions add in the order of
-//! `residual`.
+//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, its reductions add in the same order
+//! as those of `residual`, and give the same bits.
 //!
 //! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers also hold
 //! each thread's vectors of the stream, the block's output and the norms' weights. In the supported models a thread has one
@@ -66,8 +66,8 @@ pub(super) struct ResidualInputs<E: Float, N: Size> {
     pub epsilon: f32,
 }
 
-/// Computes `sum = (stream + norm(added)) · scalar`, and the first CTA writes it. Then multiplies the sum, or its norm, by the
-/// weights as `project_by_matrix_units` does. A vector is one piece of 16 bytes.
+/// Computes `sum = (stream + norm(added)) · scalar`. The first CTA writes the sum to `sum`. Then multiplies the sum, or its
+/// norm, by the weights as `project_by_matrix_units` does. A vector is one piece of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     residual_inputs: ResidualInputs<E, N>,

@@ -5,8 +5,8 @@
 //! through shared memory in a fixed order, so every run gives the same bits.
 //!
 //! Budget: shared memory holds one float for each sum of each warp, at most 8 KB. Registers hold, for each fragment of 8 weight
-//! rows, `4 · unroll` words of weights, at most 64 words in all. They also hold 4 sums per fragment; 2 of them stay zero. The
-//! input's words take at most as many registers as the weights.
+//! rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment, of which 2 stay zero.
+//! The input's words take at most as many registers as the weights.
 //!
 //! Schedule: each thread loads 16 bytes of weights directly into its fragment. Each thread has `unroll` loads of weights per
 //! fragment in flight. Right after a piece has been multiplied, the loop loads the next block's piece into the same registers.
@@ -23,15 +23,14 @@ use cube_kit::nvidia::Half;
 use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
 use cubecl::prelude::*;
 
-/// The number of 32-bit words in the 16-byte piece of a thread.
+/// The number of 32-bit words in the 16-byte piece that a thread loads at once.
 const WORDS: usize = PIECE_BYTES / 4;
 
 /// The number of bytes of a weight row in a step. A step is the columns that a warp multiplies at once.
 pub(super) const STEP_BYTES: usize = 2 * PIECE_COLUMNS;
 
-/// Multiplies `input` by the transpose of `weight`. If `plan.gated`, the GELU of the output for `weight` multiplies the output
-/// for `second`. Otherwise the outputs for `second` and `third` follow the outputs for `weight`. Strides are in pieces of 16
-/// bytes.
+/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, the GELU of the first matrix's output multiplies the
+/// second matrix's output. Otherwise the outputs of all matrices are concatenated. Strides are in pieces of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_by_matrix_units_pdl<E: Float>(
     input: &Tensor<E>,

@@ -1,6 +1,6 @@
 //! GEMVs on NVIDIA's tensor cores, mainly of several rows. On CUDA cores GEMVs of several rows would be compute-bound. The
-//! portable kernels compute the GEMVs that do not fit: other dtypes, MoE experts, and inner dimensions that are not a multiple of
-//! the columns that a warp multiplies at once.
+//! portable kernels compute the GEMVs that these kernels do not support: other dtypes, MoE experts, and inner dimensions that
+//! are not a multiple of the columns that a warp multiplies at once.
 
 mod codes;
 mod fused_residual;
@@ -38,7 +38,7 @@ use kernel::project_by_matrix_units_pdl;
 use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WORDS};
 use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
 
-/// The row strides of quantized matrices, in words, must be a multiple of this number. Then vectors of codes are aligned.
+/// The row strides of quantized matrices, in words, must be a multiple of this number, so that vectors of codes are aligned.
 const WORDS_OF_VECTOR: usize = 4;
 
 /// Returns the plan of a GEMV with float weights for [`multiply`], or `None` if [`multiply`] does not support this GEMV.
@@ -361,7 +361,7 @@ impl Product {
         [&self.input, first, &self.output].into_iter().chain(others)
     }
 
-    /// Returns the matrices as a kernel argument. Takes the second and the third matrix out of the options.
+    /// Returns the matrices as a kernel argument, and removes the second and the third matrix from the options.
     fn matrices<T: CubePrimitive>(
         &self,
         first: CubeTensor,

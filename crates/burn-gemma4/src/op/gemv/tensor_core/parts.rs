@@ -4,7 +4,7 @@ use super::super::sums::ProjectPlan;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 use cubecl::prelude::*;
 
-/// The position of a thread in its team of warps and in the fragments.
+/// The position of a thread in its team of warps and in the tensor-core fragments.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Lane {
@@ -12,8 +12,8 @@ pub(super) struct Lane {
     pub warp: u32,
     /// The thread's row in the input, and in each fragment of weights.
     pub row: u32,
-    /// The index, 0 to 3, of the thread among the four threads of its row. It selects the thread's 16-byte piece of the columns
-    /// that a warp multiplies at once, and the thread's pair of outputs in a fragment.
+    /// The index, 0 to 3, of the thread among the four threads of its row. Among the columns that a warp multiplies at once,
+    /// this index selects the thread's 16-byte piece. In a fragment the index selects the thread's pair of outputs.
     pub column: u32,
 }
 
@@ -28,7 +28,7 @@ pub(super) fn lane() -> Lane {
 }
 
 /// Returns the row of a matrix that the thread reads for a fragment. A row beyond the matrix is replaced by the last row of the
-/// matrix, and its output is not written.
+/// matrix, and the output of the replaced row is not written.
 #[cube]
 pub(super) fn weight_row(
     first: u32,

@@ -42,10 +42,11 @@ pub(super) enum AtOnce {
     Steps(usize),
 }
 
-/// Tuning for float weights, by decoding of E2B in bf16 on an H200. These runs predate the later PDL trigger of the GEMVs;
-/// `docs/decode.md` has the numbers after that change. In tokens/s:
-/// - One sequence with 128 tokens of context: 504 with these values, 483 with 512 threads, 490 with 8 vectors and 1,024 threads,
-///   429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
+/// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target is
+/// 1,024 threads per multiprocessor. These runs predate the later PDL trigger of the GEMVs; `docs/decode.md` has the numbers
+/// after that change. In tokens/s:
+/// - One sequence with 128 tokens of context: 504 with these settings, 483 with 512 threads, 490 with 8 vectors and 1,024
+///   threads, 429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
 /// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on
 ///   CUDA cores.
 pub(super) const WHOLE: Tuning = Tuning {
@@ -67,9 +68,9 @@ pub(super) const WORDS: Tuning = Tuning {
 };
 
 /// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
-/// recomputes the row of the residual stream, so large GEMVs are not fused. Two GEMVs stay within the limit. One is the gate of
-/// per-layer embeddings. The other is the query projection of sliding layers that share an earlier layer's KV cache.
-/// Projections with more heads have up to 2 CTAs per multiprocessor. The gate and up projections have more than 2.
+/// recomputes the row of the residual stream, so large GEMVs are not fused. Two GEMVs stay within the limit: the gate of
+/// per-layer embeddings, and the query projection of sliding layers that share an earlier layer's KV cache. Projections with
+/// more heads have up to 2 CTAs per multiprocessor. The gate and up projections have more than 2.
 ///
 /// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 without fusion, 525.3 and 518.9
 /// with limit 1, 523.3 and 516.6 with limit 2, 522.7 and 516.2 if all are fused. Before launches overlapped, fusion was slower:

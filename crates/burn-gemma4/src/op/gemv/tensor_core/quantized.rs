@@ -1,11 +1,11 @@
 //! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in
 //! f32.
 //!
-//! Algorithm: a step is 64 columns, which are two quantization groups. Each of the four threads of a weight row reads 16 adjacent
-//! codes, half of a group. Threads of the first group then swap half of their codes with threads of the second group. After this
-//! exchange each thread has a quarter of both groups. Two tensor-core instructions sum over one group, and the sum is multiplied
-//! by the group's scale in f32. One word holds the scales of both groups. Each thread reads this word for one of 4 steps, and
-//! passes it to the others by shuffles.
+//! Algorithm: a step is 64 columns, which are two quantization groups. Each of the four threads of a weight row reads 16
+//! adjacent codes, half of a group. Threads of the first group then swap half of their codes with threads of the second group.
+//! After this exchange each thread has a quarter of each group. Two tensor-core instructions sum over one group, and the sum is
+//! multiplied by the group's scale in f32. One word holds the scales of both groups. Each of the four threads reads this word
+//! for one of 4 steps, and passes the word to the other three threads by shuffles.
 //!
 //! Budget: shared memory is the same as in the float kernel. Registers hold the codes of 4 steps (at most 32 words), the 8 input
 //! words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows they also hold 2 sums, and the
@@ -27,7 +27,7 @@ use cubecl::prelude::*;
 
 /// The number of steps in a block. Each of the four threads of a weight row reads the scales of one step.
 pub(super) const BLOCK: usize = 4;
-/// The number of bytes of an input row per step of 64 columns.
+/// The number of bytes of an input row that a step of 64 columns covers.
 const INPUT_BYTES: usize = 2 * STEP;
 
 /// The layout of the rows of quantized words.
@@ -42,8 +42,8 @@ pub(super) struct WordRows {
     pub columns: u32,
 }
 
-/// Multiplies `input` by the transpose of quantized weights. If `plan.gated`, the GELU of the output for `words` multiplies the
-/// output for `second`. Otherwise the outputs for `second` and `third` follow the outputs for `words`.
+/// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, the GELU of the first matrix's output
+/// multiplies the second matrix's output. Otherwise the outputs of all matrices are concatenated.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     input: &Tensor<E>,

@@ -5,7 +5,8 @@
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};
 
-/// Computes the residual stream in one launch and the GEMV in another. These are the expected results of the fused kernel.
+/// Computes the residual stream in one launch and the GEMV in another launch. The results of the two launches are the expected
+/// results of the fused kernel.
 fn apart(added: ResidualAdd, next: Option<Next>, factors: Factors) -> (Tensor<2>, Tensor<2>) {
     let (stream, input) = match next {
         None => {

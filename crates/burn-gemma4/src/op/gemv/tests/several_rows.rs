@@ -37,8 +37,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks that each error is at most twice the rounding of the exact output to the dtype, plus 1e-5 of the largest output for the
-/// f32 sums.
+/// Checks that each error is at most twice the rounding of the exact output to the dtype, plus 1e-5 of the largest output. The
+/// second term allows for the rounding of the f32 sums.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -118,7 +118,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             dtype,
         };
         // Each case is a number of input columns and the numbers of rows. With each number of columns, a warp keeps a different
-        // number of columns in flight. Some are not a multiple of the columns that a warp multiplies at once.
+        // number of columns in flight. Some numbers of columns are not a multiple of the columns that a warp multiplies at
+        // once.
         let cases: [(usize, &[usize]); 4] = [
             (1536, &[2, 3, 4, 5, 6, 7, 8]),
             (512, &[3]),

@@ -29,8 +29,8 @@ pub enum Direction {
 }
 
 /// Rotates `[batch, positions, heads, head_dim]`. Channel `j` is paired with channel `j + head_dim / 2`. The tables are
-/// `[rows, head_dim / 2]`, with a row per position of every sequence, or of one sequence if all sequences have the same
-/// positions.
+/// `[rows, head_dim / 2]`. If all sequences have the same positions, the tables have one row for each position of one sequence.
+/// Otherwise the tables have one row for each position of every sequence.
 pub(crate) fn rotated(heads: Tensor<4>, tables: &RotationTables) -> Tensor<4> {
     Tensor::from_dispatch(Dispatch::rotate(
         heads.into_dispatch(),
@@ -70,7 +70,7 @@ impl RotateBackend for CubeBackend {
         let [table_rows, pairs] = [cos.meta.shape()[0], cos.meta.shape()[1]];
         let count = shape.num_elements() / 2;
         // SAFETY: unit `i` reads channel pair `i` of `heads` and writes channel pair `i` of `output` only if `i` is below
-        // `count`, the number of pairs in both tensors. It also reads an element of `cos` and `sin` in a row below
+        // `count`, the number of pairs in both tensors. The unit also reads an element of `cos` and `sin` in a row below
         // `table_rows`.
         unsafe {
             rotate::launch_unchecked(

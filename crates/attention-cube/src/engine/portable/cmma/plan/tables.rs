@@ -1,10 +1,11 @@
-//! The tables of tiles of the cmma engine. The plan takes the first tile of a table that is wide enough and fits the device. A
-//! tile without a rate in its comment was not measured. Such a tile uses few registers, and keeps as many operands of its
-//! stationary side in shared memory as fit.
+//! The tile tables of the cmma engine. The plan takes the first tile of a table that is wide enough and fits the device. A tile
+//! without a rate in its comment was not measured. Such a tile uses few registers, and keeps as many operands of its stationary
+//! side in shared memory as fit.
 //!
-//! The stationary side is the rows that a tile keeps, queries or keys. Blocks of the opposite side stream.
+//! The stationary side is the side whose rows a tile keeps, queries or keys. Blocks of the opposite side stream.
 
-/// The sizes of a tile that a table chooses. All other sizes follow from the device's fragments and the width of the output.
+/// The sizes of a tile that a table entry states. All other sizes follow from the device's fragments and the width of the
+/// output.
 pub(super) struct Shape {
     /// The widest output that the tile serves, in columns.
     pub width: usize,
@@ -13,7 +14,7 @@ pub(super) struct Shape {
     pub rows: usize,
     /// The number of rows in a streamed block.
     pub columns: usize,
-    /// The largest number of columns that the GEMMs of the scores multiply at a time. Shared memory holds at most this many
+    /// The largest number of columns that the GEMMs for S and dP multiply at a time. Shared memory holds at most this many
     /// columns of each operand.
     pub depth: usize,
 }
@@ -32,10 +33,10 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
 // dS.
 //
 // Most comments give the rate of a kernel with a tile, measured on an H200 in f16 over single launches with 4,096 queries and
-// keys. In the tables for gradients, the rate is that of the whole backward, in which only the kernel of the table was varied.
-// After the rate, a comment lists the rates of variants, which differ from the tile only in the stated sizes.
+// keys. In the tables for gradients, the rate is the rate of the whole backward, in which only the kernel of the table was
+// varied. After the rate, a comment lists the rates of variants, which differ from the tile only in the stated sizes.
 //
-// Several cubes of few units on a multiprocessor are faster than one cube of many units.
+// On a multiprocessor, several cubes of few units are faster than one cube of many units.
 
 /// The tiles of the forward if shared memory holds all operands of a block.
 pub(super) const RESIDENT_FORWARD: &[Shape] = &[
@@ -45,7 +46,7 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
     // At head size 128, the forward runs at 161 TFLOP/s. Variants, in TFLOP/s: 109 with 256 units; 114 with the tile of
     // `HELD_FORWARD`, which has 512 units and 64 keys.
     shape(128, 128, 128, 32, 128),
-    // At head size 256, the forward runs at 141 TFLOP/s. With 64 columns at a time and 64 keys it runs at 69.
+    // At head size 256, the forward runs at 141 TFLOP/s. The forward runs at 69 with 64 columns at a time and 64 keys.
     shape(256, 256, 64, 32, 256),
     // The next tile needs 53 KB of shared memory.
     shape(64, 256, 64, 64, 64),
@@ -53,14 +54,14 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
 
 /// The tiles of the query's gradient if shared memory holds all operands of a block.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // At head size 64, the backward runs at 95 TFLOP/s with this tile. It runs at 108 if the kernel of keys and values also
-    // uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64 rows and 64 keys.
+    // At head size 64, the backward runs at 95 TFLOP/s with this tile. The backward runs at 108 if the kernel of keys and
+    // values also uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64 rows and 64 keys.
     shape(64, 128, 128, 32, 64),
-    // At head size 128, the backward runs at 88 TFLOP/s with this tile. It runs at 131 if the kernel of keys and values also
-    // uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76 with 512 units.
+    // At head size 128, the backward runs at 88 TFLOP/s with this tile. The backward runs at 131 if the kernel of keys and
+    // values also uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76 with 512 units.
     shape(128, 128, 128, 32, 128),
-    // At head size 256, the backward runs at 98 TFLOP/s if both of its kernels use `RESIDENT` tables. With 256 units, and only
-    // stationary operands in shared memory, it runs at 68.
+    // At head size 256, the backward runs at 98 TFLOP/s if both of its kernels use `RESIDENT` tables. The backward runs at 68
+    // with 256 units and with only the stationary operands in shared memory.
     shape(256, 512, 64, 64, 256),
     // At head size 512, the kernel takes 209 KB of shared memory and spills 8 bytes, and the backward runs at 55 TFLOP/s.
     // Variants, in TFLOP/s: 47 with 512 units, 64 keys, and only stationary operands in shared memory; 41 with 64 columns at a
@@ -82,8 +83,8 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     // At head size 128, the backward runs at 104 TFLOP/s with this tile. Variants, in TFLOP/s: 99 with 256 units and 32
     // queries; 101 with 512 units and 128 rows; 76 with 512 units and 64 rows.
     shape(128, 128, 64, 64, 128),
-    // At head size 256, the kernel takes 173 KB of shared memory, and the backward runs at 98 TFLOP/s. With 256 units it runs
-    // at 79.
+    // At head size 256, the kernel takes 173 KB of shared memory, and the backward runs at 98 TFLOP/s. The backward runs at 79
+    // with 256 units.
     shape(256, 512, 64, 64, 256),
     // At head size 512, the backward runs at 58 TFLOP/s with this tile. Variants, in TFLOP/s: 48 with 512 units; 33 with the
     // tile of `HELD_KEY_VALUE`; 41 with 64 columns at a time.
@@ -96,8 +97,8 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     shape(128, 128, 32, 32, 128),
 ];
 
-/// The tiles of the forward if shared memory holds all columns of the stationary rows, but not all operands of a block. Rates
-/// are measured as for the `RESIDENT` tables.
+/// The tiles of the forward if shared memory holds all columns of the stationary rows, but not all operands of a block. The
+/// rates were measured in the same way as in the `RESIDENT` tables.
 pub(super) const HELD_FORWARD: &[Shape] = &[
     // At head size 64, the forward runs at 81 TFLOP/s.
     shape(64, 256, 64, 64, 64),
@@ -107,10 +108,10 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
 ];
 
 /// The tiles of the gradients of keys and values if shared memory holds all columns of both stationary operands, and one
-/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s, slower than with all operands in shared
-/// memory.
+/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s with such a tile. That is slower than with all
+/// operands in shared memory.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
-    // The kernel takes 147 KB of shared memory with this tile and spills 48 bytes. With 512 units it spills 192 bytes.
+    // The kernel takes 147 KB of shared memory with this tile and spills 48 bytes. The kernel spills 192 bytes with 512 units.
     shape(512, 256, 32, 64, 512),
 ];
 
@@ -156,7 +157,7 @@ pub(super) const DOUBLE: &[Shape] = &[
     shape(1024, 256, 16, 64, 32),
 ];
 
-/// The tiles of the forward for few query rows, as in decoding. The bound of this kernel is reading the keys from memory.
+/// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
     shape(512, 128, 16, 64, 64),
     shape(1024, 256, 16, 64, 64),

@@ -1,14 +1,15 @@
 //! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on the
 //! few cores of a processor, so a few cubes are enough to keep all cores busy.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see any
-//! of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the tile's keys and
-//! values in memory. It also adds to a partial gradient of the query, at elements that no other cube writes. A second kernel adds
-//! the partial gradients in a fixed order, without atomics. S and dP are computed once, which gives 5 GEMMs instead of 7.
+//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see
+//! any of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the tile's keys and
+//! values in memory. The cube also adds to a partial gradient of the query, at elements that no other cube writes. A second
+//! kernel adds the partial gradients in a fixed order, without atomics. S and dP are computed once, so there are 5 GEMMs. With
+//! a separate kernel for the query's gradient there would be 7.
 //!
-//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another. The loop keeps the kernel
-//! small: a software driver's compile time grows with the square of the number of loads and stores in a kernel. The driver also
-//! spends time on code that a branch skips.
+//! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps the
+//! kernel small, because a software driver's compile time grows with the square of the number of loads and stores in a kernel.
+//! The driver also spends time on code that a branch skips.
 //!
 //! A software driver silently stops a unit's loops after a fixed number of iterations. So a launch covers only a [`Window`] of
 //! the pairs, and the host launches the kernel until all pairs are done.
@@ -33,7 +34,7 @@ use crate::tile_ops::vec4::Vec4;
 use crate::types::device::SOFTWARE_ITERATIONS;
 use cubecl::prelude::*;
 
-/// The layout of the kernel's two buffers: offsets of operands and gradients, in f32 elements. The operand buffer begins with
+/// The layout of the kernel's two buffers, as offsets of operands and gradients in f32 elements. The operand buffer begins with
 /// the query. The gradient buffer begins with the partial gradients of the query.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -41,8 +42,8 @@ pub(crate) struct OperandPlaces {
     pub key: usize,
     pub value: usize,
     pub output_gradient: usize,
-    /// The number of elements from one row of the query or the key to the next row. For the value and the output's gradient,
-    /// this number is `value_pitch`.
+    /// The number of elements from one row of the query or the key to the next row. The field `value_pitch` is the same number
+    /// for the value and the output's gradient.
     pub head_pitch: u32,
     pub value_pitch: u32,
     /// The number of elements in one partial gradient of the query.
@@ -51,7 +52,8 @@ pub(crate) struct OperandPlaces {
     pub value_gradient: usize,
 }
 
-/// The pairs of tiles that one launch covers: a range of key tiles and a range of query blocks, for one query head per group.
+/// The pairs of tiles that one launch covers: a range of key tiles, a range of query blocks, and the index of one query head
+/// within each GQA group.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Window {
@@ -60,14 +62,14 @@ pub(crate) struct Window {
     pub first_block: i32,
     pub end_block: i32,
     pub group_head: u32,
-    /// The first gradient GEMM to compute. The GEMMs are numbered in the order values, keys, query. `end_product` is one past
-    /// the last GEMM to compute.
+    /// The index of the first gradient GEMM to compute. The GEMMs are numbered in the order values, keys, query. `end_product`
+    /// is the index after the last GEMM to compute.
     pub first_product: u32,
     pub end_product: u32,
 }
 
-/// The largest number of tile pairs that a cube may process in one launch without exceeding the iteration limit of software
-/// drivers.
+/// Returns the largest number of tile pairs that a cube may process in one launch without exceeding the iteration limit of
+/// software drivers.
 pub(crate) fn pairs_per_launch(
     tiles: &UnitTiles,
     division: SumTiling,
@@ -123,7 +125,7 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     while key_tile < window.end_tile {
         let first_row = (key_tile * comptime!(tiles.rows as u32)) as i32;
         let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
-        // Leave out keys past the length of the sequence, since no query sees them.
+        // Leave out keys past the length of the sequence, since no query sees these keys.
         let exist = min(end_row, seq_info.length);
         let full = first_row + comptime!(tiles.rows as i32) <= exist;
         let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);
@@ -246,7 +248,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     }
                 }
                 for product in window.first_product..window.end_product {
-                    // Wait until all units have read the tile of the previous GEMM, since this GEMM overwrites it.
+                    // Wait until all units have read the previous GEMM's tile in shared memory, since this GEMM overwrites the
+                    // tile.
                     sync_cube();
                     if product < 2u32 {
                         store_transposed(&s, &mut tile, tiles);
@@ -284,7 +287,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Describes rows that start at element `base` and are `row_stride` elements apart. Kernels may read only the rows `first..end`.
+/// Describes rows of a buffer that start at element `base`, with `row_stride` elements from one row to the next. Kernels may
+/// read only the rows `first..end`.
 #[cube]
 fn buffer_rows(base: usize, row_stride: u32, first: i32, end: i32, columns: u32) -> Rows {
     Rows {
@@ -300,7 +304,7 @@ fn buffer_rows(base: usize, row_stride: u32, first: i32, end: i32, columns: u32)
     }
 }
 
-/// Returns `first`, `second` or `third` if `which` is 0, 1 or 2.
+/// Returns `first` if `which` is 0, `second` if it is 1, and `third` if it is 2.
 #[cube]
 fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
     let a = which == 0u32;
@@ -322,10 +326,11 @@ fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
     }
 }
 
-/// Copies the rows of a tensor to a packed f32 buffer, with `pitch` elements from row to row. Each unit copies one vector.
+/// Copies the rows of a tensor to a packed f32 buffer, in which consecutive rows start `pitch` elements apart. Each unit copies
+/// one vector.
 ///
 /// # Shapes
-/// `source` is `[batch, heads, length, columns]`. `operands` is one-dimensional, and the copy begins at element `first`.
+/// `source` is `[batch, heads, length, columns]`. `operands` is one-dimensional, and the copy begins at its element `first`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn pack_operand<E: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

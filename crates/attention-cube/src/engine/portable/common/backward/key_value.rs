@@ -1,5 +1,5 @@
-//! The gradients of keys and values. A cube keeps a tile of keys in shared memory. It streams all queries, from all query heads
-//! of the group, that see any of these keys.
+//! The gradients of keys and values. A cube keeps a tile of keys in shared memory. The cube streams all queries that see any of
+//! these keys, from all query heads of the group.
 //!
 //! Tensors:
 //!
@@ -56,8 +56,8 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let seq_lens = &scoring.seq_lens;
     let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
-    // Run the key tiles in ascending order. Under a causal mask, more queries see the first keys than the last ones. The tiles
-    // that take longest thus start first.
+    // Run the key tiles in ascending order. Under a causal mask, more queries see the first keys than the last keys, so the
+    // first tiles take longest. In ascending order, the longest tiles start first.
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;
@@ -65,7 +65,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
 
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), seq_lens.kv_len);
-    // Leave out keys past the length of the sequence, since no query sees them.
+    // Leave out keys past the length of the sequence, since no query sees these keys.
     let exist = min(end_row, seq_info.length);
     let full = first_row + comptime!(tiles.rows as i32) <= exist;
     let queries = visible_queries(&seq_info, first_row, exist - 1i32, full);
@@ -186,7 +186,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
                     tiles,
                 );
                 if comptime!(tiles.is_direct()) {
-                    // Wait until all units have read this tile, since the next block overwrites it.
+                    // Wait until all units have read this tile in shared memory, since the next block overwrites the tile.
                     sync_cube();
                 }
             }

@@ -9,9 +9,10 @@
 //! | `key_value` | keys | S, dP, dV, dK | `dv = Σ pᵀ do`, `dk = Σ dsᵀ q`, summed over the heads of a group |
 //! | `fused` | keys | S, dP, dV, dK, dQ | all three, if few cubes are enough |
 //!
-//! The kernels `query` and `key_value` both compute S and dP. Together they run 7 GEMMs instead of 5. Running only five GEMMs
-//! on many cubes would need atomic additions to dQ. Atomics are not deterministic and not available on every device. Where
-//! kernels with atomics were measured, the atomics were the bottleneck.
+//! The kernels `query` and `key_value` both compute S and dP. Together they run 7 GEMMs, although S and dP need to be computed
+//! only once, which would give 5 GEMMs. Running only five GEMMs on many cubes would need atomic additions to dQ. Atomics are
+//! not deterministic and not available on every device. In measurements of kernels with atomics, the atomics were the
+//! bottleneck.
 
 pub(crate) mod fused;
 pub(crate) mod key_value;

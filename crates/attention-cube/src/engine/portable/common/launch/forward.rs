@@ -24,8 +24,8 @@ use cubecl::prelude::CubeDim;
 /// Launches the forward. If `scales` are present, keys and values are int8, packed four to a `u32`; otherwise they are floats.
 ///
 /// # Shapes
-/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32: row maxima, then
-/// natural logarithms of the row sums.
+/// The output is `[batch, q_heads, q_len, value_dim]`. The logsumexp is `[2 · batch, q_heads, q_len]`, f32. Its first half
+/// holds the row maxima, its second half the natural logarithms of the row sums.
 pub(crate) fn launch(
     inputs: AttentionInputs<CubeBackend>,
     scales: Option<Int8Scales>,
@@ -50,7 +50,8 @@ pub(crate) fn launch(
 
     let mut blocks = Blocks::of_queries(&tiles);
     if packed {
-        // Make one query block of all queries, because the rows of a packed tile are queries from the whole sequence.
+        // Make one query block of all queries. The rows of a packed tile are queries from the whole sequence, so the tile needs
+        // the segment bounds of all queries.
         blocks.queries = q_len;
     }
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &[blocks]);
@@ -69,7 +70,8 @@ pub(crate) fn launch(
         [parts, q_heads, q_len, value_dim],
         output_dtype,
     );
-    // Allocate the row maxima in the first half, and the natural logarithms of the row sums in the second half.
+    // Allocate one tensor for the logsumexps. Its first half holds the row maxima, its second half the natural logarithms of
+    // the row sums.
     let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
 
     let (rows, heads) = if packed {
@@ -109,7 +111,8 @@ pub(crate) fn launch(
     );
     // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`, by their
     // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. The kernel writes
-    // `output` and `logsumexp` at queries below `q_len` and at indices below `parts`. The grid bounds heads and sequences.
+    // `output` and `logsumexp` at queries below `q_len` and at indices below `parts` of the first dimension. The grid has as
+    // many heads and sequences as the tensors.
     unsafe {
         forward::launch_unchecked(
             &client,
@@ -150,8 +153,8 @@ pub(crate) fn launch(
     }
 }
 
-/// Launches the forward over int8 keys and values. The 32-bit words of a row must be contiguous, so tensors in another layout are
-/// copied first.
+/// Launches the forward over int8 keys and values. The kernel requires that the 32-bit words of a row are contiguous, so
+/// tensors with other strides are copied first.
 pub(crate) fn launch_int8(
     inputs: AttentionInputs<CubeBackend>,
     scales: Int8Scales,

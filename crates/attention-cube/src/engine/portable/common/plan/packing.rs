@@ -3,9 +3,9 @@
 use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
 
-/// The layout of the two buffers of the kernel that computes all gradients: offsets and sizes, in f32 elements. One buffer
-/// holds the operands, and begins with the query. The second buffer holds the gradients, and begins with the partial gradients
-/// of the query.
+/// The layout of the two buffers of the kernel that computes all three gradients: offsets and sizes, in f32 elements. One
+/// buffer holds the operands, and begins with the query. The second buffer holds the gradients, and begins with the partial
+/// gradients of the query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Packing {
     /// The number of elements from one row of the query or of the key to the next row.
@@ -62,8 +62,8 @@ impl Packing {
     }
 }
 
-/// The number of elements from one row of an operand to the next. The result is an odd multiple of 16 elements, the length of the
-/// processor's cache lines. Neighbouring rows then fall into different cache sets.
+/// Returns the number of elements from one row of an operand to the next row. The result is an odd multiple of 16 elements,
+/// because a cache line of the processor holds 16 elements. Neighbouring rows then fall into different cache sets.
 fn pitch(columns: usize) -> usize {
     const LINE: usize = 16;
     (columns.div_ceil(LINE) | 1) * LINE

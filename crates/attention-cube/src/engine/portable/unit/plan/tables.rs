@@ -1,15 +1,15 @@
-//! The tables of tiles that only the unit engine uses. The comments at the shared tables, in `tile_ops/table.rs`, explain the
-//! groups of tiles and the rates beside them.
+//! The tile tables that only the unit engine uses. The comments at the shared tables, in `tile_ops/table.rs`, explain the
+//! groups of tiles and the rates beside the tiles.
 
 use crate::tile_ops::table::{Shape, direct, shape};
 
 /// The tiles of the kernel with two outputs in registers: the gradients of keys and values. The rates beside the tiles, in
-/// TFLOP/s, are those of the whole backward.
+/// TFLOP/s, are the rates of the whole backward.
 pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)
     direct(1024, 64, 32, 8, 2),
-    // The next tiles are for graphics cards.
+    // The next tiles are for GPUs.
     shape(64, 256, 64, 16, 32),  // 16.1 (13.9–16.2)
     shape(128, 128, 64, 16, 32), // 15.0 (12.9–14.7)
     shape(256, 512, 64, 32, 32), // 12.8 (9.7–11.8)
@@ -29,22 +29,22 @@ pub(super) const DOUBLE: &[Shape] = &[
 
 /// The square tiles of the kernel that computes all gradients, on software drivers. No output stays in registers.
 ///
-/// For wide heads, each unit computes 16 × 16 elements of S. The driver takes longer to compile such a tile, but the kernel runs
-/// faster. At head size 512 without a mask, the kernel takes 88 ms of processor time. With 8 × 8 elements of S it takes 112 ms,
-/// and separate kernels for the gradients take 105 ms.
+/// For wide heads, each unit computes 16 × 16 elements of S. The driver takes longer to compile such a tile, but the kernel
+/// runs faster. At head size 512 without a mask, the kernel takes 88 ms of processor time. The kernel takes 112 ms with 8 × 8
+/// elements of S per unit. Separate kernels for the gradients take 105 ms.
 pub(super) const TOGETHER: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(128, 64, 64, 8, 2),
     direct(1024, 16, 64, 4, 4),
 ];
 
-/// The tiles of the forward for few query rows, as in decoding. The bound of this kernel is reading the keys from memory.
+/// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
     // With the next tiles, the kernel loads operands from global memory without a copy in shared memory, as the backward does.
-    // The scores of forward and backward are then bitwise equal. For large scores, a difference in the last bit would change P.
+    // The scores of forward and backward are then bitwise equal. If large scores differed even in the last bit, P would change.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
-    // The next tiles are for graphics cards.
+    // The next tiles are for GPUs.
     shape(1024, 256, 8, 32, 32),
     shape(1024, 256, 16, 16, 32),
     shape(512, 256, 32, 16, 32),
@@ -77,7 +77,8 @@ mod tests {
         }
     }
 
-    /// Every width has a tile that fits 16 KB of shared memory, and every tile divides evenly as the kernels assume.
+    /// Checks that every width has a tile that fits 16 KB of shared memory, and that every tile divides evenly as the kernels
+    /// assume.
     #[test]
     fn every_width_fits_16_kb_and_divides_evenly() {
         for width in 1..=crate::problem::MAX_HEAD_DIM {

@@ -1,10 +1,11 @@
-//! The bias gradient on tensor cores, dBias = Σ P ∘ (dP − Δ) over the dimensions along which the bias is broadcast.
+//! The bias gradient on tensor cores: dBias = Σ P ∘ (dP − Δ). The sum runs over the dimensions along which the bias is
+//! broadcast.
 //!
-//! Algorithm. A CTA has a bias tile of queries × keys. It loops over every (batch, head, query tile) triple whose scores add
-//! this bias tile. An iteration of this loop is called a *visit*. Each visit computes S = Q·Kᵀ, P from the saved logsumexp, and
-//! dP = dO·Vᵀ. The visit then adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of the
-//! visits is fixed and there are no atomics, so results are bitwise equal in every run. Half precision biases are read once,
-//! before the loop, since all visits use the same biases.
+//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over every (batch, head, query tile) triple whose scores
+//! add this bias tile. An iteration of this loop is called a *visit*. Each visit computes S = Q·Kᵀ, P from the saved logsumexp,
+//! and dP = dO·Vᵀ. The visit then adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of
+//! the visits is fixed and there are no atomics, so results are bitwise equal in every run. Half-precision biases are read
+//! once, before the loop, since all visits use the same biases.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
@@ -16,9 +17,9 @@
 //! with a chunk of Q and K, or of dO and V. For 64 × 64 tiles, the stages take 48 KB at any head size. A thread uses 32
 //! registers for S (later P), 32 for dP, 32 for the sums and 16 for the biases. Three CTAs share a multiprocessor.
 //!
-//! Schedule. All warps copy. The copies of a chunk start two chunks ahead. Near the end of a visit, these are chunks of the
-//! next visit. One CTA barrier per chunk separates the reads of a stage from the copies that overwrite it. The kernel skips
-//! query tiles that see no key of the CTA's key tile.
+//! Schedule. All warps copy operands. The copies of a chunk start two chunks ahead. Near the end of a visit, the copied chunks
+//! belong to the next visit. One CTA barrier per chunk separates the reads of a stage from the copies that overwrite the stage.
+//! The kernel skips query tiles that see no key of the CTA's key tile.
 //!
 //! Bound. The kernel computes two GEMMs over all scores, while the rest of the backward computes seven. At small head sizes,
 //! the exponentials and the reads of the bias limit the kernel's speed.
@@ -59,7 +60,8 @@ pub(crate) struct BiasGradientOperands<E: Float> {
     pub value: OwnedTensor<E>,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<E>,
-    /// LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`.
+    /// LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. The kernel reads rows 0 to 2 of the five rows: row
+    /// maximum, delta, and logarithm of the row sum.
     pub lse_delta: OwnedTensor<f32>,
 }
 
@@ -72,7 +74,7 @@ pub(crate) struct BiasGrid {
     pub q_heads: u32,
     /// The number of query heads per KV head (the GQA group size).
     pub group: u32,
-    /// The number of key tiles along the keys of the bias.
+    /// The number of key tiles of the bias: `kv_len` divided by the number of keys per tile, rounded up.
     pub key_tiles: u32,
 }
 
@@ -215,8 +217,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the stage that is multiplied next. The stage that precedes it may be refilled after the next
-    // barrier, when all warps have read that preceding stage.
+    // `stage` is the address of the stage that the warps multiply next. The stage before `stage` may be refilled after the next
+    // barrier, when all warps have read the stage before `stage`.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -262,7 +264,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         #[unroll]
         for chunk in 0..comptime!(tiles.chunks()) {
             await_copies(1usize);
-            // After this barrier, all copies of this chunk have completed, and all warps have read the previous stage.
+            // After this barrier, all copies of this chunk have completed, and all warps have read the stage of the previous
+            // chunk.
             sync_cube();
             let before = select(stage == start, end - stage_bytes, stage - stage_bytes);
             if comptime!(chunk + 2 < tiles.chunks()) {

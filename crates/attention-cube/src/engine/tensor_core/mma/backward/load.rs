@@ -7,12 +7,12 @@ use cube_kit::ampere::cp_async::{PIECE_BYTES, copy_piece};
 use cube_kit::nvidia::ptx::word_address;
 use cubecl::prelude::*;
 
-/// The number of LSE or delta values (f32) in one 16-byte piece.
+/// The number of f32 values (LSE or delta of one query each) in one 16-byte piece.
 const PIECE_TERMS: usize = PIECE_BYTES / 4;
 
-/// Starts the copy of LSE and delta for `queries` queries, `count` f32 values per query. In shared memory, the first values of
-/// all queries come first, then the second values of all queries, and so on. The copy writes zeros for 16-byte pieces whose
-/// queries lie past the padded `q_len`.
+/// Starts the copy of the first `count` rows of LSE and delta for `queries` queries. In shared memory, row 0 of all queries
+/// comes first, then row 1 of all queries, and so on. The copy writes zeros for 16-byte pieces whose queries lie past the
+/// padded `q_len`.
 ///
 /// # Shapes
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, f32.
@@ -35,9 +35,9 @@ pub(super) fn copy_lse_delta(
             + head as usize * lse_delta.stride(1)
             + term as usize * lse_delta.stride(2)
             + query as usize;
-        // SAFETY: this expression only takes the address of `lse_delta`. The copy reads 4 values from index `at` on. Their
-        // queries are below the padded `q_len`, the tensor's last dimension, because otherwise `exists` is false and the copy
-        // reads nothing.
+        // SAFETY: this expression only takes the address of `lse_delta`. The copy reads 4 values from index `at` on. These
+        // values lie inside the tensor, because their queries are below the padded `q_len`, the tensor's last dimension.
+        // Otherwise `exists` is false and the copy reads nothing.
         let source = word_address::<f32>(
             unsafe { lse_delta.as_slice().as_ptr_unchecked() },
             select(exists, at as u64, 0u64),

@@ -1,4 +1,5 @@
-//! A warp's part of the scores of a tile and a block: one or two 16-row fragments, and all or some of the block's columns.
+//! The scores of a tile and a block that one warp computes: one or two 16-row fragments, and all or some of the block's
+//! columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::far::has_far;
@@ -14,12 +15,12 @@ use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The sizes of a warp's part of the scores.
+/// The sizes of the scores that one warp computes for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Part {
     /// The number of 16-row fragments: 1 or 2.
     pub fragments: usize,
-    /// The number of the block's columns in the warp's part.
+    /// The number of the block's columns for which the warp computes scores.
     pub columns: usize,
     /// The number of columns in the whole block.
     pub block: usize,
@@ -54,11 +55,12 @@ pub(super) fn lse_delta_of_warp<'a>(
     WarpLseDelta::<'a> { first, second }
 }
 
-/// True if one of the warp's queries is far: its LSE is too large for one f32, see
+/// True if one of the warp's queries is far: one f32 cannot hold the query's LSE precisely enough. See
 /// [`far`](crate::engine::tensor_core::common::far).
 ///
-/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. The caller must have waited
-/// for the copies of these values. The result does not depend on S, so the warp vote does not wait for the GEMM of S.
+/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. In that case, the caller
+/// must have waited for the copies of LSE and delta. The result does not depend on S, so the warp vote does not wait for the
+/// GEMM of S.
 #[cube]
 pub(super) fn warp_has_far(
     lse_delta: &WarpLseDelta<'_>,
@@ -87,8 +89,8 @@ pub(super) struct WarpSeen {
     pub second: Seen,
 }
 
-/// Returns the visibility of the warp's part of a block for the thread's rows. The thread's first row is row `row` of the tile.
-/// The part begins at column `32 · first_word` of the block.
+/// Returns the visibility of a block's columns for the thread's rows. The thread's first row is row `row` of the tile. The
+/// function covers the columns for which the warp computes scores, beginning with column `32 · first_word` of the block.
 #[cube]
 pub(super) fn seen_by_warp<F: Float, NB: Size>(
     tile: &Stationary,

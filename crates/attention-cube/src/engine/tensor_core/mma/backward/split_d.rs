@@ -8,7 +8,9 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm of
+//!   the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark and row
+//!   3 the row maximum. Row 4 holds flags, which mark groups of queries with a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). Shared
@@ -18,21 +20,23 @@
 //! Bound. The bandwidth of shared memory limits the kernel. For dQ or dK, a block of 128 columns takes 9,400 clocks of an
 //! H200's tensor core, and 13,300 clocks of its shared memory:
 //!
-//! - The reads of the operands of S take 4,100 clocks, since each warp computes only 32 × 32 scores. The reads of the operands of
-//!   dP take another 4,100 clocks.
-//! - The reads for the gradient GEMM take 2,000 clocks, since each warp computes 64 × 64 elements.
+//! - The operand reads for S take 4,100 clocks, since each warp computes only 32 × 32 scores. The operand reads for dP take
+//!   another 4,100 clocks.
+//! - The operand reads for the gradient GEMM take 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
-//! If an operand of the tile does not stay in shared memory, it is copied again for each block: 64 KB per operand.
+//! If an operand of the tile does not stay in shared memory, the kernel copies the operand again for each block: 64 KB per
+//! operand.
 //!
 //! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP come
-//! in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot has
-//! two barriers, one for *full* and one for *empty*. Warps therefore wait only for single slots and not for each other. Of the
-//! two warps of a warp scheduler, one can multiply while the other waits, copies, or computes P and dS.
+//! in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot
+//! has two barriers: one signals that the slot is *full*, the other that the slot is *empty*. Warps therefore wait only for
+//! single slots and not for each other. Each warp scheduler has two warps, so one of the two can multiply while the other
+//! waits, copies, or computes P and dS.
 //!
 //! For each block, the warps compute S, P, dP and dS, and write dS to shared memory. All warps then meet at a barrier, once per
-//! block, and compute the gradient GEMM. If a kernel computes the gradients of both keys and values, half of the warps compute
-//! the first and half the second. P is then stored beside dS.
+//! block, and compute the gradient GEMM. If a kernel computes the gradients of both keys and values, one half of the warps
+//! computes the gradient of keys. The other half computes the gradient of values, and P is stored beside dS.
 
 mod mainloop;
 mod p_ds;

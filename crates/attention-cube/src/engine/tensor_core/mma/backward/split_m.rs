@@ -8,7 +8,9 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm of
+//!   the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark and row
+//!   3 the row maximum. Row 4 holds flags, which mark groups of queries with a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the opposite side
@@ -16,15 +18,15 @@
 //! registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers each.
 //!
 //! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. A warp of 16
-//! rows reads 4 KB of the tile and 16 KB of a block to compute S, and the same amounts to compute dP. It reads 16 KB to compute
-//! each gradient. If the kernel computes only one gradient, warps have 32 rows, and each read of a block serves twice as many
-//! `mma`. Even then, shared memory is the limit.
+//! rows reads 4 KB of the tile and 16 KB of a block to compute S, and the same amounts to compute dP. The warp reads another 16
+//! KB to compute each gradient. If the kernel computes only one gradient, warps have 32 rows, and each read of a block serves
+//! twice as many `mma`. Even with 32 rows, shared memory is the limit.
 //!
-//! Schedule. Each CTA has one tile. All warps copy. The copies of a block start one block ahead. At one barrier per block, all
-//! warps have read the previous block and the copies of the next block have completed. Between two barriers the warps do not
-//! synchronize, so one multiplies while another computes P and dS. Each block takes these steps: start S and dP, start the
-//! copies of the next block, compute P and dS, then compute both gradient GEMMs. If the GEMM for the gradient of V came before
-//! dP, fewer registers would be live at once. But ptxas moves dP ahead of that GEMM and spills registers.
+//! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. At one barrier per
+//! block, all warps have read the previous block and the copies of the next block have completed. Between two barriers the
+//! warps do not synchronize, so one warp multiplies while another computes P and dS. Each block takes these steps: start S and
+//! dP, start the copies of the next block, compute P and dS, then compute both gradient GEMMs. If the GEMM for the gradient of
+//! V came before dP, fewer registers would be live at once. But ptxas moves dP ahead of that GEMM and spills registers.
 
 mod blocks;
 mod p_ds;
@@ -169,7 +171,7 @@ pub(crate) fn backward_split_m<
     }
 }
 
-/// A warp's accumulated gradients. An instance of the kernel computes one or both.
+/// A warp's accumulated gradients. An instance of the kernel computes the gradient of Q or K, the gradient of V, or both.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Gradients<AD: Size, AV: Size> {

@@ -27,7 +27,7 @@ pub(crate) fn sources<'query, 'key, 'value, E: Float>(
     Sources::<'query, 'key, 'value, E> { query, key, value }
 }
 
-/// One head of an operand. The rows `first..end` exist; copies write zeros for all other rows.
+/// One head of an operand, by its indices. The rows `first..end` exist. Copies write zeros for all other rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadRows {
@@ -52,14 +52,15 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     }
 }
 
-/// The number of bytes in a 16-byte piece that belong to its row. `columns` is the number of the row's columns from the start
-/// of the piece on. If the row ends before the piece, `columns` is not positive, and the result is 0.
+/// The number of bytes in a 16-byte piece that belong to the copied row. `columns` is the number of the row's columns from the
+/// start of the piece on. If the row ends before the piece, `columns` is not positive, and the result is 0.
 #[cube]
 fn bytes_left(columns: i32) -> u32 {
     (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
 }
 
-/// Starts the copy of `rows` rows, from `first_row` on. The copy writes zeros for rows that do not exist in the head.
+/// Starts the copy of `rows` rows, from `first_row` on, to shared memory at `target`. The copy writes zeros for rows that do
+/// not exist in the head.
 #[cube]
 pub(crate) fn copy_rows<E: Float>(
     source: &Tensor<E>,
@@ -76,8 +77,8 @@ pub(crate) fn copy_rows<E: Float>(
     // then advances by `stride_rows` rows per iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
-    // If `stride_rows` is also a multiple of 8, the swizzle moves the thread's piece to the same place in each of the thread's
-    // rows, because the swizzle depends on the row number modulo 8.
+    // If `stride_rows` is also a multiple of 8, the thread's piece has the same offset inside each of the thread's rows. The
+    // reason is that the swizzle depends on the row number modulo 8.
     let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
     let own_row = UNIT_POS / comptime!(pieces as u32);
     let own_piece = UNIT_POS % comptime!(pieces as u32);
@@ -153,8 +154,8 @@ pub(crate) struct Columns {
     pub width: usize,
 }
 
-/// Starts the copy of a column range of a tile's queries. The tile may belong to one head, or to several heads that share it. The
-/// copy writes zeros for rows that do not exist.
+/// Starts the copy of a column range of a tile's queries. All queries of the tile belong to one head, or several heads share
+/// the tile. The copy writes zeros for rows that do not exist.
 #[cube]
 pub(crate) fn copy_query_columns<E: Float>(
     query: &Tensor<E>,
@@ -199,7 +200,7 @@ pub(crate) fn copy_query_columns<E: Float>(
     }
 }
 
-/// One head of an operand, by its address in global memory. The rows `first..end` exist; copies write zeros for all other rows.
+/// One head of an operand, by its address in global memory. The rows `first..end` exist. Copies write zeros for all other rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct HeadSource {
@@ -230,8 +231,8 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
     }
 }
 
-/// A *section*: the part of an operand that one call copies. Its number of rows is a multiple of 16. Its columns are whole
-/// subtiles of 64 columns.
+/// A *section*: the rows and columns of an operand that one call copies. The number of rows is a multiple of 16. The columns
+/// form whole subtiles of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Section {
     /// The number of rows in the section, and in each of its subtiles in shared memory.
@@ -279,8 +280,9 @@ pub(crate) fn copy_section(
         + position as u64 * source.row_bytes
         + (column * 2u32) as u64
         + comptime!(2 * section.first_column as u64);
-    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If the window of a
-    // tile begins past the last key, `end` is less than `first`, and no row of the tile's one block exists.
+    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If a tile's
+    // window begins past the last key, `source.end` is less than `source.first`. `existing` is then 0, so the copy reads no
+    // row.
     let existing = max(source.end - source.first, 0i32) as u32;
     let own = (position - source.first) as u32;
     #[unroll]
@@ -313,8 +315,8 @@ pub(crate) fn copy_section(
     }
 }
 
-/// A *warp section*: the part of an operand block that one warp copies. Columns are counted in units of 16 bits, so two int8
-/// codes count as one column.
+/// A *warp section*: the rows and columns of an operand block that one warp copies. Columns are counted in units of 16 bits, so
+/// two int8 codes count as one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
     /// The number of rows in the section, and in each of its subtiles in shared memory.
@@ -323,15 +325,16 @@ pub(crate) struct WarpSection {
     pub columns: usize,
     /// The number of columns in the operand.
     pub width: usize,
-    /// True if the sections of all warps lie inside the operand's columns, so that no column needs zeros.
+    /// True if the sections of all warps lie inside the operand's columns, so that the copies need no zeros.
     pub is_whole: bool,
 }
 
 /// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
-/// Starts the copy of a warp's part of an operand, by the lanes of this warp. The part starts at row `first_row` and column
-/// `first_column`. The copy writes zeros for rows that do not exist in the head, and for columns past the operand's last column.
+/// Starts the copy of a warp's section of an operand. All lanes of the warp take part. The section starts at row `first_row`
+/// and column `first_column`. The copy writes zeros for rows that do not exist in the head, and for columns past the operand's
+/// last column.
 #[cube]
 pub(crate) fn copy_warp_section(
     source: HeadSource,

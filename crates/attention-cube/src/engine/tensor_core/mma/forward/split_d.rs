@@ -6,26 +6,26 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`, f16 or bf16.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`, in the query's dtype.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The row maxima come first, then the natural logarithms of the row
-//!   sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second half
+//!   the natural logarithms of the row sums.
 //!
 //! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaSplitDTiles::shared_memory`]). Shared memory holds
 //! the queries in 64 KB, P of a block in 16 KB, and a ring of 4 slots of 32 KB. A thread uses 128 registers for O and 32 for S.
 //!
 //! Bound. On an H200, the bandwidth of shared memory limits the kernel. A block of 128 keys takes 6,300 clocks of the tensor
-//! core, and 8,500 clocks of shared memory. The reads of the scores' operands take 4,100 clocks of shared memory, since each warp
-//! computes only 32 × 32 scores. The reads of the output's operands take 2,000, since each warp computes 64 × 64 elements. The
-//! writes of the copies take 2,000. On gaming GPUs, the tensor core is slower and becomes the limit.
+//! core, and 8,500 clocks of shared memory. The operand reads for S take 4,100 clocks of shared memory, since each warp
+//! computes only 32 × 32 scores. The operand reads for O take 2,000 clocks, since each warp computes 64 × 64 elements of O. The
+//! writes of the copies take 2,000 clocks. On gaming GPUs, the tensor core is slower and becomes the limit.
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, keys in chunks of columns and values in chunks of
-//! keys. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has two barriers, one for
-//! *full* and one for *empty*.
+//! keys. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has two barriers: one signals
+//! that the slot is *full*, the other that the slot is *empty*.
 //!
 //! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the current
-//! block's keys and stores the row maxima. It then multiplies P of the previous block by that block's values. Meanwhile the
-//! warps compute P of the current block. One half of the warps computes P before the GEMM with the first chunk of values, the
-//! other half after it. Each warp scheduler has one warp of each half, so the exponentials of one warp overlap with the `mma`
-//! of the other.
+//! block's keys and stores the row maxima. The pass then multiplies P of the previous block by the values of the previous
+//! block. Meanwhile the warps compute P of the current block. One half of the warps computes P before the GEMM with the first
+//! chunk of values, the other half after this GEMM. Each warp scheduler has one warp of each half, so the exponentials of one
+//! warp overlap with the `mma` of the other warp.
 //!
 //! Warps that share output rows form a row group, which has its own barriers. The first barrier signals that the row maxima are
 //! stored, the second that P is stored. If shared memory holds P of only one block, a third barrier signals that all warps have
@@ -187,7 +187,7 @@ pub(crate) fn forward_split_d<
     }
 }
 
-/// Initialises the barriers of the ring and of each row group. A row group consists of the `column_groups` warps that share
+/// Initializes the barriers of the ring and of each row group. A row group consists of the `column_groups` warps that share
 /// output rows.
 #[cube]
 fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
@@ -208,8 +208,9 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores the reference maxima and the partial row sums of a warp's rows in shared memory, where all warps read them. The stores
-/// overwrite the rescale factors and the row maxima.
+/// Stores the row maxima and the partial row sums of a warp's rows in shared memory, where all warps read them. The stored
+/// maxima are the ones that the softmax subtracted. The stores overwrite the rescale factors and the row maxima of the last
+/// block.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -234,8 +235,8 @@ fn store_results<AO: Size>(
     }
 }
 
-/// Returns a fragment of the output, with the reference maxima and row sums of its rows. A row's sum is the total of the
-/// partial sums of all key groups, in the order of the keys.
+/// Returns a fragment of the output, with the row maxima (as the softmax subtracted them) and row sums of the fragment's rows.
+/// The sum of a row is the total of the partial sums of all key groups, added in the order of the keys.
 #[cube]
 fn finished<AO: Size, NO: Size>(
     all: Vector<f32, AO>,

@@ -1,5 +1,5 @@
-//! The softmax and the GEMM P·V of a block, for warps that compute the scores of all keys of the block for their rows. P is
-//! computed from the scores, one 16-row fragment at a time.
+//! The softmax and the GEMM P·V of a block, for kernels in which a warp computes the scores of its rows with all keys of the
+//! block. P is computed from the scores, one 16-row fragment at a time.
 
 use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
@@ -29,7 +29,7 @@ pub(crate) struct WarpRows {
     pub second: RowPair,
 }
 
-/// Returns the rows that the thread's registers belong to. The first row is row `row` of the tile.
+/// Returns the tile rows whose elements the thread holds. The first of these rows is row `row` of the tile.
 #[cube]
 pub(crate) fn warp_rows<F: Float, NB: Size>(
     tile: &Tile,
@@ -52,7 +52,7 @@ pub(crate) struct WarpViews {
     pub second: BlockMask,
 }
 
-/// Loads the block masks of a warp's fragments. The caller calls this function before the QK GEMM, which hides the latency of
+/// Loads the block masks of a warp's fragments. The caller calls this function before the GEMM Q·Kᵀ, which hides the latency of
 /// the loads.
 #[cube]
 pub(crate) fn warp_views(
@@ -124,11 +124,11 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The int8 scales of the score columns that a lane holds: two in every 8 columns. The vector has room for the largest block,
+/// The int8 scales of the score columns that a lane holds: two columns in every 8. The vector has room for the largest block,
 /// 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If the values are int8, each probability is multiplied by the scale of its value before the
+/// Computes P from `q·k` of a block. If V is int8, each probability is multiplied by the scale of its row of V before the
 /// product is rounded to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
@@ -263,14 +263,14 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     }
 }
 
-/// Multiplies a probability by the scale of its value. A probability of 0 stays 0, because the scale of a masked value may be
-/// NaN.
+/// Multiplies a probability by the scale of its row of V. A probability of 0 stays 0, because the scale of a masked row of V
+/// may be NaN.
 #[cube]
 fn times_scale(probability: f32, scale: f32) -> f32 {
     select(probability == 0.0f32, 0.0f32, probability * scale)
 }
 
-/// Rescales O to the rows' new reference maxima if any maximum has changed.
+/// Multiplies O by its rescale factors, if the current block updated the row maxima that the softmax subtracts.
 #[cube]
 pub(crate) fn rescaled_fragments<AO: Size>(
     o: Vector<f32, AO>,
@@ -303,8 +303,8 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// Adds P·V of a block to O. If some keys may be masked for all rows, the GEMM uses zeros for their values, because these
-/// values may be NaN. Int8 codes are never NaN and need no zeros.
+/// Adds P·V of a block to O. If some keys may be masked for all rows, the GEMM reads the rows of V of masked keys as zeros,
+/// because these rows may be NaN. Int8 codes are never NaN and need no zeros.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -333,7 +333,7 @@ pub(crate) fn with_values<AO: Size, AP: Size>(
     }
 }
 
-/// The sizes of the QK GEMM. In shared memory, the queries lie in subtiles of `left_rows` rows.
+/// The sizes of the GEMM Q·Kᵀ. In shared memory, the queries lie in subtiles of `left_rows` rows.
 pub(crate) const fn score_product(warp: WarpTiles, left_rows: usize) -> Scores {
     Scores {
         fragments: warp.fragments,

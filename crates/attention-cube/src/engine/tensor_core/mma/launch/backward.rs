@@ -1,5 +1,5 @@
-//! The launches of the backward. The first kernel computes LSE and delta of the queries. Then one kernel computes the gradient of
-//! Q, and one or two kernels compute the gradients of K and V.
+//! The launches of the backward. The first kernel computes the LSE and delta of the queries. Then one kernel computes dQ, and
+//! one or two kernels compute dK and dV.
 
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::tensor_core::common::bias::BiasReads;

@@ -10,12 +10,13 @@ use crate::types::refusal::Refusal;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// A tile of the bias gradient. Each warp has some queries of the tile, and all keys.
+/// The sizes of a tile of the bias gradient. Each warp computes the bias gradient for some queries of the tile and all its
+/// keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientTiles {
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
@@ -28,10 +29,11 @@ pub struct BiasGradientTiles {
 }
 
 impl BiasGradientTiles {
-    /// The number of stages in shared memory. Each stage holds one chunk. One stage is multiplied while two are copied.
+    /// The number of stages in shared memory. Each stage holds one chunk. The warps multiply the chunk of one stage while the
+    /// chunks of the two other stages are copied.
     pub const STAGES: usize = 3;
 
-    /// Returns the tiles for head size `head_dim` of queries and keys, and head size `value_dim` of values.
+    /// Returns the tiles for head size `head_dim` of Q and K, and head size `value_dim` of V.
     ///
     /// The bias gradient alone was measured on an H100 (2026-11-26), with operands of `[4, 8, 2048, 64]` and a bias of
     /// `[1, 8, 2048, 2048]`. One fragment per warp takes 0.31 ms, with 12 warps on a multiprocessor. Two fragments per warp
@@ -62,19 +64,18 @@ impl BiasGradientTiles {
         32 * self.warps
     }
 
-    /// The number of chunks of 64 columns into which queries and keys are divided.
+    /// The number of chunks of 64 columns into which Q and K are divided.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of chunks for one query tile and one key tile: chunks of queries and keys for S, and chunks of output gradients
-    /// and values for dP.
+    /// The number of chunks for one query tile and one key tile: chunks of Q and K for S, and chunks of dO and V for dP.
     pub const fn chunks(&self) -> usize {
         self.dot_chunks() + self.value_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of columns that the GEMM of the `chunk`-th chunk multiplies, padded to whole steps of 16. The operand has
-    /// `width` columns.
+    /// The number of columns that the GEMM of the `chunk`-th chunk multiplies, padded to whole steps of 16. The whole operand
+    /// has `width` columns.
     pub const fn depth(width: usize, chunk: usize) -> usize {
         let left = width - chunk * SUBTILE;
         if left < SUBTILE {
@@ -84,17 +85,17 @@ impl BiasGradientTiles {
         }
     }
 
-    /// The byte offset of the keys or values in a stage. They lie behind the queries or output gradients.
+    /// The byte offset of the rows of K or V in a stage. They lie behind the rows of Q or dO.
     pub const fn key_rows_at(&self) -> usize {
         self.rows() * ROW_BYTES
     }
 
-    /// Bytes of a stage.
+    /// The bytes of a stage.
     pub const fn stage_bytes(&self) -> usize {
         (self.rows() + self.columns) * ROW_BYTES
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         Self::STAGES * self.stage_bytes()
     }
@@ -162,8 +163,8 @@ mod tests {
                 let tiles = bias_gradient_tiles(&problem, &card(shared_memory));
                 let tiles = tiles.unwrap_or_else(|refusal| panic!("{width}: {refusal}"));
                 assert!(tiles.shared_memory() <= shared_memory, "{tiles:?}");
-                // The swizzle permutes a row's 16-byte pieces by the row number modulo 8. So each stage, and the keys in a stage,
-                // must start at a multiple of eight rows.
+                // The swizzle permutes each row in units of 16 bytes, by the row number modulo 8. So each stage, and the rows
+                // of K or V in a stage, must start at a multiple of eight rows.
                 assert!(
                     tiles.stage_bytes().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
@@ -172,8 +173,8 @@ mod tests {
                     tiles.key_rows_at().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
                 );
-                // The kernel copies up to two chunks of the next visit (the next batch, head and query tile) ahead. So each visit
-                // needs at least two chunks.
+                // The kernel copies up to two chunks of the next visit (the next batch, head and query tile) ahead. So each
+                // visit needs at least two chunks.
                 assert!(tiles.chunks() >= BiasGradientTiles::STAGES - 1, "{tiles:?}");
                 let depth: usize = (0..tiles.dot_chunks())
                     .map(|chunk| BiasGradientTiles::depth(width, chunk))

@@ -1,18 +1,19 @@
 //! The tiles of the forward for few query rows (decoding, and verification of draft tokens). A tile packs the queries of all
-//! heads in a group.
+//! heads in a GQA group.
 
 use super::occupancy::cubes_that_fit;
 use super::shape::{Shape, split_d, split_m, split_n};
 use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
-/// The tiles of at most 64 rows: first those of 16 rows, then 32, then 64. The plan takes the first entry that has enough rows,
-/// is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared memory. Head sizes
-/// without tiles of 64 rows in this table use the table `FORWARD` in `plan.rs` for more than 32 rows.
+/// The table of tiles with at most 64 rows: first the tiles of 16 rows, then of 32, then of 64. The plan takes the first entry
+/// that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared
+/// memory. Some head sizes have no tiles of 64 rows in this table. For more than 32 rows, these head sizes use the table
+/// `FORWARD` in `plan.rs`.
 ///
-/// The number of bytes in flight per multiprocessor decides the speed. The kernel needs the memory bandwidth times a latency of
-/// 800 ns: 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming GPU. If copies have to wait before they start, the
-/// kernel needs more bytes in flight.
+/// The speed depends on how many bytes each multiprocessor has in flight. This number must reach the memory bandwidth times a
+/// latency of 800 ns. That is 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming GPU. If copy operations have to wait
+/// before they start, the kernel needs more bytes in flight.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
@@ -60,8 +61,8 @@ pub(crate) fn few_rows_tiles(
     first_that_fits(FEW_ROWS, rows, widths, half, limits, page_len)
 }
 
-/// Returns the first tiles of a table that have enough rows, are wide enough and fit the shared memory and the threads of a
-/// CTA. If the keys lie in pages, tiles that read these pages in place are preferred to all others.
+/// Returns the first tiles of `table` that have enough rows, are wide enough and fit the shared memory and the threads of a
+/// CTA. If K and V lie in pages, tiles that read these pages in place are preferred to all others.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,
@@ -90,8 +91,8 @@ pub(super) fn first_that_fits(
     }
 }
 
-/// True if the kernel sums `q·k` in the same order as the backward. If two warps divide the columns, each sums a part of the
-/// columns first, which is a different order.
+/// True if the kernel adds the products of each dot product `q·k` in the same order as the backward. If two warps divide the
+/// columns, each warp first sums its own columns, which is a different order.
 pub(super) const fn sums_as_backward(tiles: &MmaForwardTiles) -> bool {
     match tiles {
         MmaForwardTiles::SplitN(tiles) => tiles.column_groups == 1,
@@ -126,7 +127,7 @@ pub(super) mod tests {
     }
 
     /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows than
-    /// needed. The warps divide split-N and split-D tiles without a remainder, as the kernels assume.
+    /// needed. The warps must divide split-N and split-D tiles without a remainder, as the kernels assume.
     #[test]
     fn few_rows_tiles_every_width_has_the_fewest_rows() {
         for head_dim in NARROWEST..=576 {
@@ -157,7 +158,7 @@ pub(super) mod tests {
         // The mask word of a row has 32 bits, one per key of a block, so a block has at most 32 keys.
         assert!(matches!(tiles.keys, 16 | 32), "{context}");
         assert!(tiles.stages >= 2, "{context}");
-        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has the numbers 0 to 15.
+        // Each key group of two warps has its own named barrier, from number 1 on. The hardware has barriers 0 to 15.
         assert!(tiles.key_groups < 16, "{context}");
         // The key groups exchange their outputs through the memory of the stages, so a warp's output must fit that memory.
         assert!(tiles.output_bytes() <= tiles.warp_bytes(), "{context}");
@@ -223,8 +224,9 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks the table for few rows beyond 32 rows. At head sizes 64, 128 and 256, 33 rows get tiles of 64 rows, and 65 rows get
-    /// none. At head size 512, 33 rows get none either, because the table `FORWARD` already has tiles of 64 rows there.
+    /// Checks the table for few rows beyond 32 rows. At head sizes 64, 128 and 256, 33 rows get tiles of 64 rows, and 65 rows
+    /// get no tiles. At head size 512, 33 rows get no tiles either, because the table `FORWARD` already has tiles of 64 rows
+    /// there.
     #[test]
     fn few_rows_tiles_33_rows_get_64_rows() {
         for width in [64, 128, 256] {
@@ -240,9 +242,9 @@ pub(super) mod tests {
         assert_eq!(tiles(33, [512, 512], SHARED_MEMORY[0]), None);
     }
 
-    /// Checks that enough bytes are in flight on every GPU while a warp multiplies a block: 60, 30 and 15 KB per multiprocessor
-    /// at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one that the warp
-    /// multiplies.
+    /// Checks that enough bytes are in flight on every GPU while a warp multiplies a block. The least numbers are 60, 30 and 15
+    /// KB per multiprocessor at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the
+    /// one that the warp multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

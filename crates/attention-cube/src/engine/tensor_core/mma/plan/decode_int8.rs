@@ -5,13 +5,13 @@ use super::shape::{Shape, split_n_int8};
 use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
-/// The tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is wide enough and fits the shared
-/// memory. Each head size has entries for 227, 163 and 99 KB of shared memory. At more than 256 columns, registers cannot hold
-/// the output of 32 rows. The first tiles for head size 512, with 8 query rows, read keys and values at 81 % of the rate of a
-/// memory copy on an H200. The other tiles are not measured.
+/// The table of int8 tiles: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
+/// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared memory. At more than 256
+/// columns, registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first tiles for head size 512 read K
+/// and V at 81 % of the rate of a memory copy. The other tiles are not measured.
 ///
-/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer, since they first convert codes to bf16. So the
-/// int8 tiles have more warps, which keep the same number of bytes in flight.
+/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer, since they first convert int8 codes to bf16. So
+/// the int8 tiles have more warps, which keep the same number of bytes in flight.
 const WORDS: &[Shape] = &[
     split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
     split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
@@ -36,11 +36,12 @@ const WORDS: &[Shape] = &[
 /// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if no tiles of the table fit. `limits` are the
-/// bytes of shared memory and the threads per CTA.
+/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if no tiles of the table fit. `limits` are
+/// the bytes of shared memory and the threads per CTA.
 ///
-/// If the rows need two tiles, the second tile finds the keys in the L2 cache. A conversion of all keys to bf16 would move five
-/// times the bytes of the int8 keys. It would read the int8 keys once, and then write and read bf16 keys of twice the size.
+/// If the rows need two tiles, the second tile finds K and V in the L2 cache. Converting all of K and V to bf16 first would
+/// move five times the bytes of the int8 data. The conversion would read the int8 data once. Then the bf16 data, of twice the
+/// size, would be written and read.
 pub(crate) fn decode_int8_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -96,9 +97,9 @@ mod tests {
         }
     }
 
-    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles must: 60, 30 and 15 KB per multiprocessor at
-    /// 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one that the warp
-    /// multiplies.
+    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles must. The least numbers are 60, 30 and 15 KB
+    /// per multiprocessor at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one
+    /// that the warp multiplies.
     #[test]
     fn decode_int8_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -113,8 +114,8 @@ mod tests {
                     };
                     let cubes =
                         MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
-                    // Count only the bytes of int8 codes and not whole stages, because narrow rows leave a part of each stage
-                    // empty.
+                    // Count only the bytes of int8 codes instead of whole stages, because narrow rows leave some bytes of each
+                    // stage empty.
                     let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
                     assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
                 }
@@ -122,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Checks that the plan reads int8 keys without a copy if the GEMMs are in bf16 and the rows consist of whole 16-byte pieces.
+    /// Checks that the plan reads int8 K and V without a copy if the GEMMs are in bf16 and a row's bytes are a multiple of 16.
     /// Rows of 72 bytes and GEMMs in f16 are refused.
     #[test]
     fn forward_int8_keys_are_read_in_place_in_bf16_only() {

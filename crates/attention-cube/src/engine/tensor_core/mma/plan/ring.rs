@@ -8,9 +8,9 @@ use cube_kit::ampere::BARRIER_BYTES;
 pub struct Ring {
     /// The number of chunks per pass, which is one iteration of the main loop.
     pub chunks: usize,
-    /// The number of slots: at least 2, and at most one more than the number of chunks.
+    /// The number of slots: at least 2, and at most one more than the number of chunks per pass.
     pub slots: usize,
-    /// Bytes per slot.
+    /// The bytes of a slot.
     pub slot_bytes: usize,
     /// The byte offset of the first slot.
     pub slots_at: usize,
@@ -19,10 +19,10 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Bytes of the two barriers per slot.
+    /// The bytes of a slot's two barriers.
     pub const SLOT_BARRIERS: usize = 2 * BARRIER_BYTES;
 
-    /// The byte offset at which the barriers, the last part of the ring, end.
+    /// The byte offset of the ring's end. The barriers are the last data of the ring.
     pub const fn end(&self) -> usize {
         self.barriers_at + self.slots * Self::SLOT_BARRIERS
     }

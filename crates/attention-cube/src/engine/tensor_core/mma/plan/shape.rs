@@ -1,4 +1,5 @@
-//! A row in a table of forward tiles: the sizes that were chosen by measurement, and the head sizes that the row serves.
+//! A row in a table of forward tiles. It has sizes that were chosen by measurement, and the largest head sizes that the row
+//! serves.
 
 use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
@@ -6,9 +7,9 @@ use super::split_n::MmaSplitNTiles;
 use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
-/// The sizes of [`MmaSplitMTiles`] that a table row chooses.
+/// The sizes that a table row chooses for [`MmaSplitMTiles`].
 pub(super) struct SplitMShape {
-    /// The largest head sizes of queries and values that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
     head_dim: usize,
     value_dim: usize,
     warps: usize,
@@ -29,9 +30,9 @@ pub(super) const fn split_m(
     })
 }
 
-/// The sizes of [`MmaSplitDTiles`] that a table row chooses.
+/// The sizes that a table row chooses for [`MmaSplitDTiles`].
 pub(super) struct SplitDShape {
-    /// The largest head sizes of queries and values that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
     head_dim: usize,
     value_dim: usize,
     rows: usize,
@@ -65,7 +66,8 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns the shape without resident queries. The queries then pass through the ring again, with the keys of every block.
+/// Returns the shape with queries that do not stay in shared memory. They pass through the ring again with the keys of every
+/// block.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {
@@ -76,9 +78,9 @@ pub(super) const fn without_queries(shape: Shape) -> Shape {
     }
 }
 
-/// The sizes of [`MmaSplitNTiles`] that a table row chooses.
+/// The sizes that a table row chooses for [`MmaSplitNTiles`].
 pub(super) struct SplitNShape {
-    /// The largest head sizes of queries and values that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
     head_dim: usize,
     value_dim: usize,
     fragments: usize,
@@ -132,7 +134,7 @@ pub(super) enum Shape {
 }
 
 impl Shape {
-    /// The largest head sizes of queries and values that the row serves.
+    /// The largest head size of Q and K, and the largest head size of V, that the row serves.
     pub(super) const fn widest(&self) -> (usize, usize) {
         match self {
             Self::M(shape) => (shape.head_dim, shape.value_dim),
@@ -204,8 +206,8 @@ impl SplitDShape {
             shares: self.shares,
             holds_queries: self.holds_queries,
         };
-        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts copies only for its own
-        // chunks and for chunks of the next pass, so slots beyond `chunks + 1` would stay unused.
+        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts to copy only its own
+        // chunks and the chunks of the next pass. Slots beyond `chunks + 1` would therefore stay unused.
         MmaSplitDTiles {
             slots: tiles.slots.min(tiles.chunks() + 1),
             ..tiles

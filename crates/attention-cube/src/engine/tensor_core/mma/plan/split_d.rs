@@ -1,4 +1,4 @@
-//! The tiles of the split-D forward, whose warps divide the scores by rows and keys, and the output by rows and columns.
+//! The tiles of the split-D forward. The warps divide the scores by rows and keys, and the output by rows and columns.
 
 use super::ring::Ring;
 use cube_kit::ampere::{BARRIER_BYTES, FRAGMENT_ROWS};
@@ -7,13 +7,13 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// The number of columns per `mma` step. Operands are padded with zeros to whole steps.
 const STEP: usize = 16;
 
-/// The tiles of the split-D forward. Keys, in chunks of columns, and values, in chunks of rows, pass through one ring of slots in
+/// The tiles of the split-D forward. K, in chunks of columns, and V, in chunks of rows, pass through one ring of slots in
 /// shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitDTiles {
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
@@ -24,17 +24,17 @@ pub struct MmaSplitDTiles {
     /// The number of row groups into which the output is divided. The warps of a row group share output rows, and divide the
     /// columns of these rows.
     pub row_groups: usize,
-    /// The number of columns in a chunk of keys, a multiple of a subtile's 64 columns.
+    /// The number of columns in a chunk of K, a multiple of a subtile's 64 columns.
     pub key_columns: usize,
-    /// The number of keys whose values are in one chunk.
+    /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The number of column parts into which the values of `value_keys` keys are divided. Each part is a separate chunk in the
+    /// The number of column parts into which `value_keys` rows of V are divided. Each column part is a separate chunk in the
     /// ring.
     pub value_parts: usize,
     /// The number of ring slots, at least 2.
     pub slots: usize,
-    /// True if the queries stay in shared memory. Otherwise the query columns pass through the ring again, with every block's
-    /// keys.
+    /// True if the queries stay in shared memory. Otherwise the columns of the queries pass through the ring again with the
+    /// keys of every block.
     pub holds_queries: bool,
     /// The number of buffers for P of a block: 1 or 2. With two buffers, the warps of a row group need one barrier fewer before
     /// they write P.
@@ -54,7 +54,7 @@ impl MmaSplitDTiles {
     /// The number of registers per thread in a score fragment.
     pub const SCORE_REGISTERS: usize = Self::SCORE_KEYS / 2;
 
-    /// The number of key groups into which a block's scores are divided among warps.
+    /// The number of key groups of a block. Each warp computes the scores of some rows and one key group.
     pub const fn key_groups(&self) -> usize {
         self.keys / Self::SCORE_KEYS
     }
@@ -84,7 +84,7 @@ impl MmaSplitDTiles {
         Self::WARPS / self.row_groups
     }
 
-    /// The number of 16-column steps that a warp computes per chunk of values.
+    /// The number of 16-column steps that a warp computes per chunk of V.
     pub const fn part_steps(&self) -> usize {
         self.value_dim
             .div_ceil(STEP)
@@ -96,12 +96,12 @@ impl MmaSplitDTiles {
         self.part_steps() * self.value_parts
     }
 
-    /// The number of columns in a chunk of values, padded with zeros.
+    /// The number of columns in a chunk of V, padded with zeros.
     pub const fn part_columns(&self) -> usize {
         STEP * self.part_steps() * self.column_groups()
     }
 
-    /// The number of columns in the `chunk`-th chunk of keys, padded with zeros to whole steps of 16.
+    /// The number of columns in the `chunk`-th chunk of K, padded with zeros to whole steps of 16.
     pub const fn chunk_columns(&self, chunk: usize) -> usize {
         let left = self.head_dim.next_multiple_of(STEP) - chunk * self.key_columns;
         if left < self.key_columns {
@@ -111,29 +111,28 @@ impl MmaSplitDTiles {
         }
     }
 
-    /// The number of chunks in a block of keys.
+    /// The number of chunks in a block of K.
     pub const fn key_chunks(&self) -> usize {
         self.head_dim.div_ceil(self.key_columns)
     }
 
-    /// The number of chunks in a block of values. All column parts of the first `value_keys` keys come first, then all column
-    /// parts of the next keys.
+    /// The number of chunks in a block of V. All column parts of the first `value_keys` rows come first, then all column parts
+    /// of the next rows.
     pub const fn value_chunks(&self) -> usize {
         self.keys / self.value_keys * self.value_parts
     }
 
-    /// The number of chunks per pass. A pass, one main loop iteration, multiplies the keys of a block and the values of the
-    /// previous block.
+    /// The number of chunks per pass. A pass, one main loop iteration, multiplies K of a block and V of the previous block.
     pub const fn chunks(&self) -> usize {
         self.key_chunks() + self.value_chunks()
     }
 
-    /// The byte offset of the queries in a chunk of keys, if the queries pass through the ring.
+    /// The byte offset of the queries in a chunk of K, if the queries pass through the ring.
     pub const fn chunk_queries_at(&self) -> usize {
         self.keys * self.key_columns / SUBTILE * ROW_BYTES
     }
 
-    /// Bytes per ring slot. Any chunk fits a slot.
+    /// The bytes of a ring slot. The largest chunk fits a slot.
     pub const fn slot_bytes(&self) -> usize {
         let mut keys = self.chunk_queries_at();
         if !self.holds_queries {
@@ -151,7 +150,7 @@ impl MmaSplitDTiles {
         }
     }
 
-    /// Bytes of P for one block.
+    /// The bytes of P for one block.
     pub const fn probability_bytes(&self) -> usize {
         self.rows * self.keys / SUBTILE * ROW_BYTES
     }
@@ -185,13 +184,13 @@ impl MmaSplitDTiles {
         self.factors_at() + 4 * self.rows
     }
 
-    /// The byte offset in shared memory of the bits that mark used keys, for each buffer of P. A key is used if some row has a
-    /// nonzero probability for it.
+    /// The byte offset in shared memory of the bits that mark used keys. Each buffer of P has its own bits. A key is used if
+    /// some row has a nonzero probability for it.
     pub const fn used_at(&self) -> usize {
         (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }
 
-    /// Bytes of the bits that mark the used keys of one block: four words per warp.
+    /// The bytes of the bits that mark the used keys of one block: four words per warp.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
     /// The byte offset in shared memory of the row groups' barriers. A row group consists of the warps that share output rows.
@@ -200,10 +199,10 @@ impl MmaSplitDTiles {
         self.used_at() + self.shares * Self::USED_BYTES
     }
 
-    /// Bytes of a row group's three barriers: row maxima stored, P stored, and GEMM with P finished.
+    /// The bytes of a row group's three barriers: row maxima stored, P stored, and GEMM with P finished.
     pub const MEETING_BARRIERS: usize = 3 * BARRIER_BYTES;
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         self.ring().end()
     }

@@ -1,4 +1,4 @@
-//! The tiles of the split-M forward, whose warps divide the rows of a tile.
+//! The tiles of the split-M forward. The warps divide the rows of a tile.
 
 use super::warp::{STEP, WarpTiles};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
@@ -6,23 +6,23 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE};
 /// The tiles of the split-M forward. Each warp has some queries of the tile, and computes all columns of their output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitMTiles {
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. Two fragments share each load of a key or value row.
+    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each row of K or V that the warp loads serves both.
     pub fragments: usize,
     /// The number of keys per block: 32, 64 or 128.
     pub keys: usize,
 }
 
 impl MmaSplitMTiles {
-    /// The number of key blocks, and of value blocks, in shared memory: one is multiplied while the next is copied (double
-    /// buffer).
+    /// The number of blocks of K, and of blocks of V, in shared memory. One block is multiplied while the next is copied
+    /// (double buffer).
     const STAGES: usize = 2;
 
     /// The number of queries per tile.
@@ -35,7 +35,7 @@ impl MmaSplitMTiles {
         self.warp().rows()
     }
 
-    /// The sizes of the part of a block that one warp computes.
+    /// The sizes of the scores and of the output that one warp computes.
     pub const fn warp(&self) -> WarpTiles {
         WarpTiles {
             fragments: self.fragments,
@@ -52,27 +52,27 @@ impl MmaSplitMTiles {
         32 * self.warps
     }
 
-    /// Bytes per block of keys.
+    /// The bytes of a block of K.
     pub const fn key_bytes(&self) -> usize {
         self.keys * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// Bytes per block of values.
+    /// The bytes of a block of V.
     pub const fn value_bytes(&self) -> usize {
         self.keys * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// The byte offset of the key blocks in shared memory.
+    /// The byte offset of the blocks of K in shared memory.
     pub const fn keys_at(&self) -> usize {
         self.rows() * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// The byte offset of the value blocks in shared memory.
+    /// The byte offset of the blocks of V in shared memory.
     pub const fn values_at(&self) -> usize {
         self.keys_at() + Self::STAGES * self.key_bytes()
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         self.values_at() + Self::STAGES * self.value_bytes()
     }

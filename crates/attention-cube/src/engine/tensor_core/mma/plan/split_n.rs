@@ -3,20 +3,20 @@
 use super::warp::{STEP, WarpTiles};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// Bytes of an f32.
+/// The bytes of an f32.
 const FLOAT: usize = 4;
 
-/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group, one or two warps, processes every
-/// `key_groups`-th block of keys. The warps of a group divide the columns of all operands.
+/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group is one or two warps, and processes
+/// every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitNTiles {
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
-    /// The half precision type of queries and output. It is also the type of keys and values, unless these are int8.
+    /// The half precision type of Q and of the output. K and V have the same type, unless they are int8.
     pub half: Half,
-    /// True if keys and values are [int8](crate::quantized).
+    /// True if K and V are [int8](crate::quantized).
     pub reads_int8: bool,
     /// The number of 16-row fragments in the tile: 1 or 2.
     pub fragments: usize,
@@ -27,7 +27,7 @@ pub struct MmaSplitNTiles {
     /// The number of keys per block: 16 or 32.
     pub keys: usize,
     /// The number of stages per warp, at least 2. A stage holds one block in shared memory. One stage is multiplied while the
-    /// copies of all others are in flight.
+    /// blocks of all other stages are being copied.
     pub stages: usize,
 }
 
@@ -47,17 +47,17 @@ impl MmaSplitNTiles {
         32 * self.warps()
     }
 
-    /// The number of query and key columns per warp, padded with zeros to whole steps of 16.
+    /// The number of columns of Q and K per warp, padded with zeros to whole steps of 16.
     pub const fn key_columns(&self) -> usize {
         self.head_dim.div_ceil(STEP * self.column_groups) * STEP
     }
 
-    /// The number of value and output columns per warp, padded with zeros to whole steps of 16.
+    /// The number of columns of V and of the output per warp, padded with zeros to whole steps of 16.
     pub const fn value_columns(&self) -> usize {
         self.value_dim.div_ceil(STEP * self.column_groups) * STEP
     }
 
-    /// The sizes of the part of a block that one warp computes.
+    /// The sizes of the scores and of the output that one warp computes.
     pub const fn warp(&self) -> WarpTiles {
         WarpTiles {
             fragments: self.fragments,
@@ -69,7 +69,7 @@ impl MmaSplitNTiles {
         }
     }
 
-    /// Converts a number of key or value columns to a number of 16-bit elements. Two int8 codes fill one such element.
+    /// Converts a number of columns of K or V to a number of 16-bit elements. Two int8 codes fill one such element.
     pub const fn in_halves(&self, columns: usize) -> usize {
         match self.reads_int8 {
             true => columns / 2,
@@ -77,44 +77,44 @@ impl MmaSplitNTiles {
         }
     }
 
-    /// Bytes of a part of a key or value block. The part has `columns` columns of all rows of the block.
+    /// The bytes of `columns` columns of a block of K or V, with all rows of the block.
     const fn block_bytes(&self, columns: usize) -> usize {
         self.keys * self.in_halves(columns).div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// Bytes of the query columns that one warp multiplies.
+    /// The bytes of the query columns that one warp multiplies.
     pub const fn query_bytes(&self) -> usize {
         self.rows() * self.key_columns().div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// Bytes of a warp's columns in a block of keys.
+    /// The bytes of a warp's columns in a block of K.
     pub const fn key_bytes(&self) -> usize {
         self.block_bytes(self.key_columns())
     }
 
-    /// Bytes of a warp's columns in a block of values.
+    /// The bytes of a warp's columns in a block of V.
     pub const fn value_bytes(&self) -> usize {
         self.block_bytes(self.value_columns())
     }
 
-    /// Bytes per stage. A stage holds the keys of a block, and behind them the values.
+    /// The bytes of a stage. A stage holds K of a block, and behind K the block's V.
     pub const fn stage_bytes(&self) -> usize {
         self.key_bytes() + self.value_bytes()
     }
 
-    /// Bytes of a warp's output in f32. At the end, the output overwrites the warp's stages.
+    /// The bytes of a warp's output in f32. At the end, the output overwrites the warp's stages.
     pub const fn output_bytes(&self) -> usize {
         self.rows() * self.value_columns() * FLOAT
     }
 
-    /// Bytes of shared memory per warp, for its stages or for its output, whichever is larger.
+    /// The bytes of shared memory per warp. They hold the warp's stages or its output, whichever is larger.
     pub const fn warp_bytes(&self) -> usize {
         let stages = self.stages * self.stage_bytes();
         let output = self.output_bytes();
         if stages < output { output } else { stages }
     }
 
-    /// Bytes of the partial scores that a warp passes to the other warp of its key group. It is 0 if the group has one warp.
+    /// The bytes of the partial scores that a warp passes to the other warp of its key group; 0 if the group has one warp.
     pub const fn exchange_bytes(&self) -> usize {
         match self.column_groups {
             1 => 0,
@@ -142,18 +142,18 @@ impl MmaSplitNTiles {
         self.references_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of 16-column output steps for which one warp adds the outputs of all key groups.
+    /// The number of 16-column steps of the output that one warp combines. The warp adds the outputs of all key groups there.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }
 
-    /// The lengths of six register vectors: S and P of one fragment, the combined output of one fragment, and S, P and O of all
-    /// fragments of a warp.
+    /// The lengths of six register vectors. The first three are for one fragment: S, P, and the combined output. The last three
+    /// are S, P and O for all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 6] {
         let [s, p, _] = self.warp().fragment_vectors();
         let [all_s, all_p, all_o] = self.warp().vectors();

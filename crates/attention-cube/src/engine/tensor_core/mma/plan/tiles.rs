@@ -5,7 +5,7 @@ use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
 use super::split_n::MmaSplitNTiles;
 
-/// The tiles of a forward, for one of three ways to divide them among warps.
+/// The tiles of a forward. The three variants are three ways to divide a tile among warps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MmaForwardTiles {
     /// Split-M: each warp has some rows of the tile, and computes all columns of their output.
@@ -44,7 +44,7 @@ impl MmaForwardTiles {
         }
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.shared_memory(),

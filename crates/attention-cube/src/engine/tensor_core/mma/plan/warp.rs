@@ -1,4 +1,5 @@
-//! The part of a block that one warp computes, in kernels whose warps divide the rows (split-M) or the keys (split-N).
+//! The sizes of the scores and of the output that one warp computes. They serve kernels whose warps divide the rows (split-M)
+//! or the keys (split-N).
 
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, registers};
@@ -9,17 +10,17 @@ pub(super) const STEP: usize = 16;
 /// The sizes of a warp's scores and of its output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WarpTiles {
-    /// The number of 16-row fragments: 1 or 2. Two fragments share each load of a key or value row.
+    /// The number of 16-row fragments: 1 or 2. With two fragments, each row of K or V that the warp loads serves both.
     pub fragments: usize,
     /// The number of keys per block.
     pub keys: usize,
-    /// The number of query and key columns that the warp multiplies.
+    /// The number of columns of Q and K that the warp multiplies.
     pub depth: usize,
     /// The number of output columns, padded to whole steps of 16.
     pub columns: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// True if keys and values are [int8](crate::quantized), with one scale per row.
+    /// True if K and V are [int8](crate::quantized), with one scale per row.
     pub reads_int8: bool,
 }
 

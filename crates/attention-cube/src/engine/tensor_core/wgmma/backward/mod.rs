@@ -1,4 +1,5 @@
-//! The backward kernels. A stationary tile holds rows of one side, queries or keys, and streams the blocks of the other side.
+//! The backward kernels. Each kernel holds a stationary tile and streams blocks. A tile of queries streams blocks of keys, and
+//! a tile of keys streams blocks of queries.
 
 pub(crate) mod load;
 pub(crate) mod split_d;

@@ -10,12 +10,14 @@
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and `v_or_do`:
 //!   the tensors of the streamed side. All are `[batch, heads, len, dim]`.
 //! - `summed`: the right operand of the gradient's GEMM, which is `q_or_k` for dQ and dK, and `v_or_do` for dV.
-//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32. Optional: bias, mask bits (u32), lengths and segment ids (i32).
+//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
+//!   lists.
+//! - Optional: bias, mask bits (u32), lengths and segment ids (i32).
 //! - `gradient` `[splits · batch, heads, len, dim]`, f32 with splits.
 //!
-//! Budget. [`WgmmaGradientSplitDTiles::shared_memory`] at head size 512: 64 KB for `stationary_qk`, 64 KB for `stationary_v_do`,
-//! a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 × 16 KB. Registers per
-//! thread: 128 for the gradient, 32 for S, 32 for dP.
+//! Budget. [`WgmmaGradientSplitDTiles::shared_memory`] at head size 512: 64 KB for `stationary_qk`, 64 KB for
+//! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 × 16
+//! KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
 //!
 //! Schedule. All blocks pass through one ring of shared memory *stages*, cut into *chunks* that each fill one stage. First come
 //! the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks of `summed`, with 32 rows each. The
@@ -80,7 +82,7 @@ const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
 /// The named barrier of both consumer warpgroups. The warpgroups meet there twice per block: after both have read the previous
-/// dS (or P), and after both have written the next.
+/// dS (or P), and after both have written the next dS (or P).
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -473,7 +475,7 @@ fn add<NG: Size>(
     sums
 }
 
-/// Waits until no GEMM is in flight, and returns the gradient.
+/// Waits until no GEMM is in flight, so that the gradient is complete, and returns the gradient.
 #[cube]
 fn settled<NG: Size>(
     sums: Vector<f32, NG>,

@@ -1,28 +1,30 @@
 //! The split-M backward on Hopper, for head sizes up to 256. Each warpgroup has 64 rows, which are queries or keys, and
 //! computes all columns of their gradients.
 //!
-//! Algorithm. For each streamed block, recompute S, and P from S and the LSE. Compute `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. A
-//! tile of queries accumulates `dQ += dS K`. A tile of keys accumulates `dK += dSᵀ Q` and `dV += Pᵀ dO`.
+//! Algorithm. For each streamed block, recompute S, and P from S and the LSE. Compute `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`.
+//! A tile of queries accumulates `dQ += dS K`. A tile of keys accumulates `dK += dSᵀ Q` and `dV += Pᵀ dO`.
 //!
 //! Tensors (half precision unless noted):
 //! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and `v_or_do`:
 //!   the tensors of the streamed side. All are `[batch, heads, len, dim]`.
-//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32. Optional: bias, mask bits (u32), lengths and segment ids (i32).
+//! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
+//!   lists.
+//! - Optional: bias, mask bits (u32), lengths and segment ids (i32).
 //! - Gradients `[splits · batch, heads, len, dim]`, f32 with splits: `dot_gradient` is dQ or dK, `value_gradient` is dV.
 //!
 //! Budget. Shared memory ([`WgmmaGradientSplitMTiles::shared_memory`]) holds the stationary tile, a ring of blocks of `q_or_k`,
 //! and a ring of blocks of `v_or_do`. Registers per thread, at head size 256: 128 for the gradient, 32 for S, 32 for dP, 16 for
 //! dS.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. A prime marks the next block. For each block, the
-//! consumers do these steps:
-//! 1. Issue the gradient GEMMs, which read P and dS, and behind them the GEMM of S' of the next block.
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where S',
+//! P', dP' and dS' belong to the next block:
+//! 1. Issue the gradient GEMMs, which read P and dS, and behind them the GEMM of S'.
 //! 2. Wait for the gradient GEMMs, and free the block.
-//! 3. Issue the GEMM of dP' behind that of S'.
+//! 3. Issue the GEMM of dP' behind the GEMM of S'.
 //! 4. Compute P' and dS' from S' and dP'.
 //!
-//! The warpgroups take turns to issue GEMMs (ping-pong), so that one computes P and dS while the tensor cores run the GEMMs of
-//! the other.
+//! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run the
+//! GEMMs of another.
 //!
 //! Bound. For each block, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores `rows · columns · head_dim / 2048` clocks.
 //! A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048`. The GEMMs of S and dP read both operands from
@@ -300,7 +302,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            // The descriptors of the operands are computed before the warpgroup's turn to issue GEMMs, since the other warpgroups
+            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs, because the other warpgroups
             // wait during that turn.
             let summed = block_operands(
                 operands.summed_q_or_k,

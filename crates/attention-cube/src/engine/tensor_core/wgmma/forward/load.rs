@@ -7,8 +7,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::zero_fill_shared;
 use cubecl::prelude::*;
 
-/// For each tensor, the factors that turn a batch index and a head index into TMA coordinates. A factor is 0 if the tensor is
-/// broadcast in that dimension, else 1.
+/// For each tensor, one factor for the batch index and one for the head index. The index times its factor is the TMA
+/// coordinate. A factor is 0 if the tensor is broadcast in that dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Steps {
@@ -21,7 +21,7 @@ pub(crate) struct Steps {
     pub bias_head: u32,
 }
 
-/// The TMA tensor maps of a forward, and the index factors of their tensors.
+/// The TMA tensor maps of a forward, and the factors that turn batch and head indices into TMA coordinates.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct ForwardMaps<E: Float> {
     pub query: TensorMap<E, Tiled>,
@@ -35,7 +35,7 @@ pub(crate) struct ForwardMaps<E: Float> {
     pub steps: Steps,
 }
 
-/// The addresses of the TMA tensor maps, and the index factors, of the tensors that the producer copies.
+/// The addresses of the TMA tensor maps of Q, K and V, and the factors that turn batch and head indices into TMA coordinates.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Sources {
@@ -56,8 +56,8 @@ pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind
     }
 }
 
-/// If heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in such a row could produce
-/// large scores, which would move the softmax references of all rows in the warp.
+/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in such a row could
+/// produce large scores. All rows of the warp would then subtract a new row maximum and rescale O without need.
 ///
 /// The caller must synchronize all threads of the CTA before the first TMA copy.
 #[cube]

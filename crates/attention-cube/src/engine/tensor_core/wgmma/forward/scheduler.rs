@@ -1,12 +1,13 @@
-//! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration.
+//! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration. A work item is a tile, or a
+//! pair of tiles.
 //!
-//! Usually the work item is computed from the CTA's index. With segments or intervals, the tiles differ in work. The CTA then
-//! takes the next work item from a counter in global memory.
+//! Usually the CTA computes the work item from its own index. With segments or intervals of visible keys, the tiles differ in
+//! work. The CTA then takes the next work item from a counter in global memory.
 //!
 //! In split-M, the producer thread takes the next work item after it has started the first loads of the current tile. In
-//! split-D, it takes the item after all loads of the tile. The producer thread passes the item to the consumers through a
-//! mailbox in shared memory. The mailbox has two messages, which consecutive items use in turn. Each message has a full
-//! barrier, after which it may be read, and an empty barrier, after which it may be overwritten.
+//! split-D, the producer thread takes the work item after all loads of the tile. The producer thread passes the item to the
+//! consumers through a mailbox in shared memory. The mailbox has two messages, which consecutive items use in turn. Each
+//! message has a full barrier, after which it may be read, and an empty barrier, after which it may be overwritten.
 
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler};
@@ -18,7 +19,8 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::ptx::{atomic_inc, load_shared, store_shared, uniform, word_address};
 use cubecl::prelude::*;
 
-/// True if the CTAs take work items from the counter in global memory. Otherwise they compute items from their index.
+/// True if each CTA takes its work items from the counter in global memory. Otherwise a CTA computes its work items from its
+/// own index.
 const fn takes_items(kind: TileKind) -> bool {
     kind.fragment.structure.has_bounds() && !kind.split
 }
@@ -51,7 +53,7 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
 }
 
 /// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The producer thread calls this function.
-/// If the item comes from the counter, the function also sends it to the consumers.
+/// If the item comes from the counter in global memory, the function also sends it to the consumers.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,
@@ -98,8 +100,8 @@ pub(super) fn receive_item(
     }
 }
 
-/// Increments the counter of taken items in global memory, and returns the counter's old value. In the tensor of lengths and
-/// segment ids, the counter follows the segment bounds of the key blocks.
+/// Increments the counter of taken work items in global memory, and returns the counter's old value. The counter is stored in
+/// the tensor of lengths and segment ids, after the segment bounds of the key blocks.
 #[cube]
 fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
     let seq_lens = &masking.seq_lens;

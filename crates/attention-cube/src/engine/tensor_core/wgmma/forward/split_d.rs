@@ -1,4 +1,4 @@
-//! The split-D forward on Hopper, for value sizes up to 512. Two warpgroups process the same 64 queries. Each warpgroup
+//! The split-D forward on Hopper, for up to 512 columns of V. Two warpgroups process the same 64 queries. Each warpgroup
 //! computes half of the columns of the queries' output.
 //!
 //! Algorithm. For each block of keys, each warpgroup computes S and P for half of the keys. The warpgroups exchange their row
@@ -8,14 +8,15 @@
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
 //! - Optional: bias `[batch, q_heads, q_len, kv_len]` by strides, sinks `[q_heads]`, mask bits (u32), lengths and segment ids
 //!   (i32).
-//! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32.
+//! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32: row
+//!   maxima in the first half, logarithms of row_sum in the second.
 //!
-//! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: queries 64 KB, a ring of 8 × 16 KB, two buffers of P with 16 KB
-//! each, row maxima. Registers per thread: 128 for O, 32 for S.
+//! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: queries 64 KB, a ring of 8 × 16 KB, two buffers of P with 16
+//! KB each, row maxima. Registers per thread: 128 for O, 32 for S.
 //!
 //! Schedule. K and V pass through one ring of shared memory *stages*, cut into *chunks* that each fill one stage. A chunk of K
-//! has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order of the blocks in the ring is
-//! `K₀ K₁ V₀ K₂ V₁ …`. A prime marks the next block. For each block, the warpgroups do these steps:
+//! has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order of the blocks in the ring
+//! is `K₀ K₁ V₀ K₂ V₁ …`. For each block, the warpgroups do these steps, where S', K' and P' belong to the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S' only. Compute P' while the tensor cores run `P V`, and meanwhile free each chunk of V that the GEMM has read.
@@ -91,8 +92,8 @@ pub(crate) fn forward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // The empty barrier counts 8 arrivals. For a chunk of keys, each of the 8 warps arrives once. For a chunk of values,
-            // each of the 4 warps of one warpgroup arrives twice.
+            // The empty barrier counts 8 arrivals. For a chunk of K, each of the 8 warps arrives once. For a chunk of V, each
+            // of the 4 warps of one warpgroup arrives twice.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);

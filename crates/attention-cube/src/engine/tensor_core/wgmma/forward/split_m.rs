@@ -1,24 +1,25 @@
-//! The split-M forward on Hopper, for value sizes up to 256. Each warpgroup has 64 queries and computes all columns of their
+//! The split-M forward on Hopper, for up to 256 columns of V. Each warpgroup has 64 queries and computes all columns of their
 //! output.
 //!
-//! Algorithm. For each block of keys, compute `S = Q Kᵀ`, turn S into P by the online softmax in registers, and add `O += P V`.
-//! The epilogue divides O by row_sum, and writes O and the LSE.
+//! Algorithm. For each block of keys, compute `S = Q Kᵀ` and turn S into P by the online softmax in registers. Then add
+//! `O += P V`. The epilogue divides O by row_sum, and writes O and the LSE.
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
 //! - Optional: bias `[batch, q_heads, q_len, kv_len]` by strides, sinks `[q_heads]`, mask bits (u32), lengths and segment ids
 //!   (i32).
-//! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32.
+//! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32: row
+//!   maxima in the first half, logarithms of row_sum in the second.
 //!
-//! Budget. Shared memory ([`WgmmaSplitMTiles::shared_memory`]) holds the queries, a ring of `stages` blocks of keys, and a ring
-//! of `stages` blocks of values. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next
-//! P while the softmax computes it from S. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
+//! Budget. Shared memory ([`WgmmaSplitMTiles::shared_memory`]) holds the queries, a ring of `stages` blocks of K, and a ring of
+//! `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next P
+//! while the softmax computes it from S. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. A prime marks the next block. For each block, the
-//! consumers do these steps:
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where S',
+//! K' and P' belong to the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
-//! 3. Wait for S', and compute P' from it while the tensor cores run `P V`.
+//! 3. Wait for S', and compute P' from S' while the tensor cores run `P V`.
 //! 4. Wait for O.
 //!
 //! A stage is free after one lane of every consumer warp has arrived at its empty barrier. With ping-pong, the warpgroups take

@@ -44,7 +44,8 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE and delta. A box holds the first `count` values of each of `columns` queries.
+/// Builds the TMA tensor map of the LSE and delta. For each of `columns` queries, a box holds the first `count` of the stored
+/// f32.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),
@@ -118,8 +119,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
     match launch.tiles {
         // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. The
         // kernel accesses `lse_delta`, the bias, the mask and the gradients only at rows below `q_len` or `kv_len` and at
-        // columns below their widths. If the kernel does not compute a gradient, it does not write to the tensor that is passed
-        // in place of that gradient.
+        // columns below their widths. If the kernel does not compute a gradient, another tensor is passed in its place, and the
+        // kernel does not write to that tensor.
         WgmmaGradientTiles::SplitM(tiles) => unsafe {
             backward_split_m::launch_unchecked(
                 &client,
@@ -164,7 +165,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
             );
         },
         // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. As in
-        // split-M, the kernel accesses the other tensors only at rows below `q_len` or `kv_len` and at columns below their
+        // split-M, the kernel accesses all other tensors only at rows below `q_len` or `kv_len` and at columns below their
         // widths.
         WgmmaGradientTiles::SplitD(tiles) => unsafe {
             let (summed, target) = match sums {
@@ -193,7 +194,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                         WgmmaGradientSplitDTiles::COLUMNS,
                     ),
                     boxes(tiles.stores_gradient_by_tma(), target),
-                    // The kernel computes one gradient only, so the kernel does not use this second tensor map of a gradient.
+                    // The kernel computes one gradient only, so the kernel ignores this second tensor map of a gradient.
                     boxes(tiles.stores_gradient_by_tma(), target),
                     steps,
                 ),

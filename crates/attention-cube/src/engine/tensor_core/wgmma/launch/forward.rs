@@ -83,8 +83,8 @@ pub(crate) fn forward(
         false => [1, tiles.rows()],
     };
     let count = cube_count(&client, cubes);
-    // The kernel's signature requires tensor maps of the output and of the bias. This map of the queries takes the place of a map
-    // that the kernel does not use.
+    // The kernel's signature requires tensor maps of the output and of the bias. If the kernel does not use one of these maps,
+    // this map of the queries is passed in its place.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_tma_tiles = match stores_output_by_tma {
         true => map(&pass.output, [1, PRODUCT_ROWS], None),

@@ -1,6 +1,7 @@
 //! The tiles of the `wgmma` engine's backward: the gradients that each kernel computes, and the layout of its shared memory.
 //!
-//! Every kernel holds a stationary tile of one side, queries or keys, in shared memory. It streams the blocks of the other side.
+//! Every kernel holds a stationary tile in shared memory and streams blocks. A tile of queries streams blocks of keys, and a
+//! tile of keys streams blocks of queries.
 //!
 //! *Dots* (`q_or_k`) are rows of Q or K, the operands of `S = Q Kᵀ`. *Values* (`v_or_do`) are rows of V or dO, the operands of
 //! `dP = dO Vᵀ`.
@@ -100,8 +101,8 @@ impl WgmmaGradientTiles {
     }
 }
 
-/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`. The fields of
-/// [`WgmmaGradientSplitMTiles`] have the same names.
+/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`. Each parameter
+/// is the field of [`WgmmaGradientSplitMTiles`] with the same name.
 type Shape = [usize; 5];
 
 /// One row of the split-M table: the kernels for operands of up to `width` columns.
@@ -114,9 +115,10 @@ struct Row {
     value: Option<Shape>,
 }
 
-// The split-M table. Comments give TFLOP/s of the whole backward with a row's tiles, and in brackets with other tiles that were
-// tried: `112 columns` means blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens and heads × width =
-// 4,096. Measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (width 64 on 2026-11-22).
+// The split-M table. The comments give TFLOP/s of the whole backward with a row's tiles, and in brackets with other tiles that
+// were tried. For example, `112 columns` means blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens
+// and heads × width = 4,096. Measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (width 64 on
+// 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,
@@ -191,14 +193,14 @@ pub(crate) fn backward(
 /// The widest operands (in columns) for which a stationary tile of 64 rows and a ring of five chunks fit in shared memory.
 const WIDEST: usize = 512;
 
-/// The number of ring stages in a kernel whose stationary tile holds dots and values.
+/// The number of ring stages in a split-D kernel whose stationary tile holds rows of Q or K and rows of V or dO.
 const STAGES: usize = 5;
-/// The number of ring stages in a kernel whose stationary tile holds dots only.
+/// The number of ring stages in a split-D kernel whose stationary tile holds only rows of Q or K.
 const STAGES_BESIDE_DOTS: usize = 8;
 
-/// Chooses the tiles of the backward's three kernels for this head size and value size. The first kernel computes dQ, and the
-/// second dK. The third computes dV, or is `None` if the second kernel computes dV too. All three are `None` if the sizes are too
-/// large.
+/// Chooses the tiles of the backward's three kernels for Q and K of `head_dim` columns and V of `value_dim` columns. The first
+/// kernel computes dQ, and the second dK. The third computes dV, or is `None` if the second kernel computes dV too. All three
+/// are `None` if there are too many columns.
 ///
 /// `has_logarithms` is true if the LSE of each query is stored as two f32. TMA copies boxes of biases to shared memory if
 /// `wants_bias_boxes` is true and the boxes fit there.
@@ -223,7 +225,7 @@ pub(crate) fn gradient_tiles(
                 stages,
             };
             // If the LSE is stored as two f32 (`has_logarithms`), each query has one more f32 in shared memory. For the widest
-            // operands, the ring then has one stage fewer.
+            // operands, the ring then has room for one stage fewer.
             let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
             Some(WgmmaGradientTiles::SplitD(tiles(if fits {
                 most
@@ -278,8 +280,8 @@ mod tests {
     use super::*;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Checks that every head size and value size up to 512 has backward tiles, and that these tiles fit in a Hopper GPU's shared
-    /// memory.
+    /// Checks that there are backward tiles for every number of columns of Q and K up to 512, and of V up to 512. These tiles
+    /// must fit in a Hopper GPU's shared memory.
     #[test]
     fn gradient_tiles_of_every_width_fit_shared_memory() {
         for head_dim in 1..=WIDEST {
@@ -296,8 +298,8 @@ mod tests {
                             assert!(tiles.has_bias_boxes(), "{tiles:?}");
                         }
                         if let WgmmaGradientTiles::SplitM(tiles) = tiles {
-                            // The swizzle permutes a row by the row's address modulo 8 rows. So the first block of biases must
-                            // start at a multiple of 8 rows, and a block's size must be such a multiple.
+                            // The swizzle depends on a row's address modulo 8 rows. So the start of the first block of biases
+                            // and the size of a block must be multiples of 8 rows.
                             let permuted = [tiles.biases_at(), tiles.bias_bytes()];
                             let whole = |bytes: usize| bytes.is_multiple_of(8 * ROW_BYTES);
                             assert!(permuted.into_iter().all(whole), "{tiles:?}");

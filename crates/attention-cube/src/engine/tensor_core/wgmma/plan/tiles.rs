@@ -1,8 +1,8 @@
-//! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands. The backward uses the same GEMM
-//! shapes.
+//! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands. The backward uses the same
+//! GEMM shapes.
 //!
 //! A *subtile* is 64 columns of a half-precision matrix in shared memory, so each row of a subtile has 128 bytes. A *chunk* is
-//! the part of a split-D block that fills one stage of the ring.
+//! the rows or columns of a split-D block that fill one stage of the ring.
 
 mod shapes;
 mod split_d;

@@ -9,8 +9,8 @@ use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cubecl::prelude::*;
 
-/// The prefetched biases of a warp's two 16-row fragments. If the warp has one fragment, `second` is a copy of `first`. Both are
-/// zeros if biases are not prefetched.
+/// The prefetched biases of a warp's two 16-row fragments. If the warp has one fragment, `second` is a copy of `first`. Both
+/// fields are zeros if biases are not prefetched.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WarpBiases {

@@ -1,4 +1,4 @@
-//! P and dS of a warp's scores.
+//! Computes P and dS of a warp's scores.
 
 use super::biases::WarpBiases;
 use crate::engine::tensor_core::common::bias::add_words;
@@ -55,7 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The weights are probabilities before dropout, so they need no bits.
+        // The weights are probabilities before dropout, so the call to `weights` needs no keep bits. Pass keep bits of 0
+        // columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,
@@ -70,8 +71,9 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             &own_seen.block_mask,
             &own_seen.rows,
             scoring,
-            // Pass `has_far` = `false`. With a bias, the LSE of every query is stored as row maximum and logarithm, so no query
-            // is marked as far (an LSE too large for one f32, see `common/far.rs`).
+            // Pass `has_far` = `false`. A query is marked as far if one f32 cannot hold its LSE precisely enough (see
+            // `common/far.rs`). With a bias, the LSE of every query is stored as row maximum and logarithm, so no query is
+            // marked.
             false,
             &own_keep,
             tiles.columns,
@@ -88,8 +90,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     all
 }
 
-/// Adds dS = P ∘ (dP − Δ) to the sums. P is before dropout, and dP includes the keep factor. Where P is 0, dP may be NaN or
-/// infinite, so the sum stays unchanged there.
+/// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the keep factor of dropout. Where
+/// P is 0, dP may be NaN or infinite, so the sum stays unchanged at such an element.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,

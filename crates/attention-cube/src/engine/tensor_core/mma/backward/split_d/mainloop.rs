@@ -1,7 +1,7 @@
 //! The main loop of a CTA over the blocks that its tile sees.
 //!
-//! Each iteration handles one block. It computes S, dP and the gradient GEMM from chunks of operands, which pass through a ring
-//! of slots in shared memory.
+//! Each iteration handles one block. The iteration computes S, dP and the gradient GEMM from chunks of operands, which pass
+//! through a ring of slots in shared memory.
 
 use super::p_ds::{compute_p_ds, load_used_keys, score_gradients, share};
 use super::ring::{GradientStep, Operands, fill, lse_delta_offset};
@@ -26,8 +26,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes a warp's part of the gradient, over all blocks that the tile sees from `first` on. Before the call, the caller
-/// starts the copies of the operands that stay in shared memory.
+/// Computes the rows and columns of the gradient that the warp owns, as a sum over all blocks that the tile sees from `first`
+/// on. Before the call, the caller starts the copies of the operands that stay in shared memory.
 #[cube]
 pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
     operands: &Operands,
@@ -178,15 +178,16 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
     sums
 }
 
-/// The addresses from which a lane loads operands. Addresses of chunks are relative to the chunk's ring slot. Addresses of the
-/// tile's resident operands are relative to `start`, the start of shared memory.
+/// The addresses from which a lane loads operands of the GEMMs. Addresses of chunks are relative to the chunk's ring slot.
+/// Addresses of the tile's resident operands are relative to `start`, the start of shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address of the tile's rows for the warp's S and dP, relative to `start`, or to a slot if these rows are not resident.
+    /// The address from which the lane loads the tile's rows for S and dP. The address is relative to `start` if these rows are
+    /// resident in shared memory, else relative to a slot.
     score_left: u32,
-    /// The address of the block's rows for the warp's S and dP, relative to a slot.
+    /// The address from which the lane loads the block's rows for S and dP, relative to a slot.
     score_right: u32,
     /// The address in shared memory of P or dS, the left operand of the gradient GEMM.
     sum_left: u32,
@@ -225,7 +226,7 @@ fn await_chunk(
 }
 
 /// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
-/// probably finished with that slot, so the refill seldom waits.
+/// probably finished with the preceding slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk(
     operands: &Operands,
@@ -247,8 +248,8 @@ fn leave_chunk(
     );
 }
 
-/// Multiplies one chunk of columns, and returns the sum with this product added. If `v_or_do`, the sum is the warp's dP, else
-/// the warp's S.
+/// Adds the product over one chunk of columns to `s`, and returns the sum. If `v_or_do`, the sum is the warp's dP, else the
+/// warp's S.
 #[cube]
 fn scores_of_chunk<AS: Size>(
     s: Vector<f32, AS>,
@@ -295,8 +296,8 @@ const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usiz
     first + chunk * tiles.score_columns / SUBTILE * tiles.rows * ROW_BYTES
 }
 
-/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. If some of these rows may be masked for
-/// the whole tile, the GEMM uses zeros in their place, because masked rows may be NaN.
+/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. If some of the block's rows may be hidden
+/// from the whole tile, the GEMM reads hidden rows as zeros, because hidden rows may be NaN.
 #[cube]
 fn with_chunk<AG: Size>(
     sums: Vector<f32, AG>,

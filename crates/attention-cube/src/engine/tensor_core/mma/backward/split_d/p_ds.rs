@@ -1,4 +1,4 @@
-//! P and dS of a warp's part of the scores, and their exchange among warps through shared memory.
+//! Computes P and dS of the scores that a warp computes, and exchanges P and dS among warps through shared memory.
 
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::FragmentKind;
@@ -137,8 +137,8 @@ pub(super) fn score_gradients<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, 
     joined::<u32, NP, AP>(first, second, tiles.score_fragments())
 }
 
-/// Stores a warp's P or dS in shared memory. From there, warps read P or dS as the left operand of the GEMM for one of the
-/// gradients. `gradient` is the index of that gradient.
+/// Stores a warp's P or dS in shared memory. From there, warps read P or dS as the left operand of a gradient GEMM. `gradient`
+/// is the index of the gradient that this GEMM computes.
 #[cube]
 pub(super) fn share<AP: Size>(
     pairs: Vector<u32, AP>,
@@ -171,8 +171,8 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads one bit per column of a block, for the columns that this lane multiplies. A bit is set if P or dS is nonzero in this
-/// column for some row of the warp's gradient.
+/// Loads one bit per column of a block, for the columns that this lane multiplies. A bit is set if P or dS is nonzero in the
+/// bit's column for some row of the warp's gradient.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

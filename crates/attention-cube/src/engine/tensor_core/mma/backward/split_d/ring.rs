@@ -1,5 +1,6 @@
-//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. Q or K, and V
-//! or dO, come in chunks of columns. The right operand of the gradient GEMM comes in chunks of rows.
+//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. For S and dP,
+//! the block's Q or K and its V or dO come in chunks of columns. For the gradient GEMM, the right operand comes in chunks of
+//! rows.
 
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit};
 use crate::engine::tensor_core::mma::backward::load::{copy_lse_delta, stationary_head};
@@ -68,7 +69,7 @@ pub(super) struct GradientStep {
     pub stage: u32,
 }
 
-/// The address in shared memory of LSE and delta for a block's queries.
+/// Returns the address in shared memory at which LSE and delta of a block's queries begin.
 #[cube]
 pub(super) fn lse_delta_offset(
     operands: &Operands,
@@ -80,8 +81,8 @@ pub(super) fn lse_delta_offset(
         + stage * comptime!(tiles.term_bytes() as u32)
 }
 
-/// Starts the copies of the tile's resident operands. The barrier of the first chunk also counts these copies, so a warp that
-/// waits for the first chunk waits for them too.
+/// Starts the copies of the tile's resident operands, which stay in shared memory. The barrier of the first chunk also counts
+/// these copies, so a warp that waits for the first chunk waits for these copies too.
 #[cube]
 pub(super) fn copy_stationary(
     operands: &Operands,
@@ -108,8 +109,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read the previous chunk of the slot, then starts the copy of the `chunk`-th chunk of a main loop
-/// iteration (`pass`). An index past the last chunk means a chunk of the next iteration, if there is one.
+/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a main
+/// loop iteration (`pass`) to this slot. If `chunk` is past the last chunk of the iteration, the chunk belongs to the next
+/// iteration. If there is no next iteration, nothing is copied.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -196,8 +198,8 @@ pub(super) fn fill(
     }
 }
 
-/// Returns the address and the strides of a streamed operand's rows, in the `head`-th head that the tile visits. Rows outside
-/// of the tile's visible range count as missing, so copies write zeros for them.
+/// Returns the address and the strides of a streamed operand's rows, in the `head`-th head that the tile visits. The returned
+/// range of existing rows is the tile's visible range, so copies write zeros for all other rows.
 #[cube]
 fn rows_of(
     operand: Passed,
@@ -218,8 +220,8 @@ fn rows_of(
     }
 }
 
-/// Starts the copy of some columns of a block's rows. If the tile's rows are not resident, the function also copies the same
-/// columns of the tile's rows.
+/// Starts the copy of the `chunk`-th chunk of columns of a block's rows. If the tile's rows are not resident, the function also
+/// copies the same columns of the tile's rows.
 #[cube]
 fn copy_scored(
     rows: HeadSource,

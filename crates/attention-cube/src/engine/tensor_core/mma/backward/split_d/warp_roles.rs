@@ -1,10 +1,10 @@
-//! The parts of the scores and of the gradients that each warp computes.
+//! The rows and columns of the scores and of the gradients that each warp computes.
 
 use crate::engine::tensor_core::mma::plan::MmaGradientSplitDTiles;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The rows and columns that a warp computes.
+/// The rows and columns of the scores and of the gradients that a warp computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Roles {
@@ -13,9 +13,10 @@ pub(super) struct Roles {
     pub score_row: u32,
     /// The index of the block's 32-column group for which the warp computes scores.
     pub part_group: u32,
-    /// The index of the gradient that the warp computes, if the kernel computes two.
+    /// The index of the gradient that the warp computes. If the kernel computes two gradients, the index is 0 for K and 1 for
+    /// V. Otherwise the index is 0.
     pub gradient: u32,
-    /// The tile row where the warp's part of the gradient begins.
+    /// The tile row where the warp's share of the gradient begins.
     pub sum_row: u32,
     /// The index of the warp among the warps that divide the columns of one gradient.
     pub column_group: u32,

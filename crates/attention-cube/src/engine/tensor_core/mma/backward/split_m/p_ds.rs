@@ -1,4 +1,4 @@
-//! P and dS of a warp's fragments.
+//! Computes P and dS of a warp's fragments.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::dropout::keep_bits;
@@ -12,7 +12,8 @@ use crate::engine::tensor_core::mma::fragments::{fragment_of, joined};
 use crate::engine::tensor_core::mma::plan::MmaGradientSplitMTiles;
 use cubecl::prelude::*;
 
-/// P and dS of a warp's rows, packed as left operands of `mma`. P and dS are each computed only if the kernel needs them.
+/// P and dS of a warp's rows, packed as left operands of `mma`. P is computed only for the gradient of V, and dS only for the
+/// gradient of Q or K.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Made<AP: Size> {

@@ -1,8 +1,8 @@
 //! The copies of chunks of keys and values to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory.
 //!
-//! A pass, one iteration of the main loop, first multiplies by the chunks of one block of keys. It then multiplies by the
-//! chunks of the previous block's values. The first pass has no values, and the last pass has no keys. Each missing chunk still
-//! takes a slot of the ring, but nothing is copied to this slot.
+//! A *pass* is one iteration of the main loop. A pass first multiplies the queries by the chunks of one block's keys. The pass
+//! then multiplies P by the chunks of the previous block's values. The first pass has no values, and the last pass has no keys.
+//! Each missing chunk still takes a slot of the ring, but nothing is copied to this slot.
 
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::engine::tensor_core::mma::forward::load::{
@@ -39,9 +39,9 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read the previous chunk of the slot, then starts the copy of a pass's `chunk`-th chunk. A pass is
-/// an iteration of the main loop. An index past the last chunk means a chunk of the next pass. If the chunk's block does not
-/// exist, nothing is copied, and the slot is full at once.
+/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a pass
+/// (an iteration of the main loop) to this slot. If `chunk` is past the last chunk of the pass, the chunk belongs to the next
+/// pass. If the chunk's block does not exist, nothing is copied, and the slot is full at once.
 #[cube]
 #[allow(
     clippy::collapsible_if,

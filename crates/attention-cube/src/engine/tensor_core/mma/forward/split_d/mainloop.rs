@@ -1,7 +1,7 @@
 //! The main loop of a CTA over the blocks of its tile.
 //!
-//! One iteration is a *pass*. It multiplies the queries by the keys of the current block, and P by the values of the previous
-//! block. The warps that share output rows form a row group with barriers of its own.
+//! One iteration is a *pass*. A pass multiplies the queries by the keys of the current block, and P of the previous block by
+//! the values of the previous block. The warps that share output rows form a row group, which has its own barriers.
 
 use super::chunks::{MainloopStep, Operands, fill};
 use super::shared_offsets::SharedOffsets;
@@ -33,8 +33,8 @@ use cube_kit::nvidia::mbarrier::{arrive_as_warp, await_phase};
 use cube_kit::nvidia::ptx::load_shared;
 use cubecl::prelude::*;
 
-/// The byte offsets of three barriers. Each row group (the warps that share output rows) has these barriers. Each barrier
-/// completes when all warps of the group have done the work that the list names.
+/// The byte offsets of three barriers among the barriers of a row group, the warps that share output rows. A barrier completes
+/// when all warps of the row group have done the work that this list names:
 ///
 /// - `TOLD`: the warps have stored their row maxima.
 /// - `SHARED`: the warps have stored P.
@@ -43,7 +43,8 @@ const TOLD: u32 = 0;
 const SHARED: u32 = BARRIER_BYTES as u32;
 const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
-/// The result of a warp's main loop: its part of the output, and the online softmax states of the rows whose scores it computes.
+/// The result of a warp's main loop: the rows and columns of O that the warp computes, and the online softmax states of the
+/// rows whose scores the warp computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<AO: Size> {
@@ -53,7 +54,7 @@ pub(super) struct MainloopOutput<AO: Size> {
 }
 
 /// Processes a tile's blocks. Before the call, the caller starts the copies of the queries. The barrier of the first chunk also
-/// counts these copies, so a warp that waits for the first chunk waits for them too.
+/// counts these copies, so a warp that waits for the first chunk waits for the queries too.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -79,8 +80,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
     let hidden = scoring.arguments.negative_infinity;
     // The tile row of the thread's first score register.
     let row = roles.score_row + UNIT_POS % 32u32 / 4u32;
-    // Let one half of the warps compute P before the GEMM with the first chunk of values, the other half after it. Each scheduler
-    // has one warp of each half, so one computes exponentials while the other multiplies.
+    // Let one half of the warps compute P before the GEMM with the first chunk of values, the other half after this GEMM. Each
+    // warp scheduler has one warp of each half, so one of the two warps computes exponentials while the other multiplies.
     let weighs_first = roles.warp < comptime!(MmaSplitDTiles::WARPS as u32 / 2);
     let mut o = Vector::<f32, AO>::zeroed();
     let mut state_0 = empty_state(hidden);
@@ -235,9 +236,10 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         if has_keys {
             if comptime!(tiles.shares == 1) {
-                // With one buffer for P, wait until all warps have finished the GEMM with the previous P before overwriting it.
-                // With two buffers, the warps last read this pass's buffer in the previous pass. A warp signals its row maxima of
-                // this pass only after these reads, and all warps have waited for that signal. So no barrier is needed here.
+                // With one buffer for P, wait until all warps have finished the GEMM with the previous P before this warp
+                // overwrites the buffer. With two buffers, the warps last read this pass's buffer in the previous pass. A warp
+                // signals its row maxima of this pass only after these reads, and all warps have waited for that signal. So no
+                // barrier is needed with two buffers.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }
@@ -278,7 +280,7 @@ fn await_chunk(
 }
 
 /// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
-/// probably finished with that slot, so the refill seldom waits.
+/// probably finished with the preceding slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,
@@ -330,7 +332,7 @@ fn scores_of_chunk<AS: Size>(
     }
 }
 
-/// Turns one fragment's `q·k` into masked scores.
+/// Computes the masked scores of one fragment from its `q·k`.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     dots: Vector<f32, AS>,
@@ -362,7 +364,8 @@ fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     s
 }
 
-/// Rescales O to the rows' new reference maxima if any maximum has changed.
+/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts. P·V of the
+/// previous block is added next.
 #[cube]
 fn rescaled_output<AO: Size>(
     o: Vector<f32, AO>,
@@ -402,8 +405,8 @@ fn rescaled_output<AO: Size>(
     o
 }
 
-/// Adds P·V over one chunk of values to O. If some keys may be masked for all rows, the GEMM uses zeros for their values, because
-/// these values may be NaN.
+/// Adds P·V over one chunk of values to O. If some keys may be masked for all rows, the GEMM reads the rows of V of masked keys
+/// as zeros, because these rows may be NaN.
 #[cube]
 fn with_chunk<AO: Size>(
     o: Vector<f32, AO>,

@@ -1,4 +1,4 @@
-//! The addresses of the areas in shared memory.
+//! The addresses of the areas in shared memory: queries, P, row maxima, rescale factors, flags and barriers.
 
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;

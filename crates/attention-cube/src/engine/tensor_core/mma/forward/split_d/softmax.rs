@@ -1,5 +1,5 @@
-//! P of a block, and the exchange of row maxima. Several warps compute scores of the same rows for different keys, so they
-//! exchange the row maxima through shared memory. Each warp then computes its part of P.
+//! Computes P of a block, and exchanges row maxima among warps. Several warps compute scores of the same rows for different
+//! keys, so these warps exchange the row maxima through shared memory. Each warp then computes P for its own rows and keys.
 
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
@@ -35,7 +35,8 @@ pub(super) fn score_fragment<AS: Size, NS: Size>(
     own
 }
 
-/// Stores a fragment's row maxima for the other warps with the same rows. `row` is the thread's first row.
+/// Stores the maxima of a fragment's rows in shared memory, where other warps with scores of the same rows read them. `row` is
+/// the thread's first row.
 #[cube]
 pub(super) fn store_row_max<NS: Size>(
     s: Vector<f32, NS>,
@@ -171,7 +172,8 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     }
 }
 
-/// The shared-memory address of P in main loop iterations (passes) with this parity.
+/// Returns the shared-memory address of P in main loop iterations with this parity. If there are two buffers for P, iterations
+/// with parity 0 use the first buffer, and iterations with parity 1 the second.
 #[cube]
 pub(super) fn shared_probabilities(
     offsets: &SharedOffsets,
@@ -185,8 +187,8 @@ pub(super) fn shared_probabilities(
     }
 }
 
-/// The shared-memory address of the bits of used keys, in main loop iterations (passes) with this parity. A key is used if its
-/// probability is not 0.
+/// Returns the shared-memory address of the bits of used keys in main loop iterations with this parity. A key is used if its
+/// probability is not 0 in some row.
 #[cube]
 fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     if comptime!(tiles.shares == 1) {
@@ -196,7 +198,7 @@ fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplit
     }
 }
 
-/// Stores a warp's part of P in shared memory, where all warps of its row group read it.
+/// Stores P of a warp's scores in shared memory, where all warps of its row group read P.
 #[cube]
 pub(super) fn share<AS: Size>(
     pairs: Vector<f32, AS>,

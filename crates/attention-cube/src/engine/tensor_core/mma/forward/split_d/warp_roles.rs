@@ -1,4 +1,4 @@
-//! The parts of the scores and of the output that each warp computes.
+//! The rows, keys and columns of the scores and of the output that each warp computes.
 
 use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use cube_kit::nvidia::ptx::uniform;

@@ -124,7 +124,8 @@ pub(super) fn run_mainloop<
     MainloopOutput::<AO> { o, states }
 }
 
-/// The shared-memory addresses of the two buffers of keys and of values.
+/// The shared-memory addresses of the keys and of the values. Each address is the start of two buffers, one for the current
+/// block and one for the next block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct SharedOffsets {

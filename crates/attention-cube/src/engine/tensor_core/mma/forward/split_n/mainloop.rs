@@ -138,7 +138,7 @@ fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
 }
 
 /// Adds the partial `q·k` of the two warps of a key group. Each warp has summed half of the columns. Both warps add the same
-/// two values, so they continue with equal scores.
+/// two partial sums, so both continue with equal scores.
 ///
 /// Two exchange buffers alternate. Between two writes of a warp to the same buffer lies a barrier of both warps. The other warp
 /// reaches that barrier only after it has read the buffer, so the second write overwrites no unread data.

@@ -1,9 +1,9 @@
 //! The merge of the outputs of the key groups (see `split_n.rs`).
 //!
-//! Each key group has an output and a row sum for every row. Both are relative to the group's own reference maximum, the row
-//! maximum of its online softmax. The merge rescales outputs and sums to the largest reference maximum, as split-KV does with
-//! its partial outputs. Each warp then adds some columns of all groups, in the order of the groups, so results are bitwise
-//! equal in every run.
+//! Each key group has an output and a row sum for every row. Both are relative to the group's own row maximum, which its online
+//! softmax subtracts. The merge rescales outputs and sums to the largest row maximum of all groups, as split-KV does with its
+//! partial outputs. Each warp then adds some columns of all groups, in the order of the groups, so results are bitwise equal in
+//! every run.
 
 use super::stages::Roles;
 use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};
@@ -17,11 +17,11 @@ use cube_kit::nvidia::accumulator::{Pair, is_second};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// Bytes of 16 columns of an output fragment, in f32.
+/// The number of bytes that 16 columns of an output fragment take in shared memory, as f32.
 const STEP_BYTES: usize = STEP_REGISTERS / 4 * FOURS_BYTES;
 
-/// The shared-memory addresses of two tables, one for the groups' reference maxima and one for their row sums. A table has one
-/// 32-bit word per group and row.
+/// The shared-memory addresses of two tables. One table holds the row maxima that the key groups' softmax subtracts, the other
+/// the groups' row sums. A table has one 32-bit word per group and row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tables {
@@ -29,7 +29,7 @@ pub(super) struct Tables {
     pub sums: u32,
 }
 
-/// The reference maxima and sums of the thread's two rows, combined over all groups.
+/// The row maxima and row sums of the thread's two rows, combined over all key groups.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Together {
@@ -37,7 +37,7 @@ struct Together {
     sums: Pair,
 }
 
-/// Computes the factors that rescale a group's results from the group's own reference maxima to the combined reference maxima.
+/// Computes the factors that rescale a key group's results from the group's own row maxima to the combined row maxima.
 #[cube]
 fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     Pair {
@@ -58,8 +58,8 @@ fn words(
     table + comptime!((4 * (group * tiles.rows() + fragment * FRAGMENT_ROWS)) as u32)
 }
 
-/// Combines the reference maxima and row sums of a fragment's rows over all groups. Every group must have stored its values in
-/// the tables before the call.
+/// Combines the row maxima and row sums of a fragment's rows over all key groups. Every group must have stored its maxima and
+/// sums in the tables before the call.
 #[cube]
 fn together(
     tables: &Tables,
@@ -100,8 +100,8 @@ fn together(
     }
 }
 
-/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages, where other warps read it. Also
-/// stores the key group's reference maxima and sums.
+/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages, where other warps read it. The
+/// function also stores the key group's row maxima and row sums.
 #[cube]
 pub(super) fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -141,8 +141,8 @@ pub(super) fn store_results<AO: Size>(
             } else {
                 (factor.first, sums.first)
             };
-            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN. Other rows of the tile may see
-            // values that are NaN, and the GEMM P·V multiplies these values by the row's zeros (0 · NaN is NaN).
+            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN: the GEMM P·V multiplies the
+            // row's zeros by rows of V that other rows of the tile see. These rows of V may be NaN, and 0 · NaN is NaN.
             let scaled = o.extract(register) * own;
             o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
         }
@@ -166,9 +166,9 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for a part of a fragment's columns. Every key group has one warp that computed the same
-/// columns as the calling warp. These warps, one per group, divide the columns, and each adds the outputs of all groups for its
-/// part.
+/// Adds the outputs of all key groups for some columns of a fragment. Every key group has one warp that computed the same
+/// columns as the calling warp. These warps, one per group, divide the columns. Each warp adds the outputs of all groups for
+/// its share of the columns.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

@@ -8,7 +8,8 @@ use cube_kit::ampere::gemv::read_word;
 use cube_kit::nvidia::ptx::element_address;
 use cubecl::prelude::*;
 
-/// The page table of a sequence, and the bytes from a page to the next. All fields are unused if the keys are contiguous.
+/// The page table of a sequence, and the distances in bytes between two consecutive pages of keys, values and scales. All
+/// fields are unused if the keys are contiguous.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PageSources {
@@ -16,7 +17,7 @@ pub(super) struct PageSources {
     pub entries: u64,
     /// The index of the sequence's last entry.
     pub last_entry: u32,
-    /// The index of the last page.
+    /// The index of the last page in the tensors of keys and values.
     pub last_page: u32,
     pub key_bytes: u64,
     pub value_bytes: u64,
@@ -24,8 +25,8 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index of the sequence whose address `head_source` takes. With pages it is 0, because [`paged_head`] later adds the
-/// address of the page.
+/// Returns the index in the first dimension of keys and values at which a tile's operands begin. Without pages, this is
+/// `batch`, the index of the sequence. With pages, it is 0, because [`paged_head`] later adds the offset of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -35,7 +36,7 @@ pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     }
 }
 
-/// Returns the page table of sequence `batch` and the sizes of pages.
+/// Returns the page table of sequence `batch`, and the distances between pages.
 #[cube]
 pub(super) fn page_sources<E: Float, W: Numeric>(
     inputs: &ForwardOperands<E, W>,
@@ -75,7 +76,7 @@ pub(super) fn page_sources<E: Float, W: Numeric>(
     }
 }
 
-/// The bytes from a page's scales to those of the next page.
+/// Returns the distance in bytes between the scales of two consecutive pages, or 0 without scales.
 #[cube]
 fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
     #[comptime]
@@ -85,7 +86,7 @@ fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
     }
 }
 
-/// Returns the page of a block of keys, or 0 if a sequence's keys are contiguous.
+/// Returns the index of the page that holds a block of keys, or 0 if a sequence's keys are contiguous.
 ///
 /// A block past the sequence's end gets the sequence's last page. An entry outside of the existing pages counts as the nearest
 /// page, so that no copy leaves the tensors.
@@ -106,8 +107,9 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Moves a source of sequence 0 to page `page`, which holds row `row` of the sequence. Only rows of this page may then be read,
-/// by their numbers in the sequence.
+/// Returns the source of the head's rows in page `page`, if the operands lie in pages. `source` must begin at page 0, and
+/// `page` must hold row `row` of the sequence. The caller may then read only rows of this page, and indexes them by their row
+/// numbers in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -119,7 +121,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The difference may be negative and then wraps around. The sum with the offset of a row of the page wraps back.
+        // The difference may be negative, and the u64 address then wraps around. The later addition of the offset of a row in
+        // this page wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

@@ -1,4 +1,4 @@
-//! The parts of a tile that each warp computes, and the copies of the operands to the warp's stages.
+//! The keys and columns of a tile that each warp computes, and the copies of the operands to the warp's stages.
 //!
 //! A stage holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
 
@@ -26,7 +26,7 @@ pub(super) struct Roles {
     pub column_group: u32,
     /// The first column of queries and keys that the warp multiplies.
     pub key_column: u32,
-    /// The first column of values and output that the warp computes.
+    /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
     /// The index of the first group of 16 output columns for which the warp adds the outputs of all key groups.
     pub first_step: u32,
@@ -57,7 +57,7 @@ pub(super) fn warp_roles(start: u32, #[comptime] tiles: MmaSplitNTiles) -> Roles
     }
 }
 
-/// Starts the copy of the tile's queries, by all warps, and commits it as one `cp.async` group.
+/// Starts the copy of the tile's queries by all warps, and commits the copy as one `cp.async` group.
 #[cube]
 pub(super) fn copy_all_queries<E: Float>(
     query: &Tensor<E>,
@@ -101,7 +101,7 @@ pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     }
 }
 
-/// The keys and values of the tile's KV head.
+/// The keys and values of the tile's KV head, with their scales and pages, and the end of the tile's blocks.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -115,9 +115,9 @@ pub(super) struct Operands {
     pub end_block: i32,
 }
 
-/// Starts the copy of the warp's columns of a block to a stage. It commits one `cp.async` group for the keys and one for the
-/// values. If the block does not exist, the groups are empty, so that every stage counts as two groups. `page` is the block's
-/// page, if keys and values lie in pages.
+/// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and one
+/// for the values. If the block does not exist, both groups are empty, so that every stage counts as two groups. `page` is the
+/// page that holds the block, if keys and values lie in pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -175,7 +175,8 @@ fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     }
 }
 
-/// The size of a warp's part of an operand block. The warp has `columns` of the operand's `width` columns.
+/// Returns the size of the section that a warp copies of an operand block. The warp has `columns` of the operand's `width`
+/// columns.
 const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,

@@ -1,4 +1,4 @@
-//! The tiles and the shared memory of the split-D backward, whose warps divide a gradient's columns.
+//! The tiles and the shared memory of the split-D backward. The warps divide a gradient's columns.
 
 use crate::engine::tensor_core::mma::plan::ring::Ring;
 use crate::engine::tensor_core::mma::plan::warp::STEP;
@@ -6,18 +6,19 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The operands of the tile that stay in shared memory. Other operands pass through the ring again for every block.
+/// The choice of the tile's operands that stay in shared memory. Other operands of the tile pass through the ring again for
+/// every block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
     /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
     All,
     /// Only Q or K stays in shared memory.
     QOrK,
-    /// No operand stays in shared memory. Of the tile, a CTA keeps only the gradient, in registers.
+    /// No operand stays in shared memory. The CTA keeps only the tile's gradient, in registers.
     Nothing,
 }
 
-/// The tiles of the kernel in `backward/split_d.rs`. Warps divide a block's scores by rows and columns, and the gradient by
+/// The tiles of the kernel in `backward/split_d.rs`. The warps divide a block's scores by rows and columns, and the gradient by
 /// columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaGradientSplitDTiles {
@@ -25,22 +26,22 @@ pub struct MmaGradientSplitDTiles {
     pub side: Side,
     /// The gradients that the kernel computes.
     pub sums: Sums,
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// The number of f32 values per query. With 2, they are LSE and delta. With 3, they are the row maximum of the scores, delta,
-    /// and the logarithm of the row sum.
+    /// The number of f32 per query that the kernel loads. With 2, they are LSE and delta. With 3, they are the row maximum of
+    /// the scores, delta, and the logarithm of the row sum.
     pub lse_delta: usize,
     /// The number of rows per tile: 64 or 128.
     pub rows: usize,
     /// The number of rows per streamed block, which are the columns of the scores: 64 or 128.
     pub columns: usize,
-    /// The operands that stay in shared memory.
+    /// The choice of the tile's operands that stay in shared memory.
     pub resident: Resident,
-    /// The number of columns in a chunk of the operands of S or dP, a multiple of a subtile's 64 columns.
+    /// The number of columns in a chunk for the GEMM of S or dP, a multiple of a subtile's 64 columns.
     pub score_columns: usize,
     /// The number of rows in a chunk of the gradient GEMM's right operand.
     pub sum_rows: usize,
@@ -67,7 +68,7 @@ impl MmaGradientSplitDTiles {
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     pub const TERM_STAGES: usize = 2;
 
-    /// The number of column parts into which a block's scores are divided among warps.
+    /// The number of column groups into which a block's scores are divided among warps.
     pub const fn part_groups(&self) -> usize {
         self.columns / Self::PART
     }
@@ -82,7 +83,7 @@ impl MmaGradientSplitDTiles {
         FRAGMENT_ROWS * self.score_fragments()
     }
 
-    /// The number of gradients that the kernel computes. Each gradient is computed by an equal part of the warps.
+    /// The number of gradients that the kernel computes: 1 or 2. Each gradient is computed by an equal share of the warps.
     pub const fn gradients(&self) -> usize {
         match self.sums {
             Sums::QOrK | Sums::Values => 1,
@@ -90,7 +91,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of groups into which the rows of a gradient are divided. The groups belong to different warps.
+    /// The number of row groups into which the rows of a gradient are divided. Different warps compute different row groups.
     pub const fn row_groups(&self) -> usize {
         self.rows / Self::SUM_ROWS
     }
@@ -100,7 +101,7 @@ impl MmaGradientSplitDTiles {
         Self::WARPS / self.gradients() / self.row_groups()
     }
 
-    /// The number of columns of the gradient that the kernel computes, or of the wider one if the kernel computes two.
+    /// The number of columns of the gradient that the kernel computes, or of the wider gradient if the kernel computes two.
     const fn width(&self) -> usize {
         match self.sums {
             Sums::QOrK => self.head_dim,
@@ -121,13 +122,12 @@ impl MmaGradientSplitDTiles {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }
 
-    /// The number of chunks into which the columns of a block's Q or K rows are divided for S.
+    /// The number of column chunks of a block of Q or K, for the GEMM of S.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(self.score_columns)
     }
 
-    /// The number of chunks into which the columns of a block's V or dO rows are divided for dP, or 0 if the kernel does not need
-    /// dP.
+    /// The number of column chunks of a block of V or dO, for the GEMM of dP; 0 if the kernel does not need dP.
     pub const fn value_chunks(&self) -> usize {
         match self.sums.has_q_or_k() {
             true => self.value_dim.div_ceil(self.score_columns),
@@ -135,12 +135,12 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The number of chunks into which a block's rows are divided for the gradient GEMM.
+    /// The number of row chunks of a block, for the gradient GEMM.
     pub const fn sum_chunks(&self) -> usize {
         self.columns / self.sum_rows
     }
 
-    /// The total number of chunks per block: for the scores, for dP, and for the gradient GEMM.
+    /// The total number of chunks per block: for the GEMM of S, for the GEMM of dP, and for the gradient GEMM.
     pub const fn chunks(&self) -> usize {
         self.dot_chunks() + self.value_chunks() + self.sum_chunks()
     }
@@ -155,7 +155,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// True if rows of the tile stay in shared memory: its V or dO rows if `v_or_do`, else its Q or K rows.
+    /// True if certain rows of the tile stay in shared memory: the rows of V or dO if `v_or_do`, else the rows of Q or K.
     pub const fn holds(&self, v_or_do: bool) -> bool {
         match self.resident {
             Resident::All => true,
@@ -164,7 +164,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// Bytes of the resident Q or K rows.
+    /// The bytes of the tile's rows of Q or K that stay in shared memory.
     const fn dot_bytes(&self) -> usize {
         match self.holds(false) {
             true => self.rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES,
@@ -172,7 +172,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// Bytes of the resident V or dO rows.
+    /// The bytes of the tile's rows of V or dO that stay in shared memory.
     const fn value_bytes(&self) -> usize {
         match self.sums.has_q_or_k() && self.holds(true) {
             true => self.rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES,
@@ -180,17 +180,17 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// The byte offset of the resident V or dO rows. They lie behind the Q or K rows.
+    /// The byte offset of the tile's rows of V or dO in shared memory. They lie behind the tile's rows of Q or K.
     pub const fn stationary_values_at(&self) -> usize {
         self.dot_bytes()
     }
 
-    /// The byte offset of P or dS. If the kernel computes both gradients, dS comes first.
+    /// The byte offset of P or dS in shared memory. If the kernel computes two gradients, dS comes first, and P follows.
     pub const fn factors_at(&self) -> usize {
         self.stationary_values_at() + self.value_bytes()
     }
 
-    /// Bytes of P for one tile and one block. dS takes the same number of bytes.
+    /// The bytes of P for one tile and one block. dS takes the same number of bytes.
     pub const fn factor_bytes(&self) -> usize {
         self.rows * self.columns / SUBTILE * ROW_BYTES
     }
@@ -205,13 +205,13 @@ impl MmaGradientSplitDTiles {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// Bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes both gradients, a chunk holds the Q or
-    /// K rows first, and the V or dO rows start at this offset.
+    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk holds
+    /// rows of Q or K first. Its rows of V or dO then start at this offset.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }
 
-    /// Bytes per ring slot. Any chunk fits a slot.
+    /// The bytes of a ring slot. The largest chunk fits a slot.
     pub const fn slot_bytes(&self) -> usize {
         let streams = !self.holds(false) || (self.sums.has_q_or_k() && !self.holds(true));
         let rows = match streams {
@@ -223,8 +223,8 @@ impl MmaGradientSplitDTiles {
         if scores < sums { sums } else { scores }
     }
 
-    /// Bytes of LSE and delta (f32) of a block's queries. The result is 0 if the block holds keys, because LSE and delta then
-    /// belong to the tile.
+    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys, because LSE and
+    /// delta then belong to the rows of the tile.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -243,7 +243,7 @@ impl MmaGradientSplitDTiles {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// Bytes of the bits that mark the used columns of P, or of dS.
+    /// The bytes of the bits that mark the used columns of P, or of dS.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
     /// The sizes and offsets of the ring of slots. Its barriers lie behind all other data.
@@ -257,7 +257,7 @@ impl MmaGradientSplitDTiles {
         }
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         self.ring().end()
     }
@@ -267,8 +267,8 @@ impl MmaGradientSplitDTiles {
         Self::UNITS
     }
 
-    /// The lengths of five register vectors. For one fragment: S (or dP), and P (or dS). For all fragments of a warp: S (or
-    /// dP), P (or dS), and the gradient.
+    /// The lengths of five register vectors. The first two are for one fragment: S (or dP), and P (or dS). The last three are
+    /// for all fragments of a warp: S (or dP), P (or dS), and the gradient.
     pub const fn vectors(&self) -> [usize; 5] {
         let (s, p) = (Self::PART / 2, Self::PART / 4);
         let fragments = self.score_fragments();

@@ -1,4 +1,5 @@
-//! The tiles and the shared memory of the split-M backward, whose warps have rows and compute all columns of their gradients.
+//! The tiles and the shared memory of the split-M backward. Each warp has some rows, and computes all columns of their
+//! gradients.
 
 use crate::engine::tensor_core::mma::plan::warp::STEP;
 use crate::math::side::{Side, Sums};
@@ -13,25 +14,25 @@ pub struct MmaGradientSplitMTiles {
     pub side: Side,
     /// The gradients that the kernel computes.
     pub sums: Sums,
-    /// The number of columns in queries and keys.
+    /// The number of columns of Q and K.
     pub head_dim: usize,
-    /// The number of columns in values.
+    /// The number of columns of V.
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// The number of f32 values per query. With 2, they are LSE and delta. With 3, they are the row maximum of the scores, delta,
-    /// and the logarithm of the row sum.
+    /// The number of f32 per query that the kernel loads. With 2, they are LSE and delta. With 3, they are the row maximum of
+    /// the scores, delta, and the logarithm of the row sum.
     pub lse_delta: usize,
     /// The number of warps per CTA.
     pub warps: usize,
-    /// The number of 16-row fragments per warp: 1 or 2. Two fragments share each load of an operand row.
+    /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each operand row that the warp loads serves both.
     pub fragments: usize,
     /// The number of rows per streamed block, which are the columns of the scores: 16, 32 or 64.
     pub columns: usize,
 }
 
 impl MmaGradientSplitMTiles {
-    /// The number of blocks in shared memory: one is multiplied while the next is copied (double buffer).
+    /// The number of blocks in shared memory. One block is multiplied while the next is copied (double buffer).
     const STAGES: usize = 2;
 
     /// The number of rows per tile.
@@ -49,18 +50,18 @@ impl MmaGradientSplitMTiles {
         32 * self.warps
     }
 
-    /// Bytes of `rows` rows of queries or keys.
+    /// The bytes of `rows` rows of Q or K.
     const fn dot_bytes(&self, rows: usize) -> usize {
         rows * self.head_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// Bytes of `rows` rows of values or output gradients.
+    /// The bytes of `rows` rows of V or dO.
     const fn value_bytes(&self, rows: usize) -> usize {
         rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// Bytes of LSE and delta (f32) of a block's queries. The result is 0 if the block holds keys, because LSE and delta then
-    /// belong to the tile.
+    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys, because LSE and
+    /// delta then belong to the rows of the tile.
     const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -68,13 +69,13 @@ impl MmaGradientSplitMTiles {
         }
     }
 
-    /// The byte offset of the tile's V or dO rows. They lie behind its Q or K rows.
+    /// The byte offset of the tile's rows of V or dO in shared memory. They lie behind the tile's rows of Q or K.
     pub const fn stationary_values_at(&self) -> usize {
         self.dot_bytes(self.rows())
     }
 
-    /// The byte offset of the first block. It lies behind the tile's V or dO rows if the kernel needs these, else behind its Q or
-    /// K rows.
+    /// The byte offset of the first block in shared memory. The block lies behind the tile's rows of V or dO if the kernel
+    /// needs them, else behind the tile's rows of Q or K.
     pub const fn blocks_at(&self) -> usize {
         let v_or_do = match self.sums.has_q_or_k() {
             true => self.value_bytes(self.rows()),
@@ -83,38 +84,38 @@ impl MmaGradientSplitMTiles {
         self.stationary_values_at() + v_or_do
     }
 
-    /// The byte offset, in a block, of the V or dO rows. They lie behind the Q or K rows.
+    /// The byte offset of a block's rows of V or dO from the start of the block. They lie behind the block's rows of Q or K.
     pub const fn block_values_at(&self) -> usize {
         self.dot_bytes(self.columns)
     }
 
-    /// The byte offset of LSE and delta in a block.
+    /// The byte offset of LSE and delta from the start of a block.
     pub const fn block_lse_delta_at(&self) -> usize {
         self.block_values_at() + self.value_bytes(self.columns)
     }
 
-    /// Bytes from one block to the next, rounded up to a multiple of a subtile row.
+    /// The bytes from one block to the next, rounded up to a multiple of a subtile row.
     pub const fn block_bytes(&self) -> usize {
         (self.block_lse_delta_at() + self.term_bytes()).next_multiple_of(ROW_BYTES)
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         self.blocks_at() + Self::STAGES * self.block_bytes()
     }
 
-    /// The number of columns in the gradient of Q or K in registers.
+    /// The number of columns of dQ or dK that registers hold.
     pub const fn dot_columns(&self) -> usize {
         self.head_dim.next_multiple_of(STEP)
     }
 
-    /// The number of columns in the gradient of V in registers.
+    /// The number of columns of dV that registers hold.
     pub const fn value_columns(&self) -> usize {
         self.value_dim.next_multiple_of(STEP)
     }
 
-    /// The lengths of eight register vectors. Four of them are for one fragment: S (or dP), P (or dS), the gradient of Q or K,
-    /// and the gradient of V. The other four hold the same for all fragments of a warp.
+    /// The lengths of eight register vectors. Four of them are for one fragment: S (or dP), P (or dS), dQ or dK, and dV. The
+    /// other four are for the same matrices with all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 8] {
         let (s, p) = (registers(self.columns / 2), registers(self.columns / 4));
         let q_or_k = registers(self.dot_columns() / 2);

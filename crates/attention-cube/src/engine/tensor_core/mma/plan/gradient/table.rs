@@ -11,13 +11,14 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use cube_kit::nvidia::Half;
 
-/// The sizes of a kernel's tiles that a table chooses.
+/// The sizes that a table chooses for a kernel's tiles.
 #[derive(Clone, Copy)]
 enum Shape {
-    /// Split-M, as three numbers: warps per CTA, 16-row fragments per warp, and columns per block.
+    /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and columns per block.
     Rows([usize; 3]),
-    /// Split-D, as the resident operands and five sizes: rows, columns, columns per chunk for S or dP, rows per chunk of the
-    /// gradient GEMM's right operand, and the largest number of ring slots.
+    /// Split-D. The first field says which operands stay in shared memory. The first three of the five numbers are rows,
+    /// columns, and columns per chunk for S or dP. The last two are rows per chunk of the gradient GEMM's right operand, and
+    /// the largest number of ring slots.
     Columns(Resident, [usize; 5]),
 }
 
@@ -28,8 +29,8 @@ struct Row {
     shared_memory: usize,
     query: Shape,
     key: Shape,
-    /// The tiles of a separate kernel for the gradient of V, if the registers of one kernel cannot hold the gradients of both K
-    /// and V.
+    /// The tiles of a separate kernel that computes dV, or `None` if one kernel computes dK and dV. A separate kernel is needed
+    /// if the registers of one kernel cannot hold both gradients.
     value: Option<Shape>,
 }
 
@@ -55,7 +56,7 @@ const fn row(
 /// while another computes P and dS.
 ///
 /// Split-D uses blocks of 128 columns or tiles of 128 rows, which give each warp 32 × 32 scores. A warp with 32 × 32 scores
-/// reads two thirds of the operand bytes that two parts of 16 × 32 scores need.
+/// reads two thirds of the operand bytes that two separate tiles of 16 × 32 scores need.
 const ROWS: &[Row] = &[
     row([64, 99], Rows([4, 2, 32]), Rows([4, 2, 32]), None),
     row([128, 227], Rows([4, 2, 32]), Rows([8, 1, 64]), None),
@@ -85,8 +86,8 @@ const ROWS: &[Row] = &[
         Columns(QOrK, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
-    // This table row serves problems with a bias. A bias needs a third f32 value per query in shared memory, so the tiles of the
-    // previous table row would leave room for fewer than three ring slots.
+    // This table row serves problems with a bias. A bias needs a third f32 per query in shared memory. With the tiles of the
+    // previous table row, fewer than three ring slots would then fit.
     row(
         [512, 227],
         Columns(All, [64, 128, 64, 16, 6]),
@@ -107,12 +108,12 @@ const ROWS: &[Row] = &[
     ),
 ];
 
-/// The tiles of the query kernel and of the key kernel. The third entry has the tiles of the value kernel, if the values'
-/// gradient has a kernel of its own.
+/// The tiles of the query kernel and of the key kernel. The third entry has the tiles of the value kernel, or `None` if the key
+/// kernel also computes dV.
 type Kernels = (MmaGradientTiles, MmaGradientTiles, Option<MmaGradientTiles>);
 
 /// Returns the tiles for these head sizes that fit the device. With `has_logarithms`, as for a bias, each query has three f32
-/// values (row maximum, delta, logarithm of the row sum) instead of two (LSE, delta).
+/// (row maximum, delta, logarithm of the row sum) instead of two (LSE, delta).
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -191,12 +192,12 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Sets the number of ring slots to at most the table's number, and to no more than fit `shared_memory`. Among these numbers from
-/// 3 on, the function takes the largest that divides the number of chunks per block. Each chunk then has the same slot in every
-/// block, known at compile time. If none of these numbers divides the number of chunks, the function takes as many slots as
-/// possible.
+/// Chooses the number of ring slots: at most the table's number, at most the number of chunks per block, and no more than fit
+/// `shared_memory`. Among these numbers from 3 on, the function takes the largest that divides the number of chunks per block.
+/// Each chunk then has the same slot in every block, known at compile time. If none of these numbers divides the number of
+/// chunks, the function takes as many slots as possible.
 ///
-/// A bias leaves room for fewer slots, since it needs one more f32 value per query.
+/// A bias leaves room for fewer slots, since it needs one more f32 per query.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -209,7 +210,7 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The smallest number of ring slots. Most warps read one slot, slower warps still read the slot before it, and a third slot is
+/// The smallest number of ring slots. Most warps read one slot, slower warps still read the preceding slot, and a third slot is
 /// being filled.
 const LEAST_SLOTS: usize = 3;
 
@@ -224,8 +225,8 @@ mod tests {
     /// The largest head size.
     const WIDEST: usize = 512;
 
-    /// Checks that the table has backward tiles for every head size at each size of shared memory, and that the warps divide
-    /// these tiles without a remainder, as the kernels assume.
+    /// Checks that the table has backward tiles for every head size at each size of shared memory. The warps must divide these
+    /// tiles without a remainder, as the kernels assume.
     #[test]
     fn gradient_tiles_every_width_fits_and_divides_evenly() {
         for shared_memory in SHARED_MEMORY {
@@ -259,8 +260,8 @@ mod tests {
         }
     }
 
-    /// True if a subtile may start at byte offset `place`, which must be a multiple of eight rows. The swizzle permutes a row's
-    /// 16-byte pieces by the row's number in its subtile modulo 8.
+    /// True if a subtile may start at byte offset `place`, which must be a multiple of eight rows. The swizzle permutes each
+    /// row in units of 16 bytes, by the row's number in its subtile modulo 8.
     fn is_subtile(place: usize) -> bool {
         place.is_multiple_of(8 * ROW_BYTES)
     }
@@ -282,15 +283,15 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. The warps that compute
-        // scores store one set of bits of used columns per group of score rows, so a set never covers rows of two gradient warps.
+        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. Each group of score
+        // rows has one set of bits that mark used columns. So a set never covers rows of two warps of the gradient GEMM.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // An iteration of the main loop starts copies only for its own chunks and for those of the next iteration, so slots
-        // beyond the number of chunks would stay unused.
+        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots beyond
+        // the number of chunks would therefore stay unused.
         assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let offsets = [
@@ -303,7 +304,7 @@ mod tests {
             tiles.slot_bytes(),
         ];
         assert!(offsets.into_iter().all(is_subtile), "{tiles:?}");
-        // The kernels copy LSE and delta in pieces of 16 bytes, so the offset and the size of these values must be multiples of
+        // The kernels copy LSE and delta in units of 16 bytes. So the offset and the size of LSE and delta must be multiples of
         // 16.
         assert!(tiles.lse_delta_at().is_multiple_of(16), "{tiles:?}");
         assert!(tiles.term_bytes().is_multiple_of(16), "{tiles:?}");

@@ -6,7 +6,7 @@ use crate::engine::tensor_core::mma::plan::occupancy::cubes_per_multiprocessor;
 use crate::engine::tiling::BackwardTiles;
 use crate::math::side::{Side, Sums};
 
-/// The tiles of a backward kernel, for one of two ways to divide them among warps.
+/// The tiles of a backward kernel. The two variants are two ways to divide a tile among warps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MmaGradientTiles {
     /// Split-M: each warp has some rows of the tile, and computes all columns of their gradients.
@@ -63,7 +63,7 @@ impl MmaGradientTiles {
         }
     }
 
-    /// Bytes of shared memory per CTA.
+    /// The bytes of shared memory per CTA.
     pub const fn shared_memory(&self) -> usize {
         match self {
             Self::SplitM(tiles) => tiles.shared_memory(),

@@ -19,8 +19,8 @@ use cube_kit::hopper::wgmma::{STEP, free_chunk, load_columns_as_rows, load_rows,
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// P and dS, packed as left operands of the gradient GEMMs. P and dS are each computed only if a gradient of this kernel needs
-/// it.
+/// P and dS, packed as left operands of the gradient GEMMs. P is computed only if this kernel computes dV, and dS only if this
+/// kernel computes dQ or dK.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Made<NP: Size> {
@@ -28,7 +28,7 @@ pub(super) struct Made<NP: Size> {
     pub ds: Vector<u32, NP>,
 }
 
-/// The position of a consumer thread among the consumer warps.
+/// The index of a consumer thread's warpgroup, and a flag for the thread that arrives at barriers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConsumerThread {
@@ -37,8 +37,8 @@ pub(super) struct ConsumerThread {
     pub elected: u32,
 }
 
-/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied these values together
-/// with the block's rows of Q.
+/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied their LSE and delta
+/// together with the block's rows of Q.
 #[cube]
 fn block_lse_delta<'a>(
     row_lse_delta: &LseDelta<'a>,
@@ -52,7 +52,7 @@ fn block_lse_delta<'a>(
 }
 
 /// True if the `count`-th block has far queries. Call this function after the block's `q_or_k` stage is full. If GEMMs run
-/// meanwhile, the warp vote costs no time.
+/// at the same time, the warp vote adds no time.
 #[cube]
 pub(super) fn block_has_far(
     row_lse_delta: &LseDelta<'_>,

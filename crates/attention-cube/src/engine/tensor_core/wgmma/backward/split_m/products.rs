@@ -1,5 +1,5 @@
-//! The GEMMs of a block in the split-M backward: their operands, their start, and their completion. Gradient GEMMs are those that
-//! add to dQ, dK or dV.
+//! The GEMMs of a block in the split-M backward: their operands, their start, and their completion. Gradient GEMMs are the
+//! GEMMs that add to dQ, dK or dV.
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::wgmma::plan::WgmmaGradientSplitMTiles;
@@ -90,7 +90,7 @@ pub(super) fn await_q_or_k(
     barrier_wait(offsets.dot_full + 8u32 * slot.stage, slot.parity);
 }
 
-/// Waits until the values or output gradients of the `count`-th block are in shared memory.
+/// Waits until the rows of V or dO of the `count`-th block are in shared memory.
 #[cube]
 pub(super) fn await_values(
     offsets: &SharedOffsets,

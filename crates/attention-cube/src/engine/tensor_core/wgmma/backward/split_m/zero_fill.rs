@@ -1,5 +1,5 @@
-//! Finds the rows of a block that no row of the tile sees, and writes zeros over them before the gradient GEMMs. Such rows may be
-//! NaN, and `0 · NaN` is NaN.
+//! Finds the rows of a block that no row of the tile sees, and writes zeros over them before the gradient GEMMs. Such rows may
+//! hold NaN, and `0 · NaN` is NaN.
 
 use super::CONSUMER_BARRIER;
 use super::producer::SharedOffsets;
@@ -21,8 +21,9 @@ use cubecl::prelude::*;
 /// Writes zeros over those rows of the `count`-th block that no row of the tile sees, before the gradient GEMMs read them. A NaN
 /// in such a row would give `0 · NaN = NaN`.
 ///
-/// If `may_have_masked`, the block may have such rows between visible rows. `masked` is the number of earlier blocks of the tile
-/// that may have had such rows, and selects the block's used words (bits that tell which rows of the block the tile sees).
+/// If `may_have_masked`, the block may have such rows between visible rows. `masked` is the number of earlier blocks of the
+/// tile that may have had such rows. This number selects the block's used words (bits that tell which rows of the block the
+/// tile sees).
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -69,15 +70,15 @@ pub(super) fn zero_fill_block<NP: Size>(
     }
 }
 
-/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words` have
-/// one bit per row of the block, which tells whether the tile sees that row. Otherwise the tile's visible range tells which rows
-/// the tile sees.
+/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words`
+/// have one bit per row of the block, which tells whether the tile sees that row. Otherwise the tile's visible range tells
+/// which rows the tile sees.
 ///
 /// Without `masked`, another warpgroup may still read these rows for its S and dP of the block. That warpgroup may read old
-/// values, zeros, or a mix of both. This does not change the result, because a row of the block affects only one column of S
-/// and of dP, and no row of the tile sees that column. A block with rows outside the visible range is not fully visible, so
-/// hidden scores are replaced by −∞, and their P is 0. Where P is 0, the weight of the score and dS are set to 0, for any
-/// softcap slope and any dP.
+/// data, zeros, or a mix of both. This does not change the result. A row of the block affects only one column of S and of dP,
+/// and no row of the tile sees that column. A block with rows outside the visible range is not fully visible, so hidden scores
+/// are replaced by −∞, and their P is 0. Where P is 0, the weight of the score and dS are set to 0, for any softcap slope and
+/// any dP.
 ///
 /// With `masked`, no warpgroup still reads these rows: all warpgroups computed P and dS of the block before they met at the
 /// caller's barrier.

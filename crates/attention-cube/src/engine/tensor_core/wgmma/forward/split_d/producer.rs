@@ -49,8 +49,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitDTiles) -> Shared
     }
 }
 
-/// Copies the operands of all tiles of the CTA: the queries of each tile, and the chunks of keys and values of every visited
-/// block. The copies follow the order in which the consumers need them.
+/// Copies the operands of all tiles of the CTA: the queries of each tile, and the chunks of K and V of every visited block. The
+/// order of the copies is the order in which the consumers need them.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -108,9 +108,9 @@ pub(super) fn fetch(
                         part,
                         tiles,
                     );
-                    // The queries are copied as late as possible, since the consumers may still read the queries of the previous
-                    // tile. But the queries are copied before the ring is full, since the consumers free no stage before the
-                    // queries have arrived.
+                    // The queries are copied as late as possible, since the consumers may still read the queries of the
+                    // previous tile. The queries must be copied before the ring is full. Otherwise the producer would wait for
+                    // a free stage, while the consumers free no stage before the queries have arrived.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
                             fetch_queries(
@@ -166,7 +166,7 @@ pub(super) fn fetch(
     }
 }
 
-/// Waits until the queries' buffer is free for the `count`-th tile.
+/// Waits until the buffer of the queries is free for the `count`-th tile.
 #[cube]
 fn await_queries_empty(offsets: &SharedOffsets, count: u32) {
     barrier_wait(offsets.queries_empty, (count % 2u32) ^ 1u32);
@@ -203,7 +203,7 @@ fn fetch_queries(
     );
 }
 
-/// Copies the `part`-th chunk of a block's keys. It is the `index`-th chunk that passes through the ring.
+/// Copies the `part`-th chunk of a block of K. This chunk is the `index`-th chunk that passes through the ring.
 #[cube]
 fn fetch_keys(
     map: u64,
@@ -231,8 +231,8 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of keys and one chunk of values of a block to the L2 cache, because the block is needed soon. CTAs with
-/// neighbouring tiles need the same block at about the same time. Each of these CTAs prefetches a different chunk.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache, because the block is needed soon. CTAs with
+/// neighboring tiles need the same block at about the same time. Each of these CTAs prefetches a different chunk.
 #[cube]
 fn prefetch(
     key_map: u64,
@@ -289,7 +289,7 @@ fn next_stage(
     }
 }
 
-/// Copies all value chunks of a block. The first of them is the `passed`-th chunk that passes through the ring.
+/// Copies all chunks of V of a block. The first of these chunks is the `passed`-th chunk that passes through the ring.
 #[cube]
 fn fetch_values(
     map: u64,

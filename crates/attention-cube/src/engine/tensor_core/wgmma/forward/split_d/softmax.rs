@@ -29,8 +29,8 @@ pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
     ))
 }
 
-/// Waits until at most `pending` GEMMs (wgmma groups) are in flight, so that the GEMM of the warpgroup's `own`-th value chunk is
-/// complete. Then frees that chunk. The warpgroup's first value chunk is the `from`-th chunk that passes through the ring.
+/// Waits until at most `pending` GEMMs (wgmma groups) are in flight, so that the GEMM of the warpgroup's `own`-th chunk of V is
+/// complete. Then frees that chunk. The warpgroup's first chunk of V is the `from`-th chunk that passes through the ring.
 #[cube]
 pub(super) fn free_values(
     empty: u32,
@@ -52,13 +52,13 @@ pub(super) fn free_values(
     );
 }
 
-/// Makes the second warpgroup wait for the first value chunk of a block, and arrive at that chunk's empty barrier. This happens
-/// only if a block has more value chunks than the ring has stages.
+/// Makes the second warpgroup wait for the first chunk of V of a block, and arrive at that chunk's empty barrier. This happens
+/// only if a block has more chunks of V than the ring has stages.
 ///
-/// In that case, the first and the last value chunk of a block use the same stage. The first warpgroup reads the first chunk,
+/// In that case, the first and the last chunk of V in a block use the same stage. The first warpgroup reads the first chunk,
 /// and the second warpgroup reads the last. Without this wait, the second warpgroup would skip one phase of the stage's full
-/// barrier. Its wait for the last chunk could then succeed too early, because the phase before the skipped one has the same
-/// parity as the phase after it. The warpgroup would multiply old data.
+/// barrier. The phase before the skipped one has the same parity as the phase after it. So the warpgroup's wait for the last
+/// chunk could succeed too early, and the warpgroup would multiply old data.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -74,7 +74,7 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Arrives a second time at the empty barrier of the second warpgroup's first value chunk. The second arrival replaces the
+/// Arrives a second time at the empty barrier of the second warpgroup's first chunk of V. The second arrival replaces the
 /// arrival of the first warpgroup, which does not wait for that chunk.
 #[cube]
 #[allow(
@@ -90,8 +90,8 @@ pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: W
     }
 }
 
-/// Exchanges two values of a thread, one per row, with the other warpgroup. Returns for each row the maximum of both warpgroups'
-/// values if `largest`, else their sum. The caller must ensure that the last exchange through this buffer is complete.
+/// Exchanges two f32 of a thread, one per row, with the other warpgroup. For each row, returns the maximum of the two
+/// warpgroups' f32 if `largest`, else their sum. The caller must ensure that the last exchange through this buffer is complete.
 #[cube]
 pub(super) fn exchange(
     offsets: &SharedOffsets,
@@ -129,8 +129,8 @@ pub(super) fn exchange(
 
 /// Computes the warpgroup's half of P for the `count`-th visited block, and stores it to shared memory.
 ///
-/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then frees the value chunks that this GEMM
-/// has read, from chunk `values` on.
+/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then frees the chunks of V that this
+/// GEMM has read, from chunk `values` on.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

@@ -9,7 +9,7 @@ pub(super) const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 /// The number of threads in the consumer warpgroups.
 pub(super) const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 
-/// The number of value chunks per block that one warpgroup uses.
+/// The number of chunks of V per block that one warpgroup uses.
 pub(super) const OWN_CHUNKS: usize = WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS;
 
 /// The named barrier at which the warpgroups meet after both have written their row maxima.

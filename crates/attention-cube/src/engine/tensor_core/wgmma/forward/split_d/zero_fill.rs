@@ -1,5 +1,5 @@
-//! Writes zeros over the values of a block that no row of the tile sees, before the GEMM `P V` reads them. Such values may be
-//! NaN, and `0 · NaN` is NaN.
+//! Writes zeros over the rows of V in a block that no row of the tile sees, before the GEMM `P V` reads them. Such rows of V
+//! may hold NaN, and `0 · NaN` is NaN.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::OWN_CHUNKS;
@@ -15,10 +15,10 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// Writes zeros over those values of the `count`-th visited block that no row of the tile sees. Call this function before the
-/// GEMM `P V` reads the values. The block's first value chunk is the `passed`-th chunk that passes through the ring.
+/// Writes zeros over the rows of V in the `count`-th visited block that no row of the tile sees. Call this function before the
+/// GEMM `P V` reads V. The block's first chunk of V is the `passed`-th chunk that passes through the ring.
 ///
-/// Returns true if the block had such values. In that case the function has also waited for S and freed the last chunk of keys.
+/// Returns true if the block had such rows. In that case the function has also waited for S and freed the last chunk of K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -44,7 +44,7 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of keys is freed first, because the last chunk of values may need the stage of that chunk.
+        // The last chunk of K is freed first, because the last chunk of V may need the stage of that chunk.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready. TMA has copied the biases to a ring in shared memory, or threads
-//! load them from global memory.
+//! Loads a block's biases before the block's scores are ready. A thread loads its biases from shared memory if TMA has copied
+//! them to a ring there, else from global memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;
@@ -15,8 +15,8 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. The block is the `count`-th that the CTA
-/// visits.
+/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the number of blocks that the
+/// CTA has visited before.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,

@@ -38,7 +38,8 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// The number of blocks that a CTA has visited, and the number of those blocks that may have had keys hidden from the whole tile.
+/// The number of blocks that a CTA has visited, and the number of those blocks that may have had keys hidden from the whole
+/// tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockCounts {
@@ -166,8 +167,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // The biases are loaded, and the barriers are awaited, before the warpgroup's turn to issue GEMMs, since the
-                // other warpgroups wait during that turn.
+                // Before its turn to issue GEMMs, the warpgroup loads the biases and waits for the barriers. It does not do
+                // this during its turn, because the other warpgroups wait during that turn.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,
@@ -254,8 +255,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 tiles,
             );
             // P' is rounded to half precision only after O is complete, when P has freed its registers. If P' were rounded
-            // earlier, it would need registers beside those of P. If a branch followed such an earlier rounding, ptxas would
-            // insert a wait after every wgmma (warning C7513).
+            // earlier, its rounded form would need registers beside those of P. If a branch followed such an earlier rounding,
+            // ptxas would insert a wait after every wgmma (warning C7513).
             let kept = dropped::<F, NB, NS>(made.exp_scores, next, rows, scoring, tiles, kind);
             p = packed::<NS, NP>(kept, tiles);
             if comptime!(kind.leaves_masked()) {

@@ -24,15 +24,15 @@ pub(super) struct SharedOffsets {
     pub biases: u32,
     /// The address of the staging buffer from which TMA stores the output.
     pub output: u32,
-    /// The addresses of the full and empty barriers of the key stages, of the value stages, and of the queries.
+    /// The addresses of the full and empty barriers of the stages of K, of the stages of V, and of the queries.
     pub key_full: u32,
     pub key_empty: u32,
     pub value_full: u32,
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// The address of three barriers, one for each set of used words (bits that tell which keys of a block the tile sees). Such a
-    /// barrier completes when all consumer warps have set the used bits of their keys.
+    /// The address of three barriers, one for each set of used words (bits that tell which keys of a block the tile sees). Such
+    /// a barrier completes when all consumer warps have set the used bits of the keys that their rows see.
     pub used_ready: u32,
     /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
@@ -63,8 +63,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitMTiles) -> Shared
     }
 }
 
-/// Copies the operands of all tiles of the CTA: the queries of each tile, and the keys and values of every visited block. The
-/// copies follow the order in which the consumers need them.
+/// Copies the operands of all tiles of the CTA: the queries of each tile, and the rows of K and V of every visited block. The
+/// order of the copies is the order in which the consumers need them.
 #[cube]
 pub(super) fn fetch(
     sources: &Sources,
@@ -175,7 +175,7 @@ pub(super) fn fetch(
     }
 }
 
-/// Waits until the queries' buffer is free for the `count`-th tile.
+/// Waits until the buffer of the queries is free for the `count`-th tile.
 #[cube]
 fn await_queries_empty(offsets: &SharedOffsets, count: u32) {
     barrier_wait(offsets.queries_empty, (count % 2u32) ^ 1u32);
@@ -212,7 +212,7 @@ fn fetch_queries(
     );
 }
 
-/// Copies the values of the `count`-th block that the CTA visits.
+/// Copies V of the `count`-th block that the CTA visits.
 #[cube]
 fn fetch_values(
     map: u64,

@@ -58,7 +58,7 @@ pub(super) fn softmax<NS: Size>(
     }
 }
 
-/// Drops probabilities of block `block`, if the kernel has dropout.
+/// Sets the probabilities that dropout drops from block `block` to 0. Without dropout, returns the probabilities unchanged.
 #[cube]
 pub(super) fn dropped<F: Float, NB: Size, NS: Size>(
     exp_scores: Vector<f32, NS>,

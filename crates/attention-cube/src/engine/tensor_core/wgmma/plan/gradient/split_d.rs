@@ -1,8 +1,8 @@
-//! The split-D tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes all 64 rows and half of the
-//! columns of one gradient.
+//! The split-D tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes all 64 rows and half of
+//! the columns of one gradient.
 //!
-//! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`. A *chunk* is the part of a block that
-//! fills one stage of the ring.
+//! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`. A *chunk* is the rows or columns of a
+//! block that fill one stage of the ring.
 
 use crate::engine::tensor_core::wgmma::plan::tiles::{
     ChunkedProduct, ChunkedScores, OutputShape, RingShape, USED_WORDS, WgmmaSplitDTiles,
@@ -17,7 +17,7 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, is_whole};
 pub struct WgmmaGradientSplitDTiles {
     /// The side of the stationary tile: queries or keys.
     pub side: Side,
-    /// The gradient that the kernel computes: that of Q or K, or that of V, but never both.
+    /// The gradient that the kernel computes: either the gradient of Q or K, or the gradient of V.
     pub sums: Sums,
     /// The number of columns of Q and K.
     pub head_dim: usize,
@@ -25,8 +25,8 @@ pub struct WgmmaGradientSplitDTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the LSE's
-    /// reference, delta, and the logarithm of row_sum relative to the reference.
+    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the row maximum
+    /// that the softmax subtracts, delta, and the logarithm of row_sum relative to that maximum.
     pub lse_delta: usize,
     /// The number of stages in the ring. Each stage holds one chunk.
     pub stages: usize,
@@ -40,12 +40,12 @@ impl WgmmaGradientSplitDTiles {
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     const TERM_STAGES: usize = 2;
 
-    /// The number of chunks in a block of dots. Such a chunk is a subtile of 64 columns.
+    /// The number of chunks in a block of Q or K. Such a chunk is a subtile of 64 columns.
     pub const fn dot_chunks(&self) -> usize {
         self.head_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of chunks in a block of values. Such a chunk is a subtile of 64 columns.
+    /// The number of chunks in a block of V or dO. Such a chunk is a subtile of 64 columns.
     pub const fn value_chunks(&self) -> usize {
         self.value_dim.div_ceil(SUBTILE)
     }
@@ -69,7 +69,7 @@ impl WgmmaGradientSplitDTiles {
         self.own_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks, per block, of the right operand in the gradient's GEMM, whose left operand is P or dS. The two
+    /// The number of chunks, per block, of the right operand in the gradient's GEMM. The left operand is P or dS. The two
     /// warpgroups use alternate chunks.
     pub const fn sum_chunks(&self) -> usize {
         WgmmaSplitDTiles::WARPGROUPS * WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS
@@ -90,12 +90,12 @@ impl WgmmaGradientSplitDTiles {
         scores + self.sum_chunks()
     }
 
-    /// The bytes of the stationary tile's dots.
+    /// The bytes of the stationary tile's rows of Q or K.
     pub const fn stationary_dot_bytes(&self) -> usize {
         Self::ROWS * self.dot_chunks() * ROW_BYTES
     }
 
-    /// The bytes of the stationary tile's values; 0 if the kernel does not compute dP.
+    /// The bytes of the stationary tile's rows of V or dO; 0 if the kernel does not compute dP.
     pub const fn stationary_value_bytes(&self) -> usize {
         if self.sums.has_q_or_k() {
             Self::ROWS * self.value_chunks() * ROW_BYTES
@@ -154,8 +154,8 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The shape of the GEMM that computes S or dP. `depth` is the head size for S, and the value size for dP. If
-    /// `frees_before`, the GEMM also frees the last chunk of the GEMM before it.
+    /// The shape of the GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of
+    /// columns of V for dP. If `frees_before`, the GEMM also frees the last chunk of the preceding GEMM.
     pub const fn score_product(&self, depth: usize, frees_before: bool) -> ChunkedScores {
         ChunkedScores {
             depth,
@@ -191,15 +191,15 @@ impl WgmmaGradientSplitDTiles {
         is_whole(self.width()) && is_whole(self.own_columns())
     }
 
-    /// True if TMA can store the gradient from the shared memory of the stationary dots. This requires that the gradient fits
-    /// there, and that no subtile has columns of both warpgroups.
+    /// True if TMA can store the gradient from the shared memory that held the stationary rows of Q or K. This requires that
+    /// the gradient fits there, and that no subtile has columns of both warpgroups.
     pub const fn stores_gradient_by_tma(&self) -> bool {
         self.own_columns().is_multiple_of(SUBTILE)
             && self.width().is_multiple_of(8)
             && WgmmaSplitDTiles::WARPGROUPS * self.own_subtiles() <= self.dot_chunks()
     }
 
-    /// The shape of a warpgroup's part of the gradient.
+    /// The shape of the rows and columns of the gradient that a warpgroup computes.
     pub const fn output_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.own_columns(),

@@ -23,16 +23,16 @@ pub struct WgmmaGradientSplitMTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the LSE's
-    /// reference, delta, and the logarithm of row_sum relative to the reference.
+    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the row maximum
+    /// that the softmax subtracts, delta, and the logarithm of row_sum relative to that maximum.
     pub lse_delta: usize,
     /// The number of consumer warpgroups.
     pub warpgroups: usize,
     /// The number of rows in a streamed block, which are the columns of S.
     pub columns: usize,
-    /// The number of stages in the ring of dots (`q_or_k`).
+    /// The number of stages in the ring of Q or K (`q_or_k`).
     pub dot_stages: usize,
-    /// The number of stages in the ring of values (`v_or_do`).
+    /// The number of stages in the ring of V or dO (`v_or_do`).
     pub value_stages: usize,
     /// The number of spare warpgroups, which only give their registers to the consumers.
     ///
@@ -40,7 +40,7 @@ pub struct WgmmaGradientSplitMTiles {
     /// has at entry. In other kernels ptxas ignores `setmaxnreg` (warning C7508). Spare warpgroups add threads, which lowers
     /// the number of registers per thread at entry.
     pub spare: usize,
-    /// True if TMA copies the biases of each block to shared memory, together with the block's dots.
+    /// True if TMA copies the biases of each block to shared memory, together with the block's rows of Q or K.
     pub bias_boxes: bool,
 }
 
@@ -65,12 +65,12 @@ impl WgmmaGradientSplitMTiles {
         self.value_dim.div_ceil(SUBTILE)
     }
 
-    /// The bytes of the stationary tile's dots.
+    /// The bytes of the stationary tile's rows of Q or K.
     pub const fn stationary_dot_bytes(&self) -> usize {
         self.rows() * self.dot_subtiles() * ROW_BYTES
     }
 
-    /// The bytes of the stationary tile's values; 0 if the kernel does not compute dP.
+    /// The bytes of the stationary tile's rows of V or dO; 0 if the kernel does not compute dP.
     pub const fn stationary_value_bytes(&self) -> usize {
         if self.sums.has_q_or_k() {
             self.rows() * self.value_subtiles() * ROW_BYTES
@@ -79,12 +79,12 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The bytes of a block of dots.
+    /// The bytes of a streamed block of Q or K.
     pub const fn dot_bytes(&self) -> usize {
         self.columns * self.dot_subtiles() * ROW_BYTES
     }
 
-    /// The bytes of a block of values.
+    /// The bytes of a streamed block of V or dO.
     pub const fn value_bytes(&self) -> usize {
         self.columns * self.value_subtiles() * ROW_BYTES
     }
@@ -97,18 +97,18 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The bytes from one block's LSE and delta to the next block's in shared memory. The distance is a multiple of 128 bytes, as
-    /// TMA requires.
+    /// The distance in bytes, in shared memory, from one block's LSE and delta to the next block's LSE and delta. The distance
+    /// is a multiple of 128 bytes, as TMA requires.
     pub const fn term_stride(&self) -> usize {
         self.term_bytes().next_multiple_of(128)
     }
 
-    /// The offset of the blocks of dots in shared memory, in bytes.
+    /// The offset of the streamed blocks of Q or K in shared memory, in bytes.
     pub const fn q_or_k_at(&self) -> usize {
         self.stationary_dot_bytes() + self.stationary_value_bytes()
     }
 
-    /// The offset of the blocks of values in shared memory, in bytes.
+    /// The offset of the streamed blocks of V or dO in shared memory, in bytes.
     pub const fn values_at(&self) -> usize {
         self.q_or_k_at() + self.dot_stages * self.dot_bytes()
     }
@@ -147,8 +147,8 @@ impl WgmmaGradientSplitMTiles {
         self.biases_at() + self.dot_stages * self.bias_bytes()
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Each dot stage and each value stage has a full and an empty
-    /// barrier. The stationary tile has one barrier.
+    /// The offset of the barriers in shared memory, in bytes. Each stage of the two rings has a full and an empty barrier. The
+    /// stationary tile has one barrier.
     pub const fn barriers_at(&self) -> usize {
         self.lse_delta_at() + self.dot_stages * self.term_stride()
     }
@@ -185,7 +185,7 @@ impl WgmmaGradientSplitMTiles {
         ]
     }
 
-    /// The GEMM that computes S if `depth` is the head size, or dP if `depth` is the value size.
+    /// The GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of columns of V for dP.
     pub const fn score_product(&self, depth: usize) -> ScoreProduct {
         ScoreProduct {
             depth,
@@ -204,19 +204,19 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// True if TMA can store dQ or dK. The gradient is staged in the shared memory of the stationary dots.
+    /// True if TMA can store dQ or dK. The gradient is staged in the shared memory that held the stationary rows of Q or K.
     pub const fn stores_q_or_k_by_tma(&self) -> bool {
         self.head_dim.is_multiple_of(16)
     }
 
-    /// True if TMA can store dV. The gradient is staged in the shared memory of the stationary values. If the tile holds no
-    /// values, dV is staged in the shared memory of the dots.
+    /// True if TMA can store dV. The gradient is staged in the shared memory that held the stationary rows of V. If the tile
+    /// holds no rows of V, dV is staged in the shared memory that held the rows of K.
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())
     }
 
-    /// The shape of a warpgroup's part of dQ or dK.
+    /// The shape of the rows and columns of dQ or dK that a warpgroup computes.
     pub const fn dot_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.dot_columns(),
@@ -228,7 +228,7 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The shape of a warpgroup's part of dV.
+    /// The shape of the rows and columns of dV that a warpgroup computes.
     pub const fn value_shape(&self) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -242,8 +242,8 @@ impl WgmmaGradientSplitMTiles {
 
     /// The number of registers per thread in the producer warpgroup, and in the consumer warpgroups.
     pub const fn thread_registers(&self) -> [usize; 2] {
-        // `setmaxnreg` redistributes the registers that the CTA owns at entry. The CTA owns the same number for each thread, a
-        // multiple of eight, and at most 65,536 in all.
+        // `setmaxnreg` redistributes the registers that the CTA owns at entry. At entry, every thread owns the same number of
+        // registers, a multiple of eight. The CTA owns at most 65,536 registers.
         let all = 65_536 / self.units() / 8 * 8 * self.units();
         let idle = WARPGROUP * FETCHING_REGISTERS * (1 + self.spare);
         let each = (all - idle) / (WARPGROUP * self.warpgroups) / 8 * 8;

@@ -1,4 +1,5 @@
-//! The shapes of GEMMs with chunked operands, of the ring and of the output, which the tiles of several kernels share.
+//! The shapes of GEMMs with chunked operands, the shape of the ring, and the shape of the output. The tiles of several kernels
+//! share these types.
 
 use cube_kit::nvidia::{Half, registers};
 
@@ -8,18 +9,18 @@ pub(in crate::engine::tensor_core::wgmma::plan) const SHARED_MEMORY: usize = 232
 /// The bytes of shared memory reserved for barriers and other small data.
 pub(super) const SMALL_BYTES: usize = 512;
 
-/// The shape of a warpgroup's part of a tile's output or gradient, and the way in which it is stored.
+/// The rows and columns of a tile's output or gradient that a warpgroup computes, and the way in which they are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct OutputShape {
     /// The number of columns that the warpgroup computes.
     pub columns: usize,
     /// The number of columns of the output or gradient tensor.
     pub width: usize,
-    /// True if TMA stores the part from a staging buffer in shared memory. Otherwise each thread stores its own rows.
+    /// True if TMA stores the result from a staging buffer in shared memory. Otherwise each thread stores its own rows.
     pub stored_by_tma: bool,
     /// The bytes from one subtile to the next in the staging buffer.
     pub subtile_bytes: usize,
-    /// True if the staging buffer holds no operand at the time of the store. Then no warp can still read from the buffer.
+    /// True if the staging buffer holds no operand at the time of the store, so that no warp can still read from the buffer.
     pub own_place: bool,
     /// The half-precision type of the stored elements.
     pub half: Half,
@@ -56,7 +57,7 @@ pub struct ChunkedScores {
     pub register_chunks: usize,
     /// The size of the register vector that holds the left operand's chunks.
     pub query_fragment: usize,
-    /// True if this GEMM also frees the last chunk of the GEMM before it.
+    /// True if this GEMM also frees the last chunk of the preceding GEMM.
     pub frees_before: bool,
     /// The ring through which the chunks pass.
     pub ring: RingShape,
@@ -82,6 +83,6 @@ impl ChunkedProduct {
     }
 }
 
-/// The number of 32-bit *used words*. Their bits tell which rows of a block the tile sees. Each block has 4 words, and three
-/// blocks are in flight.
+/// The number of 32-bit *used words*. Each of their bits tells whether the tile sees a certain row of a block. Each block has 4
+/// words, and three blocks are in flight.
 pub(crate) const USED_WORDS: usize = 12;

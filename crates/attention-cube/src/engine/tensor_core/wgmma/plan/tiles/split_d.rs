@@ -34,7 +34,7 @@ impl WgmmaSplitDTiles {
     pub const WARPGROUPS: usize = 2;
     /// The number of threads in a CTA.
     pub const UNITS: usize = WARPGROUP * (Self::WARPGROUPS + 1);
-    /// The number of keys in a chunk of values.
+    /// The number of keys in a chunk of V.
     pub const VALUE_KEYS: usize = 32;
     /// The bytes of a ring stage. The largest chunk, a chunk of keys, has 64 columns of 128 keys.
     pub const STAGE_BYTES: usize = Self::KEYS * ROW_BYTES;
@@ -56,12 +56,12 @@ impl WgmmaSplitDTiles {
         self.value_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks in a block of values. The two warpgroups use alternate chunks.
+    /// The number of chunks in a block of V. The two warpgroups use alternate chunks.
     pub const fn value_chunks(&self) -> usize {
         Self::WARPGROUPS * Self::KEYS / Self::VALUE_KEYS
     }
 
-    /// The bytes of a chunk of values.
+    /// The bytes of a chunk of V.
     pub const fn value_bytes(&self) -> usize {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
     }
@@ -74,7 +74,7 @@ impl WgmmaSplitDTiles {
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
     }
 
-    /// The shape of a warpgroup's part of the output.
+    /// The shape of the rows and columns of the output that a warpgroup computes.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -86,12 +86,12 @@ impl WgmmaSplitDTiles {
         }
     }
 
-    /// True if TMA can copy a chunk of values as one box.
+    /// True if TMA can copy a chunk of V as one box.
     pub const fn has_whole_values(&self) -> bool {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
-    /// True if a block's last chunk of values reuses the stage of the block's first chunk.
+    /// True if a block's last chunk of V reuses the stage of the block's first chunk.
     pub const fn frees_first_chunk_at_once(&self) -> bool {
         self.value_chunks() > self.stages
     }
@@ -112,7 +112,8 @@ impl WgmmaSplitDTiles {
         self.probabilities_at() + 4 * Self::HALF_BYTES
     }
 
-    /// The offset of the barriers in shared memory, in bytes: the full and empty barriers of every stage, and of the queries.
+    /// The offset of the barriers in shared memory, in bytes. Every stage of the ring has a full and an empty barrier. The
+    /// buffer of the queries also has a full and an empty barrier.
     pub const fn barriers_at(&self) -> usize {
         self.exchange_at() + 4 * 4 * Self::ROWS
     }
@@ -145,14 +146,14 @@ impl WgmmaSplitDTiles {
         registers(QUERY_CHUNK_REGISTERS * self.register_chunks())
     }
 
-    /// True if the chunk counts of a block of keys and of a block of values are multiples of the number of stages. Both blocks
-    /// then always start at the ring's first stage.
+    /// True if a block of K and a block of V each have a multiple of `stages` chunks. All blocks then start at the ring's first
+    /// stage.
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)
     }
 
-    /// The ring through which the chunks of keys and values pass.
+    /// The ring through which the chunks of K and V pass.
     pub const fn ring(&self) -> RingShape {
         RingShape {
             stages: self.stages,

@@ -18,7 +18,7 @@ pub struct WgmmaSplitMTiles {
     pub warpgroups: usize,
     /// The number of keys in a block.
     pub keys: usize,
-    /// The number of stages in the ring of keys. The ring of values has as many stages.
+    /// The number of stages in the ring of K. The ring of V has the same number of stages.
     pub stages: usize,
     /// True if the warpgroups take turns to issue their wgmma. While one warpgroup computes its softmax, the tensor cores run the
     /// GEMMs of another (FlashAttention-3's ping-pong).
@@ -53,7 +53,7 @@ impl WgmmaSplitMTiles {
         self.keys * self.key_subtiles() * ROW_BYTES
     }
 
-    /// The bytes of a block of values.
+    /// The bytes of a block of V.
     pub const fn value_bytes(&self) -> usize {
         self.keys * self.value_subtiles() * ROW_BYTES
     }
@@ -63,7 +63,7 @@ impl WgmmaSplitMTiles {
         self.rows() * self.key_subtiles() * ROW_BYTES
     }
 
-    /// The offset of the blocks of values in shared memory, in bytes.
+    /// The offset of the blocks of V in shared memory, in bytes.
     pub const fn values_at(&self) -> usize {
         self.keys_at() + self.stages * self.key_bytes()
     }
@@ -92,8 +92,8 @@ impl WgmmaSplitMTiles {
         self.rows() * self.value_subtiles() * ROW_BYTES
     }
 
-    /// True if shared memory has room for a separate staging buffer for the output. Then the next tile's queries can load while
-    /// TMA stores the output.
+    /// True if shared memory has room for a separate staging buffer for the output. With such a buffer, the next tile's queries
+    /// can load while TMA stores the output.
     pub const fn has_output_place(&self) -> bool {
         self.blocks_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
     }
@@ -110,7 +110,7 @@ impl WgmmaSplitMTiles {
 
     /// The offset of the barriers in shared memory, in bytes.
     ///
-    /// First come the full and empty barriers of the key stages, of the value stages, and of the queries. Then come three
+    /// First come the full and empty barriers of the stages of K, of the stages of V, and of the queries. Then come three
     /// barriers for the used words (bits that tell which keys the tile sees). The full and empty barriers of the bias stages
     /// come last.
     pub const fn barriers_at(&self) -> usize {
@@ -171,7 +171,7 @@ impl WgmmaSplitMTiles {
             && (self.has_output_place() || self.value_subtiles() <= self.key_subtiles())
     }
 
-    /// The shape of a warpgroup's part of the output.
+    /// The shape of the rows and columns of the output that a warpgroup computes.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
