@@ -1,5 +1,6 @@
-//! A test case of attention: sizes and options, random inputs, and the comparison of results with the reference.
+//! A test case of attention: sizes and options, random inputs, and the comparison of results with the reference implementation.
 
+pub use super::code::{Change, Hide};
 use super::compare::Precision;
 use super::definition::Definition;
 use super::dense::{Dense, Layout};
@@ -11,10 +12,10 @@ use burn::tensor::DType;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The dimensions of `[batch, q_heads, q_len, kv_len]` in which a mask or a bias has its full size. A dimension with `false`
-/// has the size 1.
+/// The extent of a mask or a bias: one flag for each dimension of the scores, `[batch, q_heads, q_len, kv_len]`. A mask or a
+/// bias has its full size in the dimensions with `true`, and the size 1 in the dimensions with `false`.
 pub type Extent = [bool; 4];
-/// An extent with the full size in all four dimensions.
+/// The extent that has the full size in all four dimensions.
 pub const FULL: Extent = [true; 4];
 
 /// The sizes and options of an attention call.
@@ -53,13 +54,18 @@ pub struct Case {
     pub kv_lengths: Option<Vec<i64>>,
     /// The number of queries per sequence, or `None` if every sequence has `q_len` queries.
     pub query_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries, and those of all keys, sequence after sequence. `None` means no segments.
+    /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence. `None` means no
+    /// segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
-    /// of every query. Both lists go sequence after sequence.
+    /// The intervals of visible keys. An element holds one interval for every query, as two lists: the first visible keys, and
+    /// the ends (one past the last visible key). Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
-    /// The probability of dropout and its seed, or `None` without dropout.
+    /// The dropout probability and the dropout seed, or `None` without dropout.
     pub dropout: Option<(f64, u64)>,
+    /// The score mod, or `None` without one.
+    pub score_mod: Option<Change>,
+    /// The mask mod, or `None` without one.
+    pub mask_mod: Option<Hide>,
     /// True if each query head has a sink with a random value.
     pub sinks: bool,
     /// True if the bias and the sinks are in f32, whatever the query's dtype is.
@@ -68,17 +74,16 @@ pub struct Case {
     pub lse_gradient: bool,
     /// The memory layouts of the query, the keys, the values and the output gradient.
     pub layouts: [Layout; 4],
-    /// True if every optional tensor is expanded with stride 0 before the call. Before the expansion, mask and bias have the
-    /// sizes of their extents, sinks have one head, and lengths and segments have one sequence.
+    /// True if every optional tensor is expanded with stride 0 before the call. Before the expansion, the mask and the bias
+    /// have the sizes of their extents. The sinks then have one head, and the lengths and segments have one sequence.
     pub expanded: bool,
-    /// The scalar by which the random queries and keys are multiplied.
+    /// The factor by which the random queries and keys are multiplied.
     pub amplitude: f64,
 }
 
 impl Case {
-    /// Creates a case without options. Its loss depends on output and logsumexp. The sizes are
-    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`. The dtype is f32, or the value of
-    /// `ATTENTION_TEST_DTYPE`.
+    /// Creates a case without options. Its loss depends on output and logsumexp. `sizes` is `[batch, q_heads, kv_heads, q_len,
+    /// kv_len, head_dim, value_dim]`. The dtype is f32, or the value of `ATTENTION_TEST_DTYPE`.
     pub fn new(sizes: [usize; 7]) -> Self {
         let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = sizes;
         Self {
@@ -101,6 +106,8 @@ impl Case {
             segments: None,
             intervals: Vec::new(),
             dropout: None,
+            score_mod: None,
+            mask_mod: None,
             sinks: false,
             f32_extras: false,
             lse_gradient: true,
@@ -138,8 +145,15 @@ impl Case {
     pub fn seeded(&self, seed: u64) -> Inputs {
         let mut hasher = DefaultHasher::new();
         // Options that a case does not have are left out, so that the inputs stay the same when the operator gets a new option.
-        let drawn = format!("{self:?}").replace("query_lengths: None, ", "");
-        drawn.replace("dropout: None, ", "").hash(&mut hasher);
+        let absent = [
+            "query_lengths: None, ",
+            "dropout: None, ",
+            "score_mod: None, ",
+            "mask_mod: None, ",
+        ];
+        let all = format!("{self:?}");
+        let drawn = absent.iter().fold(all, |text, name| text.replace(name, ""));
+        drawn.hash(&mut hasher);
         let mut rng = StdRng::seed_from_u64(hasher.finish() ^ seed);
         let Self {
             batch,
@@ -183,7 +197,7 @@ impl Case {
         }
     }
 
-    /// Returns the case's dtype and the number of addends of its longest sum. Together they determine the rounding errors.
+    /// Returns the case's dtype and the number of addends of its longest sum. Both determine how large rounding errors may be.
     pub fn precision(&self) -> Precision {
         let queries = self.q_len * self.q_heads / self.kv_heads.max(1);
         let terms = [self.head_dim, self.value_dim, self.kv_len, queries];
@@ -202,8 +216,8 @@ impl Case {
         self.check_inputs(&inputs, &inputs);
     }
 
-    /// Checks like [`check`](Self::check), but with different inputs: the devices get `given`, and the reference gets
-    /// `equivalent`. Correct results must not depend on the differences between the two.
+    /// Checks like [`check`](Self::check), but with different inputs: the devices get `given`, and the reference implementation
+    /// gets `equivalent`. Correct results must not depend on the differences between `given` and `equivalent`.
     ///
     /// # Panics
     /// Panics like [`check`](Self::check).
@@ -231,7 +245,7 @@ impl Case {
     }
 }
 
-/// Returns the dtype of cases that name no other: the one in `ATTENTION_TEST_DTYPE`, or f32.
+/// Returns the default dtype of cases, which is the dtype in `ATTENTION_TEST_DTYPE`, or f32 if the variable is not set.
 fn dtype() -> DType {
     match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
         Err(_) | Ok("f32") => DType::F32,
@@ -241,7 +255,8 @@ fn dtype() -> DType {
     }
 }
 
-/// Returns the number in `ATTENTION_TEST_SEED`, or 0 if the variable is not set. Another number gives other random data.
+/// Returns the number in `ATTENTION_TEST_SEED`, or 0 if the variable is not set. A different number gives different random
+/// data.
 ///
 /// # Panics
 /// Panics if `ATTENTION_TEST_SEED` is not a number.

@@ -1,9 +1,9 @@
-//! The data of a case, on the host and on a device.
+//! The input data of a test case, on the host and on a device.
 
 use super::dense::Dense;
 use burn::tensor::{Bool, DType, Device, Int, Tensor, TensorData};
 
-/// The data of a case on the host, in f64, with values that the case's dtype can represent.
+/// The input data of a test case on the host, stored in f64. The case's dtype can represent every element exactly.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     /// The query, `[batch, q_heads, q_len, head_dim]`.
@@ -12,25 +12,26 @@ pub struct Inputs {
     pub key: Dense,
     /// The values, `[batch, kv_heads, kv_len, value_dim]`.
     pub value: Dense,
-    /// The weights of the output in the loss, `[batch, q_heads, q_len, value_dim]`. They are the output's gradient.
+    /// The weights of the output in the loss, `[batch, q_heads, q_len, value_dim]`. The weights equal the output's gradient.
     pub output_gradient: Dense,
-    /// The weights of the logsumexp in the loss, `[batch, q_heads, q_len, 1]`. They are the logsumexp's gradient.
+    /// The weights of the logsumexp in the loss, `[batch, q_heads, q_len, 1]`. The weights equal the logsumexp's gradient.
     pub lse_gradient: Option<Dense>,
     /// The bias, with a shape that broadcasts to the scores `[batch, q_heads, q_len, kv_len]`.
     pub bias: Option<Dense>,
-    /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this is only the sink of one head,
-    /// `[1, 1, 1, 1]`.
+    /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this array holds only one sink, `[1, 1, 1,
+    /// 1]`.
     pub sinks: Option<Dense>,
-    /// The mask, with 1 for visible keys and 0 for hidden keys, and a shape that broadcasts to the scores.
+    /// The mask, in a shape that broadcasts to the scores. The element 1 means a visible key, and the element 0 means a hidden
+    /// key.
     pub mask: Option<Dense>,
     /// The number of valid keys per sequence.
     pub kv_lengths: Option<Vec<i64>>,
     /// The number of queries per sequence.
     pub query_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries, and those of all keys, sequence after sequence.
+    /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An interval is two lists: the first key of every query, and the end (one past the last key)
-    /// of every query. Both lists go sequence after sequence.
+    /// The intervals of visible keys. An element holds one interval for every query, as two lists: the first visible keys, and
+    /// the ends (one past the last visible key). Both lists go sequence after sequence.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
@@ -47,11 +48,14 @@ pub struct Extras {
     pub query_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The intervals of visible keys: tensors of first keys and of ends (one past the last key), `[batch, q_len]`.
+    /// The intervals of visible keys. An element is a tensor of first visible keys and a tensor of ends (one past the last
+    /// visible key), each `[batch, q_len]`.
     pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf is
-    /// the sink of one head, `[1]`.
+    /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf holds
+    /// only one sink, `[1]`.
     pub sinks: Option<Tensor<1>>,
+    /// The device of the tensors.
+    pub device: Device,
 }
 
 impl Inputs {
@@ -62,6 +66,7 @@ impl Inputs {
             Tensor::<2, Int>::from_data(TensorData::new(ids.clone(), shape), device)
         };
         Extras {
+            device: device.clone(),
             mask: self.mask.as_ref().map(|mask| {
                 let values: Vec<bool> = mask.values.iter().map(|value| *value != 0.0).collect();
                 Tensor::from_data(TensorData::new(values, mask.shape), device)
@@ -108,6 +113,7 @@ impl Extras {
             (first.without_autodiff(), second.without_autodiff())
         };
         Self {
+            device: self.device.without_autodiff(),
             mask: self.mask.map(Tensor::without_autodiff),
             bias: self.bias.map(Tensor::without_autodiff),
             kv_lengths: self.kv_lengths.map(Tensor::without_autodiff),
@@ -119,8 +125,9 @@ impl Extras {
     }
 }
 
-/// Creates a tensor of sequence lengths in the device's default integer dtype if all lengths fit in 32 bits. Otherwise the tensor
-/// has 64 bits if the device supports 64-bit integers. On other devices the lengths are clamped to 32 bits.
+/// Creates a tensor of sequence lengths. The tensor has the device's default integer dtype if all lengths fit in 32 bits.
+/// Otherwise the tensor has 64 bits if the device supports 64-bit integers. On other devices the lengths are clamped to 32
+/// bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

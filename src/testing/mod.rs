@@ -1,7 +1,8 @@
-//! Shared code of tests: the devices under test, the comparison of attention with its reference in f64, and helpers to run the
-//! programs.
+//! Shared code of tests: the devices under test, the comparison of attention with its reference implementation in f64, and
+//! helpers to run the programs.
 
 pub mod case;
+pub mod code;
 pub mod compare;
 pub mod definition;
 pub mod dense;

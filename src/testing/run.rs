@@ -1,4 +1,4 @@
-//! Runs a case on a device: the forward, and the gradients of all differentiable inputs.
+//! Runs a test case on a device: the forward, and the gradients of all differentiable inputs.
 
 use super::case::Case;
 use super::compare::Named;
@@ -9,7 +9,7 @@ use attention_cube::{
 };
 use burn::tensor::{DType, Device, Gradients, Tensor, TensorData};
 
-/// The operator under test, or the reference.
+/// The operator under test, or its reference implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operator {
     /// [`attention_with_lse`].
@@ -47,7 +47,8 @@ impl Operator {
 impl Case {
     /// Returns the options for an attention call on this case, with the tensors in `extras`.
     pub fn options(&self, extras: Extras) -> AttentionOptions {
-        let mut options = AttentionOptions::new().window(self.window.0, self.window.1);
+        let options = AttentionOptions::new().window(self.window.0, self.window.1);
+        let mut options = self.with_code(options, &extras.device);
         if let Some(alignment) = self.causal {
             options = options.causal_aligned(alignment);
         }
@@ -208,7 +209,7 @@ impl Case {
     }
 }
 
-/// The tensors of a case on a device.
+/// The tensors of a test case on a device.
 pub struct Prepared<'a> {
     case: &'a Case,
     inputs: &'a Inputs,
@@ -219,7 +220,8 @@ pub struct Prepared<'a> {
 }
 
 impl Prepared<'_> {
-    /// Runs the case like [`Case::run`]. Returns each result as its name and its data in the device's dtype.
+    /// Runs the case like [`Case::run`]. Returns the name and the data of each result, in the dtype in which the device
+    /// computed it.
     ///
     /// # Panics
     /// Panics if the operator refuses the case, or if a gradient is missing.
@@ -275,7 +277,8 @@ impl Prepared<'_> {
     }
 }
 
-/// Returns the gradient of a leaf tensor. The gradient must have the leaf's shape and dtype.
+/// Returns the gradient of a leaf tensor, or `None` if the leaf has no gradient. The gradient must have the leaf's shape and
+/// dtype.
 fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<TensorData> {
     let gradient = leaf.grad(gradients)?;
     assert_eq!(
@@ -285,13 +288,13 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The sizes of the terms that cancel in gradients. The score gradient `ds = p (do·v − Δ)` is a difference of terms of size
-/// `√value_dim · |do| · |v|`, plus the size of the logsumexp's gradient. The gradient of the values does not contain `ds`.
-/// Every other gradient is `ds` multiplied by another tensor.
+/// The magnitudes of the terms that cancel in gradients. The score gradient is the difference `ds = p (do·v − Δ)`. The terms of
+/// this difference have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient. The gradient
+/// of the values does not contain `ds`. Every other gradient is `ds` multiplied by another tensor.
 struct Magnitudes {
     score: f64,
     difference: f64,
-    /// The size of `Δ = rowsum(do ∘ o)`, which is computed from the stored output.
+    /// The magnitude of `Δ = rowsum(do ∘ o)`, which is computed from the stored output.
     stored: f64,
     query: f64,
     key: f64,
@@ -317,8 +320,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // If heads or sequences share one stored tensor, the tensor's gradient is the sum of all their gradients. The size of the
-        // sum is the size of one gradient, times the square root of the number of gradients.
+        // If heads or sequences share one stored tensor, the gradients of all of them are added up. The magnitude of that sum
+        // is the magnitude of one gradient, times the square root of the number of gradients.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

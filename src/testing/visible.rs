@@ -1,4 +1,4 @@
-//! The visibility of each key for each query, as the operator's contract defines it.
+//! Determines which keys each query sees, as the operator's contract defines it.
 
 use super::case::Case;
 use super::dense::Dense;
@@ -14,20 +14,28 @@ pub struct Unused {
 }
 
 impl Case {
+    /// Returns the position of query 0 of sequence `b` on the axis of keys.
+    pub fn offset(&self, inputs: &Inputs, b: usize) -> i64 {
+        match self.causal.unwrap_or_default() == BottomRight {
+            true => self.length(inputs, b) - self.queries(inputs, b),
+            false => 0,
+        }
+    }
+
+    /// Returns the number of keys of sequence `b`.
+    fn length(&self, inputs: &Inputs, b: usize) -> i64 {
+        own(&inputs.kv_lengths, b, self.kv_len)
+    }
+
+    /// Returns the number of queries of sequence `b`.
+    fn queries(&self, inputs: &Inputs, b: usize) -> i64 {
+        own(&inputs.query_lengths, b, self.q_len)
+    }
+
     /// True if query `i` of head `h` in sequence `b` sees key `j`.
     pub fn sees(&self, inputs: &Inputs, [b, h, i, j]: [usize; 4]) -> bool {
-        let keys = self.kv_len as i64;
-        // If the lengths are expanded, the list has one entry for all sequences. The remainder of `b` selects it.
-        let own = |lengths: &Option<Vec<i64>>, most: i64| {
-            let own = lengths.as_ref().map(|lengths| lengths[b % lengths.len()]);
-            own.map_or(most, |own| own.clamp(0, most))
-        };
-        let length = own(&inputs.kv_lengths, keys);
-        let queries = own(&inputs.query_lengths, self.q_len as i64);
-        let offset = match self.causal.unwrap_or_default() == BottomRight {
-            true => length - queries,
-            false => 0,
-        };
+        let (length, queries) = (self.length(inputs, b), self.queries(inputs, b));
+        let offset = self.offset(inputs, b);
         let (position, key) = (i as i64 + offset, j as i64);
         let reach = |side: usize| i64::try_from(side).unwrap_or(i64::MAX);
         let (left, right) = self.window;
@@ -43,6 +51,7 @@ impl Case {
                 let query = (b * self.q_len + i) % queries.len();
                 queries[query] == keys[(b * self.kv_len + j) % keys.len()]
             })
+            && self.is_shown([b, h, i, j])
             && (inputs.intervals.is_empty()
                 || inputs.intervals.iter().any(|(start, end)| {
                     let query = (b * self.q_len + i) % start.len();
@@ -71,4 +80,12 @@ impl Case {
         }
         unused
     }
+}
+
+/// Returns the length of sequence `b`, clamped to `0..=most`, or `most` without lengths.
+fn own(lengths: &Option<Vec<i64>>, b: usize, most: usize) -> i64 {
+    let most = most as i64;
+    // If the lengths are expanded, the list has one entry for all sequences. The remainder of `b` selects it.
+    let own = lengths.as_ref().map(|lengths| lengths[b % lengths.len()]);
+    own.map_or(most, |own| own.clamp(0, most))
 }

@@ -27,7 +27,7 @@ fn dropout_of_prompts_matches_reference() {
 
 #[test]
 fn dropout_of_few_rows_matches_reference() {
-    // Heads share a tile, and keys are split.
+    // In these cases, the query heads of a group share a tile, and the keys are split over cubes.
     for (group, q_len) in [(1, 1), (4, 3), (5, 2), (8, 4)] {
         Case {
             q_heads: group,
@@ -91,20 +91,16 @@ fn dropout_in_half_precision_matches_reference() {
 /// still depends on such queries, because a dropped probability changes dS = w (0 − Δ).
 #[test]
 fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (width, left) in [(32, 0), (80, 0), (80, 3), (128, 3), (256, 3), (512, 0)] {
-            let case = Case {
+    let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();
+    for dtype in [DType::F32, DType::BF16] {
+        for width in [80, 256] {
+            Case {
                 dtype,
                 dropout: Some((0.7, SEED)),
                 causal: Some(BottomRight),
-                window: (Some(left), Some(0)),
+                window: (Some(3), Some(0)),
+                segments: Some((ids.clone(), ids.clone())),
                 ..plain(140, 140, width)
-            };
-            let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();
-            case.check();
-            Case {
-                segments: Some((ids.clone(), ids)),
-                ..case
             }
             .check();
         }
@@ -128,7 +124,7 @@ fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     }
 }
 
-/// Checks heads so wide that warps divide the columns.
+/// Checks heads so wide that the warps of a CTA divide the output columns among them.
 #[test]
 fn dropout_of_wide_heads_matches_reference() {
     for dtype in [DType::F32, DType::BF16] {

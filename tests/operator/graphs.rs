@@ -1,6 +1,6 @@
-//! Tests that a call whose launches are captured in a CUDA graph and replayed gives the bits of a direct call, forward and in
-//! every gradient. Other calls run between the replays. The tests run on CUDA only, because other devices and the CUDA emulator
-//! have no CUDA graphs.
+//! Tests of calls whose launches are captured in a CUDA graph and replayed. A replay must give the same bits as a direct call,
+//! in the forward and in every gradient. Other calls run between the replays. The tests run on CUDA only, because other devices
+//! and the CUDA emulator have no CUDA graphs.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -17,15 +17,15 @@ use std::process::Command;
 /// the process may allocate device memory or wait for the device, so other tests must not run in that process.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
-/// The environment variable that is set if an emulator of a CUDA card runs the test.
+/// The environment variable that is set if the tests run on an emulated CUDA GPU.
 const EMULATED: &str = "EMULATED_CARD";
 
-/// Number of runs before the capture. In these runs CubeCL and fusion compile, tune and allocate memory.
+/// The number of runs before the capture. In these runs, CubeCL and Burn's fusion compile and tune kernels and allocate memory.
 const WARM_UPS: usize = 3;
 
 const REPLAYS: usize = 3;
 
-/// Runs `check` on every CUDA card, in a new process that runs no other test. `test` is the name of the calling test.
+/// Runs `check` on every CUDA GPU, in a new process that runs no other test. `test` is the name of the calling test.
 fn on_cards(test: &str, check: impl Fn(&TestDevice)) {
     let cards: Vec<TestDevice> = devices()
         .into_iter()
@@ -53,7 +53,7 @@ struct Operands {
     case: Case,
     /// Query, keys, values, and the gradient of the output, each with four dimensions.
     tensors: [Tensor<4>; 4],
-    /// The gradient of the logsumexp.
+    /// The gradient of the logsumexp in f32, or `None` if the loss does not depend on the logsumexp.
     weights: Option<Tensor<4>>,
     extras: Extras,
 }
@@ -117,8 +117,8 @@ fn are_equal(left: &[TensorData], right: &[TensorData]) -> bool {
     left.len() == right.len() && pairs.all(|(left, right)| left.as_bytes() == right.as_bytes())
 }
 
-/// Captures a call with the operands `own`, and checks that each replay gives the bits of the direct call. The operands `other`
-/// belong to calls that run before the capture and between the replays.
+/// Captures a call with the operands `own`, and checks that each replay gives the same bits as the direct call. The operands
+/// `other` belong to calls that run before the capture and between the replays.
 fn check<O>(
     device: &TestDevice,
     context: &str,
@@ -136,8 +136,8 @@ fn check<O>(
     let dispatch = device.device.as_dispatch();
     Dispatch::graph_prepare(dispatch).expect("the device supports CUDA graphs");
     for _ in 0..WARM_UPS {
-        // The warm-up runs use the operands `other`. The memory that the graph writes thus does not contain the expected results
-        // yet.
+        // The warm-up runs use the operands `other`. The memory that the graph writes thus does not contain the expected
+        // results yet.
         let results = call(&other);
         Dispatch::sync(dispatch).expect("the device synchronizes");
         drop(results);
@@ -156,8 +156,8 @@ fn check<O>(
     }
 }
 
-/// Returns problems for every engine, forward and backward: long and short ones, with split keys, and with each option that hides
-/// keys.
+/// Returns cases that together run every engine, forward and backward. The cases have long and short sequences, split keys, and
+/// each option that hides keys.
 fn cases() -> Vec<Case> {
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 40).collect();
     let causal = Case {
@@ -202,8 +202,8 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // The rows of these inputs do not start at multiples of 16 bytes. The operator copies the inputs before the kernels run,
-        // so the graph contains the copies too.
+        // The rows of these inputs do not start at multiples of 16 bytes. The operator copies the inputs before the kernels
+        // run, so the graph contains the copy operations too.
         Case {
             head_dim: 100,
             value_dim: 33,
@@ -223,8 +223,8 @@ fn graph_replay_gives_the_bits_of_direct_calls() {
     });
 }
 
-/// Checks captured calls over int8 keys and values. The kernels for few rows read the packed int8 directly. The kernels for many
-/// rows read a dequantized copy, which the graph makes too.
+/// Checks captured calls over int8 keys and values. The kernels for few rows read the packed int8 directly. The kernels for
+/// many rows read a dequantized copy, which the graph makes at each replay.
 #[test]
 fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
     on_cards(
@@ -254,6 +254,7 @@ fn graph_replay_over_int8_gives_the_bits_of_direct_calls() {
                         segments: None,
                         intervals: Vec::new(),
                         sinks: None,
+                        device: device.device.clone(),
                     };
                     let options = case.options(extras);
                     let results = try_quantized_attention(query.clone(), key, value, options);

@@ -1,9 +1,9 @@
-//! Tests of the attention operator on every device of this build against the f64 reference. Each module covers one kind of input
-//! or option that kernels may get wrong.
+//! Tests of the attention operator on every device of this build against the f64 reference. Each module covers one kind of
+//! input or option that kernels may get wrong.
 //!
-//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them. With `ATTENTION_TEST_DTYPE=bf16`,
-//! cases that name no dtype run in bf16 instead of f32, on the devices that support it. Another dtype also means other kernels.
-//! The data are random but equal in every run; `ATTENTION_TEST_SEED=1` draws other data.
+//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them. With
+//! `ATTENTION_TEST_DTYPE=bf16`, cases that name no dtype run in bf16 instead of f32, on the devices that support it. Another
+//! dtype also means other kernels. The data are random but equal in every run; `ATTENTION_TEST_SEED=1` draws other data.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");
@@ -45,6 +45,7 @@ mod paged;
 mod properties;
 mod quantized;
 mod ragged;
+mod score_mods;
 mod segments;
 mod settings;
 mod shards;

@@ -29,7 +29,7 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             let capped = case
                 .softcap
                 .map_or(scaled, |cap| cap * (scaled / cap).tanh());
-            capped
+            case.changed(capped, [b, h, i, j], case.offset(inputs, b))
                 + inputs
                     .bias
                     .as_ref()
@@ -70,11 +70,12 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     (output, logsumexp)
 }
 
-/// Returns the factor of dropout of the score of query `at[0]` and key `at[1]`. `plane` is the number of the query head among all
-/// heads of all sequences.
+/// Returns the factor by which dropout multiplies the probability of query `at[0]` and key `at[1]`, which is 0 if the
+/// probability is dropped. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(probability: f64, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A cell has the queries i and i + 8 and the keys j and j + 8. The keys choose the word, and the queries choose its half.
+    // A call of the generator gives two random words for four scores: those of the queries i and i + 8 with the keys j and j +
+    // 8. The key selects the word, and the query selects the upper or lower half of that word.
     let [query, key] = at.map(|position| (position / 16 * 8 + position % 8) as u32);
     let [of_query, of_key] = at.map(|position| position % 16 / 8);
     let bits = philox([query, key], generator)[of_key] >> (16 * of_query) & 0xffff;
@@ -85,8 +86,8 @@ fn keep_factor(probability: f64, seed: u64, plane: usize, at: [usize; 2]) -> f64
     }
 }
 
-/// Returns the two words of Philox 2x32 with 7 rounds. The loops have a generator of their own, so that a fault of the
-/// operator's generator shows.
+/// Returns the two words of Philox 2x32 with 7 rounds. The loops do not use the operator's own generator, because the test
+/// would then miss faults of that generator.
 fn philox(counter: [u32; 2], mut key: u32) -> [u32; 2] {
     let [mut left, mut right] = counter;
     for _ in 0..7 {
@@ -114,8 +115,8 @@ fn loss(case: &Case, inputs: &Inputs) -> f64 {
     dot(&output, &inputs.output_gradient.values) + of_lse
 }
 
-/// Returns the gradient of the loss by central differences, for each element of the input that `part` selects. Returns `None` if
-/// the case lacks that input.
+/// Returns the gradient of the loss by central differences, for each element of the input that `part` selects. Returns `None`
+/// if the case lacks that input.
 fn differences(
     case: &Case,
     inputs: &Inputs,
@@ -152,7 +153,7 @@ fn is_near(got: f64, expected: f64, tolerance: f64) -> bool {
     got == expected || (got - expected).abs() <= tolerance * (1.0 + expected.abs())
 }
 
-/// Returns small problems. Each option occurs in at least one of them.
+/// Returns small problems. Each option occurs in at least one problem.
 fn cases() -> Vec<Case> {
     let plain = Case {
         dtype: DType::F64,
@@ -252,9 +253,9 @@ fn reference_forward_equals_loops() {
     }
 }
 
-/// Checks the reference on random problems with all data that the contract allows: biases and sinks of −∞ or of the lowest finite
-/// number, queries that see no key, and huge lengths. The forward must agree with loops. The gradients by autodiff must agree
-/// with those of the explicit backward.
+/// Checks the reference on random problems with all data that the contract allows: biases and sinks of −∞ or of the lowest
+/// finite number, queries that see no key, and huge lengths. The forward must agree with plain loops. The gradients by autodiff
+/// must agree with the gradients of the explicit backward.
 #[test]
 fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();
@@ -280,10 +281,16 @@ fn reference_on_random_problems_equals_loops_and_explicit_backward() {
                 ));
             }
         };
-        compare("output", &definition[0].values, &output, 1e-11);
-        compare("logsumexp", &definition[1].values, &logsumexp, 1e-11);
+        // A score mod computes in f32.
+        let tolerance = if case.score_mod.is_some() {
+            1e-5
+        } else {
+            1e-11
+        };
+        compare("output", &definition[0].values, &output, tolerance);
+        compare("logsumexp", &definition[1].values, &logsumexp, tolerance);
         for (explicit, definition) in explicit.iter().zip(&definition) {
-            // The tolerance is 1e-6, because autodiff divides by a softcap in f32.
+            // The tolerance is 1e-6 instead of a few f64 roundings, because autodiff divides by a softcap in f32.
             compare(explicit.name, &explicit.values, &definition.values, 1e-6);
         }
     }

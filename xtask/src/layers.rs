@@ -1,4 +1,4 @@
-//! The layer check: no module of a crate imports from a higher layer, or from the crate's root.
+//! The layer check: verifies that no module of a crate imports from a higher layer, or from the crate's root.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use crate::process::{self, Result};
 struct Crate {
     folder: &'static str,
     layers: &'static [&'static [&'static str]],
-    /// Test-only modules. They may import from any layer, and any layer may import from them.
+    /// The test-only modules. Such a module may import from any layer, and any layer may import from it.
     tests: &'static [&'static str],
 }
 
@@ -35,7 +35,7 @@ const CRATES: &[Crate] = &[
             &["engine"],
             &["select"],
             &["backend"],
-            &["call", "explain", "quantized", "shards"],
+            &["call", "explain", "quantized", "score_mod", "shards"],
             &["paged", "varlen"],
             &["nn"],
             &["internals", "lib"],
@@ -62,8 +62,8 @@ const CRATES: &[Crate] = &[
 ];
 
 impl Crate {
-    /// Returns the layer of a path. If a layer lists the path's first two names as one module, this layer is returned.
-    /// Otherwise the layer that lists the first name is returned.
+    /// Returns the layer of a path, or `None` if no layer lists it. A layer that lists the path's first two names as one module
+    /// takes precedence over a layer that lists only the first name.
     fn layer(&self, path: &str) -> Option<usize> {
         let mut names = path.split("::");
         let first = names.next().unwrap_or_default();
@@ -115,7 +115,7 @@ fn imports(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns the first names of the paths in a `{…}` group. The text `group` begins after the opening brace.
+/// Returns the first one or two names of each path in a `{…}` group. The text `group` begins after the opening brace.
 fn names(group: &str) -> Vec<String> {
     let mut depth = 0;
     let mut names = Vec::new();
@@ -169,7 +169,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns the module of a file: the first two parts of its path without the extension, or the only part.
+/// Returns the module of a file: the first two components of its path in `folder` without the extension, or the only component.
 fn module_of(folder: &Path, file: &Path) -> String {
     let inside = file.strip_prefix(folder).unwrap_or(file).with_extension("");
     let names: Vec<_> = inside
@@ -189,7 +189,7 @@ pub fn check() -> Result<()> {
         for file in files(&folder)? {
             let text = fs::read_to_string(&file)
                 .map_err(|error| format!("{}: {error}", file.display()))?;
-            // Skip files of tests and files that emit kernels as text, because the layers do not apply to them.
+            // The layers do not apply to files of tests (`tests.rs`), nor to files that emit kernels as text (`source.rs`).
             let name = file.file_name().unwrap_or_default();
             if name == "tests.rs" || name == "source.rs" {
                 continue;

@@ -12,9 +12,9 @@ use crate::types::tensors::AttentionInputs;
 use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cubecl::prelude::TensorArg;
 
-/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous, start at a multiple of
-/// `size` elements, and have a multiple of `size` elements as its length. The start of the tensor needs no check, because
-/// Burn aligns every view to the device's buffer alignment, which is a multiple of the vector's size.
+/// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous and start at a multiple of
+/// `size` elements, and its length must be a multiple of `size` elements. The start of the tensor needs no check, because Burn
+/// aligns every view to the device's buffer alignment, which is a multiple of the vector's size.
 pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -23,8 +23,8 @@ pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
         && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// The number of leading dimensions of `[batch, heads, len, dim]` that TMA can read with a stride of 0 (broadcast). For
-/// queries it is 1 (the batch). For keys and values it is 2 (batch and heads).
+/// The number of leading dimensions of `[batch, heads, len, dim]` that TMA can read with a stride of 0 (broadcast). The number
+/// is 1 for queries (the batch). It is 2 for keys and values (batch and heads).
 pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 
@@ -85,6 +85,8 @@ pub(crate) fn score_kind(problem: &AttentionProblem) -> ScoreKind {
         wide_softcap: softcap::is_wide(problem.softcap),
         bias: problem.bias.is_some(),
         dropout: problem.dropout.is_some(),
+        score_mod: problem.score_mod,
+        mask_mod: problem.mask_mod,
     }
 }
 
@@ -118,8 +120,8 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The (head, sequence) pairs
-/// are divided into groups of `together` pairs. All cubes of a group come before the cubes of the next group.
+/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The (head, sequence) pairs are
+/// divided into groups of `together` pairs. All cubes of one group have lower indices than the cubes of the next group.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,
@@ -139,7 +141,7 @@ pub(crate) fn grid(
     (cubes, grid)
 }
 
-/// Converts a tensor into a kernel argument, for reads or writes.
+/// Converts a tensor into a kernel argument that the kernel may read or write.
 pub(crate) fn tensor_arg(tensor: &CubeTensor) -> TensorArg {
     tensor.clone().into_tensor_arg()
 }

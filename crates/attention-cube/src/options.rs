@@ -1,16 +1,17 @@
-//! The options of an attention call, beyond the query, the keys and the values.
+//! The options of an attention call. The query, the keys and the values are not options.
 
 use crate::math::dropout::LEVELS;
+use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
 use burn::tensor::{Bool, Int, Tensor};
 
-/// Position of the causal mask's diagonal if the query and the keys differ in length.
+/// The alignment of the causal mask's diagonal if the numbers of queries and keys differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CausalAlignment {
     /// The last query sees the last key: query `i` sees the keys `j ≤ i + kv_len − q_len`. With
-    /// [`kv_lengths`](AttentionOptions::kv_lengths), each sequence's own length replaces `kv_len`, and with
-    /// [`query_lengths`](AttentionOptions::query_lengths) its own number of queries replaces `q_len`. Decoding with a KV cache
-    /// needs this alignment.
+    /// [`kv_lengths`](AttentionOptions::kv_lengths), the number of keys of each sequence replaces `kv_len`. With
+    /// [`query_lengths`](AttentionOptions::query_lengths), the number of queries of each sequence replaces `q_len`. Decoding
+    /// with a KV cache needs this alignment.
     #[default]
     BottomRight,
     /// The first query sees the first key: query `i` sees the keys `j ≤ i`.
@@ -27,18 +28,19 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Returns the value below which the 16 random bits of a score drop it.
+    /// Returns the dropout threshold. A probability is dropped if its 16 random bits are below the threshold.
     pub(crate) fn threshold(&self) -> u32 {
         (self.probability * f64::from(LEVELS)).round() as u32
     }
 
-    /// Returns the factor by which kept probabilities are multiplied. The mean of all factors is 1.
+    /// Returns the factor by which kept probabilities are multiplied. With this factor, dropout does not change the mean of a
+    /// probability.
     pub(crate) fn kept(&self) -> f64 {
         f64::from(LEVELS) / f64::from(LEVELS - self.threshold())
     }
 }
 
-/// Options of [`fused_attention`](crate::fused_attention), built by chaining.
+/// The options of [`fused_attention`](crate::fused_attention), built by chaining.
 ///
 /// The score of query `i` and key `j` is computed in f32. It is `q·k` times `scale`, then `softcap · tanh(score / softcap)`,
 /// then `+ bias`. Keys that the query does not see are left out of the softmax. A key is visible if *all* of causal mask,
@@ -67,6 +69,10 @@ pub struct AttentionOptions {
     pub(crate) intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     pub(crate) sinks: Option<Tensor<1>>,
     pub(crate) dropout: Option<Dropout>,
+    pub(crate) score_mod: Option<ScoreCode>,
+    pub(crate) score_table: Option<Tensor<1>>,
+    pub(crate) mask_mod: Option<MaskCode>,
+    pub(crate) mask_table: Option<Tensor<1>>,
 }
 
 impl AttentionOptions {
@@ -98,7 +104,7 @@ impl AttentionOptions {
         self
     }
 
-    /// Restricts a query at position `p` to the keys `p − left ..= p + right`; `None` leaves that side unbounded.
+    /// Restricts the query at position `p` to the keys at positions `p − left ..= p + right`. `None` leaves a side unbounded.
     ///
     /// Positions are aligned at the bottom right, unless [`causal_aligned`](Self::causal_aligned) sets another alignment. A
     /// "sliding window of n" in Hugging Face models counts the query's own key: use `window(Some(n − 1), Some(0))`.
@@ -123,8 +129,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the number of valid keys per sequence, `[batch]`. For a sequence with `n` valid keys, no query sees the keys from
-    /// position `n` on, whatever elements these keys have. Lengths are clamped to `0..=kv_len`.
+    /// Sets the number of valid keys per sequence, `[batch]`. In a sequence with `n` valid keys, no query sees the keys from
+    /// position `n` on, whatever these keys contain. Lengths are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
         self
@@ -133,11 +139,12 @@ impl AttentionOptions {
     /// Sets the number of queries per sequence, `[batch]`, so that one call serves sequences with different numbers of queries
     /// (ragged queries). An example is a batch of prompt chunks and single tokens.
     ///
-    /// A sequence with `n` queries has them in its first `n` rows. The other rows see no key, whatever elements they have. Their
-    /// output is 0, and so are their gradients. Tiles of only such rows cost almost nothing. Lengths are clamped to `0..=q_len`.
+    /// A sequence with `n` queries has them in its first `n` rows. The rows after them see no key, whatever they contain. The
+    /// output and the gradients of these rows are 0. Tiles with only such rows cost almost nothing. Lengths are clamped to
+    /// `0..=q_len`.
     ///
-    /// Under the alignment at the bottom right, the sequence's own last query sees the last of its
-    /// [`kv_lengths`](Self::kv_lengths) keys: `n` replaces `q_len`.
+    /// If the causal mask or the window is aligned at the bottom right, query `n − 1` of the sequence sees the last of the
+    /// sequence's [`kv_lengths`](Self::kv_lengths) keys: `n` replaces `q_len`.
     ///
     /// ```
     /// use attention_cube::{AttentionOptions, fused_attention};
@@ -160,12 +167,12 @@ impl AttentionOptions {
         self
     }
 
-    /// Promises that no launch of the same CUDA graph writes [`kv_lengths`](Self::kv_lengths), because the lengths are
-    /// written before the graph starts.
+    /// Promises that no launch of the same CUDA graph writes [`kv_lengths`](Self::kv_lengths), because the lengths are written
+    /// before the graph starts.
     ///
     /// Kernels with programmatic dependent launch (PDL) then read the lengths immediately, before the previous launch has
-    /// ended. If the promise is false, results are wrong. The promise has no effect with
-    /// [`query_lengths`](Self::query_lengths), because a launch then joins both kinds of lengths in one buffer.
+    /// ended. If the promise is broken, results are wrong. The promise has no effect with
+    /// [`query_lengths`](Self::query_lengths), because a launch of the graph then writes both kinds of lengths into one buffer.
     #[cfg(feature = "internals")]
     #[doc(hidden)]
     pub fn kv_lengths_ahead(mut self, ahead: bool) -> Self {
@@ -181,8 +188,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the mask in the sense of Burn's own `attention` and of `burn-nn`: **`true` means hidden**. It replaces an
-    /// earlier [`mask`](Self::mask).
+    /// Sets a mask with the meaning of masks in Burn's own `attention` and in `burn-nn`: **`true` means hidden**. The mask
+    /// replaces an earlier [`mask`](Self::mask).
     ///
     /// # Shapes
     /// `mask [batch, q_heads, q_len, kv_len]`, where a dimension of size 1 is broadcast.
@@ -190,16 +197,16 @@ impl AttentionOptions {
         self.mask(mask.bool_not())
     }
 
-    /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second call
-    /// adds a second interval. A query then sees the keys of either interval.
+    /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second
+    /// call adds a second interval. A query then sees the keys that lie in at least one of its two intervals.
     ///
     /// Intervals describe image blocks with bidirectional attention, prefix-LM masks, packed documents and windows of any
-    /// shape, in memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the
-    /// range that spans its queries' intervals. An interval with `end <= start` is empty, and values are clamped to
+    /// shape, with memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the
+    /// range that spans its queries' intervals. An interval with `end <= start` is empty. `start` and `end` are clamped to
     /// `0..=kv_len`.
     ///
-    /// Like all options, intervals only hide keys: with [`causal`](Self::causal), a query also needs the key to be at or before
-    /// its own position. Express the causal part in the intervals if some queries see later keys.
+    /// Like all options, intervals only hide keys. With [`causal`](Self::causal), a query therefore also needs the key to be at
+    /// or before its own position. If some queries must see later keys, express the causal mask in the intervals instead.
     ///
     /// # Shapes
     /// `start [batch, q_len]`, `end [batch, q_len]`, of one int dtype, also over both intervals.
@@ -220,8 +227,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the sinks, `[q_heads]`. A sink is one more score per query head, which takes part in the softmax but has no value
-    /// row.
+    /// Sets the sinks, `[q_heads]`. A sink is an additional score per query head. The sink takes part in the softmax but has no
+    /// row of V.
     ///
     /// Sinks are differentiable. Their dtype is the query's dtype or f32. Scale, softcap and bias do not apply to them. The
     /// logsumexp includes the sink.
@@ -230,14 +237,15 @@ impl AttentionOptions {
         self
     }
 
-    /// Drops probabilities at random, as for attention weights in training. Each becomes 0 with the chance `probability`, and the
-    /// kept ones are multiplied by one factor, so that the mean stays the same.
+    /// Drops probabilities at random, as for attention weights in training. Each probability becomes 0 with the chance
+    /// `probability`. The kept probabilities are multiplied by one factor, so that the mean stays the same.
     ///
     /// The random bits depend only on the seed and on the score's sequence, head, query and key. They are the same on every
     /// device and in the backward. Use another seed in each call. Shards of the keys also need different seeds, because each of
     /// the [`shards`](crate::shards) counts its keys from 0. Each replay of a captured CUDA graph uses the same seed.
     ///
-    /// `probability` may be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶. The logsumexp does not depend on the dropout.
+    /// `probability` must be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶. The logsumexp does not depend on the
+    /// dropout.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
@@ -248,6 +256,41 @@ impl AttentionOptions {
     /// ```
     pub fn dropout(mut self, probability: f64, seed: u64) -> Self {
         self.dropout = (probability != 0.0).then_some(Dropout { probability, seed });
+        self
+    }
+
+    /// Changes each score by code that is compiled into the kernels: FlexAttention's `score_mod`. The code runs after the softcap
+    /// and before the bias. It reads `table`, `[any size]`, which gets no gradient.
+    ///
+    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has some that is ready.
+    ///
+    /// # Shapes
+    /// `table [n]` of any size, f32 or the query's dtype.
+    ///
+    /// # Panics
+    /// The attention call panics if autodiff tracks the table, because the table would get no gradient.
+    pub fn score_mod<M: ScoreMod>(mut self, table: Option<Tensor<1>>) -> Self {
+        self.score_mod = Some(ScoreCode::of::<M>());
+        self.score_table = table;
+        self
+    }
+
+    /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
+    ///
+    /// Like all options, the code only hides keys: a key is visible if all other options allow it, too. Kernels run the code for
+    /// each score, and cannot skip blocks by it. If the code hides most keys, also set the range of keys that each query may see,
+    /// by [`window`](Self::window) or [`visible_between`](Self::visible_between), so that kernels skip the blocks outside.
+    ///
+    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has some that is ready.
+    ///
+    /// # Shapes
+    /// `table [n]` of any size, f32 or the query's dtype.
+    ///
+    /// # Panics
+    /// The attention call panics if autodiff tracks the table, because the table would get no gradient.
+    pub fn mask_mod<M: MaskMod>(mut self, table: Option<Tensor<1>>) -> Self {
+        self.mask_mod = Some(MaskCode::of::<M>());
+        self.mask_table = table;
         self
     }
 
@@ -274,6 +317,8 @@ impl AttentionOptions {
                 .map(|(start, end)| (start.without_autodiff(), end.without_autodiff()))
                 .collect(),
             sinks: self.sinks.map(Tensor::without_autodiff),
+            score_table: self.score_table.map(Tensor::without_autodiff),
+            mask_table: self.mask_table.map(Tensor::without_autodiff),
             ..self
         }
     }

@@ -2,6 +2,7 @@
 
 mod validate;
 
+use crate::math::score_mod::{MaskCode, ScoreCode};
 use crate::options::{CausalAlignment, Dropout};
 use burn::tensor::DType;
 pub(crate) use validate::{check_dims, check_dtype, check_place, check_place_of, check_strategies};
@@ -9,7 +10,8 @@ pub(crate) use validate::{check_dims, check_dtype, check_place, check_place_of, 
 /// The largest supported `head_dim` and `value_dim`.
 pub const MAX_HEAD_DIM: usize = 1024;
 
-/// The sizes and options of one attention call, without its data. [`explain`](crate::explain()) says which kernel serves it.
+/// The sizes and options of one attention call, without the call's tensors. [`explain`](crate::explain()) reports which kernel
+/// serves the call.
 ///
 /// The call computes `out[b, h, i] = Σⱼ softmaxⱼ(score(q[b, h, i]·k[b, h/group, j])) v[b, h/group, j]`.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,8 +20,8 @@ pub struct AttentionProblem {
     pub batch: usize,
     /// The number of query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// The number of key heads, which is also the number of value heads. Query head `h` reads head `h / (q_heads /
-    /// kv_heads)`.
+    /// The number of key heads, which is also the number of value heads. Query head `h` reads key and value head
+    /// `h / (q_heads / kv_heads)`.
     pub kv_heads: usize,
     /// The number of queries per sequence.
     pub q_len: usize,
@@ -55,18 +57,22 @@ pub struct AttentionProblem {
     pub query_lengths: bool,
     /// True if every token has a segment id, for packed documents.
     pub segments: bool,
-    /// The number of intervals of keys per query, 0, 1 or 2. See
+    /// The number of key intervals per query: 0, 1 or 2. See
     /// [`AttentionOptions::visible_between`](crate::AttentionOptions::visible_between).
     pub intervals: usize,
     /// The dtype of the sinks, or `None` if the call has no sinks.
     pub sinks: Option<DType>,
     /// The dropout of probabilities, or `None` without dropout.
     pub dropout: Option<Dropout>,
+    /// The code that changes each score, or `None`. See [`AttentionOptions::score_mod`](crate::AttentionOptions::score_mod).
+    pub score_mod: Option<ScoreCode>,
+    /// The code that hides keys, or `None`. See [`AttentionOptions::mask_mod`](crate::AttentionOptions::mask_mod).
+    pub mask_mod: Option<MaskCode>,
     /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged). An engine
     /// whose kernels cannot read these pages reads a contiguous copy.
     pub page_len: Option<usize>,
     /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8 directly, selection returns the
-    /// reference engine. The call then dequantizes keys and values, and selects a kernel for the unquantized problem.
+    /// reference implementation. The call then dequantizes keys and values, and selects a kernel for the unquantized problem.
     pub quantized: bool,
 }
 
@@ -74,6 +80,11 @@ impl AttentionProblem {
     /// Returns the number of query heads that share one key and value head (the GQA group).
     pub fn group(&self) -> usize {
         self.q_heads / self.kv_heads.max(1)
+    }
+
+    /// True if code changes the scores or hides keys.
+    pub(crate) fn has_code(&self) -> bool {
+        self.score_mod.is_some() || self.mask_mod.is_some()
     }
 
     /// Returns the same problem over contiguous keys and values.
@@ -89,19 +100,19 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len, self.kv_len].contains(&0)
     }
 
-    /// The shape of the output.
+    /// Returns the shape of the output.
     pub fn output_shape(&self) -> [usize; 4] {
         [self.batch, self.q_heads, self.q_len, self.value_dim]
     }
 
-    /// The shape of the logsumexp.
+    /// Returns the shape of the logsumexp.
     pub fn logsumexp_shape(&self) -> [usize; 3] {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// The shape `[2 · batch, q_heads, q_len]` of the two logsumexp parts that a backend returns. The first `batch` entries
-    /// are the reference scores. The last `batch` entries are the logarithms of the softmax sums relative to these reference
-    /// scores.
+    /// Returns the shape `[2 · batch, q_heads, q_len]` of the logsumexp in two parts, as a backend returns it. The first
+    /// `batch` entries are the reference scores, the scores that the softmax subtracted (about the row maxima). The last
+    /// `batch` entries are the logarithms of the softmax sums relative to these reference scores.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }
@@ -120,8 +131,8 @@ impl AttentionProblem {
         self.kv_lengths || self.query_lengths
     }
 
-    /// True if the problem has segments or intervals. Kernels then read bounds of blocks, by which they skip blocks that are
-    /// hidden from a whole tile.
+    /// True if the problem has segments or intervals. Kernels then read bounds of blocks. With these bounds, they skip blocks
+    /// that are hidden from a whole tile.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }
@@ -164,7 +175,8 @@ impl AttentionProblem {
         } else {
             0
         };
-        // A window side that is open, or wider than the sequences, is clamped to a distance beyond all positions.
+        // A window side that is open, or wider than the sequences, is clamped to a distance larger than any distance of two
+        // positions.
         let side = |side: Option<usize>| {
             let beyond = self.q_len + self.kv_len;
             side.map_or(beyond, |side| side.min(beyond)) as i64

@@ -1,4 +1,5 @@
-//! Int8 keys and values: one code from −127 to 127 per element and one f32 scale per row, half the memory of bf16.
+//! Int8 keys and values, with half the memory of bf16. Each element has a code from −127 to 127, and each row has one f32
+//! scale.
 //!
 //! ```
 //! use attention_cube::quantized::{QuantizedRows, quantized_attention};
@@ -26,13 +27,13 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
-//! | forward with up to 32 rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. A score is an f32 dot product with the exact codes, times the key's scale. A value's scale is multiplied into its probability |
-//! | forward with up to 32 rows in bf16 on matrix units | the codes and their QK products stay exact. Probability times value scale is rounded to bf16, as probabilities are for unquantized values |
-//! | more rows, other devices, or a query under autodiff | kernels read a dequantized copy of the call's keys and values in the query's dtype, which adds one rounding. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
+//! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. A score is an f32 dot product with the exact codes, multiplied by the key's scale. The scale of a row of V is multiplied into the probability of that row |
+//! | forward with up to 32 query rows in bf16 on matrix units | the codes and their QK products stay exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
+//! | more query rows, other devices, or a query under autodiff | kernels read a dequantized copy of the call's keys and values in the query's dtype, which adds one rounding. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
 //! | [`QuantizedRows::new`] | the scale is the row's largest magnitude / 127, and each code is the nearest multiple of the scale. The error is at most half of the scale, plus one f32 rounding |
 //! | a row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |
 //! | a row with NaN or infinity | the scale is NaN. Queries that see the row may get NaN, and so may other queries of its head and of heads that share its keys. A row that no query sees has no effect |
-//! | query elements | magnitudes up to 2¹⁰⁰ are supported, because kernels sum `q · code` before the scale makes the sum smaller |
+//! | elements of the query | magnitudes up to 2¹⁰⁰ are supported. Kernels sum `q · code` before they multiply by the scale, so larger magnitudes could overflow |
 //! | gradients | the query (through the dequantized copy), the bias and the sinks receive gradients; keys and values receive none |
 
 use crate::backend::{AttentionBackend, check_backend};
@@ -42,13 +43,13 @@ use crate::problem::{AttentionProblem, check_dtype, check_place};
 use crate::reference;
 use crate::types::quantized::CODES;
 pub use crate::types::quantized::QuantizedRows;
-use crate::types::tensors::{QuantizedInputs, QuantizedTensors, intervals};
+use crate::types::tensors::{QuantizedInputs, QuantizedTensors, intervals, table};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 impl QuantizedRows {
-    /// Quantizes rows in f32, f16 or bf16 with any strides (on devices without kernels also f64). The rows receive no
-    /// gradients.
+    /// Quantizes rows in f32, f16 or bf16 with any strides (on devices without kernels also f64). Autodiff does not track the
+    /// result.
     ///
     /// # Shapes
     /// `rows [batch, kv_heads, kv_len, columns]`.
@@ -84,7 +85,7 @@ impl QuantizedRows {
         })
     }
 
-    /// Builds the rows from words and scales that were quantized earlier. The rows receive no gradients.
+    /// Builds the rows from words and scales that were quantized earlier. Autodiff does not track the result.
     ///
     /// # Shapes
     /// `words [batch, kv_heads, kv_len, columns / 4]` in i32, `scales [batch, kv_heads, kv_len]` in f32.
@@ -131,7 +132,7 @@ impl QuantizedRows {
         )?;
         check_place("scales", scales.device(), &words.device())?;
         // Autodiff is removed from words and scales, because their gradient checkpointing strategy might differ from the
-        // query's.
+        // query's, which is an error.
         Ok(Self {
             words: words.without_autodiff(),
             scales: scales.without_autodiff(),
@@ -200,7 +201,7 @@ pub fn quantized_attention(
     }
 }
 
-/// Computes [`quantized_attention`] and the logsumexp, and returns an error instead of a panic.
+/// Computes [`quantized_attention`] and the logsumexp. Returns an error instead of a panic.
 ///
 /// The logsumexp is `[batch, q_heads, q_len]`, an f32 natural logarithm as in
 /// [`attention_with_lse`](crate::attention_with_lse).
@@ -220,7 +221,7 @@ pub fn try_quantized_attention(
     Ok(reference::output_and_lse(result, &problem))
 }
 
-/// Converts the tensors of a call over int8 rows to the types of Burn's dispatch.
+/// Converts the tensors of a call over int8 keys and values to the types of Burn's dispatch.
 pub(crate) fn inputs_of(
     query: Tensor<4>,
     [key, value]: [QuantizedRows; 2],
@@ -242,5 +243,7 @@ pub(crate) fn inputs_of(
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
         intervals,
         sinks: options.sinks.map(Tensor::into_dispatch).into(),
+        score_table: table(options.score_table),
+        mask_table: table(options.mask_table),
     }
 }

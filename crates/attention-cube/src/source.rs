@@ -5,8 +5,8 @@
 //! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored --nocapture
 //! ```
 //!
-//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`]. [`nvidia`] writes CUDA C++, and
-//! [`amd`] writes machine code.
+//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`]. The module [`nvidia`] writes CUDA
+//! C++, and the module [`amd`] writes machine code.
 
 #[cfg(feature = "rocm")]
 pub(crate) mod amd;
@@ -15,11 +15,12 @@ pub(crate) mod nvidia;
 
 use crate::math::schedule::GridCompilationArg;
 use crate::math::score::{ScoreArgumentsCompilationArg, ScoreKind};
+use crate::math::score_mod::kernel::{KernelTableCompilationArg, KernelTablesCompilationArg};
 use crate::math::visibility::{SeqLensCompilationArg, Structure};
 use cubecl::{ir::settings::*, ir::*, prelude::*};
 use std::{env, fs, path::Path};
 
-/// Builds the compile-time argument of an optional tensor, present or absent.
+/// Builds the compile-time argument of an optional tensor, which is either present or absent.
 macro_rules! optional {
     ($present:expr) => {
         match $present {
@@ -30,7 +31,7 @@ macro_rules! optional {
 }
 pub(crate) use optional;
 
-/// Writes the kernels that the variable `KERNELS` names, into the folder `kernels` of the temporary directory.
+/// Writes the kernels that the environment variable `KERNELS` names, into the folder `kernels` of the temporary directory.
 pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     let names = env::var("KERNELS").unwrap_or_else(|_| default.into());
     let folder = env::temp_dir().join("kernels");
@@ -39,6 +40,16 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
         write(&Wanted::of(name), &folder, name);
     }
 }
+
+/// The tables of kernels without code.
+pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
+    score: KernelTableCompilationArg {
+        elements: ComptimeOptionCompilationArg::None,
+    },
+    mask: KernelTableCompilationArg {
+        elements: ComptimeOptionCompilationArg::None,
+    },
+};
 
 /// The compile-time settings of a kernel to write, parsed from the kernel's name.
 pub(crate) struct Wanted {
@@ -96,6 +107,8 @@ impl Wanted {
                 wide_softcap: has("wide"),
                 bias: has("bias") || has("headbias"),
                 dropout: false,
+                score_mod: None,
+                mask_mod: None,
             },
             bias_of_head: has("headbias"),
             sinks: has("sinks"),

@@ -10,7 +10,7 @@ use crate::problem::AttentionProblem;
 use crate::types::device::{DeviceProfile, FragmentSupport};
 use burn::tensor::DType;
 
-/// Returns a bf16 problem without options. Keys and values have the same `head_dim`.
+/// Returns a bf16 problem without options. Queries, keys and values all have `head_dim` columns.
 pub(crate) fn problem(
     [batch, q_heads, kv_heads, q_len, kv_len, head_dim]: [usize; 6],
 ) -> AttentionProblem {
@@ -37,12 +37,14 @@ pub(crate) fn problem(
         intervals: 0,
         sinks: None,
         dropout: None,
+        score_mod: None,
+        mask_mod: None,
         page_len: None,
         quantized: false,
     }
 }
 
-/// The shared memory per cube of an H100, an A100 and a GeForce card, in bytes.
+/// The shared memory per cube of an H100, an A100 and a GeForce GPU, in bytes.
 pub(crate) const SHARED_MEMORY: [usize; 3] = [227 << 10, 163 << 10, 99 << 10];
 
 /// Returns a device profile with `shared_memory` bytes of shared memory per cube.

@@ -1,7 +1,7 @@
 //! Attention over packed sequences of different lengths (varlen): one call without padding.
 //!
-//! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, tell where a sequence
-//! starts and ends. Causal mask and window are aligned within each sequence, as in a call with this sequence alone.
+//! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, state where each
+//! sequence starts and ends. Causal mask and window are aligned within each sequence, as in a call with only this sequence.
 //!
 //! ```
 //! use attention_cube::AttentionOptions;
@@ -27,18 +27,19 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the tokens of each sequence alone |
-//! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences, as other queries in one call |
+//! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences, just as it may reach other queries within one sequence |
 //! | dropout | the random bits depend on the positions in the packed rows |
 //! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
 //! | a sequence without keys | its queries see no key |
-//! | rows before the first or after the last sequence | their queries see no key, their keys are seen by no query, and both may hold NaN |
+//! | rows before the first or after the last sequence | queries in these rows see no key, no query sees keys in these rows, and the rows may contain NaN |
 //! | cumulative lengths out of range | are clamped to the number of rows |
 //! | cumulative lengths that decrease | the affected queries see unspecified keys, or none |
 //! | [`kv_lengths`](AttentionOptions::kv_lengths), [`query_lengths`](AttentionOptions::query_lengths) and [`visible_between`](AttentionOptions::visible_between) | are refused, because the cumulative lengths take their place |
+//! | [`score_mod`](AttentionOptions::score_mod) and [`mask_mod`](AttentionOptions::mask_mod) | are refused, because the code would see positions of the packed rows |
 //!
 //! # Speed
 //! Tiles of queries skip the keys of other sequences, forward and backward. A tile with queries of several sequences visits the
-//! keys of all of these. For decoding, where a tile would hold many sequences, use
+//! keys of all these sequences. For decoding, where a tile would hold many sequences, use
 //! [`query_lengths`](AttentionOptions::query_lengths) or [pages](crate::paged).
 
 use crate::call::attend;
@@ -46,24 +47,24 @@ use crate::error::AttentionError;
 use crate::options::{AttentionOptions, CausalAlignment};
 use crate::problem::{check_dims, check_place_of};
 use crate::reference::output_and_lse;
-use burn::tensor::{DType, Int, IntDType, Shape, Tensor};
-
-/// The dtype of positions. A device's default int dtype may be too narrow, or unsigned, but positions may be negative.
-const POSITIONS: DType = DType::I32;
+use crate::reference::tensors::{INTS, clamped_integers};
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Int, Shape, Tensor};
 
 /// The cumulative lengths of packed sequences, in any integer dtype.
 ///
 /// Sequence `s` has the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1]`, and the keys `cu_seqlens_k[s] .. cu_seqlens_k[s + 1]`.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// The first query of each sequence, then the end of the last sequence: `[sequences + 1]`, in ascending order.
+    /// The index of each sequence's first query, followed by the end of the last sequence: `[sequences + 1]`, in ascending
+    /// order.
     pub cu_seqlens_q: Tensor<1, Int>,
-    /// The first key of each sequence, then the end of the last sequence: `[sequences + 1]`, in ascending order.
+    /// The index of each sequence's first key, followed by the end of the last sequence: `[sequences + 1]`, in ascending order.
     pub cu_seqlens_k: Tensor<1, Int>,
 }
 
 impl Sequences {
-    /// Returns sequences that have as many keys as queries.
+    /// Returns packed sequences in which each sequence has as many keys as queries.
     ///
     /// # Shapes
     /// `cu_seqlens [sequences + 1]`.
@@ -74,14 +75,15 @@ impl Sequences {
         }
     }
 
-    /// Returns the options of packed rows. A query sees only keys of its own sequence, and `options` tell which of these.
+    /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence, and only the keys
+    /// that `options` leave visible.
     ///
-    /// Set causal mask and window in `options`: set on the result, they would count positions of the packed rows. All layers with
-    /// the same causal mask and window can share a clone of the result.
+    /// Set causal mask and window in `options`. If they were set on the result, they would count positions of the packed rows.
+    /// All layers with the same causal mask and window can share a clone of the result.
     ///
     /// # Shapes
-    /// `q_len` and `kv_len` are the numbers of packed rows. [`fused_attention`](crate::fused_attention) then takes a query
-    /// `[1, q_heads, q_len, head_dim]` and keys `[1, kv_heads, kv_len, head_dim]`.
+    /// `q_len` and `kv_len` are the numbers of packed rows. With the result, call [`fused_attention`](crate::fused_attention)
+    /// with a query `[1, q_heads, q_len, head_dim]` and keys `[1, kv_heads, kv_len, head_dim]`.
     ///
     /// # Errors
     /// Returns [`AttentionError`] if the cumulative lengths differ in size or device, are empty, or if an option does not fit.
@@ -118,6 +120,9 @@ impl Sequences {
             ("kv_lengths", options.kv_lengths.is_some()),
             ("query_lengths", options.query_lengths.is_some()),
             ("visible_between", !options.intervals.is_empty()),
+            // The code would see positions of the packed rows.
+            ("score_mod", options.score_mod.is_some()),
+            ("mask_mod", options.mask_mod.is_some()),
         ] {
             if is_set {
                 return Err(AttentionError::Combination {
@@ -136,7 +141,7 @@ impl Sequences {
         })
     }
 
-    /// Returns the first key and the end of the keys that each query sees, `[1, q_len]` each.
+    /// Returns the first key that each query sees, and the end of the keys that each query sees, each `[1, q_len]`.
     fn interval(
         &self,
         q_len: usize,
@@ -146,42 +151,38 @@ impl Sequences {
         let device = self.cu_seqlens_q.device().without_autodiff();
         let sequences = self.cu_seqlens_q.dims()[0] - 1;
         if q_len == 0 || sequences == 0 {
-            let nothing = Tensor::zeros([1, q_len], (&device, POSITIONS));
+            let nothing = Tensor::zeros([1, q_len], (&device, DType::from(INTS)));
             return (nothing.clone(), nothing);
         }
-        let rows = Tensor::<1, Int>::arange(0..q_len as i64, (&device, POSITIONS));
+        let rows = Tensor::<1, Int>::arange(0..q_len as i64, (&device, DType::from(INTS)));
         let bounds = |cumulative: &Tensor<1, Int>, len: usize| {
-            let cumulative = cumulative.clone().without_autodiff();
-            // The wider of both dtypes holds the lengths and the number of rows.
-            let cumulative = match cumulative.dtype().size() < POSITIONS.size() {
-                true => cumulative.cast(IntDType::from(POSITIONS)),
-                false => cumulative,
-            };
-            let bounds = cumulative.clamp(0, len as i64);
-            bounds.cast(IntDType::from(POSITIONS))
+            let cumulative = cumulative.clone().without_autodiff().into_dispatch();
+            Tensor::<1, Int>::from_dispatch(clamped_integers::<Dispatch>(cumulative, len))
         };
         let query_bounds = bounds(&self.cu_seqlens_q, q_len);
         let key_bounds = bounds(&self.cu_seqlens_k, kv_len);
         let first = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 0, sequences);
         let end = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 1, sequences);
 
-        // The query in packed row r has its own position at row r + shift of the packed keys.
+        // The query in packed row `r` has the same position within its sequence as the key in row `r + shift` of the packed
+        // keys.
         let shift = match options.causal.unwrap_or_default() {
             CausalAlignment::BottomRight => end(&key_bounds) - end(&query_bounds),
             CausalAlignment::TopLeft => first(&key_bounds) - first(&query_bounds),
         };
         let index = count_bounds(rows.clone(), query_bounds.clone(), q_len);
-        let zero = Tensor::<1, Int>::zeros([1], (&device, POSITIONS));
+        let zero = Tensor::<1, Int>::zeros([1], (&device, DType::from(INTS)));
         let of_rows = |of_sequences: Tensor<1, Int>| {
-            // The table's first entry is for rows before all sequences, and its last entry for rows after them. These rows see no
-            // key, because their first key and their end are both 0.
+            // The table's first entry is for rows before all sequences, and its last entry is for rows after all sequences.
+            // These rows see no key, because the range of keys that they get begins and ends at 0.
             let table = Tensor::cat(vec![zero.clone(), of_sequences, zero.clone()], 0);
             table.select(0, index.clone())
         };
         let position = rows + of_rows(shift);
         let mut start = of_rows(first(&key_bounds));
         let mut stop = of_rows(end(&key_bounds));
-        // A window beyond all rows shows all keys, and a smaller number for it cannot overflow.
+        // A window that reaches beyond all rows shows all keys. Such a window is replaced by a smaller one, so that sums with
+        // it cannot overflow.
         let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
         if let Some(left) = options.window_left {
             start = start.max_pair(position.clone() - reach(left));
@@ -197,12 +198,14 @@ impl Sequences {
     }
 }
 
-/// Returns how many of the ascending `bounds` are at most as large as each row, by a binary search.
+/// Returns, for each row, the number of elements of the ascending `bounds` that are less than or equal to the row's index. The
+/// function uses a binary search.
 fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
     let [count] = bounds.dims();
     let steps = usize::BITS - count.leading_zeros();
-    // Each probe reads an entry, so the table ends with bounds that are above all rows.
-    let place = (&rows.device(), POSITIONS);
+    // Each step of the search reads one entry. The table is therefore filled up to a power of two with bounds that are above
+    // all rows.
+    let place = (&rows.device(), DType::from(INTS));
     let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
     let bounds = Tensor::cat(vec![bounds, above], 0);
     let mut found = rows.zeros_like();
@@ -237,13 +240,13 @@ pub fn varlen_attention(
     }
 }
 
-/// Computes [`varlen_attention`] and the logsumexp, and returns an error instead of a panic.
+/// Computes [`varlen_attention`] and the logsumexp. Returns an error instead of a panic.
 ///
 /// The logsumexp is `[q_heads, q_len]`, an f32 natural logarithm as in [`attention_with_lse`](crate::attention_with_lse). Both
 /// results are differentiable.
 ///
 /// # Errors
-/// Returns [`AttentionError`] if an argument does not fit. Errors name shapes as `[1, heads, tokens, columns]`.
+/// Returns [`AttentionError`] if an argument does not fit. The error messages give shapes as `[1, heads, tokens, columns]`.
 pub fn try_varlen_attention(
     query: Tensor<3>,
     key: Tensor<3>,
@@ -258,7 +261,7 @@ pub fn try_varlen_attention(
         &query.device(),
     )?;
     let options = sequences.options(query.dims()[0], key.dims()[0], options)?;
-    // Kernels read through strides, so nothing is copied here.
+    // Kernels read tensors through their strides, so nothing is copied here.
     let heads_first = |rows: Tensor<3>| -> Tensor<4> {
         let [len, heads, columns] = rows.dims();
         let rows = rows.swap_dims(0, 1);

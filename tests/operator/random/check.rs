@@ -36,8 +36,8 @@ fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
 }
 
-/// Returns the proptest runner and the value tree of the problem `number`. Together they can shrink the problem. Both depend only
-/// on the number, `sizes` and `ATTENTION_TEST_SEED`.
+/// Returns the proptest runner and the value tree of the problem `number`. The runner and the value tree together can shrink
+/// the problem. The runner and the value tree depend only on `number`, `sizes` and `ATTENTION_TEST_SEED`.
 pub fn numbered(
     sizes: Sizes,
     number: u64,
@@ -127,8 +127,8 @@ impl Problem {
             let first = run();
             target.dirty();
             let repeat = differences(&first, &run());
-            // The option `kv_lengths_ahead`, which promises that the lengths are on the device before the launch, must not change
-            // the results.
+            // The option `kv_lengths_ahead`, which promises that the lengths are on the device before the launch, must not
+            // change the results.
             let ahead = case.kv_lengths.as_ref().and_then(|_| {
                 differences(&first, &case.run_ahead(&drawn.given, device))
                     .map(|found| format!("lengths ahead: {found}"))
@@ -162,7 +162,7 @@ impl Problem {
     }
 }
 
-/// Returns the name of the kernel that runs the forward of `case` on a device.
+/// Returns a name for the kernel that runs the forward of `case` on a device.
 fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
     if !case.layouts[..3]
         .iter()
@@ -207,6 +207,7 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
 /// Returns the attention problem of `case`, from which the engines plan kernels.
 fn problem(case: &Case) -> AttentionProblem {
     let scores = case.scores();
+    let (score_mod, mask_mod) = case.code();
     let shape = |extent: Extent| {
         [0, 1, 2, 3].map(|dim| match extent[dim] || case.expanded {
             true => scores[dim],
@@ -238,6 +239,8 @@ fn problem(case: &Case) -> AttentionProblem {
         dropout: case
             .dropout
             .map(|(probability, seed)| Dropout { probability, seed }),
+        score_mod,
+        mask_mod,
         page_len: None,
         quantized: false,
     }
@@ -259,7 +262,7 @@ fn differences(first: &[Named], second: &[Named]) -> Option<String> {
     (!found.is_empty()).then(|| format!("two runs differ: {}", found.join(", ")))
 }
 
-/// Checks that the problems drawn for [`Sizes::Every`] reach each engine of cards without Hopper's instructions: mma, cmma and
+/// Checks that the problems drawn for [`Sizes::Every`] reach each engine of GPUs without Hopper's instructions: mma, cmma and
 /// unit.
 #[test]
 fn random_problems_reach_every_engine() {
@@ -308,8 +311,8 @@ fn random_problems_reach_every_engine() {
     }
 }
 
-/// Checks that the problems drawn for [`Sizes::Every`] reach every row of the wgmma tile tables, and every variant of the kernels
-/// over these tiles.
+/// Checks that the problems drawn for [`Sizes::Every`] reach every row of the wgmma tile tables, and every variant of the
+/// kernels over these tiles.
 #[test]
 fn random_problems_reach_every_wgmma_kernel() {
     let h200 = hopper();

@@ -4,7 +4,7 @@
 mod check;
 mod patterns;
 
-use crate::case::{Case, Extent};
+use crate::case::{Case, Change, Extent, Hide};
 use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
@@ -20,10 +20,10 @@ use std::ops::RangeInclusive;
 /// The range from which the sizes of problems are drawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sizes {
-    /// Three head sizes and short sequences. Each head size needs another kernel, which a software driver compiles for
-    /// seconds.
+    /// Three head sizes and short sequences. Each head size needs another kernel, and a software driver takes seconds to
+    /// compile a kernel.
     Small,
-    /// Every row of the tile tables and head sizes in between, one query up to many, and more tiles than a card has
+    /// Every row of the tile tables and head sizes in between, one query up to many, and more tiles than a GPU has
     /// multiprocessors.
     Every,
 }
@@ -33,7 +33,7 @@ pub enum Sizes {
 pub struct Problem {
     /// The sizes and options of the problem.
     pub case: Case,
-    /// The patterns of the mask, the bias and the sinks, and the places of NaN.
+    /// The patterns of the mask, the bias and the sinks, and the rows that are NaN.
     pub data: Data,
 }
 
@@ -51,12 +51,12 @@ impl fmt::Debug for Problem {
     }
 }
 
-/// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group. All problems of a
-/// variant have the same properties.
+/// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group. All problems of
+/// a variant have the same properties.
 #[derive(Clone, Debug)]
 pub struct Variant {
-    /// A case with one sequence and one key head. All problems of the variant have its options, with values of their own, for
-    /// example another softcap.
+    /// A case with one sequence and one key head. Each problem of the variant has the same options as this case, but draws its
+    /// own option values, for example another softcap.
     case: Case,
     queries: RangeInclusive<usize>,
     crowd: Crowd,
@@ -67,9 +67,9 @@ pub struct Variant {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Crowd {
-    /// The problem has a few heads, and so a few tiles.
+    /// The problem has few heads, and therefore few tiles.
     Few,
-    /// The problem has more tiles than a card has multiprocessors.
+    /// The problem has more tiles than a GPU has multiprocessors.
     Tiles,
 }
 
@@ -86,7 +86,8 @@ const TABLE_WIDTHS: [(usize, usize); 9] = [
     (576, 512),
 ];
 
-/// Pairs of `(head_dim, value_dim)` between the rows of the tile tables. All sizes are multiples of a vector of 8 elements.
+/// Pairs of `(head_dim, value_dim)` between the rows of the tile tables. All sizes are multiples of 8, because kernels load
+/// vectors of 8 elements.
 const OTHER_WIDTHS: [(usize, usize); 10] = [
     (8, 8),
     (40, 24),
@@ -100,8 +101,8 @@ const OTHER_WIDTHS: [(usize, usize); 10] = [
     (448, 264),
 ];
 
-/// Pairs of `(head_dim, value_dim)` outside of the tile tables: sizes that are not multiples of a vector, or that are wider than
-/// the tiles of any matrix unit. Engines for matrix units refuse such inputs or need aligned copies of them.
+/// Pairs of `(head_dim, value_dim)` outside of the tile tables. These sizes are not multiples of a vector of 8 elements, or are
+/// wider than the tiles of any matrix unit. Engines for matrix units refuse such inputs or need aligned copies of them.
 const ODD_WIDTHS: [(usize, usize); 8] = [
     (1, 1),
     (5, 5),
@@ -113,7 +114,7 @@ const ODD_WIDTHS: [(usize, usize); 8] = [
     (1024, 1024),
 ];
 
-/// Layouts that TMA can load. Their rows start at multiples of 16 bytes if the rows of a contiguous tensor do.
+/// The layouts that TMA can load. In such a layout, rows start at multiples of 16 bytes if the rows of a contiguous tensor do.
 const BOXES: [Layout; 6] = [
     Layout::Contiguous,
     Layout::HeadsLast,
@@ -129,16 +130,16 @@ const BOXES: [Layout; 6] = [
     Layout::SharedHeads,
 ];
 
-/// Number of multiprocessors of the largest card for which these problems are drawn.
+/// The number of multiprocessors of the largest GPU for which these problems are drawn.
 const MULTIPROCESSORS: usize = 132;
 
-/// Maximum number of elements in the query of a problem of the kind [`Crowd::Few`].
+/// The maximum number of elements in the query of a problem of the kind [`Crowd::Few`].
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
     /// Returns the limits of a problem: the maximum number of multiplications (scores times columns), and the maximum number of
-    /// elements in all tensors. Within these limits, a processor core draws a problem and computes its f64 reference in a
-    /// fraction of a second.
+    /// elements in all tensors. Within these limits, a CPU core draws a problem and computes its f64 reference in a fraction of
+    /// a second.
     const fn room(self) -> (usize, usize) {
         match self {
             Self::Few => (40_000_000, 1_500_000),
@@ -258,7 +259,8 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(likely, Just(vec![])),
         perhaps(0.5 * likely, Just(vec![])),
         perhaps(likely, Just((vec![], vec![]))),
-        // Intervals and numbers of queries need kernels of their own, so both are drawn less often than other options.
+        // Intervals and query lengths (`query_lengths`) need kernels of their own, so the strategy draws intervals and query
+        // lengths less often than other options.
         perhaps(0.2 * likely, 1..=2usize),
     )
         .prop_map(
@@ -288,9 +290,12 @@ fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         any::<bool>(),
         any::<bool>(),
         perhaps(0.3 * likely, (select(vec![0.1, 0.5, 0.97]), any::<u64>())),
+        // Code needs kernels of its own, so it is drawn less often than other options.
+        perhaps(0.2 * likely, Just(Change::Bent)),
+        perhaps(0.2 * likely, select(vec![Hide::Sieve, Hide::Keys])),
     )
         .prop_map(
-            move |(scale, softcap, bias, sinks, f32_extras, lse_gradient, dropout)| Case {
+            move |(
                 scale,
                 softcap,
                 bias,
@@ -298,6 +303,18 @@ fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
                 f32_extras,
                 lse_gradient,
                 dropout,
+                score_mod,
+                mask_mod,
+            )| Case {
+                scale,
+                softcap,
+                bias,
+                sinks,
+                f32_extras,
+                lse_gradient,
+                dropout,
+                score_mod,
+                mask_mod,
                 ..case.clone()
             },
         )
@@ -338,7 +355,8 @@ impl Variant {
             .prop_map(|(case, data)| Problem { case, data })
     }
 
-    /// Returns the strategy that draws the sizes of a problem. The sizes are limited to keep the time of the f64 reference short.
+    /// Returns the strategy that draws the sizes of a problem. The sizes are limited to keep the time of the f64 reference
+    /// short.
     fn sized(&self) -> impl Strategy<Value = Case> + use<> {
         let variant = self.clone();
         let parts = 0.0..1.0f64;
@@ -364,8 +382,8 @@ impl Variant {
             )
     }
 
-    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from 0 to
-    /// 1. Its square times the maximum number of keys gives the number of keys.
+    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from 0
+    /// to 1. The number of keys is the square of `key_part` times the maximum number of keys.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
@@ -410,7 +428,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // The number of rows per tile, as in the tile tables.
+        // The number `rows` of rows per tile is the one in the tile tables for this head size.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,
@@ -461,8 +479,8 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
     let query_length = length_up_to(q_len as i64);
     // The segments of a problem are either packed documents of one length, or ids in no order.
     let document = (1..=kv_len.max(q_len), prop::bool::weighted(0.3), 0..1000u64);
-    // The intervals of a problem either grow with the query, like a causal window, or have random bounds. Some are empty or reach
-    // past the keys.
+    // The intervals of a problem either grow with the query, like a causal window, or have random bounds. Some intervals are
+    // empty or reach past the keys.
     let intervals = (prop::bool::weighted(0.5), 0..1000u64);
     let amplitude = select([vec![1.0; 19], vec![8.0]].concat());
     (
@@ -486,7 +504,7 @@ fn numbers(case: Case) -> impl Strategy<Value = Case> {
                 (grow, salt),
                 amplitude,
             )| {
-                // An expanded tensor is stored for one sequence only, so its data have one sequence.
+                // An expanded tensor is stored for one sequence only, so its data hold the ids of one sequence.
                 let sequences = if case.expanded { 1 } else { batch };
                 let ids = |end: usize, length: usize| -> Vec<i64> {
                     let (run, scattered, salt) = document;

@@ -13,12 +13,12 @@ use burn::backend::{
 };
 use std::sync::{Arc, Mutex};
 
-/// The slot for the gradient of the logsumexp. The logsumexp's node writes it, and the output's node, which runs the
-/// backward, reads it.
+/// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the slot. The backward of the
+/// output's node, which launches the kernels, reads it.
 ///
 /// A node of Burn's graph has one tensor, so the logsumexp needs a node of its own. This node is a child of the output's node,
 /// and its backward step runs first. The step stores the gradient in this slot and passes zeros to the output's node. One
-/// backward kernel then serves both gradients.
+/// attention backward then computes the contributions of both gradients.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 
 #[derive(Clone, Debug)]
@@ -34,6 +34,8 @@ struct AttentionState<B: Backend> {
     query_segments: MaybeInt<B>,
     key_segments: MaybeInt<B>,
     intervals: MaybeInt<B>,
+    score_table: MaybeFloat<B>,
+    mask_table: MaybeFloat<B>,
     output: FloatTensor<B>,
     logsumexp: FloatTensor<B>,
     logsumexp_gradient: LogsumexpGradient<B>,
@@ -68,6 +70,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
             key_segments: state.key_segments,
             intervals: state.intervals,
             sinks: state.sinks.map(&mut saved_input).into(),
+            score_table: state.score_table,
+            mask_table: state.mask_table,
         };
         let output_gradient = gradients.consume::<B>(&ops.node);
         let logsumexp_gradient = take::<B>(&state.logsumexp_gradient);
@@ -111,8 +115,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // Takes the gradient out of the slot even if the lock is poisoned, which means that another thread of this backward
-    // panicked. The slot then contains a complete gradient or none.
+    // Takes the gradient out of the slot even if the lock is poisoned. A poisoned lock means that another thread of this
+    // backward panicked, but the slot still contains either a complete gradient or none.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -165,6 +169,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
             let query_segments = inputs.query_segments.clone();
             let key_segments = inputs.key_segments.clone();
             let intervals = inputs.intervals.clone();
+            let (score_table, mask_table) = (inputs.score_table.clone(), inputs.mask_table.clone());
             let result = B::attention_forward(inputs, problem.clone());
             let slot = LogsumexpGradient::<B>::default();
             let state = AttentionState {
@@ -179,6 +184,8 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
                 query_segments,
                 key_segments,
                 intervals,
+                score_table,
+                mask_table,
                 output: result.output.clone(),
                 logsumexp: result.logsumexp.clone(),
                 logsumexp_gradient: slot.clone(),
@@ -207,6 +214,18 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
     }
 }
 
+/// Panics if autodiff tracks the table of a score mod or mask mod, because the table would silently get no gradient.
+///
+/// Burn tells only a node of its graph whether autodiff tracks the node's parents, so this function prepares a node and drops it.
+fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
+    let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
+    assert!(
+        matches!(node.compute_bound().stateful(), OpsKind::UnTracked(_)),
+        "the table of the {name} needs a gradient, which code in kernels does not have; detach the table, or add the learned \
+         scores as a `bias`"
+    );
+}
+
 /// Removes the autodiff nodes from the inputs.
 fn untracked<B: Backend, C: CheckpointStrategy>(
     inputs: AttentionInputs<Autodiff<B, C>>,
@@ -229,6 +248,8 @@ fn untracked<B: Backend, C: CheckpointStrategy>(
         key_segments: inputs.key_segments.into_option().into(),
         intervals: inputs.intervals.into_option().into(),
         sinks: float(inputs.sinks),
+        score_table: float(inputs.score_table),
+        mask_table: float(inputs.mask_table),
     }
 }
 
@@ -237,11 +258,20 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        // Keys in pages have no gradient kernel. The copy to contiguous keys is made of differentiable operations.
+        // No kernel computes gradients of keys and values in pages. The copy to contiguous keys and values consists of
+        // differentiable operations.
         let (inputs, problem) = match problem.is_empty() {
             true => (inputs, problem),
             false => reference::pages::contiguous::<Self>(inputs, &problem),
         };
+        for (name, table) in [
+            ("score mod", &inputs.score_table),
+            ("mask mod", &inputs.mask_table),
+        ] {
+            if let MaybeFloat::Present(table) = table {
+                refuse_tracked::<B, C>(name, table.node());
+            }
+        }
         let (q, k, v) = (inputs.query.node(), inputs.key.node(), inputs.value.node());
         match (&inputs.bias, &inputs.sinks) {
             (MaybeFloat::Absent, MaybeFloat::Absent) => tracked_forward(inputs, [q, k, v], problem),

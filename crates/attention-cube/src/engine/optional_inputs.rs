@@ -5,6 +5,7 @@ use crate::auxiliary::lengths::{Blocks, BoundsOffsets, prepare};
 use crate::kernel_args::is_in_vectors;
 use crate::kernel_args::{dropout_arguments, score_arguments};
 use crate::math::score::ScoringLaunch;
+use crate::math::score_mod::kernel::{KernelTableLaunch, KernelTablesLaunch};
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AttentionInputs;
 use burn::backend::{
@@ -19,27 +20,31 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Numeric};
 
-/// The mask, the bias, and one buffer that holds sequence lengths and segment ids. `mask_element` and `bias_element` are set even
-/// if mask or bias is absent, because the kernels are generic over both types.
+/// The mask, the bias, and one buffer that holds sequence lengths and segment ids. `mask_element` and `bias_element` are set
+/// even if mask or bias is absent, because the kernels are generic over the element types of both.
 pub(crate) struct OptionalInputs {
     pub mask: Option<CubeTensor>,
     pub bias: Option<CubeTensor>,
     pub lengths_and_ids: Option<CubeTensor>,
+    /// The table of the score mod.
+    pub score_table: Option<CubeTensor>,
+    /// The table of the mask mod.
+    pub mask_table: Option<CubeTensor>,
     pub mask_element: ElemType,
     pub bias_element: ElemType,
 }
 
 impl OptionalInputs {
     /// Prepares the optional inputs for kernels with the given block sizes. For each kernel, the function also returns the
-    /// offsets of lengths and segment bounds in the buffer.
+    /// offsets of lengths and segment bounds in the packed buffer.
     pub(crate) fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
         blocks: &[Blocks],
     ) -> (Self, Vec<BoundsOffsets>) {
         let (lengths_and_ids, offsets) = prepare(inputs, problem, blocks);
-        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them. Kernels index both by the strides of
-        // this shape.
+        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them. Kernels index mask and bias by the
+        // strides of this shape.
         let scores = Shape::new([
             problem.batch,
             problem.q_heads,
@@ -59,11 +64,13 @@ impl OptionalInputs {
             mask,
             bias,
             lengths_and_ids,
+            score_table: inputs.score_table.clone().into_option(),
+            mask_table: inputs.mask_table.clone().into_option(),
         };
         (optional_inputs, offsets)
     }
 
-    /// True if the bias has only one element per query head. Such an element is added to all scores of its head.
+    /// True if the bias has only one element per query head, which is added to all scores of that head.
     #[cfg(feature = "cuda")]
     pub(crate) fn has_bias_of_head(&self) -> bool {
         let strides = self.bias.as_ref().map(|bias| &bias.meta.strides()[2..]);
@@ -76,8 +83,8 @@ impl OptionalInputs {
         self.bias.as_ref().and_then(|bias| Half::of(bias.dtype))
     }
 
-    /// Returns the half precision type of the bias if kernels can prefetch the bias in 32-bit words of two neighbouring
-    /// elements. Returns `None` if they cannot.
+    /// Returns the half precision type of the bias if kernels can prefetch the bias in 32-bit words, each with two neighbouring
+    /// elements. Returns `None` if kernels cannot.
     #[cfg(feature = "cuda")]
     pub(crate) fn half_of_bias_by_twos(&self) -> Option<Half> {
         self.half_of_bias()
@@ -98,7 +105,17 @@ impl OptionalInputs {
             self.bias().into(),
             score_arguments(problem),
             dropout_arguments(problem).into(),
+            self.tables(),
         )
+    }
+
+    /// Builds the argument of the tables that the kernel's code reads.
+    pub(crate) fn tables(&self) -> KernelTablesLaunch {
+        let table = |table: &Option<CubeTensor>| {
+            let table = table.clone().map(CubeTensor::into_tensor_arg);
+            KernelTableLaunch::new(table.into())
+        };
+        KernelTablesLaunch::new(table(&self.score_table), table(&self.mask_table))
     }
 
     fn mask(&self) -> Option<TensorArg> {
@@ -119,9 +136,15 @@ impl OptionalInputs {
         self.mask.iter().chain(self.beside_mask())
     }
 
-    /// Returns the optional tensors that a kernel reads if its mask is packed into bits: all but the mask.
+    /// Returns all optional tensors except the mask. A kernel whose mask is packed into bits reads these tensors.
     pub(crate) fn beside_mask(&self) -> impl Iterator<Item = &CubeTensor> {
-        [&self.bias, &self.lengths_and_ids].into_iter().flatten()
+        let beside_mask = [
+            &self.bias,
+            &self.lengths_and_ids,
+            &self.score_table,
+            &self.mask_table,
+        ];
+        beside_mask.into_iter().flatten()
     }
 }
 

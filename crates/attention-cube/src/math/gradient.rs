@@ -1,21 +1,23 @@
 //! Computes the gradient with respect to a score, from the score and the gradient with respect to its probability.
 
 use super::dropout::kernel::keep_factor;
-use super::score::{ScoreIndex, ScoreKind, Scoring, biased, capped, probability, slope};
+use super::score::{ScoreKind, Scoring, capped, final_score, final_slope, probability};
+use super::score_mod::ScorePlace;
 use cubecl::prelude::*;
 
-/// The factor by which P is multiplied before it is rounded to f16. The gradient of the values is later divided by this factor.
-/// With many keys or a large sink, P falls below 2^-14, where f16 loses bits. Multiplied by 2^12, P keeps all bits from 2^-26
-/// on. Rounding of large scores may push P above 1, but P times 2^12 still fits f16.
+/// The factor by which P is multiplied before it is rounded to f16. The gradient of V is later divided by this factor. With
+/// many keys or a large sink, P falls below 2^-14, where f16 loses bits. If P is multiplied by 2^12, P keeps all bits down to
+/// 2^-26. Rounding of large scores may push P above 1, but P times 2^12 still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// The two-part LSE and the delta of a query, read from the LSE/delta tensor `[batch, q_heads, 5, padded q_len]`.
+/// The LSE (as reference score and logarithm) and the delta of a query, read from the LSE/delta tensor
+/// `[batch, q_heads, 5, padded q_len]`. The reference score is the score that the softmax subtracts, about the row maximum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowLseDelta {
     pub reference: f32,
     pub delta: f32,
-    /// The natural logarithm of the softmax sum relative to `reference`.
+    /// The natural logarithm of the softmax sum relative to the score `reference`.
     pub logarithm: f32,
 }
 
@@ -23,18 +25,19 @@ pub(crate) struct RowLseDelta {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {
-    /// The probability P, after dropout and times the factor of kept probabilities.
+    /// The probability P after dropout, multiplied by the factor of kept probabilities.
     pub p: f32,
-    /// `d loss / d score`, after softcap and bias. This is also the gradient of the bias.
+    /// The derivative `d loss / d score`, for the score after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,
-    /// `d loss / d (q·k)`. If `scaled` is false, the factor `scale` is left out.
+    /// The derivative `d loss / d (q·k)`. If `scaled` is false, this is not multiplied by `scale`.
     pub ddot: f32,
 }
 
-/// Returns the derivatives at a visible score. At a hidden score it returns zeros, even if `dot`, `dp` or the row's LSE is NaN.
+/// Returns the derivatives at a visible score. At a hidden score the function returns zeros, even if `dot`, `dp` or the row's
+/// LSE is NaN.
 ///
-/// Pass `scaled = false` if the caller rounds the result to half precision. The result then leaves out the scale of the scores,
-/// because the product with the scale might underflow.
+/// Pass `scaled = false` if the caller rounds the result to half precision. The result is then not multiplied by the scale of
+/// the scores, because the product with the scale might underflow.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,
@@ -42,7 +45,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
     lse_delta: RowLseDelta,
     visible: bool,
     scoring: &Scoring<M, F>,
-    place: &ScoreIndex,
+    place: ScorePlace,
     #[comptime] kind: ScoreKind,
     #[comptime] scaled: bool,
 ) -> ScoreGradient {
@@ -50,9 +53,8 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
     let mut ds = 0.0f32;
     let mut ddot = 0.0f32;
     if visible {
-        let arguments = &scoring.arguments;
-        let capped = capped(dot, arguments, kind);
-        let score = biased(capped, &scoring.bias, place, arguments.negative_infinity);
+        let capped = capped(dot, &scoring.arguments, kind);
+        let score = final_score(capped, scoring, place, kind);
         p = probability(score, lse_delta.reference, lse_delta.logarithm);
         if p != 0.0f32 {
             if comptime!(kind.dropout) {
@@ -63,7 +65,7 @@ pub(crate) fn score_gradient<M: Numeric, F: Float>(
             } else {
                 ds = p * (dp - lse_delta.delta);
             }
-            ddot = ds * slope(capped, arguments, kind, scaled);
+            ddot = ds * final_slope(capped, scoring, place, kind, scaled);
         }
     }
     ScoreGradient { p, ds, ddot }

@@ -1,4 +1,4 @@
-//! Storage form of a query's logsumexp in the LSE/delta tensor, which the backward reads.
+//! The form in which the LSE/delta tensor stores the logsumexp of a query for the backward.
 
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
@@ -7,22 +7,23 @@ use crate::problem::AttentionProblem;
 /// scores could overflow or underflow f32.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
-/// Storage form of a query's logsumexp in the LSE/delta tensor.
+/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of a reference score (about
+/// the row maximum) and the logarithm of the softmax sum relative to that score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
     /// coarsely.
     Whole,
     /// The logsumexp as one f32, or a mark if the magnitude of the reference score is at least `FAR` of
-    /// `auxiliary/delta/kernel.rs`. With a mark, other rows of the tensor store the reference score and the logarithm.
+    /// `auxiliary/delta/kernel.rs`. If there is a mark, other rows of the tensor store the reference score and the logarithm.
     Marked,
-    /// The reference score and the logarithm as two f32 values.
+    /// The reference score and the logarithm as two separate f32 values.
     Apart,
 }
 
 impl LogsumexpForm {
-    /// Returns the form. `raw` is true if kernels keep `q·k` unscaled until the exponential. `is_bounded` is true if scores stay
-    /// near 0, see [`is_bounded`].
+    /// Returns the form in which the logsumexp is stored. `raw` is true if kernels keep `q·k` unscaled until the exponential.
+    /// `is_bounded` is true if scores stay near 0, see [`is_bounded`].
     pub(crate) const fn of(raw: bool, is_bounded: bool) -> Self {
         match is_bounded {
             true => Self::Whole,
@@ -31,25 +32,25 @@ impl LogsumexpForm {
         }
     }
 
-    /// Returns the form that tensor-core kernels use for the problem.
+    /// Returns the form in which tensor-core kernels store the logsumexp for this problem.
     pub(crate) fn of_problem(problem: &AttentionProblem) -> Self {
         let is_bounded = is_bounded(
             problem.softcap.is_some(),
             softcap::is_wide(problem.softcap),
-            problem.bias.is_some(),
+            problem.bias.is_some() || problem.score_mod.is_some(),
         );
         Self::of(is_raw(problem), is_bounded)
     }
 }
 
-/// True if a softcap bounds the scores and no bias is added afterwards. A wide softcap is far above most scores, so it does not
+/// True if a softcap bounds the scores and nothing is added afterwards. A wide softcap is far above most scores, so it does not
 /// keep scores near 0.
-pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_bias: bool) -> bool {
-    has_softcap && !is_wide && !has_bias
+pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_shift: bool) -> bool {
+    has_softcap && !is_wide && !has_shift
 }
 
 /// True if tensor-core kernels keep `q·k` unscaled until the exponential.
 pub(crate) fn is_raw(problem: &AttentionProblem) -> bool {
-    let has_q_or_k = problem.softcap.is_none() && problem.bias.is_none();
+    let has_q_or_k = problem.softcap.is_none() && problem.bias.is_none() && !problem.has_code();
     has_q_or_k && RAW_SCALES.contains(&problem.scale)
 }

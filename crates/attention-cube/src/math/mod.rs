@@ -1,4 +1,4 @@
-//! The mathematics of attention, which all engines share.
+//! The mathematical definitions of attention, which all engines share.
 
 pub(crate) mod dropout;
 #[cfg(feature = "cube")]
@@ -14,6 +14,7 @@ pub(crate) mod rounding;
 pub(crate) mod schedule;
 #[cfg(feature = "cube")]
 pub(crate) mod score;
+pub(crate) mod score_mod;
 pub(crate) mod side;
 pub(crate) mod softcap;
 #[cfg(feature = "cube")]

@@ -1,36 +1,43 @@
-//! Computes a score from `q·k` by scale, softcap, bias and visibility, and computes the derivatives of the score.
+//! Computes a score from `q·k` by scale, softcap, bias and visibility. Also computes the derivative of a score with respect to
+//! `q·k`.
 
 use super::visibility::{SeqInfo, SeqLens, Structure, sees};
 use crate::math::dropout::kernel::DropoutArguments;
+use crate::math::score_mod::kernel::{
+    KernelTables, changed_score, derivative_of_change, shown_score,
+};
+use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace};
 use crate::math::softcap::{NEAR, SERIES};
 use cubecl::prelude::*;
 
 /// The initial row maximum (row_max). Only −∞, the score of a hidden key, is lower.
 pub(crate) const LOWEST: f32 = f32::MIN;
 
-/// True if a score or bias is −∞. The test compares bits, because shading languages may assume finite numbers.
+/// True if a score or bias is −∞. The test compares bits, because shading-language compilers may assume that all floats are
+/// finite and remove a float comparison with −∞.
 #[cube]
 pub(crate) fn is_hidden(score: f32) -> bool {
     u32::reinterpret(score) == 0xFF80_0000u32
 }
 
-/// The bits of −0, saved as the logarithm of a query that sees no key.
+/// The bits of −0, which are saved as the logarithm of the softmax sum if a query sees no key.
 const NO_KEYS: u32 = 0x8000_0000;
 
-/// Returns the logarithm that a forward saves beside a query's reference score: `ln(sum)`, or −0 for a query that sees no
-/// key.
+/// Returns the second part of the logsumexp that a forward saves. The first part is the reference score, about the row maximum.
+/// The second part is `ln(sum)`, or −0 for a query that sees no key.
 ///
 /// Adding −0 to a score changes nothing, and no softmax sum has −0 as its logarithm. A backward can therefore distinguish a
 /// query that sees no key from a query whose sink outweighs its keys.
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // The test compares bits, because shading languages may drop the sign of a zero in arithmetic.
+    // Replaces a logarithm of −0 by +0. The result is selected as bits, because shading languages may drop the sign of a zero
+    // in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
 
-/// True if the saved logarithm belongs to a query that sees no key.
+/// True if a logarithm that a forward saved marks a query that sees no key.
 #[cube]
 pub(crate) fn saw_no_key(logarithm: f32) -> bool {
     u32::reinterpret(logarithm) == comptime!(NO_KEYS)
@@ -41,10 +48,10 @@ pub(crate) fn saw_no_key(logarithm: f32) -> bool {
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreArguments {
     pub scale: f32,
-    /// The softcap. Kernels read this value only if they are compiled for scores with a softcap.
+    /// The softcap. Kernels read this field only if they are compiled for scores with a softcap.
     pub softcap: f32,
-    /// The value −∞, which is the score of a hidden key and the logsumexp of a query without keys. It is a kernel argument
-    /// because some shading languages have no literal for it.
+    /// The value −∞, which is the score of a hidden key and the logsumexp of a query without keys. The value is a kernel
+    /// argument because some shading languages have no literal for −∞.
     pub negative_infinity: f32,
 }
 
@@ -57,43 +64,44 @@ pub(crate) struct ScoreKind {
     pub bias: bool,
     /// True if probabilities are dropped at random.
     pub dropout: bool,
+    /// The code that changes each score after the softcap.
+    pub score_mod: Option<ScoreCode>,
+    /// The code that hides keys.
+    pub mask_mod: Option<MaskCode>,
 }
 
 impl ScoreKind {
     /// True if a hidden key may lie between two visible keys. Kernels must then zero the rows of a block that are hidden from
-    /// the whole tile, before they multiply P or dS with the block, because 0 × NaN is NaN.
+    /// the whole tile before they multiply P or dS with the block. Otherwise NaN in a hidden row would reach the result,
+    /// because 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
-        self.bias || structure.is_irregular()
+        self.bias || self.mask_mod.is_some() || structure.is_irregular()
+    }
+
+    /// True if the slope of a score varies, because of a softcap or a score mod.
+    pub(crate) const fn has_slope(&self) -> bool {
+        self.softcap || self.score_mod.is_some()
     }
 }
 
-/// The inputs that hide keys and turn `q·k` into scores. Kernels with these inputs read the mask as one element per score,
+/// The inputs that hide keys and turn `q·k` into scores. Kernels with these inputs read the mask as one element per score and
 /// not as packed bits.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub seq_lens: SeqLens,
-    /// The packed i32 buffer: key lengths, segment ids, intervals, and bounds of blocks.
+    /// The packed i32 buffer: sequence lengths, segment ids, key intervals of queries, and bounds of blocks.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
     pub mask: ComptimeOption<OwnedTensor<M>>,
     pub bias: ComptimeOption<OwnedTensor<F>>,
     pub arguments: ScoreArguments,
     pub dropout: ComptimeOption<DropoutArguments>,
+    pub tables: KernelTables,
 }
 
-/// The index of one score in `[batch, q_heads, q_len, kv_len]`.
-#[derive(CubeType, Clone, Copy)]
-#[expand(derive(Clone, Copy))]
-pub(crate) struct ScoreIndex {
-    pub batch: u32,
-    pub head: u32,
-    pub query: i32,
-    pub key: i32,
-}
-
-/// Returns the element offset of the score index `place` in a mask or bias. The last four arguments are the tensor's strides,
+/// Returns the element offset of `place` in a mask or bias. The last four arguments are the tensor's strides,
 /// which expand it to `[batch, q_heads, q_len, kv_len]`.
 #[cube]
-fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usize) -> usize {
+fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch
         + place.head as usize * head
         + place.query as usize * query
@@ -103,15 +111,15 @@ fn offset(place: &ScoreIndex, batch: usize, head: usize, query: usize, key: usiz
 /// Returns the score without the bias: `softcap(scale · dot)`.
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
-    let mut score = if comptime!(kind.bias && !kind.softcap) {
+    let mut score = if comptime!(kind.bias && !kind.has_slope()) {
         // The compiler fuses this plain multiplication with the addition of the bias into one FMA. The forward of tensor-core
         // engines is compiled in the same way. A backward must round its scores like the forward, so the backward must also fuse
         // both operations.
         dot * arguments.scale
     } else {
         // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the reference
-        // score. The reference score is a rounded product, but the product in a fused subtraction is not rounded. For large
-        // scores, P would then contain the rounding error of the reference score.
+        // score (about the row maximum). The reference score is a rounded product, but the product in a fused subtraction is
+        // not rounded. For large scores, P would then contain the rounding error of the reference score.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {
@@ -146,9 +154,10 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// Returns `d score / d dot` from the score before the bias. If `scaled` is false, `scale` is not multiplied into the result.
+/// Returns `d score / d dot`, computed from the score before the bias. If `scaled` is false, the result is not multiplied by
+/// `scale`.
 #[cube]
-pub(crate) fn slope(
+fn slope(
     capped: f32,
     arguments: &ScoreArguments,
     #[comptime] kind: ScoreKind,
@@ -165,12 +174,12 @@ pub(crate) fn slope(
     slope
 }
 
-/// Adds the bias at the score index `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
+/// Adds the bias at `place` to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
-pub(crate) fn biased<F: Float>(
+fn biased<F: Float>(
     score: f32,
     bias: &ComptimeOption<OwnedTensor<F>>,
-    place: &ScoreIndex,
+    place: &ScorePlace,
     hidden: f32,
 ) -> f32 {
     #[comptime]
@@ -191,20 +200,53 @@ pub(crate) fn biased<F: Float>(
     }
 }
 
+/// Returns the score after score mod, bias and mask mod. The argument `capped` is the score before these three. If the mask mod or a
+/// bias of −∞ hides the key, the result is −∞, whatever `capped` is.
+#[cube]
+pub(crate) fn final_score<M: Numeric, F: Float>(
+    capped: f32,
+    scoring: &Scoring<M, F>,
+    place: ScorePlace,
+    #[comptime] kind: ScoreKind,
+) -> f32 {
+    let hidden = scoring.arguments.negative_infinity;
+    let score = changed_score(capped, place, &scoring.tables, kind.score_mod);
+    let score = biased(score, &scoring.bias, &place, hidden);
+    shown_score(score, place, &scoring.tables, hidden, kind.mask_mod)
+}
+
+/// Returns `d final_score / d dot` from the score before score mod and bias. If `scaled` is false, `scale` is not multiplied into
+/// the result.
+#[cube]
+pub(crate) fn final_slope<M: Numeric, F: Float>(
+    capped: f32,
+    scoring: &Scoring<M, F>,
+    place: ScorePlace,
+    #[comptime] kind: ScoreKind,
+    #[comptime] scaled: bool,
+) -> f32 {
+    let slope = slope(capped, &scoring.arguments, kind, scaled);
+    if comptime!(kind.score_mod.is_some()) {
+        slope * derivative_of_change(capped, place, &scoring.tables, kind.score_mod)
+    } else {
+        slope
+    }
+}
+
 /// Adds a bias to the score. If the bias is −∞, the result is `hidden`, whatever the score is.
 #[cube]
 pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
     select(is_hidden(bias), hidden, score + bias)
 }
 
-/// True if query and key exist, and the query sees the key by window, length, segments and mask. If `whole`, every query of
-/// the tile sees every key of the block, and the function checks nothing.
+/// True if query and key exist, and the query sees the key by window, length, segments, intervals and mask. If `whole`, every
+/// query of the tile sees every key of the block, and the function checks nothing.
 #[cube]
 pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,
     scoring: &Scoring<M, F>,
     seq_info: &SeqInfo,
-    place: &ScoreIndex,
+    place: &ScorePlace,
     #[comptime] structure: Structure,
 ) -> bool {
     let mut visible = true;
@@ -240,14 +282,15 @@ pub(crate) fn is_visible<M: Numeric, F: Float>(
     visible
 }
 
-/// Returns `exp(score − reference)`, or 0 for a hidden score (−∞). A NaN score gives NaN.
+/// Returns `exp(score − reference)`, or 0 for a hidden score (−∞). A NaN score gives NaN. `reference` is the score that the
+/// softmax subtracts, about the row maximum.
 #[cube]
 pub(crate) fn numerator(score: f32, reference: f32) -> f32 {
     select(is_hidden(score), 0.0f32, (score - reference).exp())
 }
 
-/// Returns `exp(score − reference − logarithm)`, or 0 for a hidden score (−∞). `logarithm` is the natural logarithm of the
-/// softmax sum.
+/// Returns `exp(score − reference − logarithm)`, or 0 for a hidden score (−∞). `reference` is the score that the softmax
+/// subtracts, about the row maximum. `logarithm` is the natural logarithm of the softmax sum relative to `reference`.
 #[cube]
 pub(crate) fn probability(score: f32, reference: f32, logarithm: f32) -> f32 {
     let difference = (score - reference) - logarithm;

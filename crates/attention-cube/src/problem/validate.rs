@@ -109,7 +109,7 @@ impl AttentionProblem {
         Self::of_pages(query, shapes, page_table, options)
     }
 
-    /// Returns the problem if keys and values have the query's dtype.
+    /// Returns the problem if keys and values have the query's dtype, and an error otherwise.
     fn with_dtypes_of(self, key: &Tensor<4>, value: &Tensor<4>) -> Result<Self, AttentionError> {
         for (argument, tensor) in [("key", key), ("value", value)] {
             check_dtype(argument, tensor.dtype(), &[(self.dtype, "the query's")])?;
@@ -152,7 +152,7 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // The options see the keys of a sequence in order, whatever pages hold them.
+        // The options count the keys of a sequence in order, whatever pages hold these keys.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {
@@ -272,6 +272,16 @@ impl AttentionProblem {
             check_device("sinks", sinks, &device)?;
         }
 
+        for (argument, table) in [
+            ("the table of the score mod", &options.score_table),
+            ("the table of the mask mod", &options.mask_table),
+        ] {
+            if let Some(table) = table {
+                check_dtype(argument, table.dtype(), &float)?;
+                check_device(argument, table, &device)?;
+            }
+        }
+
         check_checkpointing(&device, [key_device, value_device], options)?;
 
         let scale = options.scale.unwrap_or(1.0 / (head_dim as f64).sqrt());
@@ -328,6 +338,8 @@ impl AttentionProblem {
             intervals: options.intervals.len(),
             sinks: options.sinks.as_ref().map(Tensor::dtype),
             dropout: options.dropout,
+            score_mod: options.score_mod,
+            mask_mod: options.mask_mod,
             page_len: None,
             quantized,
         })
@@ -465,7 +477,7 @@ pub(crate) fn check_place(
     check_place_of(argument, has, "query", expected)
 }
 
-/// Checks that a tensor is on the device `expected`, which belongs to the tensor `whose`.
+/// Checks that a tensor is on the device `expected`. `whose` is the name of the tensor that is on this device.
 pub(crate) fn check_place_of(
     argument: &'static str,
     has: Device,
@@ -515,6 +527,14 @@ fn check_checkpointing(
         ("query segments", segments.map(|(ids, _)| ids.device())),
         ("key segments", segments.map(|(_, ids)| ids.device())),
         ("sinks", options.sinks.as_ref().map(Tensor::device)),
+        (
+            "the table of the score mod",
+            options.score_table.as_ref().map(Tensor::device),
+        ),
+        (
+            "the table of the mask mod",
+            options.mask_table.as_ref().map(Tensor::device),
+        ),
     ];
     check_strategies(devices.into_iter().chain(intervals))
 }

@@ -1,4 +1,4 @@
-//! The reference's gradients, computed explicitly and without autodiff.
+//! The gradients of the reference implementation, computed by explicit formulas and without autodiff.
 
 use super::scores::{Scores, Weights};
 use super::tensors::{
@@ -30,21 +30,21 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // Without shards, P is computed from the scores and not from the saved logsumexp, because for huge scores a logsumexp in
-    // one f32 loses the logarithm of the sum. For one shard, P needs the saved logsumexp, because the shard's scores do not
-    // give the logsumexp over all shards.
+    // Without shards, P is computed from the scores and not from the saved logsumexp. For huge scores, a logsumexp in one f32
+    // loses the logarithm of the sum. For one shard, P needs the saved logsumexp, because the shard's scores do not give the
+    // logsumexp over all shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // For a query that sees no key, the rows of output gradient and output are set to zero, even if they contain NaN. A query
-    // that sees no key of this shard may see keys of another shard. The rows of such a query are kept, because the gradient of
-    // the sinks depends on them.
+    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN. A
+    // query that sees no key of this shard may see keys of another shard. The rows of such a query are kept, because the
+    // gradient of the sinks depends on these rows.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),
     };
-    // Rows past the end of their sequence see no key of any shard.
+    // Rows past the end of their sequence's queries see no key of any shard, so they are also set to zero.
     let absent = absent_queries::<B>(&inputs, problem);
     let seeing = |rows| {
         let masks = unused.into_iter().chain(&absent);
@@ -81,11 +81,11 @@ pub(crate) fn backward<B: Backend>(
         problem,
     );
     let dp = after_dropout(dp);
-    // Sets dS to 0 where P is 0. The value row of a hidden key may be NaN, because other queries may see it, and 0 · NaN is
-    // NaN.
+    // Sets dS to 0 where P is 0. The row of V of a hidden key may contain NaN, because other queries may see that key, and 0 ·
+    // NaN is NaN.
     let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
-    let ds = B::float_mask_fill(ds, unseen, 0.0.into());
+    let ds = B::float_mask_fill(ds, unseen.clone(), 0.0.into());
     let dbias = bias
         .filter(|_| request.bias)
         .map(|bias| cast::<B>(sum_to::<B>(ds.clone(), &bias.shape()), bias.dtype()));
@@ -96,8 +96,9 @@ pub(crate) fn backward<B: Backend>(
         cast::<B>(gradient, dtype)
     });
 
-    let ds = match scores.softcap_slope {
-        Some(slope) => B::float_mul(ds, slope),
+    let ds = match scores.slope {
+        // The slope of a hidden score may be NaN.
+        Some(slope) => B::float_mask_fill(B::float_mul(ds, slope), unseen, 0.0.into()),
         None => ds,
     };
     let ds = to_groups::<B>(B::float_mul_scalar(ds, problem.scale.into()), problem);
@@ -123,11 +124,11 @@ pub(crate) fn backward<B: Backend>(
 }
 
 /// Computes the sinks' gradient, `−Σ exp(sink − lse)·Δ`, over the batch and the queries. The formula treats a sink as a score
-/// whose value row is zero.
+/// whose row of V is zero.
 ///
 /// # Shapes
-/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The gradient is `[q_heads]`, in
-/// the dtype of `reference`.
+/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is
+/// `reference + logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     reference: FloatTensor<B>,

@@ -1,17 +1,18 @@
-//! The definition of attention in Burn's own tensor operations. Tests compare every kernel with this reference, and devices
-//! without CubeCL run it.
+//! The reference implementation: the definition of attention in Burn's own tensor operations. Tests compare every kernel with
+//! this implementation, and devices without CubeCL run it.
 //!
-//! The reference computes in f32 (in f64 for f64 inputs) and holds all scores of all queries in memory. It is written for
-//! clarity and not for speed. Burn's autodiff can differentiate [`attention`], and tests compare the operator's explicit
-//! backward with the result.
+//! The reference implementation computes in f32 (in f64 for f64 inputs) and holds all scores of all queries in memory. It is
+//! written for clarity and not for speed. Burn's autodiff can differentiate [`attention`]. Tests compare these gradients with
+//! the operator's explicit backward.
 
 mod dropout;
 pub(crate) mod empty;
 pub(crate) mod gradients;
 pub(crate) mod pages;
 pub(crate) mod quantized;
+mod score_mod;
 mod scores;
-mod tensors;
+pub(crate) mod tensors;
 mod visibility;
 
 use self::scores::{Scores, Weights};
@@ -29,7 +30,7 @@ use burn::tensor::{Shape, Tensor};
 
 /// Computes output and logsumexp of attention by the definition, in tensor operations that Burn's autodiff can differentiate.
 ///
-/// The contract and the shapes are those of [`attention_with_lse`](crate::attention_with_lse). The function needs O(q_len ×
+/// The contract and the shapes are the ones of [`attention_with_lse`](crate::attention_with_lse). The function needs O(q_len ×
 /// kv_len) memory.
 ///
 /// # Errors
@@ -69,7 +70,7 @@ pub fn quantized_attention(
     attention(query, key, value, options)
 }
 
-/// Computes the forward, with the whole logsumexp in one tensor `[batch, q_heads, q_len]`.
+/// Computes the forward. Returns the logsumexp as one tensor `[batch, q_heads, q_len]`, and not in two parts.
 pub(crate) fn forward<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -83,8 +84,8 @@ pub(crate) fn forward<B: Backend>(
     }
 }
 
-/// Computes the forward of a non-empty problem, and returns a mask of the queries that see no key, `[batch, q_heads, q_len,
-/// 1]`.
+/// Computes the forward of a non-empty problem. Also returns a mask of the queries that see no key,
+/// `[batch, q_heads, q_len, 1]`.
 fn forward_and_blind<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -115,8 +116,8 @@ fn forward_and_blind<B: Backend>(
 }
 
 /// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole logsumexp.
-/// The second part is −0 for a query that sees no key, and otherwise +0. In a problem without queries or keys, the second part is
-/// always +0.
+/// The second part is −0 for a query that sees no key, and +0 for any other query. In a problem without queries or keys, the
+/// second part is always +0.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -146,7 +147,8 @@ pub(crate) fn forward_in_parts<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Splits a tensor `[2 · batch, q_heads, q_len]` into the reference scores and the logarithms.
+/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into its halves: first the reference scores (about the row maxima), then
+/// the logarithms of the softmax sums.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -158,7 +160,7 @@ pub(crate) fn parts<B: Backend>(
     })
 }
 
-/// Returns the output and the whole logsumexp of a call's result.
+/// Returns the output of a call's result, and the logsumexp as the sum of its two parts.
 pub(crate) fn output_and_lse(
     result: AttentionOutput<Dispatch>,
     problem: &AttentionProblem,
@@ -170,7 +172,7 @@ pub(crate) fn output_and_lse(
     )
 }
 
-/// Adds the two parts of the logsumexp, and returns `[batch, q_heads, q_len]`.
+/// Adds the two parts of the logsumexp (reference scores and logarithms), and returns their sum `[batch, q_heads, q_len]`.
 pub(crate) fn logsumexp_of_parts<B: Backend>(
     parts: FloatTensor<B>,
     problem: &AttentionProblem,

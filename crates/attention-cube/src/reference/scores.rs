@@ -1,10 +1,10 @@
-//! The scores of the reference and their softmax.
+//! The scores of the reference implementation, and their softmax.
 
-use super::parts;
 use super::tensors::{
     bool_dtype, cast, elementwise_max, fill_rows, from_groups, is_negative_infinity, to_groups,
 };
 use super::visibility::{unused, visibility};
+use super::{parts, score_mod};
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
 use crate::types::tensors::{AttentionInputs, logsumexp_dtype};
@@ -14,17 +14,17 @@ use burn::backend::{
 };
 use burn::tensor::{DType, Shape};
 
-/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees, and queries that see no
-/// key, are zeroed.
+/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees are set to zero, and so are
+/// queries that see no key.
 pub(super) struct Scores<B: Backend> {
-    /// Grouped queries: `[batch, kv_heads, group · q_len, head_dim]`.
+    /// The queries, grouped by KV head: `[batch, kv_heads, group · q_len, head_dim]`.
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// Scores, `[batch, q_heads, q_len, kv_len]`; the score of a hidden key is −∞.
+    /// The scores, `[batch, q_heads, q_len, kv_len]`. The score of a hidden key is −∞.
     pub scores: FloatTensor<B>,
-    /// The softcap's derivative, `1 − tanh²`.
-    pub softcap_slope: Option<FloatTensor<B>>,
+    /// The derivative of softcap and score mod, or `None` if the problem has neither.
+    pub slope: Option<FloatTensor<B>>,
     /// Sinks, `[1, q_heads, 1, 1]`.
     pub sinks: Option<FloatTensor<B>>,
     /// A mask of the queries that see no key, `[batch, q_heads, q_len, 1]`, or `None` if every query sees every key.
@@ -40,7 +40,8 @@ impl<B: Backend> Scores<B> {
         let visible = visibility(inputs, problem);
         let mut blind = None;
         if let Some(visible) = &visible {
-            // Rows that no score depends on are zeroed before the matmuls, because 0 · NaN is NaN.
+            // Rows on which no score depends are set to zero before the matmuls, because they may contain NaN, and 0 · NaN is
+            // NaN.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
             query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
             blind = Some(queries_blind);
@@ -52,7 +53,7 @@ impl<B: Backend> Scores<B> {
         let scores = B::float_matmul(query.clone(), B::float_transpose(key.clone()));
         let mut scores =
             B::float_mul_scalar(from_groups::<B>(scores, problem), problem.scale.into());
-        let mut softcap_slope = None;
+        let mut slope = None;
         if let Some(softcap) = problem.softcap {
             let ratios = B::float_div_scalar(scores.clone(), softcap.into());
             let tanh = B::float_tanh(ratios.clone());
@@ -62,7 +63,19 @@ impl<B: Backend> Scores<B> {
                 false => far,
             };
             let squared = B::float_mul(tanh.clone(), tanh);
-            softcap_slope = Some(B::float_add_scalar(B::float_neg(squared), 1.0.into()));
+            // The derivative of the softcap is `1 − tanh²`.
+            slope = Some(B::float_add_scalar(B::float_neg(squared), 1.0.into()));
+        }
+        if let Some(code) = problem.score_mod {
+            let hidden = visible
+                .as_ref()
+                .map(|visible| B::bool_expand(B::bool_not(visible.clone()), scores.shape()));
+            let changed = score_mod::changed::<B>(scores, hidden, code, inputs, problem);
+            scores = changed.scores;
+            slope = Some(match slope {
+                Some(slope) => B::float_mul(slope, changed.derivative),
+                None => changed.derivative,
+            });
         }
         if let Some(bias) = inputs.bias.clone().into_option() {
             scores = B::float_add(scores, cast::<B>(bias, compute));
@@ -82,15 +95,15 @@ impl<B: Backend> Scores<B> {
             key,
             value,
             scores,
-            softcap_slope,
+            slope,
             sinks,
             blind,
         }
     }
 }
 
-/// Returns the scores under a wide softcap, in f32. If the ratio of score to cap is small, a series gives the score. Otherwise
-/// the result is `far`, the score computed with the tanh.
+/// Returns the scores under a wide softcap, in f32. If the ratio of score to softcap is small, a polynomial gives the result.
+/// Otherwise the result is `far`, the score computed with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -99,8 +112,8 @@ fn widely_capped<B: Backend>(
     let near = f64::from(softcap::NEAR);
     let bools = bool_dtype::<B>(&scores);
     let is_near = B::float_lower_elem(B::float_abs(ratios.clone()), near.into(), bools);
-    // Clamps the ratios to the range of the series. Squares of larger ratios may be infinite, which would give NaN in the
-    // gradient.
+    // Clamps the ratios to the range in which the polynomial is used. Squares of larger ratios may be infinite, which would
+    // give NaN in the gradient.
     let ratios = B::float_clamp(ratios, (-near).into(), near.into());
     let squared = B::float_mul(ratios.clone(), ratios);
     let mut correction = B::float_mul_scalar(squared.clone(), 0.0.into());
@@ -108,18 +121,19 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // Adds the correction to the score itself, because a factor `1 + correction` would be rounded first.
+    // Adds the correction to the score itself. The factor `1 + correction` would be rounded first, and the correction would
+    // lose digits.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }
 
-/// The softmax of scores.
+/// The result of the softmax of the scores.
 pub(super) struct Weights<B: Backend> {
-    /// Probabilities, `[batch, q_heads, q_len, kv_len]`.
+    /// The probabilities, `[batch, q_heads, q_len, kv_len]`.
     pub p: FloatTensor<B>,
-    /// The largest score of each query, `[batch, q_heads, q_len, 1]`. It is finite even for a query that sees no key.
+    /// The largest score of each query, `[batch, q_heads, q_len, 1]`. The element is finite even for a query that sees no key.
     pub max: FloatTensor<B>,
-    /// The sum of `exp(score − max)` per query; 1 for a query with neither keys nor a sink.
+    /// The sum of `exp(score − max)` for each query. The sum is 1 for a query with neither keys nor a sink.
     pub sum: FloatTensor<B>,
     /// A mask of the queries that have neither keys nor a sink.
     pub unseeing: BoolTensor<B>,
@@ -128,7 +142,8 @@ pub(super) struct Weights<B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Returns the probabilities of one shard's keys, from the two-part logsumexp over the keys of all shards.
+    /// Returns the probabilities of one shard's keys. `logsumexp` holds the two parts of the logsumexp over the keys of all
+    /// shards.
     pub fn of_shard(
         scores: FloatTensor<B>,
         logsumexp: FloatTensor<B>,
@@ -178,8 +193,8 @@ impl<B: Backend> Weights<B> {
         }
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
-        // Sets P to exactly 0 for a query that sees no key. Values that are hidden from this query may be NaN, if other
-        // queries see them, and must not reach its output or gradient.
+        // Sets P to exactly 0 for a query that sees no key. Rows of V that are hidden from this query may contain NaN if other
+        // queries see them. Such NaN must not reach the query's output or gradient.
         let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
         Self {
             p,

@@ -1,4 +1,4 @@
-//! Tensor operations of the reference: grouping of heads, broadcast masks, and dtypes.
+//! Tensor operations of the reference implementation: grouping of heads, broadcast masks, and dtypes.
 
 use crate::problem::AttentionProblem;
 use burn::backend::{
@@ -7,11 +7,12 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 
-/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too narrow. It
-/// may also be unsigned, but queries before the first key have negative positions.
-pub(super) const INTS: IntDType = IntDType::I32;
+/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too narrow.
+/// The default may also be unsigned, but queries before the first key have negative positions.
+pub(crate) const INTS: IntDType = IntDType::I32;
 
-/// Casts integers to i32 if their dtype is narrower, so that comparisons with numbers of i32 are right.
+/// Casts integers to i32 if their dtype is narrower. Otherwise a comparison with an i32 number might truncate that number to
+/// the narrower dtype.
 pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     match integers.dtype().size() < DType::from(INTS).size() {
         true => B::int_cast(integers, INTS),
@@ -19,15 +20,15 @@ pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     }
 }
 
-/// Returns the integers in i32, clamped to `0..=most`. They are clamped in the wider of their dtype and i32, which can represent
-/// the integers and `most`.
-pub(super) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
+/// Returns the integers in i32, clamped to `0..=most`. The clamp uses i32 or the integers' own dtype, whichever is wider,
+/// because this dtype can represent both the integers and `most`.
+pub(crate) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
     let integers = at_least_i32::<B>(integers);
     B::int_cast(B::int_clamp(integers, 0.into(), (most as i64).into()), INTS)
 }
 
-/// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`, so that keys and values need not be
-/// repeated for a matmul.
+/// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`. A matmul then needs no repeated keys and
+/// values.
 pub(super) fn to_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -40,7 +41,7 @@ pub(super) fn to_groups<B: Backend>(
     )
 }
 
-/// Inverts [`to_groups`].
+/// Reshapes the result of [`to_groups`] back to `[batch, q_heads, q_len, n]`.
 pub(super) fn from_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,
@@ -50,7 +51,7 @@ pub(super) fn from_groups<B: Backend>(
     B::float_reshape(tensor, Shape::new(shape))
 }
 
-/// Sets elements to zero where the broadcast `mask` is true.
+/// Sets the elements of the tensor to zero where the mask, broadcast to the tensor's shape, is true.
 pub(super) fn fill_rows<B: Backend>(
     tensor: FloatTensor<B>,
     mask: &BoolTensor<B>,
@@ -59,7 +60,7 @@ pub(super) fn fill_rows<B: Backend>(
     B::float_mask_fill(tensor, mask, 0.0.into())
 }
 
-/// Sums over the dimensions that have size 1 in `shape`.
+/// Sums the tensor over the dimensions that have size 1 in `shape`.
 pub(super) fn sum_to<B: Backend>(mut tensor: FloatTensor<B>, shape: &Shape) -> FloatTensor<B> {
     for dim in 0..shape.num_dims() {
         if shape[dim] == 1 && tensor.shape()[dim] != 1 {
@@ -76,7 +77,7 @@ pub(super) fn elementwise_max<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) 
     B::float_mask_where(a, smaller, b)
 }
 
-/// Returns a mask of the elements that are −∞, such as a sink that counts as no sink.
+/// Returns a mask of the elements that are −∞. A sink of −∞, for example, counts as no sink.
 pub(super) fn is_negative_infinity<B: Backend>(tensor: &FloatTensor<B>) -> BoolTensor<B> {
     let bools = bool_dtype::<B>(tensor);
     B::float_equal_elem(tensor.clone(), f64::NEG_INFINITY.into(), bools)

@@ -1,5 +1,6 @@
-//! Visibility of keys by causal mask, lengths, window, segments, intervals, mask and bias.
+//! Decides which keys a query sees, by causal mask, lengths, window, segments, intervals, mask and bias.
 
+use super::score_mod;
 use super::tensors::{INTS, clamped_integers};
 use crate::problem::AttentionProblem;
 use crate::types::tensors::AttentionInputs;
@@ -9,7 +10,8 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, Shape, Slice};
 
-/// Returns a mask of the keys that each query sees, broadcastable to the scores, or `None` if every query sees every key.
+/// Returns a mask of the keys that each query sees, or `None` if every query sees every key. The mask can be broadcast to the
+/// shape of the scores.
 pub(super) fn visibility<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -89,6 +91,9 @@ pub(super) fn visibility<B: Backend>(
             bools,
         ));
     }
+    if let Some(code) = problem.mask_mod {
+        conditions.push(score_mod::visible::<B>(code, inputs, problem, bools));
+    }
     conditions.into_iter().reduce(|all, next| {
         let shape = broadcast(&all.shape(), &next.shape());
         B::bool_and(
@@ -98,14 +103,14 @@ pub(super) fn visibility<B: Backend>(
     })
 }
 
-/// Returns the lengths of `batch` sequences in i32, clamped to `0..=most`, `[batch, 1, 1, 1]`.
+/// Returns the lengths of `batch` sequences as i32 `[batch, 1, 1, 1]`, clamped to `0..=most`.
 fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> IntTensor<B> {
     let lengths = clamped_integers::<B>(lengths.clone(), most);
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
-/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if every sequence
-/// has all queries.
+/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`. Returns `None` if every
+/// row of every sequence is a query.
 pub(super) fn absent_queries<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -133,7 +138,8 @@ fn within_intervals<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    // A dtype of 32 bits or more is clamped before the conversion, since i32 may not represent all its values.
+    // A dtype of 32 bits or more is clamped before the conversion to i32, because i32 may not represent all integers of this
+    // dtype.
     let limit = (kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
@@ -162,7 +168,8 @@ fn within_intervals<B: Backend>(
         .expect("a problem with interval tensors has at least one interval")
 }
 
-/// Clamps the window so that the window plus a 32-bit position fits in i32. The clamped window still exceeds every sequence.
+/// Clamps the window so that the sum of the window and a 32-bit position fits in i32. The clamped window still exceeds every
+/// sequence length.
 fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }
@@ -177,8 +184,8 @@ fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTe
     )
 }
 
-/// Returns two masks: the queries that see no key, `[batch, q_heads, q_len, 1]`, and the keys that no query of their group
-/// sees, `[batch, kv_heads, kv_len, 1]`.
+/// Returns two masks. The first marks the queries that see no key, `[batch, q_heads, q_len, 1]`. The second marks the keys that
+/// no query of their GQA group sees, `[batch, kv_heads, kv_len, 1]`.
 pub(super) fn unused<B: Backend>(
     visible: BoolTensor<B>,
     problem: &AttentionProblem,

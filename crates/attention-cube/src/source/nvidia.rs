@@ -1,9 +1,9 @@
 //! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas compile the written files on a machine without a GPU. Both also exist as Python packages. The compilers
-//! report registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that each wgmma is
-//! waited for separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of ptxas
-//! differ: 13.0 serializes code that 12.9 does not.
+//! NVRTC and ptxas compile the written files on a machine without a GPU. Both compilers also exist as Python packages. Their
+//! output shows registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that the kernel
+//! waits for each wgmma separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of
+//! ptxas differ: 13.0 serializes code that 12.9 does not serialize.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
 use crate::engine::tensor_core::common::FragmentKind;
@@ -73,6 +73,7 @@ pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilation
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
         dropout: ComptimeOptionCompilationArg::None,
+        tables: crate::source::NO_TABLES,
     }
 }
 
@@ -121,7 +122,7 @@ pub(crate) fn properties() -> Arc<DeviceProperties> {
     ))
 }
 
-/// Writes a kernel's source. The first line of the file gives the bytes of shared memory per cube.
+/// Writes a kernel's source to a file. The first line of the file gives the kernel's shared memory per cube in bytes.
 pub(crate) fn save(folder: &Path, name: &str, shared_memory: usize, definition: KernelDefinition) {
     let options = CompilationOptions {
         warp_size: 32,

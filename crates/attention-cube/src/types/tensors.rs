@@ -6,7 +6,7 @@ use burn::backend::{
     Backend, Dispatch, ExtensionType,
     tensor::{BoolTensor, FloatTensor, IntTensor},
 };
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
 
 /// Declares an optional tensor type for Burn's dispatch, which does not support `Option`.
 macro_rules! maybe {
@@ -62,8 +62,9 @@ pub struct AttentionInputs<B: Backend> {
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
-    /// `n · page_len` on. If it is present, the first dimension of keys and values counts pages, and the third their keys.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
+    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of keys and values counts pages,
+    /// and the third dimension counts the keys of a page.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -78,11 +79,17 @@ pub struct AttentionInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// First key and end of each interval, `[batch, q_len, 2 · intervals]`.
+    /// The first key and the end of each interval of a query, `[batch, q_len, 2 · intervals]`.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
     pub sinks: MaybeFloat<B>,
+    /// The elements that the score mod reads, f32.
+    #[extension_type]
+    pub score_table: MaybeFloat<B>,
+    /// The elements that the mask mod reads, f32.
+    #[extension_type]
+    pub mask_table: MaybeFloat<B>,
 }
 
 impl<B: Backend> Clone for AttentionInputs<B> {
@@ -100,12 +107,14 @@ impl<B: Backend> Clone for AttentionInputs<B> {
             key_segments: self.key_segments.clone(),
             intervals: self.intervals.clone(),
             sinks: self.sinks.clone(),
+            score_table: self.score_table.clone(),
+            mask_table: self.mask_table.clone(),
         }
     }
 }
 
-/// Int8 rows: words of four packed codes, `[batch, kv_heads, kv_len, columns / 4]`, and f32 scales, `[batch, kv_heads,
-/// kv_len]`.
+/// Int8 rows. `words` holds four packed codes per word, `[batch, kv_heads, kv_len, columns / 4]`. `scales` holds the f32 scale
+/// of each row, `[batch, kv_heads, kv_len]`.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct QuantizedTensors<B: Backend> {
@@ -122,8 +131,9 @@ pub struct QuantizedInputs<B: Backend> {
     pub key: QuantizedTensors<B>,
     #[extension_type]
     pub value: QuantizedTensors<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
-    /// `n · page_len` on. If it is present, the first dimension of keys and values counts pages, and the third their keys.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
+    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of keys and values counts pages,
+    /// and the third dimension counts the keys of a page.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -138,14 +148,20 @@ pub struct QuantizedInputs<B: Backend> {
     pub query_segments: MaybeInt<B>,
     #[extension_type]
     pub key_segments: MaybeInt<B>,
-    /// First key and end of each interval, `[batch, q_len, 2 · intervals]`.
+    /// The first key and the end of each interval of a query, `[batch, q_len, 2 · intervals]`.
     #[extension_type]
     pub intervals: MaybeInt<B>,
     #[extension_type]
     pub sinks: MaybeFloat<B>,
+    /// The elements that the score mod reads, f32.
+    #[extension_type]
+    pub score_table: MaybeFloat<B>,
+    /// The elements that the mask mod reads, f32.
+    #[extension_type]
+    pub mask_table: MaybeFloat<B>,
 }
 
-/// The places of new rows in pages.
+/// The slots in the pages to which new rows are written.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AppendPlaces<B: Backend> {
@@ -153,13 +169,13 @@ pub struct AppendPlaces<B: Backend> {
     pub page_table: IntTensor<B>,
     /// The position of the first new row of each sequence, `[batch]`.
     pub starts: IntTensor<B>,
-    /// The number of new rows of each sequence, `[batch]`. Without it, all rows are new.
+    /// The number of new rows of each sequence, `[batch]`. If it is absent, every given row is a new row.
     #[extension_type]
     pub counts: MaybeInt<B>,
 }
 
 impl<B: Backend> QuantizedInputs<B> {
-    /// Converts keys and values by the function `rows`, and returns the inputs of an unquantized call.
+    /// Applies the function `rows` to keys and values, and returns the inputs of an unquantized call.
     pub(crate) fn read(
         self,
         rows: impl Fn(QuantizedTensors<B>) -> FloatTensor<B>,
@@ -177,6 +193,8 @@ impl<B: Backend> QuantizedInputs<B> {
             key_segments: self.key_segments,
             intervals: self.intervals,
             sinks: self.sinks,
+            score_table: self.score_table,
+            mask_table: self.mask_table,
         }
     }
 }
@@ -186,9 +204,10 @@ impl<B: Backend> QuantizedInputs<B> {
 #[extension_type(fusion)]
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
-    /// The two parts of the LSE, `[2 · batch, q_heads, q_len]`. The first part is a reference score of each query. The second
-    /// part is the natural logarithm of the query's softmax sum relative to that reference. The sum of both parts is the LSE.
-    /// One f32 would lose the logarithm beside a large reference, but gradients need both.
+    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds a reference score of each query, the score
+    /// that the softmax subtracted (about the row maximum). The second half holds the natural logarithm of the softmax sum
+    /// relative to the reference score. The sum of both parts is the LSE. If the reference score is large, one f32 for the sum
+    /// would lose the logarithm, but gradients need both parts.
     pub logsumexp: FloatTensor<B>,
 }
 
@@ -200,7 +219,7 @@ pub struct AttentionSaved<B: Backend> {
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
     /// The gradient of the logsumexp, in the shape of `logsumexp`. The backward reads only the first half of the first
-    /// dimension, which belongs to the reference scores.
+    /// dimension, which holds the gradients of the reference scores.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }
@@ -229,7 +248,8 @@ pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
     }
 }
 
-/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`: first key and end of each interval.
+/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`. The last dimension holds the first key and
+/// the end of each interval.
 pub(crate) fn intervals(options: &AttentionOptions) -> MaybeInt<Dispatch> {
     let ends = options.intervals.iter();
     let ends: Vec<Tensor<2, Int>> = ends
@@ -237,6 +257,13 @@ pub(crate) fn intervals(options: &AttentionOptions) -> MaybeInt<Dispatch> {
         .collect();
     let joined = (!ends.is_empty()).then(|| Tensor::stack::<3>(ends, 2).into_dispatch());
     joined.into()
+}
+
+/// Converts the table of a score mod or mask mod to f32. A table without elements counts as absent.
+pub(crate) fn table(table: Option<Tensor<1>>) -> MaybeFloat<Dispatch> {
+    let table = table.filter(|table| table.dims() != [0]);
+    let table = table.map(|table| table.cast(FloatDType::F32).into_dispatch());
+    table.into()
 }
 
 /// Converts the tensors of a call to the types of Burn's dispatch.
@@ -261,5 +288,7 @@ pub(crate) fn inputs(
         key_segments: key_segments.map(Tensor::into_dispatch).into(),
         intervals,
         sinks: options.sinks.map(Tensor::into_dispatch).into(),
+        score_table: table(options.score_table),
+        mask_table: table(options.mask_table),
     }
 }

@@ -1,5 +1,5 @@
-//! Computes the gradient of the bias. For a tile of the bias, the gradient is the sum of dS over all dimensions along which the
-//! bias is broadcast.
+//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS over all dimensions along which the bias is
+//! broadcast.
 //!
 //! Algorithm: a cube recomputes all score tiles that read its bias tile, and adds their dS in registers. A bias that is broadcast
 //! along queries has too few tiles to occupy the device. Several cubes (the grid's splits) then divide the score tiles of one
@@ -16,7 +16,8 @@ use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::head_operand;
 use crate::math::rounding::rounded;
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{ScoreIndex, Scoring, is_visible};
+use crate::math::score::{Scoring, is_visible};
+use crate::math::score_mod::ScorePlace;
 use crate::math::visibility::{blocks_meet, is_whole, seq_info, visible_keys};
 use crate::tile_ops::product::{multiply_transposed, new_stage};
 use crate::tile_ops::score_layout::{tile_column, tile_row};
@@ -76,8 +77,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let own_row_tile = (work_tile.tile / counts.key_tiles) as i32;
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
-    // Two factors of the number of score tiles to sum: query tiles and query heads. A factor is 1 unless the bias is broadcast
-    // along queries or heads.
+    // The number of score tiles to sum is a product of three factors: query tiles, query heads and sequences. A factor is 1
+    // unless the bias is broadcast along its dimension.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;
@@ -163,11 +164,12 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                 let lse_delta = row_lse_delta_of(rows, batch, head, row, seq_lens.q_len);
                 #[unroll]
                 for c in 0..comptime!(tiles.columns_per_unit()) {
-                    let place = ScoreIndex {
+                    let place = ScorePlace {
                         batch,
                         head,
                         query: row,
                         key: first + tile_column(unit_column, c, tiles) as i32,
+                        offset: seq_info.offset,
                     };
                     let visible = is_visible(whole, &scoring, &seq_info, &place, kind.structure);
                     let gradient = score_gradient(
@@ -176,7 +178,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                         lse_delta,
                         visible,
                         &scoring,
-                        &place,
+                        place,
                         kind.score,
                         true,
                     );
@@ -190,11 +192,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    // Partial gradients are stored split by split, and each split contains all sequences of the bias.
+    // The outermost dimension of the partial gradients is the split. Each split holds the gradients of all sequences of the
+    // bias.
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up dS over the rows of each column: first over the rows of a unit, then over the units that share the column.
+        // Adds up dS over the rows of each column: first over the rows that one unit holds, then over all units that hold rows
+        // of the column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -11,9 +11,10 @@ use burn::backend::{
 };
 use burn::tensor::{Tensor, TensorData};
 
-/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tiles' tokens,
-/// and `others` those of the tokens in blocks of `other_size`. A range is the first block that shares an id with the tile, and
-/// one past the last such block. The range is empty if no block shares an id.
+/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tiles'
+/// tokens. `others` holds the segment ids of the opposite side's tokens, in blocks of `other_size`. A range is the index of the
+/// first block that shares an id with the tile, and the index after the last such block. The range is empty if no block shares
+/// an id.
 fn expected(
     stationary_side: &[i32],
     others: &[i32],
@@ -71,6 +72,8 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
         key_segments: ids(&keys, kv_len),
         intervals: MaybeInt::Absent,
         sinks: MaybeFloat::Absent,
+        score_table: MaybeFloat::Absent,
+        mask_table: MaybeFloat::Absent,
     };
     let blocks =
         [(64, 32, Side::Queries), (16, 128, Side::Keys)].map(|(queries, keys, stationary_side)| {
@@ -113,8 +116,8 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     }
 }
 
-/// Checks that the block range of a tile covers only the blocks of the tile's documents. Every document is contiguous here, so
-/// that its blocks form one range.
+/// Checks that the block range of a tile covers only blocks with documents of the tile. The tokens of every document are
+/// contiguous in this test, so the blocks of a document form one range.
 #[test]
 fn prepare_block_range_covers_only_own_documents() {
     let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);

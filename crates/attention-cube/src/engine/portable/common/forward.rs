@@ -6,8 +6,8 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The row maxima come first, then the natural logarithms of the row
-//!   sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the first dimension holds the row maxima, the
+//!   second half the natural logarithms of the row sums.
 //!
 //! Budget: [`UnitTiles::shared_memory`] of shared memory. A unit's registers hold `4 · rows_per_unit` elements of S,
 //! `4 · output_rows · output_vectors` elements of O, and the operands of one multiplication. A block of keys costs
@@ -15,23 +15,23 @@
 //! kernel writes the output, and two f32 values of the logsumexp per query.
 //!
 //! Decoding uses the same kernel. The setting `packed` puts the query heads of a group into the rows of one tile, so the kernel
-//! loads each key once for all heads. The setting `split` gives each cube a part of the keys (split-KV). Each cube then writes
+//! loads each key once for all heads. The setting `split` gives each cube a range of the keys (split-KV). Each cube then writes
 //! a normalised partial output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
 //!
 //! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. After
 //! the first GEMM, the kernel multiplies the scores of each key by the key's scale. Before the second GEMM, it multiplies the
-//! probabilities of each value by the value's scale. The row sums add up the probabilities without these scales.
+//! probabilities by the scales of the values that they weight. The row sums add up the probabilities without these scales.
 //!
-//! Keys and values may lie in pages. The kernel then looks up the page of each block in a table, and reads the page in place.
+//! Keys and values may lie in pages. The kernel then looks up the page of each block in a page table, and reads the page in
+//! place.
 
 use crate::engine::portable::common::softmax::{advance, row_statistics, signal_rescale, total};
 use crate::math::dropout::kernel::{keep_factor, kept_scale};
 use crate::math::inputs::{ForwardInputs, HeadSizes};
 use crate::math::layout::{Page, Rows, group_rows, head_operand, in_page, operand, page_of};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{
-    ScoreIndex, ScoreKind, Scoring, biased, capped, is_visible, saved_logarithm,
-};
+use crate::math::score::{ScoreKind, Scoring, capped, final_score, is_visible, saved_logarithm};
+use crate::math::score_mod::ScorePlace;
 use crate::math::side::Side;
 use crate::math::visibility::{
     SeqInfo, Structure, blocks_meet, is_whole, seq_info, visible_keys, within_bounds,
@@ -50,11 +50,12 @@ pub(crate) struct ForwardKind {
     pub tiles: UnitTiles,
     pub structure: Structure,
     pub score: ScoreKind,
-    /// True if a tile's rows are the queries of all heads in a group, one head after another.
+    /// True if a tile's rows are the queries of all heads in a GQA group, one head after another.
     pub packed: bool,
     /// True if the keys are split (split-KV), so that the kernel writes one partial output per split.
     pub split: bool,
-    /// The number of keys per page, a multiple of a block of keys. It is 0 if the keys of a sequence are contiguous.
+    /// The number of keys per page, a multiple of the number of keys in a block. The field is 0 if the keys of a sequence are
+    /// contiguous.
     pub page_len: usize,
 }
 
@@ -98,7 +99,7 @@ pub(crate) fn forward<
     let batch = work_tile.batch;
     let seq_info = seq_info(seq_lens, lengths_and_ids, batch, kind.structure);
 
-    // The rows of a tile are queries of one head, or of all heads of a group if the tile is packed.
+    // The rows of a tile are queries of one head. If the tile is packed, they are queries of all heads of a GQA group.
     let mut kv_head = work_tile.head;
     let mut first_head = work_tile.head;
     let mut row_count = seq_lens.q_len;
@@ -127,8 +128,8 @@ pub(crate) fn forward<
     let keys = visible_keys(&seq_info, first_query, last_query, full, kind.structure);
 
     let block_size = comptime!(tiles.columns() as i32);
-    // Use query block 0 for packed rows. Packed rows are queries from the whole sequence, and the launch makes query block 0 so
-    // large that its segment bounds cover all queries.
+    // Use query block 0 for packed rows. Packed rows are queries from the whole sequence, and the launch enlarges query block 0
+    // so that its segment bounds cover all queries.
     let mut query_block = work_tile.tile;
     if comptime!(kind.packed) {
         query_block = 0u32;
@@ -196,7 +197,7 @@ pub(crate) fn forward<
         );
         if visited {
             let first = block * block_size;
-            // A block lies in one page, because pages are whole blocks.
+            // A block lies in only one page, because a page holds a whole number of blocks.
             let page = page_of(&inputs.page_table, key.tensor, batch, first, page_len);
             let key = in_page(key, &page, page_len);
             let value = in_page(value, &page, page_len);
@@ -243,8 +244,8 @@ pub(crate) fn forward<
             if comptime!(tiles.is_direct()) {
                 score_block(&mut s, rows, whole, &scoring, &seq_info, kind);
             } else if whole {
-                // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then
-                // needs no branch per score.
+                // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully
+                // visible (whole) block then needs no branch per score.
                 score_block(&mut s, rows, true, &scoring, &seq_info, kind);
             } else {
                 score_block(&mut s, rows, false, &scoring, &seq_info, kind);
@@ -287,7 +288,8 @@ pub(crate) fn forward<
         block += 1i32;
     }
 
-    // Write the split's partial output. Splits are the outermost dimension of the output, and each split covers all sequences.
+    // Write the partial output of this split. Splits are the outermost dimension of the output, and each split covers all
+    // sequences.
     let mut part = batch;
     if comptime!(kind.split) {
         part += work_tile.split * (grid.planes / grid.heads);
@@ -305,7 +307,7 @@ pub(crate) fn forward<
         }
         let mut reference = statistics.maximum[UNIT_POS as usize];
         let mut rescale = 1.0f32;
-        // A row counts as having visible keys if its row sum is not 0. A row with NaN scores has a NaN sum and so counts, too.
+        // A row counts as having visible keys if its row sum is not 0. A row with NaN scores has a NaN sum, so it also counts.
         let has_keys = sum != 0.0f32;
         #[comptime]
         match &sinks {
@@ -356,7 +358,8 @@ pub(crate) fn forward<
     );
 }
 
-/// The indices of a score block: its batch and heads, the rows of the tile, and the first key of the block.
+/// The indices of the scores that a cube computes for a block: batch and first head, the rows of the tile, and the block's
+/// first key.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct ScoreRows {
@@ -367,7 +370,7 @@ struct ScoreRows {
     first_key: i32,
 }
 
-/// The head and the query of a row.
+/// The query head and the query index of a tile's row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct HeadQuery {
@@ -375,8 +378,8 @@ struct HeadQuery {
     query: i32,
 }
 
-/// Returns the head and the query of a row. If `packed`, a tile has the rows of several heads. A row past the end then gets query
-/// `q_len`, which sees no key.
+/// Returns the head and the query of a tile's row. If `packed`, the tile has rows of several heads, and a row past the end gets
+/// query `q_len`, which sees no key.
 #[cube]
 fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool) -> HeadQuery {
     let mut head = rows.first_head;
@@ -388,8 +391,8 @@ fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool)
     HeadQuery { head, query }
 }
 
-/// Turns the `q·k` that the unit computed into masked scores. The score of a hidden key is −∞. A `whole` block has no hidden
-/// keys.
+/// Turns the products `q·k` that the unit computed into masked scores. The score of a hidden key is −∞. A `whole` block has no
+/// hidden keys.
 #[cube]
 fn score_block<M: Numeric, F: Float>(
     s: &mut Array<f32>,
@@ -411,25 +414,26 @@ fn score_block<M: Numeric, F: Float>(
         let of_row = query_of_row(rows, row, q_len, kind.packed);
         #[unroll]
         for c in 0..width {
-            let place = ScoreIndex {
+            let place = ScorePlace {
                 batch: rows.batch,
                 head: of_row.head,
                 query: of_row.query,
                 key: rows.first_key + tile_column(unit_column, c, tiles) as i32,
+                offset: seq_info.offset,
             };
             let mut value = hidden;
             if is_visible(whole, scoring, seq_info, &place, kind.structure) {
                 let dot = s[comptime!(k * width + c)];
                 let score = capped(dot, &scoring.arguments, kind.score);
-                value = biased(score, &scoring.bias, &place, hidden);
+                value = final_score(score, scoring, place, kind.score);
             }
             s[comptime!(k * width + c)] = value;
         }
     }
 }
 
-/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already have all probabilities. The output
-/// is later multiplied by the factor of kept ones.
+/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already include the dropped
+/// probabilities. The factor of kept probabilities is multiplied into the output later.
 #[cube]
 fn drop_probabilities<M: Numeric, F: Float>(
     p: &mut Array<f32>,
@@ -459,11 +463,11 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of their
-/// values. If keys and values are floats, the function does nothing.
+/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of the
+/// values (rows of V) that they weight. If keys and values are floats, the function does nothing.
 ///
-/// With `zeros_stay`, a probability of 0 stays 0 even if the scale of its value is NaN. A value that no query sees thus has no
-/// effect.
+/// With `zeros_stay`, a probability of 0 stays 0 even if the scale of its row of V is NaN. A row of V that no query sees thus
+/// has no effect.
 #[cube]
 fn times_scales(
     s: &mut Array<f32>,

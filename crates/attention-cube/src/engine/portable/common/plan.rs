@@ -19,7 +19,7 @@ pub struct PortableForwardPlan {
     pub tiles: UnitTiles,
     /// True if the query heads of a group share a tile (decoding).
     pub packed: bool,
-    /// The number of key splits (split-KV). With 1, the kernel writes the output itself, and no second kernel runs.
+    /// The number of key splits (split-KV). If the number is 1, the kernel writes the output itself, and no second kernel runs.
     pub splits: usize,
 }
 
@@ -30,22 +30,22 @@ pub struct PortableBackwardPlan {
     pub query: UnitTiles,
     /// The tiles of the kernel that computes the gradients of keys and values.
     pub key_value: UnitTiles,
-    /// The number of partial gradients of the query if one kernel computes all three gradients, with the tiles `key_value`. It is
-    /// `None` if the query's gradient has a kernel of its own.
+    /// The number of partial gradients of the query if one kernel computes all three gradients, with the tiles `key_value`. The
+    /// field is `None` if the query's gradient has a kernel of its own.
     pub parts: Option<usize>,
-    /// The plan of the bias gradient, if the problem has a bias.
+    /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
 }
 
-/// A kernel that computes the gradients of query, key and value, or some of them.
+/// A kernel that computes one or several of the gradients of query, key and value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GradientKernel {
     /// Computes the gradient of the query.
     Query,
     /// Computes the gradients of keys and values.
     KeyValue,
-    /// Computes all requested gradients of query, key and value. The query's gradient is written as partial gradients, which a
-    /// second kernel adds.
+    /// Computes all requested gradients of query, key and value. The kernel writes partial gradients of the query, and a second
+    /// kernel adds them.
     Together {
         /// The number of partial gradients of the query.
         parts: usize,
@@ -70,7 +70,7 @@ impl PortableBackwardPlan {
     }
 }
 
-/// The number of cubes per multiprocessor at which the plan aims when it splits the keys in decoding.
+/// The number of cubes per multiprocessor that the plan tries to reach when it splits the keys in decoding.
 const CUBES_PER_MULTIPROCESSOR: usize = 2;
 
 /// Refuses problems that no portable kernel supports: an unsupported dtype, a sequence that is too long, or too many buffers.
@@ -99,9 +99,12 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// True if a key between two visible keys may be hidden. The kernels compute the same condition in `ScoreKind::leaves_masked`.
+/// True if a hidden key may lie between two visible keys. The kernels compute the same condition in `ScoreKind::leaves_masked`.
 fn has_masked(problem: &AttentionProblem) -> bool {
-    problem.bias.is_some() || problem.mask.is_some() || problem.has_bounds()
+    problem.bias.is_some()
+        || problem.mask.is_some()
+        || problem.mask_mod.is_some()
+        || problem.has_bounds()
 }
 
 /// Refuses a kernel whose loops exceed the iteration limit of a software driver. The driver would stop such loops silently.
@@ -115,9 +118,9 @@ fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal
     Ok(())
 }
 
-/// Plans the forward. Problems of at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. Other problems, and
-/// problems for which `few_rows` refuses, use the tiles that `tiles` returns. The function refuses a plan whose loops exceed a
-/// software driver's iteration limit.
+/// Plans the forward. Problems of at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. All other problems
+/// use the tiles that `tiles` returns, and so do problems for which `few_rows` returns a refusal. The function refuses a plan
+/// whose loops exceed a software driver's iteration limit.
 pub(crate) fn forward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -147,7 +150,7 @@ pub(crate) fn forward_by(
     Ok(plan)
 }
 
-/// Returns the given plan of a backward, or a refusal if the plan's loops exceed a software driver's iteration limit.
+/// Returns `plan`, the plan of a backward, or a refusal if the plan's loops exceed a software driver's iteration limit.
 pub(crate) fn backward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -157,7 +160,7 @@ pub(crate) fn backward_by(
     Ok(plan)
 }
 
-/// The most loop iterations of a unit, over all kernels of the backward.
+/// Returns the most loop iterations of a unit, over all kernels of the backward.
 fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) -> usize {
     let PortableBackwardPlan {
         query,
@@ -183,8 +186,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     bias.max(separate)
 }
 
-/// The number of key splits if the heads of a group share a tile. There are enough splits to fill the device, but at most as
-/// many splits as key blocks.
+/// Returns the number of key splits for tiles that the heads of a group share. There are enough splits to fill the device, but
+/// at most as many splits as key blocks.
 fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> usize {
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
@@ -195,14 +198,16 @@ fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles)
     (target / (problem.batch * problem.kv_heads).max(1)).clamp(1, blocks)
 }
 
-/// The largest number of buffers that a kernel of the forward or of the backward binds.
+/// Returns the largest number of buffers that a kernel of the forward or of the backward binds.
 fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
     let shared = usize::from(problem.mask.is_some())
         + usize::from(problem.bias.is_some())
-        + usize::from(problem.has_lengths() || problem.has_bounds());
+        + usize::from(problem.has_lengths() || problem.has_bounds())
+        + usize::from(problem.score_mod.is_some())
+        + usize::from(problem.mask_mod.is_some());
     match pass {
         // Every forward binds five buffers: query, key, value, output and logsumexp. Int8 keys and values add two buffers of
-        // scales, and pages add a table.
+        // scales, and pages add a page table.
         Pass::Forward => {
             5 + shared
                 + usize::from(problem.sinks.is_some())
@@ -221,7 +226,7 @@ mod tests {
     use crate::tile_ops::table::{SINGLE, choose};
     use burn::tensor::DType;
 
-    /// The profile of Mesa's software Vulkan driver on two processor cores.
+    /// Returns the profile of Mesa's software Vulkan driver on two processor cores.
     fn software() -> DeviceProfile {
         DeviceProfile {
             processors: Some(2),
@@ -229,9 +234,9 @@ mod tests {
         }
     }
 
-    /// Returns the number of loop iterations of the kernels in `tile_ops/direct.rs` for one block. The kernels loop over the
-    /// operands' columns by fours, and over the block's rows by fours. If the tile may have hidden scores, they also loop over
-    /// the tile's rows.
+    /// Returns the number of loop iterations that the kernels in `tile_ops/direct.rs` run for one block. The kernels loop over
+    /// the operands' columns by fours, and over the block's rows by fours. If the tile may have hidden scores, the kernels also
+    /// loop over the tile's rows.
     fn loops(tiles: &UnitTiles, columns: [usize; 2], accumulated: usize, masked: bool) -> usize {
         let sums: usize = columns.iter().map(|columns| columns.div_ceil(4)).sum();
         let marks = if masked { tiles.rows } else { 0 };

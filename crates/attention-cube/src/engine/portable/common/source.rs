@@ -1,4 +1,4 @@
-//! Compiles the portable kernels for AMD cards, see [`source`](crate::source::amd).
+//! Compiles the portable kernels for AMD GPUs, see [`source`](crate::source::amd).
 
 use super::backward::key_value::key_value_gradient::KeyValueGradient;
 use super::backward::query::query_gradient::QueryGradient;
@@ -28,12 +28,13 @@ use cubecl::{CubeKernel, prelude::*};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::{env, fs, path::Path, sync::Arc, thread};
 
-/// Bytes of stack for the thread that compiles. CubeCL's compiler passes recurse deeply.
+/// The bytes of stack for the thread that compiles. The thread needs a large stack because CubeCL's compiler passes recurse
+/// deeply.
 const STACK: usize = 256 << 20;
 
-/// Writes machine code for every card that the environment variable `CARDS` lists, into a folder with the card's name. The file
-/// `kernels.txt` in that folder has one line per kernel. The line gives the kernel's name, the number of units per cube, and the
-/// bytes of shared memory, or the reason why there is no code.
+/// Writes machine code for every AMD GPU that the environment variable `CARDS` lists, into a folder with the GPU's name. The
+/// file `kernels.txt` in that folder has one line per kernel. The line gives the kernel's name, the number of units per cube,
+/// and the bytes of shared memory. If there is no code, the line gives the reason.
 #[test]
 #[ignore = "writes compiled kernels to files for inspection"]
 fn write() {
@@ -64,7 +65,7 @@ fn write_for(card: &Card) {
     );
 }
 
-/// Compiles the kernels of an engine's forward or backward, or prints the reason why the engine refuses the card.
+/// Compiles the kernels of an engine's forward or backward, or prints the reason why the engine refuses the GPU.
 fn write_engine<E>(
     wanted: &Wanted,
     pass: &str,
@@ -111,7 +112,7 @@ enum Kernel {
     KeyValueGradient(UnitTiles),
 }
 
-/// Plans the kernels of a forward, a backward or a decode step. Decode kernels have eight query heads per KV head, and split the
+/// Plans the kernels of a forward, a backward or a decode step. A decode step has eight query heads per KV head, and splits the
 /// keys.
 fn kernels<E>(
     wanted: &Wanted,
@@ -165,6 +166,7 @@ fn scoring<M: Numeric, F: Float>(wanted: &Wanted) -> ScoringCompilationArg<M, F>
         bias: optional!(wanted.score.bias),
         arguments: ARGUMENTS,
         dropout: ComptimeOptionCompilationArg::None,
+        tables: crate::source::NO_TABLES,
     }
 }
 

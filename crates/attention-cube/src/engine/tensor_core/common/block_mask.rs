@@ -23,10 +23,10 @@ pub(crate) struct BlockMask {
     pub mask_words: MaskWords,
 }
 
-/// Computes the visibility of a block of `size` columns. It also loads the mask bits of the thread's two rows. The bits cover
+/// Computes the visibility of a block of `size` columns, and loads the mask bits of the thread's two rows. The bits cover
 /// `columns` columns of the block, from column `32 · first_word` on.
 ///
-/// Callers call this function before S is ready, so that its loads overlap the GEMM of S.
+/// The caller calls this function before S is ready, so that the loads of mask bits overlap the GEMM of S.
 #[cube]
 pub(crate) fn block_mask(
     tile_position: &TilePosition,
@@ -108,7 +108,7 @@ pub(crate) fn block_mask(
         whole = whole && !hidden;
         may_have_masked = may_have_masked || hidden;
     }
-    if comptime!(kind.fragment.has_own_biases() || (structure.mask && !kind.sums_up_mask())) {
+    if comptime!(kind.fragment.hides_single_keys() || (structure.mask && !kind.sums_up_mask())) {
         may_have_masked = true;
     }
     let words = mask_words(

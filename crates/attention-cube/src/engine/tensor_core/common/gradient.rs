@@ -5,11 +5,11 @@
 //! respect to the score before the softcap is `weight · (dp − delta)`. A query is *far* if its LSE needs two f32 (see
 //! [`far`](super::far)).
 
-use crate::engine::tensor_core::common::bias::with_bias;
 use crate::engine::tensor_core::common::block_mask::BlockMask;
 use crate::engine::tensor_core::common::dropout::{KeepBits, dropped_pair, keep_factor_of};
 use crate::engine::tensor_core::common::far::{logsumexps_of_queries, rows_have_far};
 use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
+use crate::engine::tensor_core::common::score_mod::{final_scores, times_derivatives};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softcap::capped;
 use crate::engine::tensor_core::common::{
@@ -25,18 +25,21 @@ use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// The LSE and delta of queries. If the fragment's rows are queries, the struct holds the values of the thread's two rows. If
-/// the fragment's columns are queries, the struct holds the addresses of the values in shared memory.
+/// The LSE and delta of queries. If the fragment's rows are queries, the struct holds the LSE and delta of the thread's two
+/// rows. If the fragment's columns are queries, the struct holds the shared-memory addresses of LSE and delta.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
-    /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`.
+    /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the LSE
+    /// or marks, row 1 delta, and row 2 the logarithm of row_sum. Row 3 holds the reference of far queries, and row 4 the flags
+    /// of far queries.
     pub all: &'a Tensor<f32>,
-    /// The reference of each row's LSE, or the whole LSE if one f32 holds the LSE. The value −0 marks a [`far`](super::far)
-    /// query.
+    /// The reference of each row's LSE (the row maximum that the softmax subtracted), or the whole LSE if one f32 holds the
+    /// LSE. The value −0 marks a [`far`](super::far) query.
     pub references: Pair,
     pub deltas: Pair,
-    /// The logarithm of each row's row_sum relative to the reference, in log2 units.
+    /// The logarithm of each row's row_sum in log2 units. row_sum is the sum of the exponentials after the subtraction of the
+    /// reference.
     pub logarithms: Pair,
     pub references_at: u32,
     pub deltas_at: u32,
@@ -46,7 +49,7 @@ pub(crate) struct LseDelta<'a> {
     pub may_have_far: bool,
 }
 
-/// Returns a copy of `rows` with the shared memory addresses of a block's LSE and delta. If the columns are queries, the data
+/// Returns a copy of `rows` with the shared-memory addresses of a block's LSE and delta. If the columns are queries, the data
 /// of the block's `columns` queries starts at address `at`. If the rows are queries, nothing reads these addresses.
 #[cube]
 pub(crate) fn lse_delta_of_block<'a>(
@@ -118,9 +121,9 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one value for each register of the `pair`-th register pair: the LSE's reference, the LSE's logarithm, or delta of the
-/// register's query, depending on the arguments. If the rows are queries, the values come from `rows`. Otherwise they come from
-/// shared memory at `address`.
+/// Returns one f32 for each register of the `pair`-th register pair. The f32 belongs to the register's query. It comes from one
+/// row of the LSE/delta tensor, which the arguments choose. If the rows are queries, the function takes the f32 from `rows`.
+/// Otherwise it loads the f32 from shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -143,7 +146,8 @@ fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] s
     }
 }
 
-/// Returns the logarithm of row_sum, the second part of the LSE, for each register of the `pair`-th register pair, in log2 units.
+/// Returns the logarithm of row_sum for each register of the `pair`-th register pair, in log2 units. The LSE is the sum of this
+/// logarithm and the reference.
 #[cube]
 fn logarithms_of(
     lse_delta: &LseDelta<'_>,
@@ -207,8 +211,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 p.insert(pair, packed_p(own, half));
             }
             let slopes = scored.slopes;
-            if comptime!(kind.has_own_biases()) {
-                // A bias of −∞ may hide a score that is NaN. The probability is then 0, but the slope of the softcap is NaN, and
+            if comptime!(kind.hides_single_keys()) {
+                // A bias of −∞ or a mask mod may hide a score that is NaN. The probability is then 0, but the slope of the softcap is NaN, and
                 // 0 · NaN is NaN. `sloped` therefore returns a weight of 0 for a probability of 0.
                 w.insert(comptime!(2 * pair), sloped(own.first, slopes.first, kind));
                 w.insert(
@@ -282,11 +286,12 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     PAndDs::<NS, NP> { w, p }
 }
 
-/// The LSE for the two registers of a pair, as references and logarithms.
+/// The LSE for the two registers of a register pair. Each LSE is the sum of a reference (the row maximum that the softmax
+/// subtracted) and the logarithm of row_sum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Logsumexps {
-    /// The reference of each LSE, or the whole LSE if one f32 holds it.
+    /// The reference of each LSE, or the whole LSE if one f32 holds the LSE.
     pub references: Pair,
     /// The logarithm of each LSE in log2 units; 0 if one f32 holds the LSE.
     pub logarithms: Pair,
@@ -300,8 +305,8 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
-/// True if the LSE must be loaded for the `pair`-th register pair, because the pair's queries differ from those of the pair
-/// before it. If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
+/// True if the LSE must be loaded for the `pair`-th register pair, because the pair's queries differ from the queries of the
+/// preceding pair. If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
 const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
     matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
 }
@@ -323,8 +328,8 @@ fn queries_of_pair(
     }
 }
 
-/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the pair's queries differ from those of the pair before
-/// it.
+/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the pair's queries differ from the queries of the
+/// preceding pair.
 #[cube]
 fn look_up_logsumexps(
     logsumexps: &mut Logsumexps,
@@ -345,7 +350,8 @@ fn look_up_logsumexps(
     }
 }
 
-/// Computes the probabilities of two scores. If `apart`, each LSE is a reference and a logarithm: see [`probability`].
+/// Computes the probabilities of two scores, each with its own LSE. If `apart`, each LSE is the sum of a reference and a
+/// logarithm, which [`probability`] subtracts one after the other.
 #[cube]
 fn probabilities(
     values: Pair,
@@ -377,7 +383,8 @@ fn probabilities(
 }
 
 /// Computes the probability of `value`. The value is an unscaled dot product if the kernel is `raw` (it keeps scores unscaled),
-/// else a score. If `apart`, the LSE is a reference and a logarithm. Otherwise the LSE is one f32 in `reference`.
+/// else a score. If `apart`, the LSE is the sum of `reference` (the row maximum that the softmax subtracted) and `logarithm`.
+/// Otherwise `reference` holds the whole LSE.
 ///
 /// The reference is subtracted before the difference is converted to log2 units. For very large scores, a conversion of the score
 /// itself would lose precision.
@@ -430,7 +437,7 @@ fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
 /// NaN, since the slope of a hidden score may be NaN.
 #[cube]
 fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
-    if comptime!(kind.score.softcap) {
+    if comptime!(kind.score.has_slope()) {
         select(probability == 0.0f32, 0.0f32, probability * slope)
     } else {
         probability
@@ -462,8 +469,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel uses the unscaled dot products. If the kernel loads biases before S is ready, `s` already holds scores. A
-    // kernel of either kind needs no slopes, so each slope is 1.
+    // A `raw` kernel uses the unscaled dot products, and needs no slopes. If the kernel loads biases before S is ready, `s`
+    // already holds scores, and the kernel needs no slopes either. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,
@@ -471,17 +478,18 @@ fn scored<F: Float, NB: Size, NS: Size>(
         }
     } else {
         let capped = capped(dots, arguments, kind.score);
-        let slopes = if comptime!(kind.has_slope) {
-            Pair {
+        let mut slopes = one;
+        if comptime!(kind.has_slope && kind.score.softcap) {
+            slopes = Pair {
                 first: slope(capped.first, arguments, kind.score),
                 second: slope(capped.second, arguments, kind.score),
-            }
-        } else {
-            one
-        };
-        let hidden = arguments.negative_infinity;
+            };
+        }
+        if comptime!(kind.has_slope && kind.score.score_mod.is_some()) {
+            slopes = times_derivatives::<F, NB>(slopes, capped, scoring, known, at, pair, kind);
+        }
         Scored {
-            values: with_bias::<F, NB>(capped, &scoring.bias, known, at, hidden, pair, kind),
+            values: final_scores::<F, NB>(capped, scoring, known, at, pair, kind),
             slopes,
         }
     }
@@ -503,10 +511,11 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 /// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
 /// the left operand of a GEMM.
 ///
-/// With dropout, dP is multiplied by the keep factor of its probability, 0 or the factor of kept ones: `dS = w ∘ (keep ∘ dP −
-/// Δ)`.
+/// With dropout, each element of dP is multiplied by the keep factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`. The keep
+/// factor is 0 for a dropped probability, and the factor of kept probabilities otherwise.
 ///
-/// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 there.
+/// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 where a score is
+/// hidden.
 #[cube]
 pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     w: Vector<f32, NS>,
@@ -519,7 +528,7 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Vector<u32, NP> {
     let mut ds = Vector::<u32, NP>::zeroed();
-    if whole && comptime!(!kind.has_own_biases()) {
+    if whole && comptime!(!kind.hides_single_keys()) {
         let mut delta_0 = f32::new(0.0);
         let mut delta_1 = f32::new(0.0);
         #[unroll]

@@ -40,7 +40,7 @@ pub(crate) fn fragment_kind(problem: &AttentionProblem, side: Side) -> FragmentK
         structure: structure(problem),
         score,
         raw: is_raw(problem),
-        has_slope: score.softcap,
+        has_slope: score.has_slope(),
         bias_reads: BiasReads::There,
     }
 }
@@ -52,7 +52,7 @@ pub(crate) struct ForwardTiling {
     pub rows: usize,
     /// The number of keys in a block.
     pub keys: usize,
-    /// The number of query heads whose rows share a tile; 1 if a tile has rows of one head only.
+    /// The number of query heads whose rows share a tile. It is 1 if a tile has rows of one head only.
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
@@ -134,7 +134,7 @@ impl ForwardPass {
                 dtype_to_storage_type(sinks.dtype)
             });
         // The output is `[splits · batch, …]`. Its first dimension holds the partial results of split 0 for all sequences, then
-        // those of split 1, and so on.
+        // the partial results of split 1, and so on.
         let parts = splits * batch;
         let output = empty(
             &inputs.query,
@@ -145,8 +145,8 @@ impl ForwardPass {
                 problem.dtype
             },
         );
-        // The first half of the LSE tensor holds the references (running row_max). The second half holds the natural logarithm of
-        // row_sum relative to the reference.
+        // The first half of the LSE tensor holds the row maxima that the softmax subtracted. The second half holds, for each
+        // row, the natural logarithm of row_sum after this subtraction.
         let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
         let (tiles, tile_heads) = match shares_tile {
             true => (problem.group().div_ceil(heads), kv_heads),
@@ -154,6 +154,8 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
+            // Biases that are loaded before S is ready are added before any code could run.
+            _ if problem.has_code() => None,
             BiasesAhead::Never => None,
             BiasesAhead::ByTwos => optional_inputs.half_of_bias_by_twos(),
             BiasesAhead::ByTma => optional_inputs.half_of_bias(),
@@ -318,6 +320,7 @@ pub(crate) fn scoring<F: Float, NB: Size>(
         bias.into(),
         score_arguments(problem),
         dropout_arguments(problem).into(),
+        optional_inputs.tables(),
     )
 }
 
@@ -342,7 +345,7 @@ impl GradientDivision {
     }
 
     /// Allocates the tensor to which a kernel writes the gradient with respect to `input`: `[splits · batch, heads, len, dim]`.
-    /// The partial gradients of split 0 come first, then those of split 1, and so on.
+    /// The partial gradients of split 0 come first, then the partial gradients of split 1, and so on.
     pub(crate) fn target(&self, on: &CubeTensor, input: &CubeTensor) -> CubeTensor {
         let mut shape = input.meta.shape().clone();
         shape[0] *= self.splits;

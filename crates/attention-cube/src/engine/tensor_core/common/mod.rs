@@ -1,8 +1,8 @@
 //! Device functions for all tensor-core engines that hold scores in accumulator registers (register fragments).
 //!
-//! A thread holds elements of two rows of a fragment, 8 rows apart. It holds a quarter of the columns of each row. The three
-//! other threads of its quad hold the remaining columns. The modules here list the blocks that a tile visits, compute and mask
-//! the scores of a block, and write the tile's rows.
+//! A thread holds elements of two rows of a fragment, 8 rows apart, and a quarter of the columns of each row. The three other
+//! threads of its quad hold the remaining columns. The modules here list the blocks that a tile visits, compute and mask the
+//! scores of a block, and write the tile's rows.
 //!
 //! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns belong to the *other side*: keys for a
 //! tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold two adjacent
@@ -19,6 +19,7 @@ pub(crate) mod launch;
 pub(crate) mod mask;
 pub(crate) mod output;
 pub(crate) mod score;
+pub(crate) mod score_mod;
 pub(crate) mod scoring;
 pub(crate) mod softcap;
 pub(crate) mod softmax;
@@ -61,8 +62,8 @@ pub(crate) struct FragmentKind {
     /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. This requires
     /// that the problem has no softcap, no bias and a positive scale.
     pub raw: bool,
-    /// True if the backward multiplies P by the derivative of the softcap. The kernel for the bias gradient omits this factor,
-    /// because the bias is added after the softcap.
+    /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernel for the bias gradient omits these
+    /// factors, because the bias is added after softcap and score mod.
     pub has_slope: bool,
     pub bias_reads: BiasReads,
 }
@@ -73,7 +74,10 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::Ahead(_))
     }
 
-    /// The half-precision type of the biases. Only valid if the kernel loads biases before S is ready.
+    /// Returns the half-precision type of the biases.
+    ///
+    /// # Panics
+    /// Panics if the kernel does not load biases before S is ready.
     pub(crate) fn half_of_bias(&self) -> Half {
         match self.bias_reads {
             BiasReads::Ahead(half) => half,
@@ -88,13 +92,18 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::OnceAHead)
     }
 
-    /// True if the LSE of every query is stored as two f32: a reference and a logarithm. Otherwise only *far* queries store two
-    /// f32, and all other queries store one (see [`far`]).
+    /// True if the LSE of every query is stored as two f32: the reference (the row maximum that the softmax subtracts) and the
+    /// logarithm of row_sum. Otherwise only *far* queries store two f32, because one f32 cannot hold their LSE precisely enough
+    /// (see [`far`]).
     pub(crate) const fn has_logarithms(&self) -> bool {
         matches!(
             LogsumexpForm::of(
                 self.raw,
-                is_bounded(self.score.softcap, self.score.wide_softcap, self.score.bias)
+                is_bounded(
+                    self.score.softcap,
+                    self.score.wide_softcap,
+                    self.score.bias || self.score.score_mod.is_some()
+                )
             ),
             LogsumexpForm::Apart
         )
@@ -103,6 +112,11 @@ impl FragmentKind {
     /// True if each score has its own bias. A bias of −∞ can then hide a single key.
     pub(crate) const fn has_own_biases(&self) -> bool {
         self.score.bias && !self.has_bias_of_head()
+    }
+
+    /// True if a single key may be hidden by its own bias of −∞ or by the mask mod, even in a fully visible block.
+    pub(crate) const fn hides_single_keys(&self) -> bool {
+        self.has_own_biases() || self.score.mask_mod.is_some()
     }
 }
 
@@ -113,7 +127,8 @@ pub(crate) fn own_column(first_column: i32, #[comptime] pair: usize) -> i32 {
     first_column + ((UNIT_POS % 4u32) * 2u32) as i32 + comptime!(column(2 * pair) as i32)
 }
 
-/// The range of columns that each of a thread's two rows sees, and the offset in elements of each row's biases.
+/// The range of columns that each of a thread's two rows sees, and the offset of each row's first bias in the bias tensor, in
+/// elements.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Known {
@@ -122,6 +137,7 @@ pub(crate) struct Known {
     pub bias_0: usize,
     pub bias_1: usize,
     pub bias_of_head: f32,
+    pub rows: RowPair,
     /// The first column of the problem's last pair of columns. The second column of this pair may lie past the end. For a pair
     /// past the end, the kernel reads the biases of this last pair instead.
     pub last_pair: u32,
@@ -134,8 +150,8 @@ pub(crate) fn known<F: Float, NB: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Known {
     let seq_lens = &scoring.masking.seq_lens;
-    // A row past the end reads the bias of the last row, which keeps the read inside the tensor. The scores of such a row are
-    // hidden later.
+    // A row past the end reads the bias of the last row, which keeps the read inside the bias tensor. The scores of such a row
+    // are hidden later.
     let last_row = rows_end(seq_lens, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;
     let row_1 = min(rows.position_1, last_row) as u32;
@@ -152,6 +168,15 @@ pub(crate) fn known<F: Float, NB: Size>(
         bias_0: bias_row(&scoring.bias, rows.batch, rows.head_0, row_0),
         bias_1: bias_row(&scoring.bias, rows.batch, rows.head_1, row_1),
         bias_of_head: rows.bias_of_head,
+        rows: RowPair {
+            batch: rows.batch,
+            head_0: rows.head_0,
+            head_1: rows.head_1,
+            position_0: rows.position_0,
+            position_1: rows.position_1,
+            seq_info: rows.seq_info,
+            bias_of_head: rows.bias_of_head,
+        },
         last_pair: ((columns_end(seq_lens, kind.side) - 1i32) / 2i32 * 2i32) as u32,
     }
 }
@@ -176,8 +201,8 @@ pub(crate) fn columns_end(seq_lens: &SeqLens, #[comptime] side: Side) -> i32 {
     }
 }
 
-/// Returns the columns that the row at `position` may see according to window and sequence length. These are keys if the row is
-/// a query, and queries if the row is a key.
+/// Returns the range of columns that the window and the sequence length leave visible to the row at `position`. The columns are
+/// keys if the row is a query, and queries if the row is a key.
 #[cube]
 fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
     if comptime!(side == Side::Queries) {
@@ -187,11 +212,11 @@ fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
     }
 }
 
-/// Returns the two values of the `pair`-th register pair, whose first column is `at`. The value of a hidden column is replaced by
-/// `hidden`.
+/// Returns the two scores of the `pair`-th register pair, whose first column is `at`. If a column is hidden, its score is
+/// replaced by `hidden`.
 ///
-/// If the problem has a mask or segments, `bits` tells which columns are visible. The bits of columns outside of the row's
-/// visible range are already cleared.
+/// If the problem has a mask, segments or key intervals, `bits` tells which columns are visible. The bits of columns outside of
+/// the row's visible range are already cleared.
 #[cube]
 pub(crate) fn shown(
     values: Pair,

@@ -1,8 +1,9 @@
-//! Computes the scores of a fragment: scale, softcap and bias, and −∞ for each hidden score.
+//! Computes the scores of a fragment: applies the scale, the softcap and the bias, and sets each hidden score to −∞.
 
-use super::bias::{BiasWords, add_words, with_bias};
+use super::bias::{BiasWords, add_words};
 use super::block_mask::BlockMask;
 use super::mask::{PAIRS_PER_WORD, bits_of_word};
+use super::score_mod::final_scores;
 use super::scoring::Scoring;
 use super::softcap::{capped, capped_together};
 use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
@@ -90,7 +91,13 @@ fn scored<F: Float, NB: Size, NS: Size>(
         // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one score is NaN, the other
         // becomes NaN too. This does no harm, since one NaN score already makes the softmax of the row NaN. In other blocks, a
         // hidden NaN would spoil a visible score.
-        let pairs = comptime!(kind.score.softcap && !kind.score.wide_softcap && !kind.score.bias);
+        let pairs = comptime!(
+            kind.score.softcap
+                && !kind.score.wide_softcap
+                && !kind.score.bias
+                && kind.score.score_mod.is_none()
+                && kind.score.mask_mod.is_none()
+        );
         let together = if comptime!(pairs) {
             whole
         } else {
@@ -109,9 +116,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
             for pair in 0..columns / 4 {
                 let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
                 let existing = min(own_column(first_column, pair) as u32, known.last_pair);
-                let hidden = arguments.negative_infinity;
-                let values =
-                    with_bias::<F, NB>(capped, &scoring.bias, &known, existing, hidden, pair, kind);
+                let values = final_scores::<F, NB>(capped, scoring, &known, existing, pair, kind);
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }

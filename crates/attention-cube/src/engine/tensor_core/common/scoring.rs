@@ -1,9 +1,10 @@
-//! The inputs that a kernel computes scores from, grouped into kernel arguments.
+//! The kernel arguments from which kernels compute scores, and the operands of kernels that load them through pointers.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsets;
 use crate::math::dropout::kernel::DropoutArguments;
 use crate::math::schedule::Grid;
 use crate::math::score::ScoreArguments;
+use crate::math::score_mod::kernel::KernelTables;
 use crate::math::visibility::SeqLens;
 use cubecl::prelude::*;
 
@@ -11,8 +12,9 @@ use cubecl::prelude::*;
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Masking {
     pub seq_lens: SeqLens,
-    /// The sequence lengths, the segment ids and the segment bounds of each block, packed in one tensor. The bounds of a block
-    /// are the range of its segment ids, and the range of opposite blocks (key blocks for a query block) that have these ids.
+    /// The sequence lengths, the segment ids, the key intervals of the queries, and the bounds of each block, packed in one
+    /// tensor. The bounds of a block include the range of its segment ids. They also include a range of opposite blocks (key
+    /// blocks for a query block) that segments and intervals may leave visible to the block.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
     /// The mask bits, and one summary of the mask for each pair of a tile and a block. The summary tells whether the mask shows
     /// the block in full, in part or not at all.
@@ -20,13 +22,14 @@ pub(crate) struct Masking {
     pub mask_offsets: MaskOffsets,
 }
 
-/// The inputs that turn dot products `q·k` into scores: masking, bias, scale and softcap.
+/// The inputs that turn dot products `q·k` into scores: masking, bias, scale, softcap, and the tables of code.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<F: Float, NB: Size> {
     pub masking: Masking,
     pub bias: ComptimeOption<OwnedTensor<Vector<F, NB>>>,
     pub arguments: ScoreArguments,
     pub dropout: ComptimeOption<DropoutArguments>,
+    pub tables: KernelTables,
 }
 
 /// Q, K, V and the int8 scales of K and V, for a kernel that loads them through pointers instead of TMA.
@@ -38,17 +41,19 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     pub key: OwnedTensor<W>,
     /// `[batch, kv_heads, kv_len, value_dim]`. An int8 V packs four elements in a `u32`.
     pub value: OwnedTensor<W>,
-    /// One scale per row of an int8 K.
+    /// The scale of each row of an int8 K, `[batch, kv_heads, kv_len]`.
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// One scale per row of an int8 V.
+    /// The scale of each row of an int8 V, `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys from
-    /// `n · page_len` on. With it, the first dimension of K and V counts pages, and the third counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys
+    /// from `n · page_len` on. If there is a page table, the first dimension of K, V and their scales counts pages, and the
+    /// third counts the keys of a page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
-/// The tensors of a gradient kernel that loads them through pointers instead of TMA. Each field's comment names the tensor for a
-/// tile of queries and the tensor for a tile of keys.
+/// The tensors of a gradient kernel that loads them through pointers instead of TMA. A CTA keeps its stationary tile, which has
+/// queries or keys, and streams blocks of the opposite side. Each field's comment names the tensor for a tile of queries and
+/// the tensor for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
@@ -59,7 +64,7 @@ pub(crate) struct GradientOperands<E: Float> {
     pub q_or_k: OwnedTensor<E>,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: OwnedTensor<E>,
-    /// The LSE and delta of each query.
+    /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`.
     pub lse_delta: OwnedTensor<f32>,
 }
 

@@ -30,7 +30,7 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
         } else {
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
-    } else if comptime!(kind.bias) {
+    } else if comptime!(kind.bias && kind.score_mod.is_none()) {
         // The compiler fuses this multiplication with the later addition of the bias, both in the forward and in the backward.
         // Forward and backward therefore round the score alike.
         dot * arguments.scale
@@ -44,9 +44,9 @@ const LARGEST: f32 = f32::MAX;
 
 /// The factor that turns a dot product `q·k` into the exponent `2 · score / softcap`, in log2 units.
 ///
-/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`. An infinite factor times a dot product of 0 would
-/// give NaN. A dot product other than 0 gives the softcap (or its negative) with the clamped factor, as it would with the
-/// infinite one.
+/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`, because an infinite factor times a dot product
+/// of 0 would give NaN. For any other dot product, the clamped factor gives the softcap (or its negative), as the infinite
+/// factor would.
 #[cube]
 fn softcap_power(arguments: &ScoreArguments) -> f32 {
     let scale_log2 =
@@ -58,9 +58,9 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
 /// with this exponent does not overflow f32.
 const CAPPED: f32 = 60.0;
 
-/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. This saves time because the speed of the
-/// softcap is limited by the MUFU unit, which computes reciprocals and exponentials. If one of the scores is NaN, both become
-/// NaN.
+/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. One reciprocal less saves time, because the
+/// MUFU unit, which computes reciprocals and exponentials, limits the speed of the softcap. If one of the scores is NaN, both
+/// scores become NaN.
 #[cube]
 pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);

@@ -21,7 +21,7 @@ use crate::math::visibility::{
 use cube_kit::nvidia::accumulator::{Pair, pair};
 use cubecl::prelude::*;
 
-/// A stationary tile of queries or of keys.
+/// A stationary tile of queries or of keys. The tile stays in a CTA while the CTA streams blocks of the opposite side.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Stationary {
@@ -29,7 +29,7 @@ pub(crate) struct Stationary {
     /// The head of the tile: a query head or a KV head.
     pub head: u32,
     pub first_row: i32,
-    /// The number of rows in the tile that lie inside the problem.
+    /// The number of tile rows that lie inside the problem, not past its last query or key.
     pub rows: i32,
     /// The index of the tile's rows in the table that holds the segment bounds of each block.
     pub row_block: u32,
@@ -46,7 +46,7 @@ pub(crate) struct Stationary {
     pub part: u32,
 }
 
-/// Returns the stationary tile of a work item, with the whole range of blocks that the tile visits.
+/// Returns the stationary tile that `work_tile` names, with the whole range of blocks that the tile visits.
 #[cube]
 pub(crate) fn stationary_tile(
     work_tile: WorkTile,
@@ -68,9 +68,10 @@ pub(crate) fn stationary_tile(
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
         // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the
-        // bias tensor has no biases for such rows, so they must not read any. If each score has its own bias, no block therefore
-        // counts as fully visible for a partial tile.
-        let full = existing == comptime!(rows as i32) || comptime!(!kind.fragment.has_own_biases());
+        // bias tensor has no biases for such rows, so they must not read any. These rows must not mark keys as used either, if the
+        // mask mod hides the keys from all queries. In both cases, no block therefore counts as fully visible for a partial tile.
+        let full =
+            existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
             &seq_info,
             first_row,
@@ -118,8 +119,8 @@ pub(crate) fn stationary_tile(
     }
 }
 
-/// Returns the stationary tile of a work item. If the grid splits tiles, the tile visits only the heads and blocks of the work
-/// item's split.
+/// Returns the stationary tile that `work_tile` names. If the grid splits tiles, the returned tile visits only the heads and
+/// blocks of its split.
 ///
 /// The splits first divide the heads of a GQA group, and then the blocks of each head.
 /// [`crate::engine::tiling::GradientSplits`] chooses the number of splits for this order.
@@ -162,8 +163,8 @@ pub(crate) fn stationary_tile_split(
     }
 }
 
-/// Returns the work item of CTA `index`. Work items with the most blocks come first. Under a causal mask, the first work items
-/// are tiles of the last queries, which see the most keys, or tiles of the first keys, which the most queries see.
+/// Returns the tile that CTA `index` processes. Tiles with the most blocks come first. Under a causal mask, tiles of queries
+/// start with the last queries, which see the most keys. Tiles of keys start with the first keys, which the most queries see.
 #[cube]
 pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Side) -> WorkTile {
     work_tile(grid, index, comptime!(side == Side::Queries))
@@ -178,8 +179,8 @@ pub(crate) struct Visit {
     pub block: i32,
 }
 
-/// Returns the tile's indices for lookups in the segments and in the mask. `head` is the head of the blocks, counted from the
-/// tile's `first_head`.
+/// Returns the tile's indices in the table of segment bounds and in the mask. `head` is the head of the blocks, counted from
+/// the tile's `first_head`.
 #[cube]
 pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) -> TilePosition {
     let query_head = if comptime!(side == Side::Queries) {
@@ -276,7 +277,7 @@ pub(crate) struct Seen {
     pub block_mask: BlockMask,
 }
 
-/// Computes the visibility of a block of `size` columns to the tile. It also loads mask bits for rows `row` and `row + 8`. The
+/// Computes the visibility of a block of `size` columns to the tile, and loads the mask bits of rows `row` and `row + 8`. The
 /// bits cover `columns` columns of the block, from column `32 · first_word` on.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
@@ -374,8 +375,8 @@ pub(crate) fn row_factors(
     factors
 }
 
-/// Writes rows `row` and `row + 8` of the tile to `gradient`, if these rows lie inside the problem. It writes columns
-/// `first_column` to `first_column + columns − 1`, and skips columns at or past `width`.
+/// Writes columns `first_column` to `first_column + columns − 1` of the tile's rows `row` and `row + 8` to `gradient`. Rows
+/// outside of the problem and columns at or past `width` are skipped.
 #[cube]
 pub(crate) fn write_gradient_rows<E: Float, N: Size, NG: Size>(
     part: OutputPart<NG>,

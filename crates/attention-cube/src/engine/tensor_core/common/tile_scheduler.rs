@@ -13,11 +13,12 @@ use cubecl::prelude::*;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct TileKind {
     pub fragment: FragmentKind,
-    /// The number of query heads of a GQA group whose rows share a tile; 1 if a tile has rows of one head only.
+    /// The number of query heads whose rows share a tile, all from one GQA group. It is 1 if a tile has rows of one head only.
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
-    /// The number of keys per page, a multiple of a block of keys. It is 0 if the keys of a sequence are contiguous.
+    /// The number of keys per page, a multiple of the number of keys per block. It is 0 if the keys of a sequence are
+    /// contiguous.
     pub page_len: usize,
 }
 
@@ -55,7 +56,7 @@ pub(crate) struct Tile {
     /// next head.
     pub first_head: u32,
     pub first_query: i32,
-    /// The number of rows in the tile that lie inside the problem.
+    /// The number of tile rows that lie inside the problem, not past its last query.
     pub rows: i32,
     /// The number of rows per head: the tile's row count, or `q_len` if several heads share the tile.
     pub head_rows: i32,
@@ -71,7 +72,7 @@ pub(crate) struct Tile {
     pub part: u32,
 }
 
-/// The tile that a CTA processes in one iteration of its loop over work items.
+/// The tile that a CTA processes in one iteration of its main loop.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct AssignedTile {
@@ -81,8 +82,8 @@ pub(crate) struct AssignedTile {
     pub first: i32,
 }
 
-/// Returns the tile of work item `item`. A CTA loops over its work items, and `item` is the CTA's `turn`-th work item. The tile
-/// has `rows` queries. Its blocks have `block` keys each.
+/// Returns the tile that the CTA processes in iteration `turn` of its loop. The tile belongs to work item `item`, which is one
+/// tile or a pair of tiles. The tile has `rows` queries, and its blocks have `block` keys each.
 #[cube]
 pub(crate) fn assigned_tile(
     scheduler: &TileScheduler,
@@ -117,7 +118,7 @@ pub(crate) fn assigned_tile(
     }
 }
 
-/// Returns the tile of a work item.
+/// Returns the tile that `work_tile` names: its queries, and the blocks of keys that it visits.
 #[cube]
 fn tile(
     work_tile: WorkTile,
@@ -150,10 +151,10 @@ fn tile(
         kv_head = work_tile.head / group;
     }
     // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the bias
-    // tensor has no biases for such rows, so they must not read any. If each score has its own bias, no block therefore counts as
-    // fully visible for a partial tile.
+    // tensor has no biases for such rows, so they must not read any. These rows must not mark keys as used either, if the mask mod
+    // hides the keys from all queries. In both cases, no block therefore counts as fully visible for a partial tile.
     let mut full = true;
-    if comptime!(kind.fragment.has_own_biases()) {
+    if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);
     }
     let keys = visible_keys(
@@ -221,7 +222,7 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
     let mut position_0 = tile.first_query + first;
     let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
-        // A row past the end gets the head of the last row, so that it reads a mask and a bias inside the tensors.
+        // A row past the end gets the head of the last row, so that the reads of its mask and its bias stay inside the tensors.
         let last = tile.rows - 1i32;
         head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
         head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;

@@ -31,8 +31,8 @@ pub use tiles::{
 pub struct WgmmaForwardPlan {
     /// The tiles of the kernel.
     pub tiles: WgmmaForwardTiles,
-    /// The number of query heads whose rows share a tile, one head after the other; 1 if a tile has rows of one head only. The
-    /// heads belong to one GQA group.
+    /// The number of query heads whose rows share a tile, one head after the other. The heads belong to one GQA group. The
+    /// number is 1 if all rows of a tile belong to the same head.
     pub heads: usize,
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
@@ -41,7 +41,7 @@ pub struct WgmmaForwardPlan {
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
-    /// The operands whose layout TMA cannot read. They are copied to a suitable layout before the kernel.
+    /// The operands whose layout TMA cannot read. They are copied to a suitable layout before the kernel starts.
     pub copies: Operands,
 }
 
@@ -60,12 +60,12 @@ pub enum Scheduler {
     /// distance from the other end of the sequence. All pairs therefore have the same amount of work under a causal mask.
     StaticPersistentPairs(usize),
     /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory. This balances the CTAs when
-    /// segments or intervals make tiles differ in work.
+    /// segments or intervals of visible keys make tiles differ in work.
     DynamicPersistent(usize),
 }
 
-/// The bytes of the scheduler's mailbox in shared memory, from which the consumer warps read the next work item. The mailbox has
-/// two messages. Each message has one word and two barriers.
+/// The bytes of the scheduler's mailbox in shared memory, from which the consumer warps read which tile comes next. The mailbox
+/// has two messages. Each message has one word and two barriers.
 pub(crate) const MAILBOX_BYTES: usize = 48;
 
 /// One entry of the split-M table: the parameters from which [`WgmmaSplitMTiles`] is built.
@@ -77,12 +77,12 @@ struct SplitMShape {
     keys: usize,
     stages: usize,
     ordering: Ordering,
-    /// The number of keys in a block and the number of bias stages, for problems whose biases TMA copies to shared memory.
+    /// For problems whose biases TMA copies to shared memory: the number of keys in a block, and the number of stages in the
+    /// ring of biases.
     biased: [usize; 2],
 }
 
-/// The conditions for ping-pong, in which warpgroups take turns to issue their wgmma: see
-/// [`WgmmaSplitMTiles::orders_warpgroups`].
+/// The problems in which warpgroups take turns to issue their wgmma (ping-pong): see [`WgmmaSplitMTiles::orders_warpgroups`].
 #[derive(Clone, Copy)]
 enum Ordering {
     Always,
@@ -114,38 +114,39 @@ const fn split_m_shape(
     }
 }
 
-/// The split-M table. A problem takes the first entry whose sizes are large enough. Comments give TFLOP/s on one H200 in bf16, at
-/// 4,096 queries and keys (docs/forward-split-m.md).
+/// The split-M table. A problem takes the first entry whose sizes are large enough. The comments give TFLOP/s on one H200 in
+/// bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // These tiles reach 463 TFLOP/s causal. Other tiles reach, causal: 449 with two stages; 414, 426 and 460 with 80, 112 and 128
-    // keys; 450 without ping-pong.
+    // Under a causal mask, these tiles reach 463 TFLOP/s. Variants reach 449 with two stages; 414, 426 and 460 with 80, 112 and
+    // 128 keys; 450 without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // These tiles reach 649 TFLOP/s causal, 691 without a mask, and 460 with a bias. Other tiles reach, causal: 629 with
-    // ping-pong; 622 and 618 with 112 and 144 keys. Without a mask: 697 with 144 keys. With a bias: 461 with 96 keys and two
-    // stages.
+    // These tiles reach 649 TFLOP/s under a causal mask, 691 without a mask, and 460 with a bias. Causal variants reach 629
+    // with ping-pong, and 622 and 618 with 112 and 144 keys. Without a mask, 144 keys reach 697. With a bias, 96 keys and two
+    // stages reach 461.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Other tiles reach, without a mask: 796 with 64 keys; 779
-    // without ping-pong. With a bias: 534 with one stage.
+    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Without a mask, variants reach 796 with 64 keys, and
+    // 779 without ping-pong. With a bias and one stage, the kernel also reaches 534.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
-/// The split-D table: the largest head size of an entry, and the number of ring stages that fit in shared memory beside its
-/// queries.
+/// The split-D table. Each entry has the largest head size for which it is chosen. The entry's second number is the number of
+/// ring stages that fit in shared memory beside the queries.
 const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
-/// The largest head size for which shared memory has room for a ring beside the queries.
+/// The largest head size of Q and K for which shared memory has room for a ring beside the queries.
 const WIDEST_DOTS: usize = 576;
 
-/// The largest value size for which two warpgroups can hold the output in registers. Each warpgroup holds half of the columns.
+/// The largest number of columns of V for which two warpgroups can hold the output in registers. Each warpgroup holds half of
+/// the output's columns.
 const WIDEST_VALUES: usize = 512;
 
 fn multiprocessors(device: &DeviceProfile) -> usize {
     device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS)
 }
 
-/// Checks that this engine supports the device and the problem. Returns the precision of the operands.
+/// Checks that this engine supports the device and the problem. Returns the half-precision type of the operands.
 fn check(problem: &AttentionProblem, device: &DeviceProfile) -> Result<Half, Refusal> {
     device.require(Feature::Wgmma)?;
     device.require(Feature::Tma)?;
@@ -167,7 +168,7 @@ pub(super) fn forward(
             problem.value_dim,
             half,
             problem.causal.is_some(),
-            problem.mask.is_some() || problem.bias.is_some(),
+            problem.mask.is_some() || problem.bias.is_some() || problem.mask_mod.is_some(),
             loads_bias_by_tma,
         )
         .ok_or(Refusal::Width {
@@ -211,15 +212,18 @@ pub(super) fn forward(
     })
 }
 
-/// True if TMA can copy a tile's biases. TMA copies a rectangular box, so each pair of a query and a key must have its own bias,
-/// in the precision of the queries.
+/// True if TMA can copy a tile's biases. TMA copies a rectangular box, so the bias tensor must have one element for each pair
+/// of a query and a key. Its precision must be that of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    problem.bias.is_some_and(|([_, _, queries, keys], dtype)| {
+    // Biases that are loaded before S is ready are added before any code could run.
+    let bias = problem.bias.filter(|_| !problem.has_code());
+    bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
     })
 }
 
-/// Returns the tiles of a forward for this head size and value size, or `None` if no table entry is large enough.
+/// Returns the tiles of a forward, or `None` if no table entry is large enough. `head_dim` is the number of columns of Q and K,
+/// `value_dim` the number of columns of V.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -268,8 +272,9 @@ pub(crate) fn forward_tiles(
 
 /// Chooses the assignment of tiles to CTAs.
 ///
-/// With segments or intervals and without split-KV, CTAs are persistent and take tiles from a counter. Otherwise CTAs are
-/// persistent if there are more tiles than multiprocessors, and if all tiles or all pairs of mirrored tiles have the same work.
+/// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter.
+/// Otherwise CTAs are persistent only if there are more tiles than multiprocessors. In addition, all tiles or all pairs of
+/// mirrored tiles must have the same work.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -300,8 +305,8 @@ fn scheduler(
 mod tests {
     use super::*;
 
-    /// Checks that every head size up to 576 and every value size up to 512 has forward tiles, and that these tiles and the
-    /// mailbox fit in a Hopper GPU's shared memory.
+    /// Checks that there are forward tiles for every number of columns of Q and K up to 576, and of V up to 512. These tiles and
+    /// the mailbox must fit in a Hopper GPU's shared memory.
     #[test]
     fn forward_tiles_of_every_width_fit_shared_memory() {
         let widths =

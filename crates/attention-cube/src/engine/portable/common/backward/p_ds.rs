@@ -1,11 +1,12 @@
-//! Computes P and dS for a pair: a tile of keys and a block of queries.
+//! Computes P and dS for a pair of a key tile and a query block.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::dropout::kernel::kept_scale;
 use crate::math::gradient::{RowLseDelta, score_gradient};
 use crate::math::layout::Operand;
-use crate::math::score::{ScoreIndex, Scoring, is_visible};
+use crate::math::score::{Scoring, is_visible};
+use crate::math::score_mod::ScorePlace;
 use crate::math::visibility::SeqInfo;
 use crate::tile_ops::product::{Stage, multiply_transposed, stage_block};
 use crate::tile_ops::score_layout::{tile_column, tile_row, unit_column, unit_row};
@@ -13,7 +14,7 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::tile_ops::vec4::Vec4;
 use cubecl::prelude::*;
 
-/// The indices of a pair: a tile of keys and a block of queries.
+/// The indices of a pair of a key tile and a query block.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Pair {
@@ -54,8 +55,8 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 
 /// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
 ///
-/// If planes multiply fragments, both results are later rounded to half precision. Against underflow in this rounding, P is
-/// multiplied by `p_scale`, and the scale of the scores is left out of the gradient.
+/// If planes multiply fragments, both results are later rounded to half precision. To avoid underflow in this rounding, P is
+/// multiplied by `p_scale`, and the gradient is not multiplied by the scale of the scores.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,
@@ -117,8 +118,8 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             kind,
         );
     } else if pair.whole {
-        // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then needs no
-        // branch per score.
+        // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully visible
+        // (whole) block then needs no branch per score.
         block_gradients(
             rows,
             &*lse_delta,
@@ -146,10 +147,11 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
 }
 
 /// Copies LSE and delta of a block's queries to shared memory, where many units read them. The reference scores of all queries
-/// come first, then all deltas, then the logarithms of all softmax sums.
+/// come first, then all deltas, then the logarithms of all softmax sums. A query's LSE is the sum of its reference score (about
+/// the row maximum) and its logarithm.
 ///
-/// The caller syncs before the call, so that no unit still reads the previous block's LSE and delta. The sync after the copies
-/// of the operands also makes this copy visible.
+/// The caller must sync before the call, so that no unit still reads the previous block's LSE and delta. After the call, the
+/// caller copies the operands and syncs. This sync also makes LSE and delta visible to all units.
 #[cube]
 fn share_terms(
     rows: &Tensor<f32>,
@@ -218,11 +220,12 @@ fn block_gradients<M: Numeric, F: Float>(
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
             let at = comptime!(k * tiles.columns_per_unit() + c);
-            let place = ScoreIndex {
+            let place = ScorePlace {
                 batch: pair.batch,
                 head: pair.head,
                 query: query_index,
                 key: pair.first_key + tile_row(unit_row, k, tiles) as i32,
+                offset: seq_info.offset,
             };
             let visible = is_visible(whole, scoring, seq_info, &place, kind.structure);
             let gradient = score_gradient(
@@ -231,7 +234,7 @@ fn block_gradients<M: Numeric, F: Float>(
                 of_query,
                 visible,
                 scoring,
-                &place,
+                place,
                 kind.score,
                 comptime!(!tiles.has_fragments()),
             );
@@ -239,8 +242,8 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // P times the factor of kept probabilities may exceed half precision. So the factor is divided out here, and
-                    // the sums are multiplied by it later.
+                    // P multiplied by the dropout factor of kept probabilities may exceed half precision. So the factor is
+                    // divided out here, and the sums are multiplied by it later.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

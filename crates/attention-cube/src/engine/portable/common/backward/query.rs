@@ -18,7 +18,8 @@ use crate::math::gradient::{RowLseDelta, score_gradient};
 use crate::math::inputs::{BackwardInputs, HeadSizes};
 use crate::math::layout::{head_operand, head_rows};
 use crate::math::schedule::{Grid, block_count, work_tile};
-use crate::math::score::{ScoreIndex, Scoring, is_visible};
+use crate::math::score::{Scoring, is_visible};
+use crate::math::score_mod::ScorePlace;
 use crate::math::side::Side;
 use crate::math::visibility::{
     SeqInfo, blocks_meet, is_whole, seq_info, visible_keys, within_bounds,
@@ -76,8 +77,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
     // The factors by which the rows of the gradient are multiplied at the end. The factor of a query that sees no key is 0, and
-    // the final store writes 0 even if the row contains NaN. Such NaN come from keys that only other queries of the tile see.
-    // The factors are visible to all units after the next sync.
+    // the final store then writes 0 even if the row contains NaN. Such NaN come from keys that only other queries of the tile
+    // see. The factors are visible to all units after the next sync.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     let scale = late_scale(&scoring.arguments, tiles);
     #[unroll]
@@ -106,8 +107,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys (streamed
-    // operand 1) are copied to shared memory after the values, so the GEMM of the gradient can read the keys there again.
+    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys are copied
+    // to shared memory after the values. The GEMM that computes the query's gradient can then read the keys there again.
     hold(
         &output_gradient,
         first_row,
@@ -167,19 +168,20 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 block_size,
                 kind.structure,
             );
-            let place = ScoreIndex {
+            let place = ScorePlace {
                 batch,
                 head,
                 query: first_row,
                 key: first,
+                offset: seq_info.offset,
             };
             if comptime!(tiles.is_direct()) {
                 block_gradients(
                     &mut s, &dp, &lse_delta, &place, whole, &scoring, &seq_info, kind,
                 );
             } else if whole {
-                // Branch on `whole` once per block, and compile the call for both values. A fully visible (whole) block then
-                // needs no branch per score.
+                // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully
+                // visible (whole) block then needs no branch per score.
                 block_gradients(
                     &mut s, &dp, &lse_delta, &place, true, &scoring, &seq_info, kind,
                 );
@@ -202,7 +204,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 tiles,
             );
             if comptime!(tiles.is_direct()) {
-                // Wait until all units have read this tile, since the next block overwrites it.
+                // Wait until all units have read this tile in shared memory, since the next block overwrites the tile.
                 sync_cube();
             }
         }
@@ -222,7 +224,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     );
 }
 
-/// LSE and delta of the queries whose scores a unit computes.
+/// The LSE (reference score and logarithm) and delta of the queries whose scores a unit computes.
 #[derive(CubeType)]
 struct RowsLseDelta {
     reference: Array<f32>,
@@ -230,17 +232,17 @@ struct RowsLseDelta {
     delta: Array<f32>,
 }
 
-/// Replaces the unit's part of S by `d loss / d (q·k)`. `first` is the index of the pair's first query and first key. In a
-/// `whole` pair, every query sees every key.
+/// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the indices of the first query and the first key in
+/// the pair of a query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// If planes multiply fragments, the results are later rounded to half precision. Against underflow in this rounding, the
-/// results leave out the scale of the scores.
+/// If planes multiply fragments, the results are later rounded to half precision. To avoid underflow in this rounding, the
+/// results are not multiplied by the scale of the scores.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,
     dp: &Array<f32>,
     lse_delta: &RowsLseDelta,
-    first: &ScoreIndex,
+    first: &ScorePlace,
     whole: bool,
     scoring: &Scoring<M, F>,
     seq_info: &SeqInfo,
@@ -254,11 +256,12 @@ fn block_gradients<M: Numeric, F: Float>(
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {
             let at = comptime!(k * tiles.columns_per_unit() + c);
-            let place = ScoreIndex {
+            let place = ScorePlace {
                 batch: first.batch,
                 head: first.head,
                 query: first.query + tile_row(unit_row, k, tiles) as i32,
                 key: first.key + tile_column(unit_column, c, tiles) as i32,
+                offset: first.offset,
             };
             let visible = is_visible(whole, scoring, seq_info, &place, kind.structure);
             let gradient = score_gradient(
@@ -271,7 +274,7 @@ fn block_gradients<M: Numeric, F: Float>(
                 },
                 visible,
                 scoring,
-                &place,
+                place,
                 kind.score,
                 comptime!(!tiles.has_fragments()),
             );

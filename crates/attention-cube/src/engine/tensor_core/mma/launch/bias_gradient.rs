@@ -23,7 +23,7 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {
-    /// Writes the gradient of `bias` to `target`. With several `parts`, `target` receives that many partial gradients, one
+    /// Writes the gradient of `bias` to `target`. If `parts` is more than 1, `target` receives that many partial gradients, one
     /// after another.
     pub(crate) fn bias_on_matrix_units(
         &self,
@@ -44,8 +44,8 @@ impl BackwardPass<'_> {
             broadcast,
         } = BiasGrid::new(bias, problem, [tiles.rows(), tiles.columns], parts);
         let bias_reads = match optional_inputs.half_of_bias_by_twos() {
-            Some(half) => BiasReads::Ahead(half),
-            None => BiasReads::There,
+            Some(half) if !problem.has_code() => BiasReads::Ahead(half),
+            _ => BiasReads::There,
         };
         let kind = TileKind {
             fragment: FragmentKind {
@@ -83,8 +83,8 @@ impl BackwardPass<'_> {
             .chain(optional_inputs.beside_mask()),
         );
         // SAFETY: the kernel reads the operands at rows below `q_len` or `kv_len` and at columns below the head size, which are
-        // the bounds of their shapes. It writes to `target` at queries below `q_len` and keys below `kv_len`, and the number of
-        // its partial gradients is `parts`.
+        // the bounds of their shapes. It writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has room
+        // for the `parts` partial gradients that the kernel writes.
         unsafe {
             bias_gradient_split_m::launch_unchecked(
                 &client,

@@ -1,5 +1,5 @@
-//! Finds the keys of a block that no row of the tile sees, and writes zeros over their values before the GEMM `P V`. Such values
-//! may be NaN, and `0 · NaN` is NaN.
+//! Finds the keys of a block that no row of the tile sees. Before the GEMM `P V` reads V, writes zeros over the rows of V that
+//! belong to these keys. Such rows may hold NaN, and `0 · NaN` is NaN.
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::lane_hides;
@@ -17,11 +17,11 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Returns true if a bias of −∞ hides a key of a fully visible block from the tile's first query, among the keys that this lane
-/// checks. In a fully visible block, nothing else can hide a key.
+/// True if the block is otherwise fully visible, and a bias of −∞ hides one of the keys that this lane checks from the tile's
+/// first query.
 ///
-/// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys from the biases of
-/// the first query, without the other warps.
+/// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys from the biases
+/// of the first query, without the other warps.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -58,15 +58,17 @@ pub(super) fn may_have_masked_in(
     first_row_hides: bool,
     #[comptime] kind: TileKind,
 ) -> bool {
-    if comptime!(kind.fragment.has_own_biases()) {
+    if comptime!(kind.fragment.score.mask_mod.is_some()) {
+        true.runtime()
+    } else if comptime!(kind.fragment.has_own_biases()) {
         !block_mask.whole || plane_any(first_row_hides)
     } else {
         block_mask.may_have_masked
     }
 }
 
-/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait. The
-/// block is the `count`-th of those blocks that may have keys hidden from the whole tile.
+/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait.
+/// `count` counts only blocks that may have keys hidden from the whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -81,8 +83,8 @@ pub(super) fn signal_used_keys_of<NP: Size>(
     barrier_arrive(offsets.used_ready + 8u32 * (count % 3u32), elected);
 }
 
-/// Writes zeros over those values of a block that no row of the tile sees. Call this function before the GEMM `P V` reads the
-/// values. `last` is true for the tile's last block.
+/// Writes zeros over the rows of V in a block that no row of the tile sees. Call this function before the GEMM `P V` reads V.
+/// `last` is true for the tile's last block.
 ///
 /// If `may_have_masked`, the block is the `count`-th block of the CTA that may have keys hidden from the whole tile.
 #[cube]
@@ -125,8 +127,8 @@ pub(super) fn zero_fill_values(
     }
 }
 
-/// Writes zeros over the values of a block that no row of the tile sees. If `masked`, the used words at `words` have one bit per
-/// key, which tells whether the tile sees that key. Otherwise the tile's visible range tells which keys the tile sees.
+/// Writes zeros over the rows of V in a block that no row of the tile sees. If `masked`, the used words at `words` have one bit
+/// per key, which tells whether the tile sees that key. Otherwise the tile's visible range tells which keys the tile sees.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

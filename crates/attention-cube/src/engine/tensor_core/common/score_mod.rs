@@ -1,0 +1,119 @@
+//! The code of a score mod or mask mod on the scores of a fragment.
+
+use super::bias::with_bias;
+use super::scoring::Scoring;
+use super::{FragmentKind, Known};
+use crate::math::score_mod::ScorePlace;
+use crate::math::score_mod::kernel::{changed_score, derivative_of_change, shown_score};
+use crate::math::side::Side;
+use cube_kit::nvidia::accumulator::{Pair, is_second};
+use cubecl::prelude::*;
+
+/// Returns the places of the two scores of the `pair`-th register pair, whose first column is `at`.
+#[cube]
+fn places(
+    known: &Known,
+    at: u32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> (ScorePlace, ScorePlace) {
+    let rows = known.rows;
+    let offset = rows.seq_info.offset;
+    let batch = rows.batch;
+    let at = at as i32;
+    let mut head = rows.head_0;
+    let mut row = rows.position_0;
+    if comptime!(is_second(2 * pair)) {
+        head = rows.head_1;
+        row = rows.position_1;
+    }
+    if comptime!(kind.side == Side::Queries) {
+        let query = row;
+        (
+            ScorePlace {
+                batch,
+                head,
+                query,
+                key: at,
+                offset,
+            },
+            ScorePlace {
+                batch,
+                head,
+                query,
+                key: at + 1i32,
+                offset,
+            },
+        )
+    } else {
+        let key = row;
+        (
+            ScorePlace {
+                batch,
+                head,
+                query: at,
+                key,
+                offset,
+            },
+            ScorePlace {
+                batch,
+                head,
+                query: at + 1i32,
+                key,
+                offset,
+            },
+        )
+    }
+}
+
+/// Returns the two scores of the `pair`-th register pair after score mod, bias and mask mod. The argument `capped` holds the scores
+/// before these three.
+#[cube]
+pub(crate) fn final_scores<F: Float, NB: Size>(
+    capped: Pair,
+    scoring: &Scoring<F, NB>,
+    known: &Known,
+    at: u32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let hidden = scoring.arguments.negative_infinity;
+    let mut scores = capped;
+    if comptime!(kind.score.score_mod.is_some()) {
+        let (first, second) = places(known, at, pair, kind);
+        let tables = &scoring.tables;
+        scores = Pair {
+            first: changed_score(scores.first, first, tables, kind.score.score_mod),
+            second: changed_score(scores.second, second, tables, kind.score.score_mod),
+        };
+    }
+    scores = with_bias::<F, NB>(scores, &scoring.bias, known, at, hidden, pair, kind);
+    if comptime!(kind.score.mask_mod.is_some()) {
+        let (first, second) = places(known, at, pair, kind);
+        let tables = &scoring.tables;
+        scores = Pair {
+            first: shown_score(scores.first, first, tables, hidden, kind.score.mask_mod),
+            second: shown_score(scores.second, second, tables, hidden, kind.score.mask_mod),
+        };
+    }
+    scores
+}
+
+/// Returns `slopes` times the derivatives of the score mod at the scores `capped`.
+#[cube]
+pub(crate) fn times_derivatives<F: Float, NB: Size>(
+    slopes: Pair,
+    capped: Pair,
+    scoring: &Scoring<F, NB>,
+    known: &Known,
+    at: u32,
+    #[comptime] pair: usize,
+    #[comptime] kind: FragmentKind,
+) -> Pair {
+    let (first, second) = places(known, at, pair, kind);
+    let (tables, code) = (&scoring.tables, comptime!(kind.score.score_mod));
+    Pair {
+        first: slopes.first * derivative_of_change(capped.first, first, tables, code),
+        second: slopes.second * derivative_of_change(capped.second, second, tables, code),
+    }
+}

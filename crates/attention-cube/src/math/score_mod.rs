@@ -1,0 +1,162 @@
+//! Scores and masks as code: the traits that a user implements, and their form in the compile-time settings of kernels.
+//!
+//! The public module [`crate::score_mod`] is the guide to these items.
+
+#[cfg(feature = "cube")]
+pub(crate) mod kernel;
+
+#[cfg(feature = "cube")]
+use cubecl::prelude::*;
+use std::any::{TypeId, type_name};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+
+/// The score for which the code of a [`ScoreMod`] or [`MaskMod`] runs.
+#[derive(Clone, Copy, Debug)]
+#[cfg_attr(feature = "cube", derive(CubeType), expand(derive(Clone, Copy)))]
+pub struct ScorePlace {
+    /// The index of the sequence.
+    pub batch: u32,
+    /// The index of the query head.
+    pub head: u32,
+    /// The index of the query in its sequence.
+    pub query: i32,
+    /// The index of the key in its sequence.
+    pub key: i32,
+    /// The position of query 0 on the axis of keys.
+    pub(crate) offset: i32,
+}
+
+#[cfg_attr(feature = "cube", cube)]
+impl ScorePlace {
+    /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for earlier
+    /// keys and negative for later keys.
+    ///
+    /// Positions follow the alignment of the causal mask: at the bottom right, the last query has the position of the last key.
+    /// Each sequence's own lengths count, as in [`kv_lengths`](crate::AttentionOptions::kv_lengths).
+    pub fn distance(&self) -> i32 {
+        self.query + self.offset - self.key
+    }
+}
+
+/// The f32 elements that the code of a [`ScoreMod`] or [`MaskMod`] reads.
+#[derive(Clone, Debug)]
+pub struct ScoreTable {
+    elements: Vec<f32>,
+}
+
+impl ScoreTable {
+    /// Returns a table for calls of the code on the processor.
+    pub(crate) fn new(elements: Vec<f32>) -> Self {
+        Self { elements }
+    }
+
+    /// Returns the element at `index`. An index past the end reads the last element, and a table without elements gives 0.
+    pub fn at(&self, index: u32) -> f32 {
+        let last = self.elements.len().saturating_sub(1);
+        let element = self.elements.get(last.min(index as usize));
+        element.copied().unwrap_or(0.0)
+    }
+}
+
+/// A change of scores as code, which is compiled into the kernels.
+#[cfg_attr(feature = "cube", cube)]
+#[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
+pub trait ScoreMod: Send + Sync + 'static {
+    /// Returns the changed score. `score` is `q·k` times the scale, after the softcap.
+    fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
+
+    /// Returns the derivative of [`score`](Self::score) with respect to its argument `score`.
+    fn derivative(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
+}
+
+/// A mask as code, which is compiled into the kernels.
+#[cfg_attr(feature = "cube", cube)]
+#[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
+pub trait MaskMod: Send + Sync + 'static {
+    /// Returns true if the query sees the key.
+    fn visible(place: ScorePlace, table: &ScoreTable) -> bool;
+}
+
+/// The functions of a type that implements [`ScoreMod`].
+#[derive(Clone, Copy)]
+pub struct ScoreCode {
+    name: &'static str,
+    id: TypeId,
+    /// [`ScoreMod::score`] on the processor.
+    pub(crate) score: fn(f32, ScorePlace, &ScoreTable) -> f32,
+    /// [`ScoreMod::derivative`] on the processor.
+    pub(crate) derivative: fn(f32, ScorePlace, &ScoreTable) -> f32,
+    #[cfg(feature = "cube")]
+    pub(crate) expand_score: kernel::ExpandScore,
+    #[cfg(feature = "cube")]
+    pub(crate) expand_derivative: kernel::ExpandScore,
+}
+
+impl ScoreCode {
+    /// Returns the functions of `M`.
+    pub fn of<M: ScoreMod>() -> Self {
+        Self {
+            name: type_name::<M>(),
+            id: TypeId::of::<M>(),
+            score: M::score,
+            derivative: M::derivative,
+            #[cfg(feature = "cube")]
+            expand_score: M::__expand_score,
+            #[cfg(feature = "cube")]
+            expand_derivative: M::__expand_derivative,
+        }
+    }
+}
+
+/// The function of a type that implements [`MaskMod`].
+#[derive(Clone, Copy)]
+pub struct MaskCode {
+    name: &'static str,
+    id: TypeId,
+    /// [`MaskMod::visible`] on the processor.
+    pub(crate) visible: fn(ScorePlace, &ScoreTable) -> bool,
+    #[cfg(feature = "cube")]
+    pub(crate) expand_visible: kernel::ExpandVisible,
+}
+
+impl MaskCode {
+    /// Returns the function of `M`.
+    pub fn of<M: MaskMod>() -> Self {
+        Self {
+            name: type_name::<M>(),
+            id: TypeId::of::<M>(),
+            visible: M::visible,
+            #[cfg(feature = "cube")]
+            expand_visible: M::__expand_visible,
+        }
+    }
+}
+
+/// Compares, hashes and prints code by its type. CubeCL looks compiled kernels up by these traits.
+macro_rules! by_type {
+    ($code:ident) => {
+        impl PartialEq for $code {
+            fn eq(&self, other: &Self) -> bool {
+                self.id == other.id
+            }
+        }
+
+        impl Eq for $code {}
+
+        impl Hash for $code {
+            fn hash<H: Hasher>(&self, state: &mut H) {
+                self.id.hash(state);
+            }
+        }
+
+        impl fmt::Debug for $code {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name)
+            }
+        }
+    };
+}
+
+by_type!(ScoreCode);
+by_type!(MaskCode);

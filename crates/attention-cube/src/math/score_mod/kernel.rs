@@ -1,0 +1,160 @@
+//! Calls of a [`ScoreMod`](super::ScoreMod) or [`MaskMod`](super::MaskMod) in kernels.
+
+use super::{MaskCode, ScoreCode, ScorePlace, ScorePlaceExpand, ScoreTable};
+use cubecl::prelude::*;
+use cubecl::unexpanded;
+
+/// The generated function that writes the code of [`ScoreMod::score`](super::ScoreMod::score) or of its derivative into a kernel.
+pub(crate) type ExpandScore =
+    fn(&Scope, NativeExpand<f32>, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<f32>;
+
+/// The generated function that writes the code of [`MaskMod::visible`](super::MaskMod::visible) into a kernel.
+pub(crate) type ExpandVisible =
+    fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<bool>;
+
+/// The form of a [`ScoreTable`] in kernels. The type is public only because the expanded form of a public type must be.
+#[derive(CubeType, CubeLaunch)]
+#[allow(dead_code, reason = "kernels read the expansion only")]
+pub struct KernelTable {
+    /// The table's elements, or nothing for a table without elements.
+    pub elements: ComptimeOption<OwnedTensor<f32>>,
+}
+
+impl CubeType for ScoreTable {
+    type ExpandType = KernelTableExpand;
+}
+
+#[cube]
+impl KernelTable {
+    /// Returns the element at `index`. An index past the end reads the last element, and a table without elements gives 0.
+    #[allow(dead_code, reason = "kernels call only the expansion")]
+    pub fn at(&self, index: u32) -> f32 {
+        #[comptime]
+        match &self.elements {
+            ComptimeOption::Some(elements) => {
+                let last = elements.shape(0) as u32 - 1u32;
+                elements[min(index, last) as usize * elements.stride(0)]
+            }
+            ComptimeOption::None => f32::new(0.0),
+        }
+    }
+}
+
+/// The tables of a kernel's code.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct KernelTables {
+    pub score: KernelTable,
+    pub mask: KernelTable,
+}
+
+/// Returns the score after the kernel's [`ScoreMod`](super::ScoreMod), if the kernel has one.
+#[cube]
+pub(crate) fn changed_score(
+    score: f32,
+    place: ScorePlace,
+    tables: &KernelTables,
+    #[comptime] code: Option<ScoreCode>,
+) -> f32 {
+    if comptime!(code.is_some()) {
+        let changed = call_score(
+            score,
+            place,
+            &tables.score,
+            comptime!(code.map(|code| code.expand_score)),
+        );
+        // The code may end in a product. This rounds the product, and keeps the compiler from fusing it with the later subtraction
+        // of the row maximum, which is a rounded score.
+        fma(changed, 1.0f32, 0.0f32)
+    } else {
+        score
+    }
+}
+
+/// Returns the derivative of [`changed_score`] with respect to `score`, which is the score before the change.
+#[cube]
+pub(crate) fn derivative_of_change(
+    score: f32,
+    place: ScorePlace,
+    tables: &KernelTables,
+    #[comptime] code: Option<ScoreCode>,
+) -> f32 {
+    if comptime!(code.is_some()) {
+        call_score(
+            score,
+            place,
+            &tables.score,
+            comptime!(code.map(|code| code.expand_derivative)),
+        )
+    } else {
+        f32::new(1.0)
+    }
+}
+
+/// Returns the score, or `hidden` if the kernel's [`MaskMod`](super::MaskMod) hides the key from the query.
+#[cube]
+pub(crate) fn shown_score(
+    score: f32,
+    place: ScorePlace,
+    tables: &KernelTables,
+    hidden: f32,
+    #[comptime] code: Option<MaskCode>,
+) -> f32 {
+    if comptime!(code.is_some()) {
+        let visible = call_visible(
+            place,
+            &tables.mask,
+            comptime!(code.map(|code| code.expand_visible)),
+        );
+        select(visible, score, hidden)
+    } else {
+        score
+    }
+}
+
+#[allow(unused, reason = "kernels call the expansion only")]
+fn call_score(
+    score: f32,
+    place: ScorePlace,
+    table: &KernelTable,
+    code: Option<ExpandScore>,
+) -> f32 {
+    unexpanded!()
+}
+
+mod call_score {
+    use super::*;
+
+    pub fn expand(
+        scope: &Scope,
+        score: NativeExpand<f32>,
+        place: ScorePlaceExpand,
+        table: &KernelTableExpand,
+        code: Option<ExpandScore>,
+    ) -> NativeExpand<f32> {
+        match code {
+            Some(code) => code(scope, score, place, table),
+            None => score,
+        }
+    }
+}
+
+#[allow(unused, reason = "kernels call the expansion only")]
+fn call_visible(place: ScorePlace, table: &KernelTable, code: Option<ExpandVisible>) -> bool {
+    unexpanded!()
+}
+
+mod call_visible {
+    use super::*;
+
+    pub fn expand(
+        scope: &Scope,
+        place: ScorePlaceExpand,
+        table: &KernelTableExpand,
+        code: Option<ExpandVisible>,
+    ) -> NativeExpand<bool> {
+        match code {
+            Some(code) => code(scope, place, table),
+            None => true.into(),
+        }
+    }
+}

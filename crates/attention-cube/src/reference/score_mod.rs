@@ -1,0 +1,136 @@
+//! Score mods and mask mods, run on the processor for every score.
+
+use super::tensors::{cast, clamped_integers};
+use crate::math::score_mod::{MaskCode, ScoreCode, ScorePlace, ScoreTable};
+use crate::problem::AttentionProblem;
+use crate::types::tensors::{AttentionInputs, MaybeFloat, MaybeInt, logsumexp_dtype};
+use burn::backend::{
+    Backend, TensorMetadata, read_sync,
+    tensor::{BoolTensor, FloatTensor},
+};
+use burn::tensor::{BoolDType, DType, TensorData};
+
+/// The scores after a score mod, and the derivative of each.
+pub(super) struct Changed<B: Backend> {
+    pub scores: FloatTensor<B>,
+    pub derivative: FloatTensor<B>,
+}
+
+/// Changes all scores, `[batch, q_heads, q_len, kv_len]`, by `code`. The derivative at `hidden` scores is 0.
+pub(super) fn changed<B: Backend>(
+    scores: FloatTensor<B>,
+    hidden: Option<BoolTensor<B>>,
+    code: ScoreCode,
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+) -> Changed<B> {
+    let table = table::<B>(&inputs.score_table);
+    let before = floats::<B>(scores.clone());
+    let places = places::<B>(inputs, problem);
+    let (after, derivative): (Vec<f32>, Vec<f32>) = before
+        .into_iter()
+        .zip(places)
+        .map(|(score, place)| {
+            let after = (code.score)(score, place, &table);
+            (after, (code.derivative)(score, place, &table))
+        })
+        .unzip();
+    let device = scores.device();
+    let tensor = |elements| {
+        let data = TensorData::new(elements, scores.shape());
+        B::float_from_data(data.convert_dtype(logsumexp_dtype(problem)), &device)
+    };
+    let (after, mut derivative) = (tensor(after), tensor(derivative));
+    let mut scores = scores;
+    if let Some(hidden) = hidden {
+        // Hidden scores and their derivatives may be NaN or infinite, which would reach gradients through products with 0.
+        scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
+        derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
+    }
+    // The addend is 0. It gives Burn's autodiff the derivative, because autodiff cannot see through the code.
+    let scores = match B::ad_enabled(&device) {
+        true => {
+            let zero = B::float_sub(scores.clone(), B::float_detach(scores));
+            B::float_add(after, B::float_mul(zero, derivative.clone()))
+        }
+        false => after,
+    };
+    Changed { scores, derivative }
+}
+
+/// Returns a mask of the keys that `code` shows to each query, `[batch, q_heads, q_len, kv_len]`.
+pub(super) fn visible<B: Backend>(
+    code: MaskCode,
+    inputs: &AttentionInputs<B>,
+    problem: &AttentionProblem,
+    bools: BoolDType,
+) -> BoolTensor<B> {
+    let table = table::<B>(&inputs.mask_table);
+    let visible: Vec<bool> = places::<B>(inputs, problem)
+        .into_iter()
+        .map(|place| (code.visible)(place, &table))
+        .collect();
+    let shape = [
+        problem.batch,
+        problem.q_heads,
+        problem.q_len,
+        problem.kv_len,
+    ];
+    let data = TensorData::new(visible, shape).convert_dtype(DType::from(bools));
+    B::bool_from_data(data, &inputs.query.device())
+}
+
+/// Returns the places of all scores in order.
+fn places<B: Backend>(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -> Vec<ScorePlace> {
+    let AttentionProblem {
+        batch,
+        q_heads,
+        q_len,
+        kv_len,
+        ..
+    } = *problem;
+    let keys = lengths::<B>(&inputs.kv_lengths, kv_len, batch);
+    let queries = lengths::<B>(&inputs.query_lengths, q_len, batch);
+    let mut places = Vec::with_capacity(batch * q_heads * q_len * kv_len);
+    for (index, (keys, queries)) in keys.into_iter().zip(queries).enumerate() {
+        let offset = match problem.is_bottom_right() {
+            true => keys - queries,
+            false => 0,
+        };
+        for head in 0..q_heads as u32 {
+            for query in 0..q_len as i32 {
+                places.extend((0..kv_len as i32).map(|key| ScorePlace {
+                    batch: index as u32,
+                    head,
+                    query,
+                    key,
+                    offset,
+                }));
+            }
+        }
+    }
+    places
+}
+
+/// Returns the number of rows of each sequence: its own length, or `all` without lengths.
+fn lengths<B: Backend>(lengths: &MaybeInt<B>, all: usize, batch: usize) -> Vec<i32> {
+    match lengths.as_option() {
+        None => vec![all as i32; batch],
+        Some(lengths) => {
+            let lengths = clamped_integers::<B>(lengths.clone(), all);
+            let data = read_sync(B::int_into_data(lengths)).expect("the device can be read");
+            data.iter::<i32>().collect()
+        }
+    }
+}
+
+fn table<B: Backend>(table: &MaybeFloat<B>) -> ScoreTable {
+    let elements = table.as_option().map(|table| floats::<B>(table.clone()));
+    ScoreTable::new(elements.unwrap_or_default())
+}
+
+fn floats<B: Backend>(tensor: FloatTensor<B>) -> Vec<f32> {
+    let tensor = B::float_detach(cast::<B>(tensor, DType::F32));
+    let data = read_sync(B::float_into_data(tensor)).expect("the device can be read");
+    data.iter::<f32>().collect()
+}

@@ -1,0 +1,89 @@
+//! Scores and masks as code that is compiled into the kernels, as FlexAttention's `score_mod` and `mask_mod`.
+//!
+//! A type that implements [`ScoreMod`] changes each score, and a type that implements [`MaskMod`] hides keys. The attribute
+//! `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns the functions into code for GPUs. Every kernel runs this code,
+//! forward and backward. Memory stays linear in the length, because no tensor of scores exists.
+//!
+//! ```
+//! # #[cfg(feature = "cube")] mod example {
+//! use attention_cube::score_mod::{MaskMod, ScoreMod, ScorePlace, ScoreTable};
+//! use cubecl::prelude::*;
+//!
+//! /// Multiplies the scores of each head by the head's temperature, which the table holds.
+//! pub struct Temperature;
+//!
+//! #[cube]
+//! impl ScoreMod for Temperature {
+//!     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
+//!         score * table.at(place.head)
+//!     }
+//!
+//!     fn derivative(_score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
+//!         table.at(place.head)
+//!     }
+//! }
+//!
+//! /// Shows each third key, counted backwards from the query's own position.
+//! pub struct Strided;
+//!
+//! #[cube]
+//! impl MaskMod for Strided {
+//!     fn visible(place: ScorePlace, _table: &ScoreTable) -> bool {
+//!         place.distance() % 3 == 0
+//!     }
+//! }
+//! # }
+//! # #[cfg(not(feature = "cube"))] fn main() {}
+//! # #[cfg(feature = "cube")] fn main() {
+//! # use example::*;
+//! use attention_cube::{AttentionOptions, fused_attention};
+//! use burn::tensor::{Device, Distribution, Tensor};
+//!
+//! # #[cfg(feature = "flex")] {
+//! let device = Device::flex();
+//! let random = || Tensor::<4>::random([1, 2, 9, 8], Distribution::Default, &device);
+//! let temperatures = Tensor::<1>::from_floats([0.5, 2.0], &device);
+//! let options = AttentionOptions::new()
+//!     .causal()
+//!     .score_mod::<Temperature>(Some(temperatures))
+//!     .mask_mod::<Strided>(None);
+//! let output = fused_attention(random(), random(), random(), options);
+//! assert_eq!(output.dims(), [1, 2, 9, 8]);
+//! # }
+//! # }
+//! ```
+//!
+//! The project needs the version of `cubecl` that this crate has (see its `Cargo.toml`).
+//!
+//! # The code
+//! - The functions also run as plain Rust, on devices without kernels. Use operators, `if`, `as` and methods such as `abs`. CubeCL's
+//!   functions that exist on GPUs only, such as `f32::cast_from`, panic there.
+//! - The functions must be pure. A [`derivative`](ScoreMod::derivative) that does not belong to its [`score`](ScoreMod::score)
+//!   gives wrong gradients.
+//! - Kernels may also call the functions at a place past the end of the queries or keys, and ignore the result.
+//! - A table is read at any index: an index past its end reads its last element. Its dtype is f32 in the code.
+//! - Scores should stay finite. Use a [`MaskMod`] to hide keys.
+//! - No gradient flows to a table. [`fused_attention`](crate::fused_attention) panics if autodiff tracks the table. For learned
+//!   scores, add a [`bias`](crate::AttentionOptions::bias) instead.
+//! - The code computes in f32, also for f64 inputs.
+//! - [`varlen`](crate::varlen) refuses code, because the code would see positions of the packed rows. In one of the
+//!   [`shards`](crate::shards), the code counts keys from the shard's first key.
+//!
+//! # Code that is ready
+//! | type | code |
+//! |---|---|
+//! | [`Alibi`] | − slope · distance (ALiBi) |
+//! | [`DistanceBias`] | + a bias that depends on head and distance, such as T5's buckets |
+//! | [`SoftWindow`] | − falloff · the distance beyond a window |
+//! | [`SameDocument`] | hides keys of other documents |
+
+mod alibi;
+mod distance_bias;
+mod same_document;
+mod soft_window;
+
+pub use self::alibi::Alibi;
+pub use self::distance_bias::DistanceBias;
+pub use self::same_document::SameDocument;
+pub use self::soft_window::SoftWindow;
+pub use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod, ScorePlace, ScoreTable};

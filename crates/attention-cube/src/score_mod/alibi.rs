@@ -1,0 +1,66 @@
+//! ALiBi: linear biases of the distance (Press, Smith and Lewis, <https://arxiv.org/abs/2108.12409>).
+
+use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+#[cfg(feature = "cube")]
+use cubecl::prelude::*;
+
+/// Subtracts the distance of query and key, times the head's slope, from each score (ALiBi). The table is [`Alibi::slopes`].
+///
+/// ```
+/// use attention_cube::AttentionOptions;
+/// use attention_cube::score_mod::Alibi;
+/// use burn::tensor::Device;
+///
+/// let slopes = Alibi::slopes(8, &Device::default());
+/// let options = AttentionOptions::new().causal().score_mod::<Alibi>(Some(slopes));
+/// # let _ = options;
+/// ```
+pub struct Alibi;
+
+#[cfg_attr(feature = "cube", cube)]
+impl ScoreMod for Alibi {
+    fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
+        score - table.at(place.head) * place.distance().abs() as f32
+    }
+
+    fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {
+        1.0f32
+    }
+}
+
+impl Alibi {
+    /// Returns the slopes of the paper: the powers `2^(−8 h / q_heads)` for head `h = 1, 2, …`, if `q_heads` is a power of two.
+    /// Otherwise the heads beyond the largest power of two get every second slope of twice that power.
+    ///
+    /// # Shapes
+    /// The result is `[q_heads]`, f32.
+    pub fn slopes(q_heads: usize, device: &Device) -> Tensor<1> {
+        let power = 1 << q_heads.max(1).ilog2();
+        let slope = |head: usize, heads: usize| (-8.0 * (head + 1) as f64 / heads as f64).exp2();
+        let slopes: Vec<f32> = (0..q_heads)
+            .map(|head| match head < power {
+                true => slope(head, power) as f32,
+                false => slope(2 * (head - power), 2 * power) as f32,
+            })
+            .collect();
+        Tensor::from_data(TensorData::new(slopes, [q_heads]), (device, DType::F32))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[cfg(feature = "flex")]
+    #[test]
+    fn slopes_of_8_and_12_heads_are_those_of_the_paper() {
+        let slopes = |heads| -> Vec<f32> {
+            let device = burn::tensor::Device::flex();
+            let slopes = super::Alibi::slopes(heads, &device).into_data();
+            slopes.try_into_vec().expect("the slopes are f32")
+        };
+        let of_eight: Vec<f32> = (1..=8).map(|head| 0.5f32.powi(head)).collect();
+        assert_eq!(slopes(8), of_eight);
+        let more = [0.5f32, 1.5, 2.5, 3.5].map(|power| 0.5f32.powf(power));
+        assert_eq!(slopes(12), [of_eight, more.to_vec()].concat());
+    }
+}
