@@ -41,7 +41,7 @@ pub enum Gemma4Error {
     Tensors {
         /// The path of the checkpoint's folder or file.
         path: PathBuf,
-        /// The list of problems, each of which concerns one tensor.
+        /// The list of problems. Each problem concerns one tensor.
         problems: Vec<TensorProblem>,
     },
     /// The tokenizer cannot encode a text, or its vocabulary lacks a token.

@@ -83,7 +83,7 @@ pub struct Module {
     pub variables: Vec<Box<[u8]>>,
 }
 
-/// The directives without a semicolon, each of which ends at the end of its line.
+/// The directives without a semicolon. Such a directive ends at the end of its line.
 const LINE_DIRECTIVES: [&str; 5] = [".version", ".target", ".address_size", ".file", ".loc"];
 
 impl Module {

@@ -66,7 +66,7 @@ fn product_text(tiles: &MatrixTiles) -> String {
     )
 }
 
-/// Multiplies a tile over all inner chunks, of which the first is in stage `stage`. The function waits for each chunk and
+/// Multiplies a tile over all inner chunks. The first chunk is in stage `stage`. The function waits for each chunk and
 /// releases the chunk's stage after use.
 #[cube]
 pub(crate) fn multiply_matrices<N: Size>(

@@ -5,7 +5,7 @@
 //! through shared memory in a fixed order, so every run gives the same bits.
 //!
 //! Budget: shared memory holds one float for each sum of each warp, at most 8 KB. Registers hold, for each fragment of 8 weight
-//! rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment, of which 2 stay zero.
+//! rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment; 2 sums stay zero.
 //! The input's words take at most as many registers as the weights.
 //!
 //! Schedule: each thread loads 16 bytes of weights directly into its fragment. Each thread has `unroll` loads of weights per
