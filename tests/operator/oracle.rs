@@ -7,7 +7,7 @@ use crate::inputs::Inputs;
 use crate::random::{Problem, Sizes, numbered};
 use crate::run::Operator;
 use attention_cube::CausalAlignment::{self, BottomRight, TopLeft};
-use burn::tensor::{DType, Device};
+use burn::tensor::{DType, Device, f16};
 use proptest::strategy::ValueTree;
 use proptest::test_runner::Config;
 use std::iter;
@@ -17,6 +17,9 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     let (mut output, mut logsumexp) = (Vec::new(), Vec::new());
     let group = case.q_heads / case.kv_heads;
     let scale = case.scale.unwrap_or(1.0 / (case.head_dim as f64).sqrt());
+    let dropout = case
+        .dropout
+        .map(|(probability, seed)| (Drops::of(probability), seed));
     for row in 0..case.batch * case.q_heads * case.q_len {
         let i = row % case.q_len;
         let h = row / case.q_len % case.q_heads;
@@ -51,8 +54,8 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
         }
         let sum: f64 = all.map(|score| (score - reference).exp()).sum();
         let keep = |j: usize| {
-            case.dropout.map_or(1.0, |(probability, seed)| {
-                keep_factor(probability, seed, row / case.q_len, [i, j])
+            dropout.as_ref().map_or(1.0, |(drops, seed)| {
+                keep_factor(drops, *seed, row / case.q_len, [i, j])
             })
         };
         logsumexp.push(reference + sum.ln());
@@ -72,17 +75,58 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 
 /// Returns the factor by which dropout multiplies the probability of query `at[0]` and key `at[1]`, which is 0 if the
 /// probability is dropped. `plane` is the index of the query head among all heads of all sequences.
-fn keep_factor(probability: f64, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
+fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A call of the generator gives two random words for four scores: those of the queries i and i + 8 with the keys j and j +
-    // 8. The key selects the word, and the query selects the upper or lower half of that word.
-    let [query, key] = at.map(|position| (position / 16 * 8 + position % 8) as u32);
-    let [of_query, of_key] = at.map(|position| position % 16 / 8);
-    let bits = philox([query, key], generator)[of_key] >> (16 * of_query) & 0xffff;
-    let threshold = (probability * 65536.0).round();
-    match f64::from(bits) < threshold {
-        true => 0.0,
-        false => 65536.0 / (65536.0 - threshold),
+    // A call of the generator gives eight bytes for eight scores: those of the queries i and i + 8 with the keys j, j + 8, j + 1
+    // and j + 9, where j is even. The bytes of a word belong to one query, in the order j + 8, j, j + 9, j + 1.
+    let [query, key] = at;
+    let of_query = (query / 16 * 8 + query % 8) as u32;
+    let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
+    let mut words = philox([of_query, of_key], generator).map(u32::to_le_bytes);
+    if query % 16 >= 8 {
+        words.reverse();
+    }
+    let [own, other] = words.map(|bytes| [bytes[key % 2 * 2], bytes[key % 2 * 2 + 1]]);
+    let [high, low] = match key % 16 < 8 {
+        true => [own[1], own[0]],
+        false => own,
+    };
+    let bits = f16::from_bits(u16::from_be_bytes([high, low ^ other[0]]));
+    match (bits > drops.threshold) == drops.keeps_hits {
+        true => drops.factor,
+        false => 0.0,
+    }
+}
+
+/// What dropout does with random bits that are above a threshold as f16 numbers.
+struct Drops {
+    threshold: f16,
+    keeps_hits: bool,
+    factor: f64,
+}
+
+impl Drops {
+    /// Searches the threshold with the fewest f16 numbers above it that are enough. If −∞ has too few numbers above it, the
+    /// numbers above a threshold are kept instead.
+    fn of(probability: f64) -> Self {
+        let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        numbers.retain(|number| !number.is_nan());
+        numbers.sort_by(|a, b| b.partial_cmp(a).expect("NaN is left out"));
+        let above = |threshold: f16| numbers.partition_point(|number| *number > threshold);
+        let dropped = (probability * 65536.0).round() as usize;
+        let keeps_hits = dropped > above(f16::NEG_INFINITY);
+        let wanted = if keeps_hits { 65536 - dropped } else { dropped };
+        let threshold = *numbers
+            .iter()
+            .find(|threshold| above(**threshold) >= wanted)
+            .expect("−∞ has enough numbers above it");
+        let hits = above(threshold);
+        let kept = if keeps_hits { hits } else { 65536 - hits };
+        Self {
+            threshold,
+            keeps_hits,
+            factor: 65536.0 / kept as f64,
+        }
     }
 }
 

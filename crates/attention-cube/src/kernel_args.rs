@@ -93,11 +93,13 @@ pub(crate) fn score_kind(problem: &AttentionProblem) -> ScoreKind {
 /// Returns the dropout of the problem as a kernel argument.
 pub(crate) fn dropout_arguments(problem: &AttentionProblem) -> Option<DropoutArgumentsLaunch> {
     problem.dropout.map(|dropout| {
+        let threshold = dropout.threshold();
         DropoutArgumentsLaunch::new(
             dropout.seed as u32,
             (dropout.seed >> 32) as u32,
-            dropout.threshold(),
-            dropout.kept() as f32,
+            threshold.bits << 16 | threshold.bits,
+            if threshold.keeps_hits { 0 } else { u32::MAX },
+            threshold.kept_scale() as f32,
             problem.q_heads as u32,
         )
     })

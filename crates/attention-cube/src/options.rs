@@ -1,6 +1,6 @@
 //! The options of an attention call. The query, the keys and the values are not options.
 
-use crate::math::dropout::LEVELS;
+use crate::math::dropout::Threshold;
 use crate::math::score_mod::{MaskCode, MaskMod, ScoreCode, ScoreMod};
 use burn::tensor::{Bool, Int, Tensor};
 
@@ -28,15 +28,8 @@ pub struct Dropout {
 }
 
 impl Dropout {
-    /// Returns the dropout threshold. A probability is dropped if its 16 random bits are below the threshold.
-    pub(crate) fn threshold(&self) -> u32 {
-        (self.probability * f64::from(LEVELS)).round() as u32
-    }
-
-    /// Returns the factor by which kept probabilities are multiplied. With this factor, dropout does not change the mean of a
-    /// probability.
-    pub(crate) fn kept(&self) -> f64 {
-        f64::from(LEVELS) / f64::from(LEVELS - self.threshold())
+    pub(crate) fn threshold(&self) -> Threshold {
+        Threshold::of(self.probability)
     }
 }
 

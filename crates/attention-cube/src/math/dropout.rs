@@ -2,11 +2,16 @@
 //!
 //! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each query
 //! head of each sequence has its own generator key, which is drawn from the seed. The generator's counter is the index of a
-//! *cell* of four scores: queries `i` and `i + 8` with keys `j` and `j + 8`, where both `i % 16` and `j % 16` are below 8. In
-//! fragments of an `mma` or `wgmma` product, a thread holds whole cells. The thread therefore draws each random bit only once.
+//! *cell* of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are
+//! below 8, and `j` is even. In fragments of an `mma` or `wgmma` product whose rows are queries, a thread holds whole cells.
 //!
-//! Each score of a cell gets 16 of the 64 drawn bits. The probability of the score is dropped if these 16 bits are below a
-//! threshold.
+//! A draw has 64 bits, which is a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high), and
+//! the exclusive or of two other bytes of the cell (low). So the chance of a drop has a resolution of 2⁻¹⁶. The low byte matters
+//! only if the own byte equals that of the threshold or of the f16 infinity. So the chance that two scores of a cell are both
+//! dropped differs from that of independent scores by less than 2⁻¹⁵.
+//!
+//! The probability of a score is dropped if its random bits are a *hit*. Kernels compare the bits of two scores with a
+//! threshold in one instruction, as if the bits were f16 numbers. See [`Threshold`].
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
@@ -20,8 +25,82 @@ const MULTIPLIER: u32 = 0xD256_D193;
 /// The increment of the generator key between two rounds.
 const WEYL: u32 = 0x9E37_79B9;
 
-/// The number of different values of the 16 random bits that a score gets.
-pub(crate) const LEVELS: u32 = 1 << 16;
+/// The number of different values of a score's random bits.
+const LEVELS: u32 = 1 << 16;
+
+/// The bits of the f16 infinity. Larger magnitudes are NaN, and comparisons with NaN are false.
+const INFINITY: u32 = 0x7C00;
+
+/// The threshold that decides which random bits are hits, and what a hit means.
+///
+/// Random bits are a hit if they are above the threshold as f16 numbers. A threshold of −∞ has the most hits. If more bits than
+/// that are to be dropped, hits are kept instead of dropped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Threshold {
+    /// The threshold's own 16 bits.
+    pub bits: u32,
+    /// True if the probabilities of hits are kept, and all others are dropped.
+    pub keeps_hits: bool,
+}
+
+impl Threshold {
+    /// Returns the threshold that drops a share of `probability`, rounded to a multiple of 2⁻¹⁶.
+    pub(crate) fn of(probability: f64) -> Self {
+        let dropped = (probability * f64::from(LEVELS)).round() as u32;
+        let keeps_hits = dropped > hits(0x8000 | INFINITY);
+        let wanted = if keeps_hits {
+            LEVELS - dropped
+        } else {
+            dropped
+        };
+        let bits = match wanted {
+            ..=INFINITY => INFINITY - wanted,
+            // Both zeros are above every negative threshold, so no threshold has exactly `INFINITY + 1` hits.
+            _ => 0x8000 | (wanted - INFINITY - 1).max(1),
+        };
+        Self { bits, keeps_hits }
+    }
+
+    /// Returns the number of values of a score's random bits whose probabilities are kept, out of [`LEVELS`].
+    fn kept_levels(self) -> u32 {
+        let hits = hits(self.bits);
+        if self.keeps_hits { hits } else { LEVELS - hits }
+    }
+
+    /// Returns the factor by which kept probabilities are multiplied. With this factor, dropout does not change the mean of a
+    /// probability.
+    pub(crate) fn kept_scale(self) -> f64 {
+        f64::from(LEVELS) / f64::from(self.kept_levels())
+    }
+
+    /// True if the probability of a score with these random bits is kept.
+    pub(crate) fn keeps(self, random_bits: u32) -> bool {
+        is_above(random_bits, self.bits) == self.keeps_hits
+    }
+}
+
+/// True if 16 bits are above a threshold of 16 bits as f16 numbers.
+fn is_above(bits: u32, threshold: u32) -> bool {
+    let number = |bits: u32| {
+        let magnitude = (bits & 0x7FFF) as i32;
+        if bits & 0x8000 == 0 {
+            magnitude
+        } else {
+            -magnitude
+        }
+    };
+    bits & 0x7FFF <= INFINITY && number(bits) > number(threshold)
+}
+
+/// Returns the number of 16-bit values that are above a threshold.
+fn hits(threshold: u32) -> u32 {
+    let magnitude = threshold & 0x7FFF;
+    match threshold & 0x8000 {
+        0 => INFINITY - magnitude,
+        _ if magnitude == 0 => INFINITY,
+        _ => INFINITY + 1 + magnitude,
+    }
+}
 
 fn philox(mut first: u32, mut second: u32, mut key: u32) -> [u32; 2] {
     for _ in 0..ROUNDS {
@@ -40,23 +119,50 @@ pub(crate) fn head_key(seed: u64, plane: u32) -> u32 {
 
 /// Returns the 16 random bits of a score.
 pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
-    let cell_index = |position: u32| position / 16 * 8 + position % 8;
-    let drawn = philox(cell_index(query), cell_index(key), head_key);
-    let word = drawn[(key / 8 % 2) as usize];
-    word >> (query / 8 % 2 * 16) & 0xffff
+    let query_cell = query / 16 * 8 + query % 8;
+    let key_cell = key / 16 * 4 + key % 8 / 2;
+    let drawn = philox(query_cell, key_cell, head_key);
+    // Each word belongs to a query. Its low half belongs to the even keys. The high byte of a half is of the first key.
+    let half = |word: u32| word >> (key % 2 * 16);
+    let own = half(drawn[(query / 8 % 2) as usize]);
+    let other = half(drawn[(1 - query / 8 % 2) as usize]);
+    let (high, low) = match key / 8 % 2 {
+        0 => (own >> 8 & 0xFF, own & 0xFF),
+        _ => (own & 0xFF, own >> 8 & 0xFF),
+    };
+    high << 8 | (low ^ other & 0xFF)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    #[test]
+    fn threshold_drops_the_nearest_share() {
+        for probability in [
+            0.0, 1e-5, 0.001, 0.1, 0.25, 0.484, 0.4844, 0.5, 0.9, 0.968, 0.97, 0.99,
+        ] {
+            let threshold = Threshold::of(probability);
+            let kept = (0..LEVELS).filter(|bits| threshold.keeps(*bits)).count();
+            let dropped = 1.0 - kept as f64 / f64::from(LEVELS);
+            let step = 1.0 / f64::from(LEVELS);
+            assert!(
+                (dropped - probability).abs() <= step,
+                "{probability} {dropped}"
+            );
+            assert_eq!(threshold.kept_levels() as usize, kept);
+        }
+    }
+
     /// Checks the rate of each random bit and the correlation of neighbouring scores, by chi-square statistics over many
     /// scores.
     #[test]
     fn bits_are_uniform_and_independent_of_neighbours() {
         let (queries, keys) = (512u32, 512u32);
-        let mut buckets = [0u32; 256];
-        let mut pairs = [[0u32; 4]; 6];
+        let threshold = Threshold::of(0.1);
+        let mut buckets = [[0u32; 256]; 2];
+        let mut pairs = [[0u32; 4]; 7];
+        let mut both_dropped = [0u32; 7];
         for plane in 0..4 {
             let own = head_key(77, plane);
             let other = head_key(78, plane);
@@ -64,13 +170,15 @@ mod tests {
             for query in 0..queries {
                 for key in 0..keys {
                     let value = bits(own, query, key);
-                    buckets[(value >> 8) as usize] += 1;
+                    buckets[0][(value >> 8) as usize] += 1;
+                    buckets[1][(value & 0xFF) as usize] += 1;
                     let high = |value: u32| (value >> 15) as usize;
                     for (pair, neighbour) in [
                         bits(own, query + 1, key),
                         bits(own, query, key + 1),
                         bits(own, query + 8, key),
                         bits(own, query, key + 8),
+                        bits(own, query + 8, key + 8),
                         bits(other, query, key),
                         bits(next_plane, query, key),
                     ]
@@ -78,6 +186,8 @@ mod tests {
                     .enumerate()
                     {
                         pairs[pair][2 * high(value) + high(neighbour)] += 1;
+                        let is_kept = threshold.keeps(value) || threshold.keeps(neighbour);
+                        both_dropped[pair] += u32::from(!is_kept);
                     }
                 }
             }
@@ -89,12 +199,20 @@ mod tests {
         };
         // The bounds are 6 standard deviations above the mean. A chi-square with `n` degrees of freedom has the mean `n` and
         // the variance `2 n`.
-        assert!(statistic(&buckets) < 255.0 + 6.0 * 510f64.sqrt());
+        for buckets in buckets {
+            assert!(statistic(&buckets) < 255.0 + 6.0 * 510f64.sqrt());
+        }
         for pair in pairs {
             assert!(
                 statistic(&pair) < 3.0 + 6.0 * 6f64.sqrt() + 12.0,
                 "{pair:?}"
             );
+        }
+        let scores = f64::from(4 * queries * keys);
+        let mean = scores * (1.0 - 1.0 / threshold.kept_scale()).powi(2);
+        for both in both_dropped {
+            let deviation = (f64::from(both) - mean).abs() / mean.sqrt();
+            assert!(deviation < 6.0, "{both_dropped:?} beside {mean}");
         }
     }
 }

@@ -24,17 +24,18 @@ pub(super) fn factors<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    let (threshold, kept) = (dropout.threshold(), dropout.kept());
+    let threshold = dropout.threshold();
+    let kept = threshold.kept_scale();
     let mut factors = Vec::with_capacity(batch * q_heads * q_len * kv_len);
     for plane in 0..(batch * q_heads) as u32 {
         let own = head_key(dropout.seed, plane);
         for query in 0..q_len as u32 {
-            factors.extend(
-                (0..kv_len as u32).map(|key| match bits(own, query, key) < threshold {
-                    true => 0.0,
-                    false => kept,
-                }),
-            );
+            factors.extend((0..kv_len as u32).map(
+                |key| match threshold.keeps(bits(own, query, key)) {
+                    true => kept,
+                    false => 0.0,
+                },
+            ));
         }
     }
     let data = TensorData::new(factors, [batch, q_heads, q_len, kv_len]);

@@ -81,6 +81,36 @@ pub fn uniform(x: u32) -> u32 {
     y
 }
 
+/// Compares the halves of two words as f16 numbers. All bits of a half of the result are 1 if the half of `x` is above the half of
+/// `y`, else 0. Comparisons with NaN are false.
+#[cube]
+pub fn above_as_f16(x: u32, y: u32) -> u32 {
+    let above: u32;
+    gpu_asm!(
+        "set.gt.u32.f16x2 {above}, {x}, {y};",
+        above = out(_) above,
+        x = in(_) value_of::<u32>(x),
+        y = in(_) value_of::<u32>(y),
+        options(pure, nomem)
+    );
+    above
+}
+
+/// Returns a word of four bytes of `low` (bytes 0 to 3) and `high` (bytes 4 to 7). Each digit of `selector` is the index of a byte.
+#[cube]
+pub fn permuted_bytes(low: u32, high: u32, selector: u32) -> u32 {
+    let bytes: u32;
+    gpu_asm!(
+        "prmt.b32 {bytes}, {low}, {high}, {selector};",
+        bytes = out(_) bytes,
+        low = in(_) value_of::<u32>(low),
+        high = in(_) value_of::<u32>(high),
+        selector = in(_) value_of::<u32>(selector),
+        options(pure, nomem)
+    );
+    bytes
+}
+
 /// Rounds two f32 values to half precision and packs them into a word, with `low` in the low bits.
 #[cube]
 pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {

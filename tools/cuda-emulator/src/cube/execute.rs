@@ -64,6 +64,12 @@ impl Cube<'_> {
             } => warp.compute(*arithmetic, *to, *from, mask)?,
             Operation::Compare(compared) => warp.compare_and_combine(compared, mask),
             Operation::SetWord { compare, truth, to } => warp.set_word(compare, *truth, *to, mask),
+            Operation::SetHalves {
+                comparison,
+                number,
+                to,
+                from,
+            } => warp.set_halves(*comparison, *number, *to, *from, mask),
             Operation::Select {
                 to,
                 from,

@@ -5,10 +5,12 @@
 use super::warp::{ALL, DoubleRow, LANES, Warp, WordRow, lanes};
 use crate::fault::Fault;
 use crate::numbers::{
-    Arithmetic, Conversion, compare, convert, exponential, max, min, single_bits, to_brain, to_half,
+    Arithmetic, Comparison, Conversion, compare, convert, exponential, max, min, single_bits,
+    to_brain, to_half,
 };
 use crate::ptx::{
-    Compare, DoubleOperation as D, Guard, Logic, Register, WordComparison as C, WordOperation as W,
+    Compare, DoubleOperation as D, Guard, Logic, Register, Type, WordComparison as C,
+    WordOperation as W,
 };
 
 fn float(bits: u32) -> f32 {
@@ -356,6 +358,24 @@ impl Warp {
         let holds = self.compare(compared, mask);
         for lane in lanes(mask) {
             self.words[to as usize][lane] = truth * (holds >> lane & 1);
+        }
+    }
+
+    pub fn set_halves(
+        &mut self,
+        comparison: Comparison,
+        number: Type,
+        to: u32,
+        from: [Register; 2],
+        mask: u32,
+    ) {
+        let [a, b] = from.map(|register| self.row(register));
+        for lane in lanes(mask) {
+            let holds = |shift: u32| {
+                let holds = compare(comparison, number, a[lane] >> shift, b[lane] >> shift);
+                (u32::from(holds) * 0xFFFF) << shift
+            };
+            self.words[to as usize][lane] = holds(0) | holds(16);
         }
     }
 

@@ -392,6 +392,14 @@ pub enum Operation {
         truth: u32,
         to: u32,
     },
+    /// Compares the halves of two words as 16-bit floats of type `number`. Sets all bits of a half of the result if the comparison
+    /// is true, and otherwise clears them.
+    SetHalves {
+        comparison: Comparison,
+        number: Type,
+        to: u32,
+        from: [Register; 2],
+    },
     Select {
         to: Register,
         from: [Register; 2],

@@ -1,6 +1,6 @@
 //! The random generator of dropout inside kernels.
 
-use super::{MULTIPLIER, ROUNDS, WEYL};
+use super::{INFINITY, MULTIPLIER, ROUNDS, WEYL};
 use cubecl::prelude::*;
 
 /// The runtime parameters of dropout.
@@ -9,8 +9,10 @@ use cubecl::prelude::*;
 pub(crate) struct DropoutArguments {
     pub seed_low: u32,
     pub seed_high: u32,
-    /// The threshold of dropout. A probability is dropped if the random bits of its score are below this threshold.
-    pub threshold: u32,
+    /// The bits of the [`Threshold`](super::Threshold), in both halves of the word.
+    pub thresholds: u32,
+    /// All bits are 1 if hits are dropped, and 0 if hits are kept.
+    pub drops_hits: u32,
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
     /// The number of query heads per sequence.
@@ -50,18 +52,43 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
 }
 
 /// Draws the 64 random bits of the cell that contains the score of `query` and `key`. The first word belongs to the cell's
-/// first key, and the second word to the key eight positions later. In each word, the low half belongs to the cell's first
-/// query.
+/// first query, and the second word to the query eight positions later. The low half of a word belongs to the even keys, and the
+/// high half to the odd keys. The high byte of a half belongs to the cell's first keys, the low byte to the keys eight positions
+/// later.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
-    philox(cell_index(query), cell_index(key), head_key)
+    let query_cell = query / 16u32 * 8u32 + query % 8u32;
+    let key_cell = key / 16u32 * 4u32 + key % 8u32 / 2u32;
+    philox(query_cell, key_cell, head_key)
 }
 
-/// Returns the index of a position's cell along the position's dimension. Positions `p` and `p + 8` with `p % 16 < 8` have the
-/// same index.
+/// The bytes of a word that hold the own byte of a score in [`random_bits_of_pair`].
+const OWN_BYTES: u32 = 0xFF00_FF00;
+
+/// Returns the random bits of two scores, each in a half of the word. `own` holds the own byte of each score in the high byte of
+/// its half. The exclusive or of the low bytes of `own` and `other` gives the low byte of the random bits.
 #[cube]
-fn cell_index(position: u32) -> u32 {
-    position / 16u32 * 8u32 + position % 8u32
+pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
+    own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)
+}
+
+/// Exchanges the bytes of each half of a word.
+#[cube]
+pub(crate) fn exchanged_bytes(word: u32) -> u32 {
+    (word & comptime!(OWN_BYTES)) >> 8u32 | (word & comptime!(!OWN_BYTES)) << 8u32
+}
+
+/// True if 16 random bits are a hit: they are above the threshold as f16 numbers.
+#[cube]
+fn is_hit(bits: u32, threshold: u32) -> bool {
+    bits & 0x7FFFu32 <= comptime!(INFINITY) && number(bits) > number(threshold)
+}
+
+/// Returns an integer that orders 16 bits as f16 numbers.
+#[cube]
+fn number(bits: u32) -> i32 {
+    let magnitude = (bits & 0x7FFFu32) as i32;
+    select(bits & 0x8000u32 == 0u32, magnitude, -magnitude)
 }
 
 /// Returns the factor that must multiply sums over kept probabilities, or 1 without dropout.
@@ -88,9 +115,19 @@ pub(crate) fn keep_factor(
     match dropout {
         ComptimeOption::Some(dropout) => {
             let drawn = cell(head_key(dropout, batch, head), query, key);
-            let word = select(key / 8u32 % 2u32 == 1u32, drawn.second, drawn.first);
-            let bits = word >> (query / 8u32 % 2u32 * 16u32) & 0xffffu32;
-            select(bits < dropout.threshold, 0.0f32, dropout.kept)
+            let is_second = query / 8u32 % 2u32 == 1u32;
+            let mut own = select(is_second, drawn.second, drawn.first);
+            let other = select(is_second, drawn.first, drawn.second);
+            if key / 8u32 % 2u32 == 1u32 {
+                own = exchanged_bytes(own);
+            }
+            let bits = random_bits_of_pair(own, other) >> (key % 2u32 * 16u32) & 0xFFFFu32;
+            let is_hit = is_hit(bits, dropout.thresholds & 0xFFFFu32);
+            select(
+                is_hit && dropout.drops_hits != 0u32 || !is_hit && dropout.drops_hits == 0u32,
+                0.0f32,
+                dropout.kept,
+            )
         }
         ComptimeOption::None => f32::new(1.0),
     }

@@ -55,6 +55,29 @@ fn exited_lanes_are_not_waited_for() {
     assert_eq!(sums[8..], [0; 24]);
 }
 
+/// The low half of each word is a lane's index as f16 bits, and the high half is NaN from lane 16 on.
+#[test]
+fn set_of_f16_pairs_compares_each_half() {
+    let masks = output(
+        ".reg .b32 %x, %y; .reg .pred %nan;
+        mul.lo.u32 %x, %tid, 0x10001;
+        setp.ge.u32 %nan, %tid, 16;
+        @%nan or.b32 %x, %x, 0x7e000000;
+        mov.u32 %y, 0x80010003;
+        set.gt.u32.f16x2 %y, %x, %y;
+        st.global.u32 [%own], %y;",
+        32,
+    );
+    let expected: Vec<u32> = (0..32)
+        .map(|lane| match lane {
+            ..4 => 0xFFFF_0000,
+            4..16 => 0xFFFF_FFFF,
+            _ => 0xFFFF,
+        })
+        .collect();
+    assert_eq!(masks, expected);
+}
+
 #[test]
 fn shuffle_reads_within_its_segment() {
     let shuffled = |mode: &str, by: u32, segment: u32| {

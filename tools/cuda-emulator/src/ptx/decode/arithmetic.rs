@@ -71,6 +71,15 @@ fn rounding(modifier: &str) -> Option<Rounding> {
     })
 }
 
+/// Returns the type of each half of a packed type.
+fn halves(modifier: &str) -> Option<Type> {
+    Some(match modifier {
+        "f16x2" => Type::F16,
+        "bf16x2" => Type::BF16,
+        _ => return None,
+    })
+}
+
 fn integer_rounding(modifier: &str) -> Option<Rounding> {
     Some(match modifier {
         "rni" => Rounding::Nearest,
@@ -323,6 +332,16 @@ impl Decoder<'_> {
     fn set(&mut self) -> Result<Operation> {
         let comparison = self.comparison()?;
         let result = self.take_type()?;
+        if result == Type::U32
+            && let Some(number) = self.take_first(halves)
+        {
+            return Ok(Operation::SetHalves {
+                comparison,
+                number,
+                to: self.word_target(0)?,
+                from: [self.source(1, Type::B32)?, self.source(2, Type::B32)?],
+            });
+        }
         let number = self.compared()?;
         let truth = match result {
             Type::F32 => 1f32.to_bits(),

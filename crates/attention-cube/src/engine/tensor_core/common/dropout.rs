@@ -2,16 +2,16 @@
 
 use super::RowPair;
 use super::scoring::Scoring;
-use crate::math::dropout::kernel::{DropoutArguments, cell, head_key};
+use crate::math::dropout::kernel::{Drawn, DropoutArguments, cell, head_key, random_bits_of_pair};
 use crate::math::side::Side;
+use cube_kit::nvidia::Half;
 use cube_kit::nvidia::accumulator::Pair;
+use cube_kit::nvidia::ptx::{above_as_f16, pack, permuted_bytes};
 use cubecl::prelude::*;
 
-/// The number of registers of a thread that hold 16 columns of a fragment, in both of the thread's rows.
-const STEP_REGISTERS: usize = 8;
-
-/// The keep bits of a thread's registers in a fragment of at most 128 columns. The bit of a register is set if dropout keeps
-/// the register's probability.
+/// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the register's
+/// probability. Registers `2 p` and `2 p + 1` have the bits `p % 16` and `p % 16 + 16`, in `low` for `p < 16` and in `high` after
+/// that.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct KeepBits {
@@ -21,72 +21,88 @@ pub(crate) struct KeepBits {
     pub kept: f32,
 }
 
-/// Compares the two 16-bit halves of a random word with the dropout threshold. Bit 0 of the result is 1 if the low half keeps
-/// its score, and bit 1 is 1 if the high half keeps its score.
+/// The selectors of [`permuted_bytes`] that join the low halves or the high halves of two words, or that exchange the bytes of
+/// each half of the first word.
+const LOW_HALVES: u32 = 0x5410;
+const HIGH_HALVES: u32 = 0x7632;
+const EXCHANGED: u32 = 0x2301;
+
+/// Returns the keep mask of two scores: all bits of a half are 1 if dropout keeps the score's probability, else 0. See
+/// [`random_bits_of_pair`] for the arguments.
 #[cube]
-fn kept_halves(word: u32, dropout: &DropoutArguments) -> u32 {
-    let low = word & 0xffffu32;
-    let high = word >> 16u32;
-    select(low < dropout.threshold, 0u32, 1u32) | select(high < dropout.threshold, 0u32, 2u32)
+fn keep_mask(own: u32, other: u32, dropout: &DropoutArguments) -> u32 {
+    above_as_f16(random_bits_of_pair(own, other), dropout.thresholds) ^ dropout.drops_hits
 }
 
-/// Returns the keep bits of the thread's eight registers for 16 columns. `column` is the first of these columns. Registers 0
-/// and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the second row. Registers 4 to 7
-/// hold the elements eight columns later, in the same order.
-///
-/// The random generator draws 64 bits at once for a cell of four scores: two queries that differ by 8, and two keys that differ
-/// by 8. `shares_cells` is true if the positions of the thread's two rows differ by 8, as in a tile of one head. The two rows
-/// then share their cells, so one draw serves both rows.
 #[cube]
-fn keep_bits_of_step(
+fn exchanged(word: u32) -> u32 {
+    permuted_bytes(word, word, EXCHANGED.runtime())
+}
+
+/// Returns the keep masks of the thread's eight registers for 16 columns, one word for two registers. `column` is the first of
+/// these columns. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the
+/// second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
+///
+/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). `shares_cells` is true if the
+/// positions of the thread's two rows differ by 8, as in a tile of one head. The registers then are one cell, and one draw serves
+/// all of them. If the rows are keys, the registers are halves of two cells.
+#[cube]
+fn keep_masks_of_step(
     dropout: &DropoutArguments,
     rows: &RowPair,
     column: i32,
     #[comptime] shares_cells: bool,
     #[comptime] side: Side,
-) -> u32 {
-    let own = column as u32 + UNIT_POS % 4u32 * 2u32;
+) -> Vector<u32, Const<4>> {
+    let column = column as u32 + UNIT_POS % 4u32 * 2u32;
     let first = rows.position_0 as u32;
     let key_0 = head_key(dropout, rows.batch, rows.head_0);
-    let mut bits = 0u32;
-    #[unroll]
-    for e in 0..2usize {
-        let column = own + comptime!(e as u32);
-        if comptime!(side == Side::Keys) {
-            // The rows are keys: the two drawn words belong to the two rows, and the two halves of a word to two columns.
-            let drawn = cell(key_0, column, first);
-            let of_row_0 = kept_halves(drawn.first, dropout);
-            let of_row_1 = kept_halves(drawn.second, dropout);
-            bits |= (of_row_0 & 1u32
-                | (of_row_1 & 1u32) << 2u32
-                | (of_row_0 & 2u32) << 3u32
-                | (of_row_1 & 2u32) << 5u32)
-                << comptime!(e as u32);
-        } else if comptime!(shares_cells) {
-            let drawn = cell(key_0, first, column);
-            let before = kept_halves(drawn.first, dropout);
-            let after = kept_halves(drawn.second, dropout);
-            bits |= (before & 1u32
-                | (before & 2u32) << 1u32
-                | (after & 1u32) << 4u32
-                | (after & 2u32) << 5u32)
-                << comptime!(e as u32);
-        } else {
-            let key_1 = head_key(dropout, rows.batch, rows.head_1);
-            let second = rows.position_1 as u32;
-            let of_row_0 = cell(key_0, first, column);
-            let of_row_1 = cell(key_1, second, column);
-            let shift_0 = first / 8u32 % 2u32;
-            let shift_1 = second / 8u32 % 2u32;
-            let before_0 = kept_halves(of_row_0.first, dropout) >> shift_0 & 1u32;
-            let before_1 = kept_halves(of_row_1.first, dropout) >> shift_1 & 1u32;
-            let after_0 = kept_halves(of_row_0.second, dropout) >> shift_0 & 1u32;
-            let after_1 = kept_halves(of_row_1.second, dropout) >> shift_1 & 1u32;
-            bits |= (before_0 | before_1 << 2u32 | after_0 << 4u32 | after_1 << 6u32)
-                << comptime!(e as u32);
-        }
+    let drawn = if comptime!(side == Side::Keys) {
+        cell(key_0, column, first)
+    } else {
+        cell(key_0, first, column)
+    };
+    let mut masks = Vector::<u32, Const<4>>::zeroed();
+    if comptime!(side == Side::Keys) {
+        let next = cell(key_0, column + 1u32, first);
+        let halves = select(
+            first % 2u32 == 1u32,
+            HIGH_HALVES.runtime(),
+            LOW_HALVES.runtime(),
+        );
+        let before = permuted_bytes(drawn.first, next.first, halves);
+        let after = permuted_bytes(drawn.second, next.second, halves);
+        masks.insert(0usize, keep_mask(before, after, dropout));
+        masks.insert(1usize, keep_mask(exchanged(before), after, dropout));
+        masks.insert(2usize, keep_mask(after, before, dropout));
+        masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
+    } else if comptime!(shares_cells) {
+        let (before, after) = (drawn.first, drawn.second);
+        masks.insert(0usize, keep_mask(before, after, dropout));
+        masks.insert(1usize, keep_mask(after, before, dropout));
+        masks.insert(2usize, keep_mask(exchanged(before), after, dropout));
+        masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
+    } else {
+        let second = rows.position_1 as u32;
+        let key_1 = head_key(dropout, rows.batch, rows.head_1);
+        let (own, other) = own_and_other(drawn, first);
+        masks.insert(0usize, keep_mask(own, other, dropout));
+        masks.insert(2usize, keep_mask(exchanged(own), other, dropout));
+        let (own, other) = own_and_other(cell(key_1, second, column), second);
+        masks.insert(1usize, keep_mask(own, other, dropout));
+        masks.insert(3usize, keep_mask(exchanged(own), other, dropout));
     }
-    bits
+    masks
+}
+
+/// Returns the word of a cell that belongs to `query`, and the other word.
+#[cube]
+fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
+    let is_second = query / 8u32 % 2u32 == 1u32;
+    (
+        select(is_second, drawn.second, drawn.first),
+        select(is_second, drawn.first, drawn.second),
+    )
 }
 
 /// Returns the keep bits of a fragment. Its `columns` columns begin at `first_column`. Without dropout, the bits are not used.
@@ -110,11 +126,15 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
             #[unroll]
             for step in 0..comptime!(columns / 16) {
                 let column = first_column + comptime!(16 * step as i32);
-                let bits = keep_bits_of_step(dropout, rows, column, true, side);
-                if comptime!(step < 4) {
-                    low |= bits << comptime!((STEP_REGISTERS * step) as u32);
-                } else {
-                    high |= bits << comptime!((STEP_REGISTERS * (step - 4)) as u32);
+                let masks = keep_masks_of_step(dropout, rows, column, true, side);
+                #[unroll]
+                for i in 0..4usize {
+                    let bits = masks.extract(i) & comptime!(0x1_0001u32 << (4 * (step % 4) + i));
+                    if comptime!(step < 4) {
+                        low |= bits;
+                    } else {
+                        high |= bits;
+                    }
                 }
             }
             KeepBits {
@@ -139,7 +159,7 @@ fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     } else {
         keep.high
     };
-    word & comptime!(1u32 << (register % 32)) != 0u32
+    word & comptime!(1u32 << (register / 2 % 16 + 16 * (register % 2))) != 0u32
 }
 
 /// Returns the factor by which dropout multiplies a register's probability. The factor is 0 if the probability is dropped, else
@@ -187,29 +207,29 @@ pub(crate) fn dropped_pair(
     }
 }
 
-/// Sets dropped probabilities among the thread's eight probabilities of 16 columns to 0, if the kernel has dropout. `column` is
-/// the first of these columns. The output is later multiplied by `kept_scale`.
+/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `column` is the first of these
+/// columns. If the kernel has dropout, dropped probabilities are 0. The output is later multiplied by `kept_scale`.
 #[cube]
-pub(crate) fn dropped_step<F: Float, NB: Size>(
+pub(crate) fn packed_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,
     scoring: &Scoring<F, NB>,
     rows: &RowPair,
     column: i32,
     #[comptime] shares_cells: bool,
-) -> Vector<f32, Const<8>> {
+    #[comptime] half: Half,
+) -> Vector<u32, Const<4>> {
+    let mut packed = Vector::<u32, Const<4>>::zeroed();
+    #[unroll]
+    for i in 0..4usize {
+        let first = values.extract(comptime!(2 * i));
+        let second = values.extract(comptime!(2 * i + 1));
+        packed.insert(i, pack(first, second, half));
+    }
     #[comptime]
     match &scoring.dropout {
         ComptimeOption::Some(dropout) => {
-            let bits = keep_bits_of_step(dropout, rows, column, shares_cells, Side::Queries);
-            let mut values = values;
-            #[unroll]
-            for register in 0..8usize {
-                let bit = bits & comptime!(1u32 << register);
-                let value = select(bit == 0u32, 0.0f32, values.extract(register));
-                values.insert(register, value);
-            }
-            values
+            packed & keep_masks_of_step(dropout, rows, column, shares_cells, Side::Queries)
         }
-        ComptimeOption::None => values,
+        ComptimeOption::None => packed,
     }
 }

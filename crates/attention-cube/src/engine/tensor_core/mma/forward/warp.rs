@@ -5,7 +5,7 @@ use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
 use crate::engine::tensor_core::common::block_mask::{BlockMask, block_mask};
 use crate::engine::tensor_core::common::block_range::TilePosition;
-use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::dropout::packed_step;
 use crate::engine::tensor_core::common::score::score;
 use crate::engine::tensor_core::common::scoring::{Masking, Scoring};
 use crate::engine::tensor_core::common::softmax::{
@@ -18,7 +18,6 @@ use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::int8_operand::add_word_product;
 use cube_kit::ampere::mma::{Scores, Sums, add_product};
 use cube_kit::nvidia::accumulator::{is_second, pair};
-use cube_kit::nvidia::ptx::pack;
 use cubecl::prelude::*;
 
 /// The thread's rows in a warp's two 16-row fragments. `second` is unused if the warp has one fragment.
@@ -236,23 +235,26 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     #[unroll]
     for step in 0..comptime!(warp.keys / 16) {
         let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
-        let kept = dropped_step::<F, NB>(
-            part.values,
+        let mut values = part.values;
+        if comptime!(warp.reads_int8) {
+            #[unroll]
+            for i in 0..8usize {
+                let column = comptime!(4 * step + i / 4 * 2 + i % 2);
+                let scale = value_scales.extract(column);
+                values.insert(i, times_scale(values.extract(i), scale));
+            }
+        }
+        let packed = packed_step::<F, NB>(
+            values,
             scoring,
             rows,
             first_column + comptime!(16 * step as i32),
             comptime!(kind.heads == 1),
+            warp.half,
         );
         #[unroll]
         for i in 0..4usize {
-            let mut first = kept.extract(comptime!(2 * i));
-            let mut second = kept.extract(comptime!(2 * i + 1));
-            if comptime!(warp.reads_int8) {
-                let column = comptime!(4 * step + i / 2 * 2);
-                first = times_scale(first, value_scales.extract(column));
-                second = times_scale(second, value_scales.extract(comptime!(column + 1)));
-            }
-            p.insert(comptime!(4 * step + i), pack(first, second, warp.half));
+            p.insert(comptime!(4 * step + i), packed.extract(i));
         }
         sum_0 += part.sums.first;
         sum_1 += part.sums.second;

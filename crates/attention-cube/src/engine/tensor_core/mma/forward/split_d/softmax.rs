@@ -4,7 +4,7 @@
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::dropout::packed_step;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
@@ -15,7 +15,7 @@ use crate::engine::tensor_core::mma::plan::split_d::MmaSplitDTiles;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::ampere::mma::{pair_address, store_fragments};
 use cube_kit::nvidia::accumulator::{Pair, pair};
-use cube_kit::nvidia::ptx::{pack, store_shared};
+use cube_kit::nvidia::ptx::store_shared;
 use cubecl::prelude::*;
 
 /// Extracts the registers of one of the warp's score fragments.
@@ -139,20 +139,19 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
         #[unroll]
         for step in 0..comptime!(MmaSplitDTiles::SCORE_KEYS / 16) {
             let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
-            let kept = dropped_step::<F, NB>(
+            let p = packed_step::<F, NB>(
                 part.values,
                 scoring,
                 own_rows,
                 first_key + comptime!(16 * step as i32),
                 comptime!(kind.heads == 1),
+                tiles.half,
             );
             #[unroll]
             for i in 0..4usize {
-                let first = kept.extract(comptime!(2 * i));
-                let second = kept.extract(comptime!(2 * i + 1));
                 pairs.insert(
                     comptime!(fragment * MmaSplitDTiles::SCORE_REGISTERS + 4 * step + i),
-                    f32::reinterpret(pack(first, second, tiles.half)),
+                    f32::reinterpret(p.extract(i)),
                 );
             }
             sum_0 += part.sums.first;

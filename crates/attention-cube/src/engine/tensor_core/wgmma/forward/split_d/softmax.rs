@@ -4,7 +4,7 @@
 use super::producer::SharedOffsets;
 use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::dropout::packed_step;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
@@ -18,7 +18,7 @@ use cube_kit::hopper::pipeline::pipeline_state;
 use cube_kit::hopper::ptx::{async_proxy_fence, barrier_arrive, barrier_wait, store_matrices};
 use cube_kit::hopper::wgmma::{descriptor, free_chunk, matrix_row};
 use cube_kit::nvidia::accumulator::{Pair, pair};
-use cube_kit::nvidia::ptx::{load_shared, named_barrier, pack, store_shared, uniform};
+use cube_kit::nvidia::ptx::{load_shared, named_barrier, store_shared, uniform};
 use cubecl::prelude::*;
 
 /// Returns the shared memory descriptor of P for the `count`-th visited block.
@@ -176,19 +176,20 @@ pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
             step,
             comptime!(kind.leaves_masked()),
         );
-        let e = dropped_step::<F, NB>(
+        let p = packed_step::<F, NB>(
             part.values,
             scoring,
             rows,
             first_column + comptime!(16 * step as i32),
             comptime!(kind.heads == 1),
+            tiles.half,
         );
         store_matrices(
             matrix_row(half, step),
-            pack(e.extract(0usize), e.extract(1usize), tiles.half),
-            pack(e.extract(2usize), e.extract(3usize), tiles.half),
-            pack(e.extract(4usize), e.extract(5usize), tiles.half),
-            pack(e.extract(6usize), e.extract(7usize), tiles.half),
+            p.extract(0usize),
+            p.extract(1usize),
+            p.extract(2usize),
+            p.extract(3usize),
         );
         sum_0 += part.sums.first;
         sum_1 += part.sums.second;

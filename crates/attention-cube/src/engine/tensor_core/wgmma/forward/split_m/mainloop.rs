@@ -3,7 +3,7 @@
 use super::biases::biases_of;
 use super::producer::SharedOffsets;
 use super::products::{take_output, take_scores};
-use super::softmax::{dropped, packed, softmax};
+use super::softmax::{packed, softmax};
 use super::zero_fill::{
     first_row_hides, may_have_masked_in, signal_used_keys_of, zero_fill_values,
 };
@@ -136,8 +136,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         // O is still 0 after the first block's softmax, so O needs no rescale.
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
-        let kept = dropped::<F, NB, NS>(made.exp_scores, block, rows, scoring, tiles, kind);
-        let mut p = packed::<NS, NP>(kept, tiles);
+        let mut p = packed::<F, NB, NS, NP>(made.exp_scores, block, rows, scoring, tiles, kind);
         let mut masked_count = visited.masked;
         if comptime!(kind.leaves_masked()) {
             if may_have_masked {
@@ -257,8 +256,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             // P' is rounded to half precision only after O is complete, when P has freed its registers. If P' were rounded
             // earlier, its rounded form would need registers beside those of P. If a branch followed such an earlier rounding,
             // ptxas would insert a wait after every wgmma (warning C7513).
-            let kept = dropped::<F, NB, NS>(made.exp_scores, next, rows, scoring, tiles, kind);
-            p = packed::<NS, NP>(kept, tiles);
+            p = packed::<F, NB, NS, NP>(made.exp_scores, next, rows, scoring, tiles, kind);
             if comptime!(kind.leaves_masked()) {
                 masked_count += u32::cast_from(may_have_masked);
                 may_have_masked = may_have_masked_in(&seen, hides, kind);

@@ -1,7 +1,7 @@
 //! The online softmax of a block in split-M. The module also packs P as the left operand of the GEMM `P V`.
 
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::dropped_step;
+use crate::engine::tensor_core::common::dropout::packed_step;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, rescaled, softmax_state, thread_row_max,
@@ -9,7 +9,6 @@ use crate::engine::tensor_core::common::softmax::{
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::wgmma::plan::WgmmaSplitMTiles;
 use cube_kit::nvidia::accumulator::pair;
-use cube_kit::nvidia::ptx::pack;
 use cubecl::prelude::*;
 
 /// The exponentials of a block, and the state of the online softmax after the block.
@@ -58,51 +57,36 @@ pub(super) fn softmax<NS: Size>(
     }
 }
 
-/// Sets the probabilities that dropout drops from block `block` to 0. Without dropout, returns the probabilities unchanged.
+/// Packs P of block `block` as the left operand of the GEMM `P V`. If the kernel has dropout, dropped probabilities are 0.
 #[cube]
-pub(super) fn dropped<F: Float, NB: Size, NS: Size>(
+pub(super) fn packed<F: Float, NB: Size, NS: Size, NP: Size>(
     exp_scores: Vector<f32, NS>,
     block: i32,
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
     #[comptime] tiles: WgmmaSplitMTiles,
     #[comptime] kind: TileKind,
-) -> Vector<f32, NS> {
-    if comptime!(kind.fragment.score.dropout) {
-        let mut kept = Vector::<f32, NS>::zeroed();
-        #[unroll]
-        for step in 0..comptime!(tiles.keys / 16) {
-            let mut values = Vector::<f32, Const<8>>::zeroed();
-            #[unroll]
-            for i in 0..8usize {
-                values.insert(i, exp_scores.extract(comptime!(8 * step + i)));
-            }
-            let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
-            let own =
-                dropped_step::<F, NB>(values, scoring, rows, column, comptime!(kind.heads == 1));
-            #[unroll]
-            for i in 0..8usize {
-                kept.insert(comptime!(8 * step + i), own.extract(i));
-            }
-        }
-        kept
-    } else {
-        exp_scores
-    }
-}
-
-/// Packs P as the left operand of the GEMM `P V`.
-#[cube]
-pub(super) fn packed<NS: Size, NP: Size>(
-    exp_scores: Vector<f32, NS>,
-    #[comptime] tiles: WgmmaSplitMTiles,
 ) -> Vector<u32, NP> {
     let mut p = Vector::<u32, NP>::zeroed();
     #[unroll]
-    for pair in 0..comptime!(tiles.keys / 4) {
-        let first = exp_scores.extract(comptime!(2 * pair));
-        let second = exp_scores.extract(comptime!(2 * pair + 1));
-        p.insert(pair, pack(first, second, tiles.half));
+    for step in 0..comptime!(tiles.keys / 16) {
+        let mut values = Vector::<f32, Const<8>>::zeroed();
+        #[unroll]
+        for i in 0..8usize {
+            values.insert(i, exp_scores.extract(comptime!(8 * step + i)));
+        }
+        let own = packed_step::<F, NB>(
+            values,
+            scoring,
+            rows,
+            block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32),
+            comptime!(kind.heads == 1),
+            tiles.half,
+        );
+        #[unroll]
+        for i in 0..4usize {
+            p.insert(comptime!(4 * step + i), own.extract(i));
+        }
     }
     p
 }
