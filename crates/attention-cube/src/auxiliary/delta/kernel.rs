@@ -1,8 +1,8 @@
 //! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward.
 //!
-//! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded with zeros to a multiple
-//! of [`MULTIPLE`]. The *reference score* of a query is the score that the softmax subtracted before `exp`, about the row
-//! maximum. The five rows of a head are:
+//! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
+//! [`MULTIPLE`], with zeros in the rows that kernels read for every query. The *reference score* of a query is the score that
+//! the softmax subtracted before `exp`, about the row maximum. The five rows of a head are:
 //!
 //! - row 0: the LSE, or with [`LogsumexpForm::Apart`] only the reference score
 //! - row 1: Δ
@@ -13,7 +13,7 @@
 //! A query is *far* if the magnitude of its reference score is at least [`FAR`]. With [`LogsumexpForm::Marked`], row 0 holds a
 //! mark instead of the LSE of a far query, and row 3 holds the query's reference score. Kernels thus read one f32 per query for
 //! the LSE, unless they find a mark. Row 4 has one flag per [`ROWS`] queries, which is 1 if row 0 holds a mark for one of these
-//! queries. Kernels that stream blocks of queries look for marks only in heads in which a flag is 1.
+//! queries. Kernels that stream blocks of queries look for marks only in tiles that find a flag of 1.
 //!
 //! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of shared
 //! memory, and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its
@@ -65,6 +65,14 @@ pub(crate) const FLAGS: usize = NUMBERS;
 /// holds the reference scores of far queries.
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
+
+/// The number of rows, from row 0 on, that kernels read for queries that are not far. Other elements may hold any value.
+const fn rows_without_marks(form: LogsumexpForm) -> usize {
+    match form {
+        LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,
+        LogsumexpForm::Apart => LOGARITHM + 1,
+    }
+}
 
 /// The multiple to which rows of the LSE/delta tensor are padded, in elements. TMA reads only rows that start at multiples of
 /// 16 bytes.
@@ -145,9 +153,9 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
     sync_cube();
     let head_at = (TERMS as u32 * plane) as usize * padded as usize;
     let at = head_at + query as usize;
-    if lane == 0u32 && plane < planes && query < padded {
+    if lane == 0u32 && !exists && plane < planes && query < padded {
         #[unroll]
-        for term in 0..NUMBERS {
+        for term in 0..comptime!(rows_without_marks(form)) {
             target[at + term * padded as usize] = 0.0f32;
         }
     }

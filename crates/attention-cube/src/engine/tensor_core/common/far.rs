@@ -6,13 +6,13 @@
 //! P is then wrong by a factor of 50.
 //!
 //! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference (row_max, which the
-//! softmax subtracts from the scores) and the logarithm of row_sum. A block with a far query takes the code path for partially
-//! visible blocks, even if the block is fully visible. That path rounds the scaled dot product as the forward did, so the row's
-//! maximum minus the reference is exactly 0. The path subtracts the logarithm afterwards.
+//! softmax subtracts from the scores) and the logarithm of row_sum. If a tile may have a far query, all its blocks take the code
+//! path for partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the
+//! reference is exactly 0. The path subtracts the logarithm afterwards.
 //!
-//! If the tile holds keys, its blocks hold queries. The warp must then vote for each block whether the block holds a far query.
-//! The `lse_delta` tensor also holds one flag per group of queries, which marks groups with a far query. The warp skips the vote
-//! if no flag is set for the queries of any head that the tile visits.
+//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of queries, which marks
+//! groups with a far query. A tile may have a far query if a flag is set for the queries of one of its heads. The warp then
+//! votes for each block whether the block holds a far query, and reads the two f32 only in such blocks.
 //!
 //! Keys whose scaled dot products round to the same f32 get equal probabilities here, as in any softmax over f32 scores. The
 //! forward still distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's
@@ -59,52 +59,83 @@ pub(crate) fn has_far(
     }
 }
 
-/// True if one of the query heads `first_head` to `first_head + heads − 1` has a flag that marks a far query in the range
-/// `queries`. Each flag covers `ROWS` queries.
+/// The number of flags that a lane loads for the first head without waiting in between. They cover 4,096 queries.
+const LOADS: usize = 4;
+
+/// Returns the sum of the lane's share of flags for the query heads `first_head` to `first_head + heads − 1` and for the range
+/// `queries`. If the sum is not 0 in a lane of the warp, one of these queries may be far. Each flag covers `ROWS` queries.
+///
+/// The flags of a short range of one head are loaded first and without a branch, so that the caller can do other work before it
+/// needs the sum.
 ///
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the LSE or marks, row 1 delta, and row 2 the
 /// logarithm of row_sum. Row 3 holds the reference of far queries, and row 4 the flags.
 #[cube]
-pub(crate) fn heads_have_far(
+pub(crate) fn sum_of_flags(
     lse_delta: &Tensor<f32>,
     batch: u32,
     first_head: u32,
     heads: u32,
     queries: Keys,
     #[comptime] kind: FragmentKind,
-) -> bool {
+) -> f32 {
+    let mut sum = 0.0f32;
     if comptime!(kind.raw) {
         let per_flag = comptime!(ROWS as i32);
-        let first = (queries.first / per_flag) as usize;
+        let last = lse_delta.stride(2).div_ceil(comptime!(ROWS as usize)) - 1usize;
+        let first = (queries.first / per_flag) as usize + (UNIT_POS % 32u32) as usize;
         let end = ((queries.end + per_flag - 1i32) / per_flag) as usize;
-        let end = min(end, lse_delta.stride(2).div_ceil(comptime!(ROWS as usize)));
         let mut at = batch as usize * lse_delta.stride(0)
             + first_head as usize * lse_delta.stride(1)
             + FLAGS * lse_delta.stride(2);
-        let mut found = 0.0f32;
+        #[unroll]
+        for load in 0..LOADS {
+            // Past the end of the range, the lane reads another flag of the head. If that flag is set, the tile takes the path of far
+            // queries, which is slower and rounds scores before the subtraction.
+            sum += lse_delta[at + min(first + 32usize * load, last)];
+        }
+        let mut flag = first + 32usize * LOADS;
         for _ in 0..heads {
-            let mut flag = first + (UNIT_POS % 32u32) as usize;
             while flag < end {
-                found += lse_delta[at + flag];
+                sum += lse_delta[at + min(flag, last)];
                 flag += 32usize;
             }
+            flag = first;
             at += lse_delta.stride(1);
         }
-        // Each lane has checked different flags, and may leave the loop earlier than other lanes. `uniform` waits for all lanes
-        // of the warp, and returns the bitwise or of their results.
-        uniform(u32::cast_from(found != 0.0f32)) != 0u32
-    } else {
-        false.runtime()
+    }
+    sum
+}
+
+/// Returns a copy of `lse_delta` in which `may_have_far` is true if `far` is not 0 in a lane of the warp.
+#[cube]
+pub(crate) fn voted<'a>(lse_delta: &LseDelta<'a>, #[comptime] kind: FragmentKind) -> LseDelta<'a> {
+    LseDelta::<'a> {
+        all: lse_delta.all,
+        references: lse_delta.references,
+        deltas: lse_delta.deltas,
+        logarithms: lse_delta.logarithms,
+        references_at: lse_delta.references_at,
+        deltas_at: lse_delta.deltas_at,
+        logarithms_at: lse_delta.logarithms_at,
+        far: lse_delta.far,
+        may_have_far: if comptime!(kind.raw) {
+            // `uniform` waits for all lanes of the warp, and returns the bitwise or of their arguments.
+            uniform(u32::cast_from(lse_delta.far != 0.0f32)) != 0u32
+        } else {
+            false.runtime()
+        },
     }
 }
 
-/// True if the LSE of one of the warp's rows holds the mark of a far query.
+/// Returns 1 if the LSE of one of the thread's rows holds the mark of a far query, else 0.
 #[cube]
-pub(crate) fn rows_have_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> bool {
+pub(crate) fn rows_are_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> f32 {
     if comptime!(kind.raw) {
-        plane_any(is_far(logsumexps.first) || is_far(logsumexps.second))
+        let is_far = is_far(logsumexps.first) || is_far(logsumexps.second);
+        select(is_far, 1.0f32, 0.0f32)
     } else {
-        false.runtime()
+        0.0f32.runtime()
     }
 }
 

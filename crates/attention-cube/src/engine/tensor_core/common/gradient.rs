@@ -7,7 +7,7 @@
 
 use crate::engine::tensor_core::common::block_mask::BlockMask;
 use crate::engine::tensor_core::common::dropout::{KeepBits, dropped_pair, keep_factor_of};
-use crate::engine::tensor_core::common::far::{logsumexps_of_queries, rows_have_far};
+use crate::engine::tensor_core::common::far::{has_far, logsumexps_of_queries, rows_are_far};
 use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
 use crate::engine::tensor_core::common::score_mod::{final_scores, times_derivatives};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -44,8 +44,9 @@ pub(crate) struct LseDelta<'a> {
     pub references_at: u32,
     pub deltas_at: u32,
     pub logarithms_at: u32,
-    /// If the rows are queries: true if one of the warp's rows is [`far`](super::far). If the columns are queries: true if a
-    /// head that the tile visits has a far query.
+    /// Not 0 if this lane found a [`far`](super::far) query among its rows, or a flag of far queries if the rows are keys.
+    pub far: f32,
+    /// True if `far` is not 0 in a lane of the warp. The value is set by [`voted`](super::far::voted), and false before.
     pub may_have_far: bool,
 }
 
@@ -65,18 +66,19 @@ pub(crate) fn lse_delta_of_block<'a>(
         references_at: at,
         deltas_at: at + comptime!(4 * columns as u32),
         logarithms_at: at + comptime!(8 * columns as u32),
+        far: rows.far,
         may_have_far: rows.may_have_far,
     }
 }
 
 /// Returns the LSE and delta of the thread's rows, `row` and `row + 8`, if the rows are queries. If the rows are keys, the
-/// result only holds the argument `may_have_far`. The caller computes this argument from the flags of far queries.
+/// result only holds the argument `far`. The caller computes this argument from the flags of far queries.
 #[cube]
 pub(crate) fn lse_delta_of_rows<'a>(
     lse_delta: &'a Tensor<f32>,
     batch: u32,
     head: u32,
-    may_have_far: bool,
+    far: f32,
     row: i32,
     seq_lens: &SeqLens,
     #[comptime] kind: FragmentKind,
@@ -105,7 +107,8 @@ pub(crate) fn lse_delta_of_rows<'a>(
             references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
             logarithms_at: 0u32.runtime(),
-            may_have_far: rows_have_far(references, kind),
+            far: rows_are_far(references, kind),
+            may_have_far: false.runtime(),
         }
     } else {
         LseDelta::<'a> {
@@ -116,7 +119,8 @@ pub(crate) fn lse_delta_of_rows<'a>(
             references_at: 0u32.runtime(),
             deltas_at: 0u32.runtime(),
             logarithms_at: 0u32.runtime(),
-            may_have_far,
+            far,
+            may_have_far: false.runtime(),
         }
     }
 }
@@ -165,6 +169,13 @@ fn logarithms_of(
     }
 }
 
+/// True if a block takes the path without masks: the block is fully visible, and the tile has no far query. Tiles with far
+/// queries take the path with masks for all blocks, so that the common path has no work for far queries.
+#[cube]
+fn is_plain(block_mask: &BlockMask, lse_delta: &LseDelta<'_>) -> bool {
+    block_mask.whole && !lse_delta.may_have_far
+}
+
 /// The weights of a fragment's scores: P times the slope of the softcap. The struct also holds P, packed as the left operand of a
 /// GEMM, if the caller requests P.
 #[derive(CubeType, Clone, Copy)]
@@ -185,7 +196,6 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     block_mask: &BlockMask,
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
-    has_far: bool,
     keep: &KeepBits,
     #[comptime] columns: usize,
     #[comptime] gives_p: bool,
@@ -195,9 +205,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     let arguments = &scoring.arguments;
     let mut w = s;
     let mut p = Vector::<u32, NP>::zeroed();
-    // A fully visible block without far queries takes this path. A block with far queries takes the masked path below, so that
-    // this common path has no extra work for far queries.
-    if block_mask.whole && !has_far {
+    if is_plain(block_mask, lse_delta) {
         let known = known::<F, NB>(rows, scoring, kind);
         let mut logsumexps = no_logsumexps();
         #[unroll]
@@ -224,64 +232,127 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 w.insert(comptime!(2 * pair + 1), own.second * slopes.second);
             }
         }
+    } else if lse_delta.may_have_far {
+        let made = masked_weights::<F, NB, NS, NP>(
+            s,
+            lse_delta,
+            first_column,
+            block_mask,
+            rows,
+            scoring,
+            keep,
+            columns,
+            gives_p,
+            half,
+            true,
+            kind,
+        );
+        w = made.w;
+        p = made.p;
     } else {
-        let known = known::<F, NB>(rows, scoring, kind);
-        let mut bits_0 = u32::new(0);
-        let mut bits_1 = u32::new(0);
-        let mut logsumexps = no_logsumexps();
-        #[unroll]
-        for pair in 0..columns / 4 {
-            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
-                let word = comptime!(pair / PAIRS_PER_WORD);
-                let bits = bits_of_word(block_mask.mask_words, &known, first_column, word);
-                // A fully visible block with far queries takes this path too. The mask words of such a block are not loaded, so
-                // all bits are set here.
-                bits_0 = select(block_mask.whole, 0xffff_ffffu32, bits.first);
-                bits_1 = select(block_mask.whole, 0xffff_ffffu32, bits.second);
+        let made = masked_weights::<F, NB, NS, NP>(
+            s,
+            lse_delta,
+            first_column,
+            block_mask,
+            rows,
+            scoring,
+            keep,
+            columns,
+            gives_p,
+            half,
+            false,
+            kind,
+        );
+        w = made.w;
+        p = made.p;
+    }
+    PAndDs::<NS, NP> { w, p }
+}
+
+/// Computes [`weights`] of a block that is not fully visible, or whose tile may have far queries (`far`).
+#[cube]
+fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
+    s: Vector<f32, NS>,
+    lse_delta: &LseDelta<'_>,
+    first_column: i32,
+    block_mask: &BlockMask,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
+    keep: &KeepBits,
+    #[comptime] columns: usize,
+    #[comptime] gives_p: bool,
+    #[comptime] half: Half,
+    #[comptime] far: bool,
+    #[comptime] kind: FragmentKind,
+) -> PAndDs<NS, NP> {
+    let arguments = &scoring.arguments;
+    let mut w = s;
+    let mut p = Vector::<u32, NP>::zeroed();
+    let known = known::<F, NB>(rows, scoring, kind);
+    let has_far = if comptime!(far) {
+        has_far(lse_delta, columns, kind)
+    } else {
+        false.runtime()
+    };
+    let mut bits_0 = u32::new(0);
+    let mut bits_1 = u32::new(0);
+    let mut logsumexps = no_logsumexps();
+    #[unroll]
+    for pair in 0..columns / 4 {
+        if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+            let word = comptime!(pair / PAIRS_PER_WORD);
+            let bits = bits_of_word(block_mask.mask_words, &known, first_column, word);
+            bits_0 = bits.first;
+            bits_1 = bits.second;
+            if comptime!(far) {
+                // The mask words of a fully visible block are not loaded, so all bits are set here.
+                bits_0 = select(block_mask.whole, 0xffff_ffffu32, bits_0);
+                bits_1 = select(block_mask.whole, 0xffff_ffffu32, bits_1);
             }
-            let at = own_column(first_column, pair);
-            let existing = min(at as u32, known.last_pair);
-            let scored = scored::<F, NB, NS>(s, scoring, &known, existing, pair, kind);
-            let values = shown(
-                scored.values,
-                &known,
-                if comptime!(is_second(2 * pair)) {
-                    bits_1
-                } else {
-                    bits_0
-                },
-                at,
-                arguments.negative_infinity,
-                pair,
-                kind,
-            );
-            look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
-            if comptime!(kind.raw && is_looked_up(pair, kind)) {
-                let (first, second) = queries_of_pair(rows, at, pair, kind);
-                if has_far {
-                    let q_len = scoring.masking.seq_lens.q_len;
-                    let wholes = logsumexps.references;
-                    let own = logsumexps_of_queries(lse_delta, wholes, rows, first, second, q_len);
-                    logsumexps.references = own.references;
-                    logsumexps.logarithms = own.logarithms;
-                }
-            }
-            let own = probabilities(values, &logsumexps, arguments, true, kind);
-            if comptime!(gives_p) {
-                let own = dropped_pair(own, keep, pair, kind.score.dropout);
-                p.insert(pair, packed_p(own, half));
-            }
-            // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
-            // `sloped` therefore returns a weight of 0 for a probability of 0.
-            w.insert(
-                comptime!(2 * pair),
-                sloped(own.first, scored.slopes.first, kind),
-            );
-            w.insert(
-                comptime!(2 * pair + 1),
-                sloped(own.second, scored.slopes.second, kind),
-            );
         }
+        let at = own_column(first_column, pair);
+        let existing = min(at as u32, known.last_pair);
+        let scored = scored::<F, NB, NS>(s, scoring, &known, existing, pair, kind);
+        let values = shown(
+            scored.values,
+            &known,
+            if comptime!(is_second(2 * pair)) {
+                bits_1
+            } else {
+                bits_0
+            },
+            at,
+            arguments.negative_infinity,
+            pair,
+            kind,
+        );
+        look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
+        if comptime!(kind.raw && far && is_looked_up(pair, kind)) {
+            let (first, second) = queries_of_pair(rows, at, pair, kind);
+            if has_far {
+                let q_len = scoring.masking.seq_lens.q_len;
+                let wholes = logsumexps.references;
+                let own = logsumexps_of_queries(lse_delta, wholes, rows, first, second, q_len);
+                logsumexps.references = own.references;
+                logsumexps.logarithms = own.logarithms;
+            }
+        }
+        let own = probabilities(values, &logsumexps, arguments, far, kind);
+        if comptime!(gives_p) {
+            let own = dropped_pair(own, keep, pair, kind.score.dropout);
+            p.insert(pair, packed_p(own, half));
+        }
+        // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
+        // `sloped` therefore returns a weight of 0 for a probability of 0.
+        w.insert(
+            comptime!(2 * pair),
+            sloped(own.first, scored.slopes.first, kind),
+        );
+        w.insert(
+            comptime!(2 * pair + 1),
+            sloped(own.second, scored.slopes.second, kind),
+        );
     }
     PAndDs::<NS, NP> { w, p }
 }
@@ -522,13 +593,13 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     dp: Vector<f32, NS>,
     lse_delta: &LseDelta<'_>,
     keep: &KeepBits,
-    whole: bool,
+    block_mask: &BlockMask,
     #[comptime] columns: usize,
     #[comptime] half: Half,
     #[comptime] kind: FragmentKind,
 ) -> Vector<u32, NP> {
     let mut ds = Vector::<u32, NP>::zeroed();
-    if whole && comptime!(!kind.hides_single_keys()) {
+    if is_plain(block_mask, lse_delta) && comptime!(!kind.hides_single_keys()) {
         let mut delta_0 = f32::new(0.0);
         let mut delta_1 = f32::new(0.0);
         #[unroll]

@@ -6,7 +6,7 @@
 use super::bias::bias_of_head;
 use super::block_mask::{BlockMask, block_mask};
 use super::block_range::{TilePosition, may_intersect};
-use super::far::heads_have_far;
+use super::far::sum_of_flags;
 use super::gradient::{LseDelta, lse_delta_of_rows};
 use super::output::{OutputPart, OutputRow, OutputRows, write_rows};
 use super::scoring::{Masking, Scoring};
@@ -310,8 +310,8 @@ pub(crate) fn seen_by<F: Float, NB: Size>(
 
 /// Returns the LSE and delta of rows `row` and `row + 8` if the tile holds queries.
 ///
-/// If the tile holds keys, the function only computes the flag `may_have_far`. The flag is true if a query in the tile's blocks
-/// may be [`far`](super::far). Each of these blocks has `columns` queries.
+/// If the tile holds keys, the function only computes `far`, from the flags of far queries for the tile's blocks. Each of these
+/// blocks has `columns` queries. The caller must call [`voted`](super::far::voted) before it uses `may_have_far`.
 #[cube]
 pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -321,13 +321,13 @@ pub(crate) fn lse_delta_of_tile<'a>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> LseDelta<'a> {
-    let may_have_far = if comptime!(kind.side == Side::Keys) {
+    let far = if comptime!(kind.side == Side::Keys) {
         let size = comptime!(columns as i32);
         let queries = Keys {
             first: tile.first_block * size,
             end: tile.end_block * size,
         };
-        heads_have_far(
+        sum_of_flags(
             lse_delta,
             tile.batch,
             tile.first_head,
@@ -336,17 +336,9 @@ pub(crate) fn lse_delta_of_tile<'a>(
             kind,
         )
     } else {
-        false.runtime()
+        0.0f32.runtime()
     };
-    lse_delta_of_rows(
-        lse_delta,
-        tile.batch,
-        tile.head,
-        may_have_far,
-        row,
-        seq_lens,
-        kind,
-    )
+    lse_delta_of_rows(lse_delta, tile.batch, tile.head, far, row, seq_lens, kind)
 }
 
 /// Returns the factor by which each of a thread's two gradient rows is multiplied. The factor is `factor`, or 0 for a query that
@@ -365,7 +357,7 @@ pub(crate) fn row_factors(
     if comptime!(kind.side == Side::Queries) {
         let first_row = tile.first_row + row;
         let lse_delta = lse_delta_of_rows(
-            lse_delta, tile.batch, tile.head, false, first_row, seq_lens, kind,
+            lse_delta, tile.batch, tile.head, 0.0f32, first_row, seq_lens, kind,
         );
         factors = pair(
             select(is_blind(lse_delta.references.first), 0.0f32, factor),

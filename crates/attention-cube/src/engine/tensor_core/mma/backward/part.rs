@@ -2,8 +2,8 @@
 //! columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
-use crate::engine::tensor_core::common::far::has_far;
-use crate::engine::tensor_core::common::gradient::{LseDelta, lse_delta_of_block};
+use crate::engine::tensor_core::common::far::voted;
+use crate::engine::tensor_core::common::gradient::LseDelta;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::stationary_tile::{
     Seen, Stationary, lse_delta_of_tile, seen_by,
@@ -46,38 +46,15 @@ pub(super) fn lse_delta_of_warp<'a>(
 ) -> WarpLseDelta<'a> {
     let row = tile.first_row + row;
     let first = lse_delta_of_tile(lse_delta, tile, row, seq_lens, part.block, kind);
+    let first = voted(&first, kind);
     let second = if comptime!(part.fragments == 2 && kind.side == Side::Queries) {
         let row = row + comptime!(FRAGMENT_ROWS as i32);
-        lse_delta_of_tile(lse_delta, tile, row, seq_lens, part.block, kind)
+        let second = lse_delta_of_tile(lse_delta, tile, row, seq_lens, part.block, kind);
+        voted(&second, kind)
     } else {
         first
     };
     WarpLseDelta::<'a> { first, second }
-}
-
-/// True if one of the warp's queries is far: one f32 cannot hold the query's LSE precisely enough. See
-/// [`far`](crate::engine::tensor_core::common::far).
-///
-/// If the block's columns are queries, their LSE and delta are in shared memory at `lse_delta_at`. In that case, the caller
-/// must have waited for the copies of LSE and delta. The result does not depend on S, so the warp vote does not wait for the
-/// GEMM of S.
-#[cube]
-pub(super) fn warp_has_far(
-    lse_delta: &WarpLseDelta<'_>,
-    lse_delta_at: u32,
-    #[comptime] stride: usize,
-    #[comptime] columns: usize,
-    #[comptime] kind: FragmentKind,
-) -> bool {
-    if comptime!(kind.side == Side::Keys) {
-        has_far(
-            &lse_delta_of_block(&lse_delta.first, lse_delta_at, stride),
-            columns,
-            kind,
-        )
-    } else {
-        lse_delta.first.may_have_far || lse_delta.second.may_have_far
-    }
 }
 
 /// The visibility of a block's columns for the rows of the warp's two fragments. If the warp has one fragment, `second` is a

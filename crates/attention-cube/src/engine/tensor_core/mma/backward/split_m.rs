@@ -33,7 +33,7 @@ mod p_ds;
 
 use self::blocks::{copy_block, copy_stationary};
 use self::p_ds::compute_p_ds;
-use super::part::{Part, alike, lse_delta_of_warp, seen_by_warp, warp_has_far};
+use super::part::{Part, alike, lse_delta_of_warp, seen_by_warp};
 use crate::engine::tensor_core::common::dropout::value_factor;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
@@ -228,13 +228,6 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         sync_cube();
         let seen = seen_by_warp::<F, NB>(tile, row, head, block, 0u32, scoring, part, kind);
         let lse_delta_at = blocks + stage + comptime!(tiles.block_lse_delta_at() as u32);
-        let has_far = warp_has_far(
-            &row_lse_delta,
-            lse_delta_at,
-            tiles.columns,
-            tiles.columns,
-            kind.fragment,
-        );
         let s = scores::<AS>(
             stationary_qk,
             scored_at + stage,
@@ -272,7 +265,6 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
             lse_delta_at,
             block,
             scoring,
-            has_far,
             tiles,
             kind.fragment,
         );

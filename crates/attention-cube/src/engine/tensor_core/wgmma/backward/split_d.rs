@@ -36,7 +36,7 @@ use self::producer::{SharedOffsets, fetch, offsets};
 use crate::engine::tensor_core::common::block_mask::block_mask;
 use crate::engine::tensor_core::common::columns_end;
 use crate::engine::tensor_core::common::dropout::{keep_bits, value_factor};
-use crate::engine::tensor_core::common::far::has_far;
+use crate::engine::tensor_core::common::far::voted;
 use crate::engine::tensor_core::common::gradient::{
     dot_gradients, lse_delta_of_block, p_scale, weights,
 };
@@ -243,6 +243,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     if head < tile.heads {
         barrier_wait(offsets.stationary_full, 0u32);
     }
+    let row_lse_delta = voted(&row_lse_delta, kind.fragment);
     while head < tile.heads {
         let started = multiply_chunks::<NS>(
             stationary_qk,
@@ -288,7 +289,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             own_lse_delta,
             WgmmaGradientSplitDTiles::COLUMNS,
         );
-        let has_far = has_far(&block_lse_delta, HALF_COLUMNS, kind.fragment);
         // This call leaves at most one wgmma group in flight. Each chunk of dP is one group. So the call waits for S, and for all
         // chunks of dP except the last.
         let s = take_fragment::<NS>(
@@ -307,7 +307,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             &seen,
             &rows,
             scoring,
-            has_far,
             &keep,
             HALF_COLUMNS,
             comptime!(tiles.sums.has_values()),
@@ -328,7 +327,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
                 dp,
                 &block_lse_delta,
                 &keep,
-                seen.whole,
+                &seen,
                 HALF_COLUMNS,
                 tiles.half,
                 kind.fragment,

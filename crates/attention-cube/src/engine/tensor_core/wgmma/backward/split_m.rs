@@ -35,7 +35,7 @@ mod producer;
 mod products;
 mod zero_fill;
 
-use self::p_ds::{ConsumerThread, block_has_far, compute_p_ds};
+use self::p_ds::{ConsumerThread, compute_p_ds};
 use self::producer::{SharedOffsets, fetch, offsets};
 use self::products::{
     Gradients, await_q_or_k, await_values, block_operands, multiply, operands, settle, start_dp,
@@ -43,6 +43,7 @@ use self::products::{
 };
 use self::zero_fill::zero_fill_block;
 use crate::engine::tensor_core::common::dropout::value_factor;
+use crate::engine::tensor_core::common::far::voted;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::scoring::GradientGrid;
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -253,9 +254,10 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let next_operands = block_operands(operands.q_or_k, operands.v_or_do, count, tiles);
         await_q_or_k(offsets, count, tiles);
         let s = start_s::<NS>(operands.stationary_qk, next_operands, tiles);
-        let has_far = block_has_far(&row_lse_delta, offsets, count, tiles, kind);
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
+        // The vote waits for the loads of flags or rows, so it comes after the first GEMMs.
+        let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,
             row,
@@ -277,7 +279,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
             offsets,
             count,
             thread,
-            has_far,
             tiles,
             kind,
         );
@@ -327,7 +328,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles.columns,
                 kind,
             );
-            let has_far = block_has_far(&row_lse_delta, offsets, count + 1u32, tiles, kind);
             let settled =
                 settle::<NP, ND, NV>(added, p, ds, offsets, count, elected, 1usize, tiles);
             // dP' starts only here, because it needs the registers that P and dS have just freed.
@@ -352,7 +352,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 offsets,
                 count,
                 thread,
-                has_far,
                 tiles,
                 kind,
             );

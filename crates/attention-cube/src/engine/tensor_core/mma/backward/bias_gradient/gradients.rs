@@ -71,10 +71,6 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
             &own_seen.block_mask,
             &own_seen.rows,
             scoring,
-            // Pass `has_far` = `false`. A query is marked as far if one f32 cannot hold its LSE precisely enough (see
-            // `common/far.rs`). With a bias, the LSE of every query is stored as row maximum and logarithm, so no query is
-            // marked.
-            false,
             &own_keep,
             tiles.columns,
             false,

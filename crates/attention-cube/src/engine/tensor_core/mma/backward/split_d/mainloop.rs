@@ -9,9 +9,7 @@ use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit, visit_from};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
-use crate::engine::tensor_core::mma::backward::part::{
-    Part, lse_delta_of_warp, seen_by_warp, warp_has_far,
-};
+use crate::engine::tensor_core::mma::backward::part::{Part, lse_delta_of_warp, seen_by_warp};
 use crate::engine::tensor_core::mma::plan::MmaGradientSplitDTiles;
 use crate::engine::tensor_core::mma::ring::{
     RingSlot, RingTurn, await_full, ring_slot_of, signal_empty, turn_after,
@@ -86,13 +84,6 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             s = scores_of_chunk::<AS>(s, &place, &lanes, false, chunk, tiles);
             leave_chunk(operands, lse_delta, tile, &pass, &place, chunk, tiles);
         }
-        let has_far = warp_has_far(
-            &row_lse_delta,
-            lse_delta_at,
-            tiles.columns,
-            PART,
-            kind.fragment,
-        );
         let first_column = block * comptime!(tiles.columns as i32)
             + (roles.part_group * comptime!(PART as u32)) as i32;
         let weighed = compute_p_ds::<F, NB, NS, NP, AS, AP>(
@@ -102,7 +93,6 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             lse_delta_at,
             first_column,
             scoring,
-            has_far,
             tiles,
             kind.fragment,
         );

@@ -32,7 +32,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
     lse_delta_at: u32,
     block: i32,
     scoring: &Scoring<F, NB>,
-    has_far: bool,
     #[comptime] tiles: MmaGradientSplitMTiles,
     #[comptime] kind: FragmentKind,
 ) -> Made<AP> {
@@ -44,7 +43,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
         lse_delta_at,
         block,
         scoring,
-        has_far,
         tiles,
         kind,
     );
@@ -57,7 +55,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP:
             lse_delta_at,
             block,
             scoring,
-            has_far,
             tiles,
             kind,
         )
@@ -80,7 +77,6 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
     lse_delta_at: u32,
     block: i32,
     scoring: &Scoring<F, NB>,
-    has_far: bool,
     #[comptime] tiles: MmaGradientSplitMTiles,
     #[comptime] kind: FragmentKind,
 ) -> Made<NP> {
@@ -94,7 +90,6 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
         &seen.block_mask,
         &seen.rows,
         scoring,
-        has_far,
         &keep,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
@@ -107,9 +102,7 @@ fn weigh_fragment<F: Float, NB: Size, NS: Size, NP: Size>(
             dp,
             &lse_delta,
             &keep,
-            // Pass the condition of the branch in `weights` here, so that the compiler merges that branch with the branch in
-            // `dot_gradients`.
-            seen.block_mask.whole && !has_far,
+            &seen.block_mask,
             tiles.columns,
             tiles.half,
             kind,

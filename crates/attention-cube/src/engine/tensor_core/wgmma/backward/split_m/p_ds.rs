@@ -3,7 +3,6 @@
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::{BiasWords, add_words};
 use crate::engine::tensor_core::common::dropout::keep_bits;
-use crate::engine::tensor_core::common::far::has_far;
 use crate::engine::tensor_core::common::gradient::{
     LseDelta, dot_gradients, lse_delta_of_block, weights,
 };
@@ -51,20 +50,6 @@ fn block_lse_delta<'a>(
     lse_delta_of_block(row_lse_delta, at, tiles.columns)
 }
 
-/// True if the `count`-th block has far queries. Call this function after the block's `q_or_k` stage is full. If GEMMs run
-/// at the same time, the warp vote adds no time.
-#[cube]
-pub(super) fn block_has_far(
-    row_lse_delta: &LseDelta<'_>,
-    offsets: &SharedOffsets,
-    count: u32,
-    #[comptime] tiles: WgmmaGradientSplitMTiles,
-    #[comptime] kind: TileKind,
-) -> bool {
-    let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
-    has_far(&lse_delta, tiles.columns, kind.fragment)
-}
-
 /// Loads the thread's biases of the `count`-th block from shared memory. TMA has copied these biases together with the block's
 /// rows of Q or K.
 #[cube]
@@ -102,7 +87,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     offsets: &SharedOffsets,
     count: u32,
     thread: ConsumerThread,
-    has_far: bool,
     #[comptime] tiles: WgmmaGradientSplitMTiles,
     #[comptime] kind: TileKind,
 ) -> Made<NP> {
@@ -136,7 +120,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         &seen.block_mask,
         &seen.rows,
         scoring,
-        has_far,
         &keep,
         tiles.columns,
         comptime!(tiles.sums.has_values()),
@@ -159,7 +142,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
             dp,
             &lse_delta,
             &keep,
-            seen.block_mask.whole,
+            &seen.block_mask,
             tiles.columns,
             tiles.half,
             kind.fragment,
