@@ -11,6 +11,14 @@ use std::any::{TypeId, type_name};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
+/// Stands for CubeCL's macro in functions that run on the processor only.
+#[cfg(not(feature = "cube"))]
+macro_rules! comptime {
+    ($value:expr) => {
+        $value
+    };
+}
+
 /// The score for which the code of a [`ScoreMod`] or [`MaskMod`] runs.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(feature = "cube", derive(CubeType), expand(derive(Clone, Copy)))]
@@ -25,10 +33,41 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
+    /// The distance as f32, if the kernel computes it without a conversion for each score, else 0.
+    float_distance: f32,
+    /// True if `float_distance` holds the distance.
+    #[cfg_attr(feature = "cube", cube(comptime))]
+    has_float_distance: bool,
 }
 
 #[cfg_attr(feature = "cube", cube)]
 impl ScorePlace {
+    pub(crate) fn new(batch: u32, head: u32, query: i32, key: i32, offset: i32) -> ScorePlace {
+        ScorePlace {
+            batch,
+            head,
+            query,
+            key,
+            offset,
+            float_distance: 0.0f32,
+            has_float_distance: false,
+        }
+    }
+
+    /// Returns this place with a distance that the kernel has computed in f32.
+    #[allow(dead_code, reason = "kernels call only the expansion")]
+    pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
+        ScorePlace {
+            batch: self.batch,
+            head: self.head,
+            query: self.query,
+            key: self.key,
+            offset: self.offset,
+            float_distance,
+            has_float_distance: true,
+        }
+    }
+
     /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for earlier
     /// keys and negative for later keys.
     ///
@@ -36,6 +75,17 @@ impl ScorePlace {
     /// Each sequence's own lengths count, as in [`kv_lengths`](crate::AttentionOptions::kv_lengths).
     pub fn distance(&self) -> i32 {
         self.query + self.offset - self.key
+    }
+
+    /// Returns the distance as f32. On tensor cores this is cheaper than a conversion of [`distance`](Self::distance), which takes
+    /// as long as the exponential of the softmax. Distances from 2²⁴ on are rounded, and not everywhere alike, so a mask must not
+    /// depend on them.
+    pub fn distance_f32(&self) -> f32 {
+        if comptime!(self.has_float_distance) {
+            self.float_distance
+        } else {
+            self.distance() as f32
+        }
     }
 }
 

@@ -99,13 +99,10 @@ fn places<B: Backend>(inputs: &AttentionInputs<B>, problem: &AttentionProblem) -
         };
         for head in 0..q_heads as u32 {
             for query in 0..q_len as i32 {
-                places.extend((0..kv_len as i32).map(|key| ScorePlace {
-                    batch: index as u32,
-                    head,
-                    query,
-                    key,
-                    offset,
-                }));
+                places.extend(
+                    (0..kv_len as i32)
+                        .map(|key| ScorePlace::new(index as u32, head, query, key, offset)),
+                );
             }
         }
     }

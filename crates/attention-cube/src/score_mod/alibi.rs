@@ -21,7 +21,7 @@ pub struct Alibi;
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for Alibi {
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
-        score - table.at(place.head) * place.distance().abs() as f32
+        score - table.at(place.head) * place.distance_f32().abs()
     }
 
     fn derivative(_score: f32, _place: ScorePlace, _table: &ScoreTable) -> f32 {

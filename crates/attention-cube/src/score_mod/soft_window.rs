@@ -12,7 +12,7 @@ pub struct SoftWindow;
 #[cfg_attr(feature = "cube", cube)]
 impl ScoreMod for SoftWindow {
     fn score(score: f32, place: ScorePlace, table: &ScoreTable) -> f32 {
-        let beyond = place.distance().abs() as f32 - table.at(0u32);
+        let beyond = place.distance_f32().abs() - table.at(0u32);
         if beyond > 0.0f32 {
             score - table.at(1u32) * beyond
         } else {

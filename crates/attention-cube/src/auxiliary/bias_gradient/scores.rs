@@ -164,13 +164,13 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
                 let lse_delta = row_lse_delta_of(rows, batch, head, row, seq_lens.q_len);
                 #[unroll]
                 for c in 0..comptime!(tiles.columns_per_unit()) {
-                    let place = ScorePlace {
+                    let place = ScorePlace::new(
                         batch,
                         head,
-                        query: row,
-                        key: first + tile_column(unit_column, c, tiles) as i32,
-                        offset: seq_info.offset,
-                    };
+                        row,
+                        first + tile_column(unit_column, c, tiles) as i32,
+                        seq_info.offset,
+                    );
                     let visible = is_visible(whole, &scoring, &seq_info, &place, kind.structure);
                     let gradient = score_gradient(
                         s[comptime!(k * tiles.columns_per_unit() + c)],

@@ -414,13 +414,13 @@ fn score_block<M: Numeric, F: Float>(
         let of_row = query_of_row(rows, row, q_len, kind.packed);
         #[unroll]
         for c in 0..width {
-            let place = ScorePlace {
-                batch: rows.batch,
-                head: of_row.head,
-                query: of_row.query,
-                key: rows.first_key + tile_column(unit_column, c, tiles) as i32,
-                offset: seq_info.offset,
-            };
+            let place = ScorePlace::new(
+                rows.batch,
+                of_row.head,
+                of_row.query,
+                rows.first_key + tile_column(unit_column, c, tiles) as i32,
+                seq_info.offset,
+            );
             let mut value = hidden;
             if is_visible(whole, scoring, seq_info, &place, kind.structure) {
                 let dot = s[comptime!(k * width + c)];

@@ -211,7 +211,7 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
         #[unroll]
         for pair in 0..columns / 4 {
             let at = own_column(first_column, pair) as u32;
-            let scored = scored::<F, NB, NS>(s, scoring, &known, at, pair, kind);
+            let scored = scored::<F, NB, NS>(s, scoring, &known, first_column, at, pair, kind);
             look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
             let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
             if comptime!(gives_p) {
@@ -313,7 +313,7 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
         }
         let at = own_column(first_column, pair);
         let existing = min(at as u32, known.last_pair);
-        let scored = scored::<F, NB, NS>(s, scoring, &known, existing, pair, kind);
+        let scored = scored::<F, NB, NS>(s, scoring, &known, first_column, existing, pair, kind);
         let values = shown(
             scored.values,
             &known,
@@ -530,6 +530,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
     scoring: &Scoring<F, NB>,
     known: &Known,
+    first_column: i32,
     at: u32,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
@@ -557,10 +558,19 @@ fn scored<F: Float, NB: Size, NS: Size>(
             };
         }
         if comptime!(kind.has_slope && kind.score.score_mod.is_some()) {
-            slopes = times_derivatives::<F, NB>(slopes, capped, scoring, known, at, pair, kind);
+            slopes = times_derivatives::<F, NB>(
+                slopes,
+                capped,
+                scoring,
+                known,
+                first_column,
+                at,
+                pair,
+                kind,
+            );
         }
         Scored {
-            values: final_scores::<F, NB>(capped, scoring, known, at, pair, kind),
+            values: final_scores::<F, NB>(capped, scoring, known, first_column, at, pair, kind),
             slopes,
         }
     }

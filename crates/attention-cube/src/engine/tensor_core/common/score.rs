@@ -116,7 +116,15 @@ fn scored<F: Float, NB: Size, NS: Size>(
             for pair in 0..columns / 4 {
                 let capped = capped(pair_of::<NS>(s, pair), arguments, kind.score);
                 let existing = min(own_column(first_column, pair) as u32, known.last_pair);
-                let values = final_scores::<F, NB>(capped, scoring, &known, existing, pair, kind);
+                let values = final_scores::<F, NB>(
+                    capped,
+                    scoring,
+                    &known,
+                    first_column,
+                    existing,
+                    pair,
+                    kind,
+                );
                 s.insert(comptime!(2 * pair), values.first);
                 s.insert(comptime!(2 * pair + 1), values.second);
             }

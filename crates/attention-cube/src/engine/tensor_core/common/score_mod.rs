@@ -2,25 +2,31 @@
 
 use super::bias::with_bias;
 use super::scoring::Scoring;
-use super::{FragmentKind, Known};
+use super::{FragmentKind, Known, own_column};
 use crate::math::score_mod::ScorePlace;
 use crate::math::score_mod::kernel::{changed_score, derivative_of_change, shown_score};
 use crate::math::side::Side;
-use cube_kit::nvidia::accumulator::{Pair, is_second};
+use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
-/// Returns the places of the two scores of the `pair`-th register pair, whose first column is `at`.
+/// Returns the places of the two scores of the `pair`-th register pair in a block that begins at `first_column`. The pair's first
+/// column is `at`. For a pair past the last column, `at` is the last pair that exists.
+///
+/// The distances as f32 are the distance to the thread's first column plus a constant. So a row needs one conversion from an
+/// integer for all its columns, and each column an addition.
 #[cube]
 fn places(
     known: &Known,
+    first_column: i32,
     at: u32,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
 ) -> (ScorePlace, ScorePlace) {
     let rows = known.rows;
     let offset = rows.seq_info.offset;
-    let batch = rows.batch;
     let at = at as i32;
+    let first_column = own_column(first_column, 0usize);
+    let column = comptime!(column(2 * pair));
     let mut head = rows.head_0;
     let mut row = rows.position_0;
     if comptime!(is_second(2 * pair)) {
@@ -28,40 +34,20 @@ fn places(
         row = rows.position_1;
     }
     if comptime!(kind.side == Side::Queries) {
-        let query = row;
+        let distance = f32::cast_from(row + offset - first_column);
+        let first = ScorePlace::new(rows.batch, head, row, at, offset);
+        let second = ScorePlace::new(rows.batch, head, row, at + 1i32, offset);
         (
-            ScorePlace {
-                batch,
-                head,
-                query,
-                key: at,
-                offset,
-            },
-            ScorePlace {
-                batch,
-                head,
-                query,
-                key: at + 1i32,
-                offset,
-            },
+            first.with_float_distance(distance - comptime!(column as f32)),
+            second.with_float_distance(distance - comptime!((column + 1) as f32)),
         )
     } else {
-        let key = row;
+        let distance = f32::cast_from(first_column + offset - row);
+        let first = ScorePlace::new(rows.batch, head, at, row, offset);
+        let second = ScorePlace::new(rows.batch, head, at + 1i32, row, offset);
         (
-            ScorePlace {
-                batch,
-                head,
-                query: at,
-                key,
-                offset,
-            },
-            ScorePlace {
-                batch,
-                head,
-                query: at + 1i32,
-                key,
-                offset,
-            },
+            first.with_float_distance(distance + comptime!(column as f32)),
+            second.with_float_distance(distance + comptime!((column + 1) as f32)),
         )
     }
 }
@@ -73,6 +59,7 @@ pub(crate) fn final_scores<F: Float, NB: Size>(
     capped: Pair,
     scoring: &Scoring<F, NB>,
     known: &Known,
+    first_column: i32,
     at: u32,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
@@ -80,7 +67,7 @@ pub(crate) fn final_scores<F: Float, NB: Size>(
     let hidden = scoring.arguments.negative_infinity;
     let mut scores = capped;
     if comptime!(kind.score.score_mod.is_some()) {
-        let (first, second) = places(known, at, pair, kind);
+        let (first, second) = places(known, first_column, at, pair, kind);
         let tables = &scoring.tables;
         scores = Pair {
             first: changed_score(scores.first, first, tables, kind.score.score_mod),
@@ -89,7 +76,7 @@ pub(crate) fn final_scores<F: Float, NB: Size>(
     }
     scores = with_bias::<F, NB>(scores, &scoring.bias, known, at, hidden, pair, kind);
     if comptime!(kind.score.mask_mod.is_some()) {
-        let (first, second) = places(known, at, pair, kind);
+        let (first, second) = places(known, first_column, at, pair, kind);
         let tables = &scoring.tables;
         scores = Pair {
             first: shown_score(scores.first, first, tables, hidden, kind.score.mask_mod),
@@ -106,11 +93,12 @@ pub(crate) fn times_derivatives<F: Float, NB: Size>(
     capped: Pair,
     scoring: &Scoring<F, NB>,
     known: &Known,
+    first_column: i32,
     at: u32,
     #[comptime] pair: usize,
     #[comptime] kind: FragmentKind,
 ) -> Pair {
-    let (first, second) = places(known, at, pair, kind);
+    let (first, second) = places(known, first_column, at, pair, kind);
     let (tables, code) = (&scoring.tables, comptime!(kind.score.score_mod));
     Pair {
         first: slopes.first * derivative_of_change(capped.first, first, tables, code),

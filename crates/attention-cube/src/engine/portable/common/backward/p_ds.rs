@@ -220,13 +220,13 @@ fn block_gradients<M: Numeric, F: Float>(
         #[unroll]
         for k in 0..comptime!(tiles.rows_per_unit()) {
             let at = comptime!(k * tiles.columns_per_unit() + c);
-            let place = ScorePlace {
-                batch: pair.batch,
-                head: pair.head,
-                query: query_index,
-                key: pair.first_key + tile_row(unit_row, k, tiles) as i32,
-                offset: seq_info.offset,
-            };
+            let place = ScorePlace::new(
+                pair.batch,
+                pair.head,
+                query_index,
+                pair.first_key + tile_row(unit_row, k, tiles) as i32,
+                seq_info.offset,
+            );
             let visible = is_visible(whole, scoring, seq_info, &place, kind.structure);
             let gradient = score_gradient(
                 s[at],

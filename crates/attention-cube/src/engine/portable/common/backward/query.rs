@@ -168,13 +168,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                 block_size,
                 kind.structure,
             );
-            let place = ScorePlace {
-                batch,
-                head,
-                query: first_row,
-                key: first,
-                offset: seq_info.offset,
-            };
+            let place = ScorePlace::new(batch, head, first_row, first, seq_info.offset);
             if comptime!(tiles.is_direct()) {
                 block_gradients(
                     &mut s, &dp, &lse_delta, &place, whole, &scoring, &seq_info, kind,
@@ -256,13 +250,13 @@ fn block_gradients<M: Numeric, F: Float>(
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {
             let at = comptime!(k * tiles.columns_per_unit() + c);
-            let place = ScorePlace {
-                batch: first.batch,
-                head: first.head,
-                query: first.query + tile_row(unit_row, k, tiles) as i32,
-                key: first.key + tile_column(unit_column, c, tiles) as i32,
-                offset: first.offset,
-            };
+            let place = ScorePlace::new(
+                first.batch,
+                first.head,
+                first.query + tile_row(unit_row, k, tiles) as i32,
+                first.key + tile_column(unit_column, c, tiles) as i32,
+                first.offset,
+            );
             let visible = is_visible(whole, scoring, seq_info, &place, kind.structure);
             let gradient = score_gradient(
                 s[at],
