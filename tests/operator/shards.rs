@@ -366,8 +366,8 @@ fn shards_that_do_not_fit_are_refused() {
     assert!(refused);
 }
 
-/// Checks the gradient of a bias with one element per query in the explicit backward of shards. The sum of the shards'
-/// gradients must equal the gradient by autodiff.
+/// Tests the explicit backward of shards with a bias that has one element per query. The sum of the shards' bias gradients must
+/// equal the bias gradient that autodiff computes.
 #[test]
 fn shards_backward_bias_of_queries_equals_autodiff() {
     for device in devices() {

@@ -255,8 +255,8 @@ impl Output {
                 interrupt.flow()
             })
         })?;
-        // The text that the callback has not printed yet is printed here. The end of the generation may complete a text without
-        // a further token, and therefore without a further call of the callback.
+        // Prints the text that the callback has not printed yet. When the generation ends, a last piece of text may become
+        // complete without a further token. The callback is then not called for that piece.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));

@@ -44,15 +44,15 @@ pub struct QuantizedCheckpoint {
 ///
 /// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
 ///
-/// A GGUF file stores the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize as blocks
-/// of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. If the rows of such a weight are not whole
-/// blocks, the weight keeps its dtype, except that f64 becomes f32. All other weights, such as norms, are stored in f32. The
-/// file also has the tokenizer, the chat template and the sampling defaults, as llama.cpp's converter writes them. Only the
-/// text model of a multimodal checkpoint is written.
+/// A GGUF file stores some weights as blocks of Q8_0 or Q4_0. These are the weights that
+/// [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize on loading. The blocks equal those of
+/// llama.cpp's quantizer bit by bit. If the rows of such a weight are not whole blocks, the weight keeps its dtype, except that
+/// f64 becomes f32. All other weights, such as norms, are stored in f32. The file also has the tokenizer, the chat template and
+/// the sampling defaults, as llama.cpp's converter writes them. Only the text model of a multimodal checkpoint is written.
 ///
 /// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors. The
-/// format is `pack-quantized`, symmetric, with 8 or 4 bits and groups of 32 elements that share a scale in the checkpoint's
-/// dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head, routers and
+/// format is `pack-quantized`, symmetric, with 8 or 4 bits. Each group of 32 elements shares one scale, which has the
+/// checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head, routers and
 /// everything outside the text model are copied unchanged, because other loaders do not support packed tensors there. The files
 /// beside the weights are copied too.
 ///

@@ -149,8 +149,8 @@ impl EmbedBackend for CubeBackend {
 }
 
 impl EmbedOptions {
-    /// True if no launch writes the tensors in `read`. If a launch must first make a tensor contiguous, that launch counts as a
-    /// writer.
+    /// True if no launch writes a tensor in `read`. If a tensor must be made contiguous before the launch, the copy counts as a
+    /// launch that writes it.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)

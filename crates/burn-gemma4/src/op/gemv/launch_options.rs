@@ -190,8 +190,8 @@ pub(super) fn plan(
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    // Without plane operations, use few units per team (a group of units that computes outputs together): every unit of the team
-    // then writes its own partial sum to shared memory.
+    // Use few units per team if there are no plane operations. A team is a group of units that computes outputs together. Without
+    // plane operations, every unit of the team writes its own partial sum to shared memory.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units

@@ -25,8 +25,8 @@ pub(super) const MOST_BYTES: usize = 128 << 20;
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
-/// The length in bytes at which a text in a list counts as one more element. A text of twice this length counts as two more
-/// elements, and so on.
+/// A text in a list counts as one element, and as one more element for each full multiple of this length in bytes. A text of twice
+/// this length thus counts as two more elements.
 const TEXT_OF_ELEMENT: usize = 512;
 
 /// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction may

@@ -147,7 +147,8 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of 16-column steps of the output that one warp combines. The warp adds the outputs of all key groups there.
+    /// The number of steps that one warp combines. A step is 16 columns of the output. In the columns of its steps, the warp adds
+    /// the outputs of all key groups.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }
