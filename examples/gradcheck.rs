@@ -217,8 +217,8 @@ impl Feature {
     }
 }
 
-/// The results that the table shows. Each entry has the `name` of a `Comparison` and the title of the result's column in the
-/// table.
+/// The results that the table shows. Each entry has the result's name, as in `Comparison::name`, and the title of its column
+/// in the table.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),
@@ -251,8 +251,8 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         true => Feature::value_variants(),
         false => &cli.options,
     };
-    // On a software driver, fewer cases are checked by default. Compiling a kernel there takes seconds, and every row of the
-    // table needs other kernels.
+    // On a software driver, fewer cases are checked by default. Every row of the table needs its own kernels, and such a
+    // driver takes seconds to compile a kernel.
     let compiles_slowly = chosen.software && chosen.name != DeviceName::Flex;
     let asked = match cli.dtypes.is_empty() && compiles_slowly {
         true => &[Dtype::F32],

@@ -1,9 +1,9 @@
 //! Measures the errors of attention results against a reference implementation in f64.
 //!
 //! The memory and time of the reference implementation grow with the square of the length, so only a sample is compared. The
-//! sample consists of one sequence and one or two of its key heads, with all keys of these heads. The sample takes only some of
-//! the queries that attend to these key heads. Before a comparison of gradients, the output gradient is set to zero outside the
-//! sample. The gradients of the sample's queries, keys and values then depend on the sample alone.
+//! sample consists of one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend
+//! to these key heads, the sample contains only some. Before a comparison of gradients, the output gradient is set to zero
+//! outside the sample. The gradients of the sample's queries, keys and values then depend on the sample alone.
 
 use crate::{
     Error,

@@ -5,14 +5,14 @@ use burn::backend::read_sync;
 use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
 
-/// The pause before the single launches on a GPU. A warm-up or other cases may have brought the GPU to its power cap, at which
-/// the GPU is 3 to 5 % slower. After the pause, the single launches are a short burst below the cap. The mean of back-to-back
-/// launches shows the effect of the cap.
+/// The pause before the single launches on a GPU. The warm-up or earlier measurements may have brought the GPU to its power
+/// cap, at which the GPU is 3 to 5 % slower. After the pause, the single launches are so few that the GPU stays below the
+/// cap. The mean over back-to-back launches, in contrast, includes the effect of the cap.
 const REST: Duration = Duration::from_secs(1);
 
-/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. Ballast is needed because
-/// the host takes milliseconds to launch a backward through autodiff, and a GPU takes milliseconds to raise its clock. The
-/// backward at D256 measured 437 TFLOP/s with 4 ballast launches, 446 with 16 and 462 with 48.
+/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. Ballast is needed
+/// because the host takes milliseconds to launch a backward through autodiff, and a GPU takes milliseconds to raise its
+/// clock. With 4, 16 and 48 ballast launches, the backward with head dimension 256 measured 437, 446 and 462 TFLOP/s.
 const BALLAST: usize = 48;
 
 /// The effort of a measurement: the numbers of launches, and a time limit.
@@ -184,9 +184,9 @@ impl Timer {
             drop(output);
             return Ok(time.as_secs_f64());
         }
-        // On the device's clock, a measurement begins as soon as the device is idle. Without ballast, the measurement would
-        // begin before the host has launched the timed work, and would include the host's launch time. So the ballast is
-        // launched first.
+        // When the device itself measures the time, the measurement begins as soon as the device has finished earlier work.
+        // On an idle device, the measurement would begin before the host has launched the timed work, and would include the
+        // launch time of the host. So ballast is launched first.
         if let Some(ballast) = &self.ballast {
             for _ in 0..BALLAST {
                 self.flushed(|| ballast.clone().add_scalar(1.0))?;

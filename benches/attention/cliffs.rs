@@ -45,7 +45,7 @@ pub struct Attention {
     /// True if all columns of a query are equal. The tensor of queries then stores a single column, which is expanded with
     /// stride 0.
     flat_queries: bool,
-    /// True for each of the queries, the keys and the values, in this order, that needs a gradient.
+    /// One flag each for the queries, the keys and the values, in this order. A flag is true if the tensor needs a gradient.
     trained: [bool; 3],
 }
 
@@ -189,8 +189,8 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// Pairs of a number of sequences and the length of these sequences. Under a causal mask, all pairs have about the same number
-/// of visible query-key pairs.
+/// Groups of sequences. A group is given by the number of its sequences and their length. Under a causal mask, all groups
+/// have about the same number of visible query-key pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
 /// Returns the length of each sequence of [`RAGGED`].
@@ -204,7 +204,8 @@ fn ragged_lengths() -> Vec<i32> {
 /// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has the same number of tokens in
 /// sequences of 1,024.
 ///
-/// The counterpart has 0.94 times as many visible query-key pairs, so the limit is 1.18 for a rate of 90 %.
+/// The counterpart has 0.94 times as many visible query-key pairs as the case. The limit is 1.18, so that the FLOP/s of the
+/// case are at least 90 % of the counterpart's FLOP/s.
 const fn ragged(name: &'static str, pass: Pass, rows: Rows, heads: usize, width: usize) -> Cliff {
     let (mut batch, mut tokens, mut index) = (0, 0, 0);
     while index < RAGGED.len() {
@@ -555,8 +556,9 @@ impl Prepared {
             options,
             bias: attention.bias.map(random),
             page_table: pages.map(|[count, _]| {
-                // Neighboring entries name distant pages. The step 7919 shares no factor with the number of pages, so every
-                // page occurs exactly once.
+                // From one entry to the next, the page index grows by 7919 modulo the number of pages. Neighboring entries
+                // thus name distant pages. 7919 shares no factor with the number of pages, so every page occurs exactly
+                // once.
                 let entries = (0..count).map(|entry| (entry * 7919 % count) as i32);
                 let data = TensorData::new(entries.collect::<Vec<_>>(), [batch, count / batch]);
                 Tensor::from_data(data, device)
@@ -589,9 +591,9 @@ impl Prepared {
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Returns the time of the backward alone in seconds. The loss is `Σ output · g` with a random tensor `g`, so its backward
-    /// also differentiates the loss itself. To measure this share, the backward of the same loss is timed with a leaf tensor in
-    /// place of the output. This share is subtracted.
+    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. A backward
+    /// of this loss also takes time to differentiate the product with `g`. To measure this time, the function times the
+    /// backward of the same loss with a leaf tensor in place of the output, and subtracts the result.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

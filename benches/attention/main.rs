@@ -4,13 +4,15 @@
 //! times as many. A visible pair is a query with a key that the query sees. The rate of decoding counts the bytes of keys and
 //! values.
 //!
-//! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this loss.
-//! To measure that time, the backward of the same loss runs with a leaf tensor in place of the output. The sustained backward
-//! is timed over training steps, forward and backward, that are launched back to back. From their mean time, the times of the
-//! forward and of the loss are subtracted.
+//! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this
+//! loss. To measure that time, the backward of the same loss runs with a leaf tensor in place of the output.
 //!
-//! The cases `cliffs` once were many times slower than a similar case, which is called their counterpart. The benchmark times
-//! each cliff together with its counterpart.
+//! The sustained time is the time per launch when launches follow back to back. For the backward, the benchmark launches
+//! whole training steps, forward and backward, back to back. From the mean time of a step, it subtracts the times of the
+//! forward and of the loss.
+//!
+//! The module `cliffs` lists cases in which attention was once many times slower than in a similar case, the counterpart.
+//! The benchmark times each of these cases together with its counterpart.
 
 mod bench;
 mod cases;

@@ -140,8 +140,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // This closure computes the loss from a leaf tensor in place of the output. Its backward gives the time that the loss
-        // itself takes, without attention.
+        // This closure computes the loss from a leaf tensor in place of the output. The backward of this loss contains no
+        // attention, so its time is the time to differentiate the loss alone.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

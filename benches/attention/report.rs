@@ -60,7 +60,7 @@ pub struct Row {
     pub kernel: String,
     /// The engine's plan with its tile sizes, or `None` for a peer.
     pub plan: Option<String>,
-    /// The refusals of the engines with a higher priority: each engine with the reason why it refused the case.
+    /// The engines with a higher priority than the chosen engine, each with the reason why it refused the case.
     pub refusals: Vec<String>,
     pub note: Option<String>,
     pub outcome: Outcome,

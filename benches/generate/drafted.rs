@@ -41,8 +41,8 @@ pub struct Drafted {
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass alone. The host waits for the draft tokens in this measurement, although
-    /// it does not wait for them within a pass.
+    /// The time to compute the draft tokens of a pass, without the rest of the pass. The host waits for the draft tokens in
+    /// this measurement, although it does not wait for them within a pass.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,

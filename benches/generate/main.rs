@@ -1,9 +1,9 @@
 //! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
 //! Prefill is the time from a prompt on the host to the first token on the host. In decoding, each token reaches the host
-//! before the benchmark requests the next token. At that time, the device may already run the forward of the next token, as in
-//! the program `generate`. The floor is a lower bound of a token's time: the time to read weights, keys and values from memory
-//! once. The floor assumes the bandwidth of an elementwise operation over a large tensor.
+//! before the benchmark requests the next token. When a token reaches the host, the device may already run the forward of
+//! the next token, as in the program `generate`. The floor is a lower bound of a token's time: the time to read weights,
+//! keys and values from memory once. The floor assumes the bandwidth of an elementwise operation over a large tensor.
 //!
 //! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The waits
 //! take time themselves. The times of the parts therefore show each part's share of a token's time, but their sum is not the

@@ -100,9 +100,9 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies. `all` is the number of all parameters of the model. Embedding
-/// tables are excluded, because a step reads only one row of a table per token. A table that is also the output head counts.
-/// Experts that the router does not select are excluded too.
+/// Returns the number of weights that a decode step multiplies. `all` is the number of all parameters of the model.
+/// Embedding tables are excluded, because a step reads only one row of a table per token. A table that is also the output
+/// head is included. Experts that the router does not select are excluded too.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {

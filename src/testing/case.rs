@@ -75,7 +75,7 @@ pub struct Case {
     /// The memory layouts of the query, the keys, the values and the output gradient.
     pub layouts: [Layout; 4],
     /// True if every optional tensor is expanded with stride 0 before the call. Before the expansion, the mask and the bias
-    /// have the sizes of their extents. The sinks then have one head, and the lengths and segments have one sequence.
+    /// have the sizes of their extents, the sinks have one head, and the lengths and segments have one sequence.
     pub expanded: bool,
     /// The factor by which the random queries and keys are multiplied.
     pub amplitude: f64,
@@ -144,7 +144,8 @@ impl Case {
     /// Returns random inputs, which depend only on the case and on `seed`.
     pub fn seeded(&self, seed: u64) -> Inputs {
         let mut hasher = DefaultHasher::new();
-        // Options that a case does not have are left out, so that the inputs stay the same when the operator gets a new option.
+        // The hash of the case seeds the random numbers. Absent options are left out of the hash, so that the inputs of
+        // existing cases stay the same when the operator gets a new option.
         let absent = [
             "query_lengths: None, ",
             "dropout: None, ",

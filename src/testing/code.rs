@@ -21,14 +21,14 @@ pub enum Change {
 /// The mask mod of a case.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Hide {
-    /// [`Sieve`], which hides other keys from each query.
+    /// [`Sieve`], which hides different keys from different queries.
     Sieve,
     /// [`KeySieve`], which hides the same keys from all queries.
     Keys,
 }
 
 /// A score mod that depends on score, head, query, key and sequence, and whose slope varies:
-/// `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the head's.
+/// `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the table's entry for the head.
 pub struct Bent;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -44,8 +44,8 @@ impl ScoreMod for Bent {
     }
 }
 
-/// A mask mod that hides about a quarter of all keys, by sequence, head, query and key. The table holds the number that `query +
-/// 3 · key + head + batch` modulo 4 must not have.
+/// A mask mod that hides about a quarter of all keys, by sequence, head, query and key. A key is hidden if
+/// `query + 3 · key + head + batch` modulo 4 equals the number in the table.
 pub struct Sieve;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -56,7 +56,8 @@ impl MaskMod for Sieve {
     }
 }
 
-/// A mask mod that hides every fourth key from all queries. The table holds the number that `key + batch` modulo 4 must not have.
+/// A mask mod that hides every fourth key from all queries. A key is hidden if `key + batch` modulo 4 equals the number in
+/// the table.
 pub struct KeySieve;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -66,7 +67,7 @@ impl MaskMod for KeySieve {
     }
 }
 
-/// The remainder that the mask mods of test cases hide.
+/// The number in the tables of the mask mods: the remainder modulo 4 for which a key is hidden.
 const HIDDEN: usize = 1;
 
 /// Returns the factor of a head in the table of [`Bent`].
@@ -95,7 +96,7 @@ impl Case {
         }
     }
 
-    /// Returns the score mod and the mask mod as a problem has them.
+    /// Returns the case's score mod and mask mod as an `AttentionProblem` stores them.
     pub fn code(&self) -> (Option<ScoreCode>, Option<MaskCode>) {
         let score_mod = self.score_mod.map(|change| match change {
             Change::Alibi => ScoreCode::of::<Alibi>(),
@@ -108,8 +109,8 @@ impl Case {
         (score_mod, mask_mod)
     }
 
-    /// Returns the score of query `i` and key `j` after the case's score mod. `offset` is the position of query 0 on the axis of
-    /// keys.
+    /// Returns the score of query `i` and key `j` after the case's score mod. `offset` is the position of query 0, counted
+    /// in keys.
     pub fn changed(&self, score: f64, [b, h, i, j]: [usize; 4], offset: i64) -> f64 {
         match self.score_mod {
             None => score,

@@ -76,9 +76,8 @@ pub struct Comparison {
     pub allowed: Deviation,
     /// The element with the largest error, as its index, its value and the expected value.
     pub worst: (usize, f64, f64),
-    /// The first element that is wrong beyond rounding, as its index, its value and the expected value. Either the element is
-    /// infinite or NaN although the expected value is finite, or the expected value is infinite and the element differs from
-    /// it.
+    /// The first element whose error rounding cannot explain, as its index, its value and the expected value. Such an
+    /// element is infinite or NaN although the expected value is finite, or it differs from an infinite expected value.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
@@ -130,9 +129,9 @@ impl Comparison {
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The largest of
-        // many normally distributed errors is a few times their root mean square. The largest error is even larger if a few
-        // rows have nearly all of the magnitude.
+        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The minimum is
+        // 4, because the largest of many normally distributed errors is a few times their root mean square. If a few rows of
+        // the result have nearly all of its magnitude, the largest error is larger still, and so is `peak`.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);
         let allowed = Deviation {
             mean: explained(baseline.mean) + (sums + precision.storage() / 4.0) * size + cancelled,

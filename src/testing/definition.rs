@@ -85,8 +85,8 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    /// Compares the results in `got` with the first exact results, in the same order. Returns the errors that exceed the
-    /// allowed errors.
+    /// Compares the results in `got` with the exact results. `got` may have only the first few of the results, in the same
+    /// order as the exact results. Returns the errors that exceed the allowed errors.
     pub fn far_among(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, got.len()).into_iter();
         far.map(|far| far.to_string()).collect()
@@ -94,7 +94,7 @@ impl<'a> Definition<'a> {
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
         // The first comparison uses the exact results as the baseline, so it allows only the rounding errors. Most results
-        // pass. The real baseline is computed only if a result fails, because its computation takes as long as everything else
+        // pass. The real baseline is computed only if a result fails, because computing it takes as long as all other work
         // together.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)

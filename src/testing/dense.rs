@@ -153,8 +153,8 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// All layouts. The layouts [`Sliced`](Self::Sliced) and [`Projection`](Self::Projection) occur with several widths of the
-    /// columns around the slice.
+    /// All layouts. The layouts [`Sliced`](Self::Sliced) and [`Projection`](Self::Projection) occur several times, with
+    /// different numbers of columns before and after the slice.
     pub const ALL: [Self; 10] = [
         Self::Contiguous,
         Self::HeadsLast,

@@ -18,8 +18,8 @@ pub struct Inputs {
     pub lse_gradient: Option<Dense>,
     /// The bias, with a shape that broadcasts to the scores `[batch, q_heads, q_len, kv_len]`.
     pub bias: Option<Dense>,
-    /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this array holds only one sink, `[1, 1, 1,
-    /// 1]`.
+    /// The sinks, `[1, q_heads, 1, 1]`. If the case expands its optional tensors, this array holds a single sink for all
+    /// heads, `[1, 1, 1, 1]`.
     pub sinks: Option<Dense>,
     /// The mask, in a shape that broadcasts to the scores. The element 1 means a visible key, and the element 0 means a hidden
     /// key.
@@ -48,11 +48,11 @@ pub struct Extras {
     pub query_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The intervals of visible keys. An element is a tensor of first visible keys and a tensor of ends (one past the last
-    /// visible key), each `[batch, q_len]`.
+    /// The intervals of visible keys. Each element is a pair of tensors `[batch, q_len]`: the first visible keys, and the
+    /// ends (one past the last visible key).
     pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf holds
-    /// only one sink, `[1]`.
+    /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf
+    /// holds a single sink for all heads, `[1]`.
     pub sinks: Option<Tensor<1>>,
     /// The device of the tensors.
     pub device: Device,
@@ -125,9 +125,8 @@ impl Extras {
     }
 }
 
-/// Creates a tensor of sequence lengths. The tensor has the device's default integer dtype if all lengths fit in 32 bits.
-/// Otherwise the tensor has 64 bits if the device supports 64-bit integers. On other devices the lengths are clamped to 32
-/// bits.
+/// Creates a tensor of sequence lengths. If all lengths fit in 32 bits, the tensor has the device's default integer dtype.
+/// Longer lengths need 64-bit integers. If the device does not support 64-bit integers, the lengths are clamped to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

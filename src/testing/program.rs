@@ -29,8 +29,8 @@ impl From<Output> for Ended {
 
 /// Returns the command that runs the example `name`. The command has no input, and its output is captured.
 ///
-/// `cargo test` builds the examples before it runs a test. `cargo test --test …` does not build the examples, so the existing
-/// ones are run.
+/// `cargo test` builds the examples before it runs a test. `cargo test --test …` does not build the examples, so the test
+/// runs the examples of an earlier build.
 ///
 /// # Panics
 /// Panics if the example is not built in the profile of the calling test.
@@ -40,8 +40,8 @@ pub fn example(name: &str) -> Command {
 
 /// Returns the command that runs a subcommand of `gemma4`, such as `run`. The command has no input, and its output is captured.
 ///
-/// `cargo test --workspace` builds the program, because its package has an integration test. Other Cargo commands do not build
-/// the program, so the existing one is run.
+/// `cargo test --workspace` builds the program, because its package has an integration test. `cargo test` with other
+/// arguments may not build the program. The test then runs the program of an earlier build.
 ///
 /// # Panics
 /// Panics if the program is not built in the profile of the calling test.

@@ -320,8 +320,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // If heads or sequences share one stored tensor, the gradients of all of them are added up. The magnitude of that sum
-        // is the magnitude of one gradient, times the square root of the number of gradients.
+        // If heads or sequences share one stored tensor, the gradients of all these heads or sequences are added up. The sum
+        // has the magnitude of one gradient, times the square root of the number of gradients.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

@@ -5,7 +5,8 @@ use super::dense::Dense;
 use super::inputs::Inputs;
 use attention_cube::CausalAlignment::BottomRight;
 
-/// The queries that see no key, and the keys that no query sees. Their data does not affect any result.
+/// The queries that see no key, and the keys that no query sees. The data of these queries and keys does not affect any
+/// result.
 pub struct Unused {
     /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.
     pub queries: Vec<bool>,
@@ -85,7 +86,8 @@ impl Case {
 /// Returns the length of sequence `b`, clamped to `0..=most`, or `most` without lengths.
 fn own(lengths: &Option<Vec<i64>>, b: usize, most: usize) -> i64 {
     let most = most as i64;
-    // If the lengths are expanded, the list has one entry for all sequences. The remainder of `b` selects it.
+    // If the lengths are expanded, the list has one entry for all sequences. The modulo operation selects this entry for
+    // every `b`.
     let own = lengths.as_ref().map(|lengths| lengths[b % lengths.len()]);
     own.map_or(most, |own| own.clamp(0, most))
 }

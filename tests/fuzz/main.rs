@@ -1,10 +1,10 @@
 //! Fuzzes all file formats that this project reads. Reading a randomly broken file must end with a result or an error. The
 //! reader must not panic, abort, allocate more than 1 GB, or take more than half a minute.
 //!
-//! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first reads the
-//! files of the corpus. Then it reads randomly mutated files for `--seconds`. Under `cargo test` this time is 0, and `cargo
-//! xtask fuzz` sets a longer time. The process records each input before reading it, so the input that caused a crash is known.
-//! That input is kept in Cargo's target folder. The fix of the crash adds it to the corpus.
+//! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first reads
+//! the files of the corpus. Then it reads randomly mutated files for `--seconds`. Under `cargo test` this time is 0, and
+//! `cargo xtask fuzz` sets a longer time. The process records each input before reading it, so the input that caused a crash
+//! is known. The input of a crash is kept in Cargo's target folder. Whoever fixes the crash adds this input to the corpus.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");

@@ -90,8 +90,8 @@ pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
         report(target, fault, &said, Note::input(&state), &folder);
     }
     for path in [state, errors] {
-        // An error is ignored, because a file that remains does no harm: its name contains the process id, so no later run
-        // reads it.
+        // If the file cannot be removed, the error is ignored. The remaining file does no harm, because its name contains
+        // the process id, so no later run reads the file.
         let _ = fs::remove_file(path);
     }
     fault.is_none()

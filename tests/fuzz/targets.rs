@@ -122,7 +122,7 @@ fn logits(model: &Gemma4Model) -> Result<Vec<f32>, String> {
 /// Removes the file at `path` and then writes it. Overwriting the file would take a hundred times as long on some file systems,
 /// which flush overwritten files to disk at once.
 fn write(path: &Path, contents: &[u8]) {
-    // An error is ignored, because the file does not exist before the first write.
+    // The removal may fail, because the file does not exist before the first write. This error is ignored.
     let _ = fs::remove_file(path);
     fs::write(path, contents).expect("the file is writable");
 }
@@ -266,8 +266,8 @@ fn is_small(config: &Gemma4Config) -> bool {
     config.num_layers() <= 8 && sizes.iter().all(|size| *size <= 512)
 }
 
-/// Returns a reader of a drafter's `config.json`. If the configuration is valid, a drafter with it must draft tokens for a
-/// model whose KV cache fits the drafter.
+/// Returns a reader of a drafter's `config.json`. If the configuration is valid, a drafter with this configuration must
+/// draft tokens for a model whose KV cache fits the drafter.
 fn drafter() -> Read {
     Box::new(|input| {
         let config = said(DrafterConfig::from_json(&text(input)))?;
@@ -359,8 +359,8 @@ fn template() -> Read {
         let template = said(ChatTemplate::from_source(&text(input)))?;
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
-        // The description is a run of letters as long as the rendered text, up to a limit. Descriptions of different lengths
-        // differ, so the worker keeps an input for each new length.
+        // The description is a run of letters as long as the rendered text, up to a limit. So texts of different lengths
+        // have different descriptions, and the worker keeps an input for each new length.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }

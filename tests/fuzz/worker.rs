@@ -11,10 +11,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The maximum number of broken inputs that are kept in memory to be mutated further. An input is kept if the description of
-/// its result was new.
+/// The maximum number of broken inputs that the worker keeps in memory and mutates further. The worker keeps an input if the
+/// description of its result was new.
 const KEPT: usize = 2048;
-/// The number of words at the start of a message that decide if the message is new.
+/// The number of words at the start of a message that are compared with earlier messages. If these words are new, the
+/// message counts as new.
 const WORDS: usize = 8;
 /// The maximum length of an input in bytes. Longer inputs are skipped.
 const LONGEST: usize = 256 << 10;
@@ -59,7 +60,8 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let end = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < end {
         // About half of the new inputs are mutations of files in the corpus. The other half starts from any known input. The
-        // kept inputs are broken already, so mutating only them would lead away from valid files.
+        // kept inputs are broken already. Mutating only the kept inputs would give files that are ever further from valid
+        // files.
         let known = match random.random_bool(0.5) {
             true => &inputs[..of_corpus],
             false => &inputs[..],

@@ -1,6 +1,6 @@
-//! Tests that a cached text gives the same logits if it is prefilled at once or in portions. The portions are single tokens,
-//! chunks, and padded batches. The texts are longer than the sliding window, and longer than the number of slots by which
-//! buffers grow. The tests also cover a cache with compact keys, which stores less.
+//! Tests that a text in the KV cache gives the same logits regardless of whether it is prefilled at once or in portions. The
+//! portions are single tokens, chunks, and padded batches. The texts are longer than the sliding window, and longer than the
+//! number of slots by which buffers grow. The tests also cover caches with compact keys, which take less memory.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
@@ -79,8 +79,9 @@ fn cache_read_by_portions_gives_the_logits_of_one_pass() {
     });
 }
 
-/// A forward that computes only the last positions gives the same logits there as a forward over all positions. Layers that use
-/// the keys and values of an earlier layer skip the other positions.
+/// A forward that computes only the last positions gives the same logits for these positions as a forward over all
+/// positions. In such a forward, layers that use the keys and values of an earlier layer skip all positions but the last
+/// ones.
 #[test]
 fn cache_logits_of_last_positions_equal_the_whole() {
     on_every_device(|fixture, gemma, device| {
@@ -139,7 +140,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     let vocabulary = gemma.config().vocab_size;
     let mut found: Vec<Vec<f32>> = vec![Vec::new(); rows.len()];
     let mut start = 0;
-    // In one sequence, the first portion consists only of padding. A short portion and single tokens follow.
+    // The first portion is so long that one sequence has only padding in it. A short portion and single tokens follow.
     for portion in [longest - 19, 4].into_iter().chain([1; 15]) {
         let end = start + portion;
         let columns: Vec<&[u32]> = rows.iter().map(|row| &row[start..end]).collect();
@@ -191,8 +192,8 @@ fn cache_bytes_equal_window_and_block_sizes() {
     let device = Device::flex();
     let fixture = Fixture::open("dense-ple");
     let gemma = fixture.load(&device, DType::F32);
-    // The factors are 2 for keys and values, and 4 bytes per f32. Each of two sliding layers has 8 slots of 32 columns. One
-    // full layer has a block of 256 slots of 64 columns.
+    // The size has the factor 2 for keys and values, and the factor 4 for the bytes of an f32. Each of two sliding layers
+    // has 8 slots of 32 columns. One full layer has a block of 256 slots of 64 columns.
     let expected = 2 * 4 * (2 * 8 * 32 + 256 * 64);
     for (_, cache) in CACHES {
         // This model computes its values separately from its keys, so even the compact cache stores complete keys and

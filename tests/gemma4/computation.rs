@@ -38,8 +38,8 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // transformers returns the last layer's output only after the final norm. The fixture therefore has no such output
-            // without the norm, and this tensor is not compared.
+            // transformers returns the last layer's output only after the final norm. The fixture therefore lacks the output
+            // before the norm, and the test does not compare this tensor.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }

@@ -1,6 +1,7 @@
-//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases run the decode
-//! kernels and the layers, with and without CUDA graph capture. The batches have one or several sequences of equal or different
-//! lengths. The texts exceed the window and the allocated buffers, for both kinds of cache.
+//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases decode by the
+//! decode kernels or by the model's layers, with and without CUDA graph capture. The batches have one or several sequences
+//! of equal or different lengths. The texts exceed the window and the allocated buffers, both in ordinary caches and in
+//! caches with compact keys.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};

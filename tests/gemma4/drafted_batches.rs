@@ -1,6 +1,6 @@
 //! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
-//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. The texts are greedy
-//! and sampled. The passes have few rows, which the decode kernels support, or more rows than that.
+//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. Some texts are
+//! greedy, and others are sampled. Some passes have few enough rows for the decode kernels, and others have too many.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -17,9 +17,9 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns four prompts. After the first prompt, the lookup finds many draft tokens, because the prompt contains its own
-/// answer. After the second prompt, it finds some draft tokens, because the model repeats itself. After the last two prompts,
-/// it finds few draft tokens.
+/// Returns four prompts. The lookup finds draft tokens in earlier text. After the first prompt, the lookup finds many,
+/// because the prompt contains its own answer. After the second prompt, the lookup finds some, because the model repeats
+/// itself. After the last two prompts, the lookup finds few.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -114,8 +114,8 @@ fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     }
 }
 
-/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only. Other
-/// devices would add nothing, because the host samples the tokens if a pass has several rows per sequence.
+/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only. Tests on
+/// GPUs would add nothing, because the host samples the tokens whenever a pass has several rows per sequence.
 #[test]
 fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");

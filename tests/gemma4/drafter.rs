@@ -1,6 +1,7 @@
-//! Tests drafters, the small models that compute draft tokens. On the same tiny checkpoints, their draft tokens and hidden
-//! states equal the results of transformers, with both kinds of output head. A text generated with a drafter equals the text
-//! without it. A drafter that does not fit the model is refused, and the error names the difference.
+//! Tests drafters, the small models that compute draft tokens. The draft tokens and hidden states equal the results of
+//! transformers on the same tiny checkpoints. The drafters have either kind of output head, with or without groups of
+//! tokens. A text generated with a drafter equals the text without it. A drafter that does not fit the model is refused, and
+//! the error names the difference.
 
 mod refused;
 
@@ -155,9 +156,10 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// Draft tokens can stay on the device until the model's pass verifies them, or the host can pass them on. Both ways give the
-/// same results. Two decoders process a text longer than the window, one decoder per way. The test chooses which row of a pass
-/// counts as the last accepted token. Both decoders continue from the hidden state of that row and forget the rows after it.
+/// Draft tokens can stay on the device until the model's pass verifies them, or the host can read them and pass them to the
+/// model. Both ways give the same results. Each of two decoders processes the same text in one of the two ways. The text is
+/// longer than the window. After each pass, the test itself chooses the row that counts as the last accepted token. Both
+/// decoders continue from the hidden state of that row and forget the rows after it.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {
@@ -341,8 +343,8 @@ fn drafter_of_random_weights_leaves_the_text_unchanged() {
     }
 }
 
-/// If a drafter knows the model's text, the model accepts all of its draft tokens. The text also ends correctly between two
-/// draft tokens of a pass.
+/// If a drafter knows the model's text, the model accepts all draft tokens of the drafter. The text also ends correctly
+/// between two draft tokens of a pass.
 #[test]
 fn drafter_with_right_tokens_accepts_all() {
     for device in devices() {

@@ -88,8 +88,8 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// Penalties, suppressed tokens, min-p and all other sampling options depend on the text before each token, also if draft
-/// tokens are part of this text. The random numbers are drawn in the same order as without draft tokens.
+/// Penalties, suppressed tokens, min-p and all other sampling options depend on the text before each token, even if this
+/// text contains draft tokens. The random numbers are drawn in the same order as without draft tokens.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -138,9 +138,9 @@ fn drafts_seed_gives_the_tokens_without_drafts() {
     assert!(accepted > 0);
 }
 
-/// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the second
-/// and third token of many texts with the expected counts. The expected counts follow from the model's probabilities of each
-/// token after the tokens before it. All but five tokens of the vocabulary are suppressed.
+/// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the
+/// second and third token of many texts with the expected counts. The expected counts follow from the probabilities that the
+/// model gives each token after the tokens before it. All but five tokens of the vocabulary are suppressed.
 #[test]
 fn drafts_sampled_tokens_have_the_models_distribution() {
     const TEXTS: usize = 1500;

@@ -1,6 +1,7 @@
-//! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have hostile logits,
-//! every cut (top-k, top-p, min-p), and every dtype. Another test checks the distribution of the drawn tokens. Generated texts
-//! are the same too, with or without graph capture, with penalties, alone and in batches.
+//! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have every cut
+//! (top-k, top-p, min-p), every dtype, and difficult logits such as ties and NaN. Another test checks the distribution of
+//! the drawn tokens. The tests also compare whole texts that kernels and host sample: with and without graph capture, with
+//! penalties, alone and in batches.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -140,8 +141,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently. Two neighboring tokens share a boundary between their intervals of
-            // random numbers. Rounding moves this boundary by a millionth, so a single draw may differ.
+            // Devices may round exponentials differently. A token is drawn if the random number lies in the token's
+            // interval. Rounding moves the boundary between two intervals by a millionth, so a single draw may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -361,8 +362,8 @@ fn sampling_with_too_few_samplers_is_refused() {
     assert!(error.is_err());
 }
 
-/// Returns the generated texts twice: sampled by kernels, and sampled on the host. Sampling takes place on the host if logprobs
-/// are requested.
+/// Returns the generated texts twice: sampled by kernels, and sampled on the host. The function requests logprobs to make
+/// the decoder sample on the host.
 fn texts(gemma: &Gemma4, prompts: &[Prompt], options: &GenerateOptions) -> [Vec<Vec<u32>>; 2] {
     [None, Some(0)].map(|logprobs| {
         let options = GenerateOptions {

@@ -1,5 +1,6 @@
-//! Tests how texts end, and which kind each piece of a text has. The tests cover stop strings that begin or end inside tokens,
-//! and cancellation during the prefill. The tests also cover thoughts and tool calls, which are separated from the answer.
+//! Tests how texts end, and whether each piece of a text counts as answer, thought or tool call. The tests cover stop
+//! strings that begin or end inside tokens, and cancellation during the prefill. Thoughts and tool calls must be separated
+//! from the answer.
 
 use crate::fixture::{Fixture, greedy};
 use crate::programs::folder::{Folder, WRITING, written};
@@ -80,7 +81,8 @@ fn stop_string_ends_the_text() {
         assert_eq!(found.finish_reason, ended, "{strings:?}");
         assert!(whole.text.starts_with(&found.text), "{strings:?}");
     }
-    // The first byte of `É` alone is not a replacement character, so this stop string does not match.
+    // The stop string is the replacement character, which often stands for an incomplete UTF-8 character. The first byte of
+    // `É` alone must not match this stop string.
     assert_eq!(until(&["\u{FFFD}"]).finish_reason, FinishReason::Length);
     assert_eq!(until(&["cat"]).text, "the cat");
     assert_eq!(until(&["É"]).text, "the catÉ");

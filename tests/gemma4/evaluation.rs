@@ -59,8 +59,7 @@ fn assert_close(found: f64, expected: f64, what: &str) {
 #[test]
 fn evaluation_loss_equals_transformers() {
     for device in devices() {
-        // A device with kernels uses the same kernels for the losses of all fixtures, so one fixture is enough on such a
-        // device.
+        // On a device with kernels, the same kernels compute the losses of all fixtures, so one fixture is enough.
         let count = if device.name == "flex" { usize::MAX } else { 1 };
         for fixture in Fixture::all().take(count) {
             let Some(expected) = fixture.gradients() else {
@@ -101,8 +100,9 @@ fn evaluation_in_windows_and_shared_rows_equals_the_definition() {
     };
     let long = random(21, 5);
     let (length, stride) = (8, 3);
-    // The cost includes all tokens of the first window, 3 tokens of each of the next windows, and one token of the last window.
-    // Each later window starts with the text's first token, and its other uncounted tokens are context.
+    // The cost includes all tokens of the first window, 3 tokens of each of the next windows, and one token of the last
+    // window. Each window after the first starts with the text's first token. The tokens between this token and the counted
+    // tokens are context.
     let mut expected = definition(&gemma, &long[..8], 7);
     for (end, counted) in [(11, 3), (14, 3), (17, 3), (20, 3), (21, 1)] {
         let window = [&long[..1], &long[end - 7..end]].concat();
@@ -140,8 +140,8 @@ fn evaluation(model: &Path, data: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// `evaluate` reports the cross entropy of each document and of all documents together. An adapter that `finetune` has trained
-/// lowers the cross entropy. Quantized weights hardly change it.
+/// `evaluate` reports the cross entropy of each document and of all documents together. An adapter that `finetune` has
+/// trained lowers the cross entropy. Quantized weights hardly change the cross entropy.
 #[test]
 fn evaluate_reports_the_validation_loss_of_finetune() {
     let base = Folder::copy("dense-ple");
@@ -159,8 +159,9 @@ fn evaluate_reports_the_validation_loss_of_finetune() {
     assert_eq!(documents.len(), 200);
     assert_eq!(documents[199]["line"], 200);
     let of = |told: &Value| told["cross_entropy"].as_f64().expect("field is a number");
-    // Every fifth document has the same text. The equal documents lie at different positions of their rows, and a GEMM on the
-    // CPU may add in another order at another position.
+    // Every fifth document has the same text, so its cost must be the same except for rounding. Rounding may differ because
+    // the equal documents lie at different positions of their rows. A GEMM on the CPU may add in another order at another
+    // position.
     let (first, fifth) = (of(&documents[0]), of(&documents[5]));
     let error = (first - fifth).abs();
     assert!(

@@ -1,6 +1,6 @@
 //! Tests that a mixture of experts (MoE) gives the same results with kernels as on the host. The sizes are no multiples of a
-//! tile. The tests compare the selected experts, including ties, the logits of one forward and of decode steps, and every
-//! gradient. Experts that no token selects have gradients of zero. Two runs give bitwise equal results.
+//! tile. The tests compare the selected experts (even if probabilities are equal), the logits of one forward and of decode
+//! steps, and every gradient. Experts that no token selects have gradients of zero. Two runs give bitwise equal results.
 
 use crate::{
     devices::devices,
@@ -80,8 +80,8 @@ impl Case {
     /// Returns a model that has the same parameters on every device.
     fn model(&self, device: &Device) -> Gemma4Model {
         let config = Gemma4Config {
-            // All sizes except those of the experts equal the sizes of the fixture `moe`. Other tests have already compiled and
-            // tuned the kernels for the sizes of that fixture.
+            // All sizes except the sizes of the experts equal the sizes of the fixture `moe`. The tests that use this
+            // fixture have already compiled and tuned the kernels for its sizes.
             vocab_size: VOCABULARY,
             vocab_size_per_layer_input: VOCABULARY,
             hidden_size: 64,

@@ -7,8 +7,8 @@ use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 use std::{collections::HashMap, fs, path::PathBuf};
 
-/// The names of all fixtures. The first is a model like E2B, and the second is the same model as a multimodal checkpoint in
-/// bf16. The next two are models like 31B and 26B, and the last model has head sizes 256 and 512.
+/// The names of all fixtures. The first is a model like E2B. The second holds the same model in the form of a multimodal
+/// checkpoint in bf16. The next two are models like 31B and 26B, and the last model has head sizes 256 and 512.
 pub const ALL: [&str; 5] = [
     "dense-ple",
     "dense-ple-mm-bf16",

@@ -175,7 +175,8 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// In a nearly full ring buffer, a session can go back as far after discarded passes ahead as without passes ahead.
+/// A session can go back to an earlier position of its text even if its ring buffers are nearly full. Discarded passes ahead
+/// do not shorten the distance that the session can go back.
 #[test]
 fn session_goes_back_after_discarded_passes() {
     for device in devices() {

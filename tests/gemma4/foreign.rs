@@ -1,5 +1,5 @@
-//! Tests checkpoints and adapters in formats that are not supported. Each error names the format instead of the first
-//! unexpected field or tensor.
+//! Tests checkpoints and adapters in formats that are not supported. The error for each of them names the format, not merely
+//! the first unexpected field or tensor.
 
 use crate::fixture::{folder, values};
 use crate::programs::folder::Folder;
@@ -28,8 +28,8 @@ fn load(path: &Path) -> Result<Gemma4Model, Gemma4Error> {
     Gemma4Model::load(path, &Device::flex(), LoadOptions::new())
 }
 
-/// Returns a fixture's `config.json` after setting one more field. The field lies in the object `inside`, or at the top level
-/// if `inside` is `None`.
+/// Returns a fixture's `config.json` with one additional field. The field is added to the object `inside`, or at the top
+/// level if `inside` is `None`.
 fn config(fixture: &str, inside: Option<&str>, field: &str, value: Value) -> String {
     let text =
         fs::read_to_string(folder(fixture).join("config.json")).expect("the file is readable");
@@ -141,8 +141,9 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The error names the GGUF file and its format in three situations. The file is loaded by its path, it lies in a folder with
-/// or without a configuration, or it has the name of another file. The GGUF file of this test is only a header.
+/// The error names the GGUF file and its format in three situations. The file is loaded by its path, it lies in a folder
+/// with or without a configuration, or it has the misleading name `model.safetensors`. The GGUF file of this test is only a
+/// header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
@@ -195,7 +196,7 @@ fn weights_of_other_programs_are_refused_by_name() {
     );
 }
 
-/// If the folder has no file of another format either, the error names the missing file.
+/// If the folder has no weights at all, in this format or another, the error names the missing file.
 #[test]
 fn missing_file_is_named() {
     let folder = Folder::copy("dense-ple");
@@ -304,8 +305,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// Adapters of unsupported kinds are refused. For these kinds, PEFT does not compute `weight + alpha / r · B · A`, or it
-/// changes the base weights first.
+/// Adapters of unsupported kinds are refused. For some of these kinds, PEFT computes something else than
+/// `weight + alpha / r · B · A`. For other kinds, PEFT changes the base weights before it adds the product.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [

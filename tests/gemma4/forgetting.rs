@@ -1,6 +1,6 @@
 //! Tests caches that forget columns, as after rejected draft tokens. The cases combine forgetting with padding, with buffers
-//! that grow, and with passes of more tokens than spare slots. In other cases, ring buffers wrap around, or a text is forgotten
-//! completely.
+//! that grow, and with passes that have more tokens than the ring buffer has spare slots. In other cases, ring buffers wrap
+//! around, or a text is forgotten completely.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -92,8 +92,8 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     }
 }
 
-/// If a decoder's cache has forgotten all columns, the decoder starts again, and the decode kernels continue from the new
-/// tokens.
+/// If a decoder's cache has forgotten all columns, the decoder starts a new text, and the decode kernels continue this new
+/// text.
 #[test]
 fn cache_forget_everything_starts_again() {
     for device in devices() {

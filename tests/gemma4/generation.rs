@@ -1,5 +1,5 @@
-//! Tests that generated tokens equal the tokens of transformers: alone, in chunks, in batches and in sessions. Sampling and
-//! stopping follow their options.
+//! Tests that generated tokens equal the tokens of transformers: for single prompts, with prefill in chunks, in batches and
+//! in sessions. Also tests the options for sampling and for the end of a text.
 
 use crate::fixture::{Fixture, greedy, on_every_device};
 use burn::tensor::{DType, Device};
@@ -41,7 +41,8 @@ fn generate_greedy_tokens_equal_transformers() {
 }
 
 /// The size of the prefill chunks does not change a text. The texts are longer than the window, and longer than the first
-/// allocation of a full layer's buffers. The cases are single prompts, draft tokens, and batches of equal and unequal lengths.
+/// allocation of a full layer's buffers. The cases are single prompts, texts with draft tokens, and batches of prompts of
+/// equal and unequal lengths.
 #[test]
 fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {
@@ -219,7 +220,8 @@ fn generate_seed_fixes_the_sampled_tokens() {
     assert_ne!(sampled(1), sampled(2));
 }
 
-/// The end of a turn stops an answer, although the checkpoint of the embedded base model lists only `<eos>` as a stop token.
+/// The token that ends a turn stops an answer, although the checkpoint of the embedded base model lists only `<eos>` as a
+/// stop token.
 #[test]
 fn chat_options_stop_at_the_end_of_a_turn() {
     let gemma =

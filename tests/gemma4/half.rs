@@ -1,5 +1,5 @@
-//! Tests half precision. The logits in half precision are as close to the f32 logits as the half-precision logits of
-//! transformers.
+//! Tests half precision. The half-precision logits are as close to the f32 logits of transformers as the half-precision
+//! logits of transformers are.
 
 use crate::{
     devices::devices,
@@ -19,8 +19,8 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// An observer that finds the first position at which rounding makes the router select other experts than in f32. From that
-/// position on, logits differ by arbitrary amounts, here and in transformers. The comparison therefore excludes these
-/// positions.
+/// position on, logits differ by arbitrary amounts, here and in transformers. The comparison therefore excludes this
+/// position and all later positions.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
@@ -67,9 +67,9 @@ impl Observer for Routing<'_> {
     }
 }
 
-/// The errors are measured from the f32 logits of transformers. Two correct orders of summation differ by rounding. The limit
-/// for bf16 is therefore 1.5 times the error that transformers has in bf16. f16 has three bits of precision more, so its limit
-/// is the error of transformers itself.
+/// The errors are measured from the f32 logits of transformers. The limit for bf16 is 1.5 times the error that transformers
+/// has in bf16, because two correct orders of summation differ by rounding. f16 has three bits of precision more than bf16,
+/// so the limit for f16 is just the bf16 error of transformers.
 #[test]
 fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {
@@ -119,8 +119,8 @@ fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     }
 }
 
-/// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Compact keys share columns
-/// with the values, so they are rounded at another point of the computation.
+/// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Compact keys share
+/// columns with the values, so they are rounded at another point of the computation than separate keys.
 #[test]
 fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     for device in devices() {

@@ -1,5 +1,5 @@
-//! Tests the options that limit the length and the beginning of texts: `min_new_tokens`, `min_length`, `max_length` and
-//! `begin_suppress_tokens`. The options work as in the logits processors of transformers.
+//! Tests the options that limit the length of a text or exclude tokens from its beginning: `min_new_tokens`, `min_length`,
+//! `max_length` and `begin_suppress_tokens`. The options work as in the logits processors of transformers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy, tokens, values};
@@ -192,8 +192,8 @@ fn max_length_counts_the_prompt() {
     }
 }
 
-/// The file `generation_config.json` sets the length options. `max_new_tokens` in this file overrides its `max_length`, and a
-/// bad word is never chosen.
+/// The file `generation_config.json` sets the length options. If the file has both `max_new_tokens` and `max_length`,
+/// `max_new_tokens` applies. A bad word that is a single token is never chosen.
 #[test]
 fn length_options_are_read_from_generation_config() {
     let folder = crate::programs::folder::Folder::copy("dense-ple");

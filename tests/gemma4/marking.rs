@@ -1,4 +1,4 @@
-//! Tests the marking of special tokens in messages, with vocabularies that are made to defeat it.
+//! Tests the marking of special tokens in messages, with vocabularies that are made to defeat the marking.
 
 use burn_gemma4::{Gemma4Error, Tokenizer};
 use proptest::prelude::*;

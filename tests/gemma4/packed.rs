@@ -1,6 +1,6 @@
 //! Tests checkpoint folders whose weights are packed by the Python package compressed-tensors. The dequantized weights equal
 //! the weights of the unpacked checkpoints bit for bit, and the generated texts are the same. The script
-//! `tests/fixtures/compressed/make.py` made the folders with that package.
+//! `tests/fixtures/compressed/make.py` made the folders with this package.
 
 use crate::fixture::{self, assert_close, greedy, values};
 use crate::programs::folder::{Folder, tensors};
@@ -13,8 +13,9 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf};
 use tempfile::TempDir;
 
-/// The folders of packed checkpoints. The first folder has 4-bit weights in groups. The second folder has 4-bit and 8-bit
-/// weights, with and without zero points, in groups and by rows. The third folder has separate experts.
+/// The folders of packed checkpoints. The first folder has 4-bit weights with one scale per group of columns. The second
+/// folder has 4-bit and 8-bit weights, with and without zero points, and with one scale per group or per row. The third
+/// folder stores each expert in its own tensors.
 const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
 
 /// The expected results of a checkpoint folder.
@@ -347,7 +348,7 @@ fn packed_wrong_tensors_are_named() {
     }
     let folder = changed(&|tensors| {
         for (name, tensor) in tensors.iter_mut() {
-            // The changed tensors form a complete matrix, but this matrix has only half of the rows of the model's matrix.
+            // The changed tensors form a complete matrix, but with only half as many rows as the model needs.
             if name.starts_with(module) {
                 let rows = tensor.shape[0] / 2;
                 match name.ends_with("weight_shape") {

@@ -1,7 +1,7 @@
-//! Tests packed documents: each document has the same logits and gradients as alone. In half precision, neither packed nor
-//! padded tokens make a gradient NaN.
+//! Tests packed documents: each document has the same logits and gradients in a packed row as alone. In half precision,
+//! neither packed documents nor padding make a gradient NaN.
 //!
-//! The results of single documents are computed only once, on the CPU, because a GPU would compile other kernels for every
+//! The results of single documents are computed only once, on the CPU, because a GPU would compile new kernels for every
 //! length.
 
 use crate::{

@@ -1,6 +1,6 @@
 //! Tests the table of per-layer embeddings in three places: on the host, on the device in one buffer, and on the device in
-//! several buffers. All three give bitwise equal embeddings and the same texts. By default the table is stored where it fits. A
-//! wrong file is refused before the table is read from it.
+//! several buffers. All three give bitwise equal embeddings and the same texts. By default, the table is on the device if it
+//! fits, and otherwise on the host. A wrong file is refused before the table is read from this file.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, tokens, values};
@@ -81,7 +81,7 @@ fn load(name: &str, device: &Device, options: LoadOptions<'_>) -> Gemma4 {
 /// buffers.
 fn everywhere(case: (&str, Quantization), device: &Device, dtype: DType) -> [Gemma4; 3] {
     let (name, quantization) = case;
-    // The option `quantization` does not quantize a table on the host. For a file that is already quantized, the table has the
+    // The option `quantization` does not quantize a table on the host. If the file itself is quantized, the table has the
     // same elements in all three places.
     let form = || LoadOptions::new().dtype(dtype).quantization(quantization);
     let on_device = form().per_layer_table(PerLayerTable::Device);
@@ -453,7 +453,7 @@ fn per_layer_table_beyond_the_largest_buffer_is_refused() {
     );
 }
 
-/// A wrong file is refused before the table is read from it. A token outside of the table is refused too.
+/// A wrong file is refused before the table is read from this file. A token that has no row in the table is also refused.
 #[test]
 fn per_layer_table_of_wrong_file_or_token_is_refused() {
     let from = folder("dense-ple");

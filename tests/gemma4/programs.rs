@@ -1,7 +1,7 @@
 //! Tests the subcommands of `gemma4` as from a command line: their output, their exit codes, and their files.
 //!
-//! `cargo test --workspace` builds the program before the tests run. `cargo test --test gemma4` does not build the program, so
-//! the existing one is run.
+//! `cargo test --workspace` builds the program before the tests run. `cargo test --test gemma4` does not build the program,
+//! so the tests run the program of an earlier build.
 
 mod answers;
 pub mod folder;

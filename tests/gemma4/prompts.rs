@@ -1,5 +1,5 @@
-//! Tests prompts. If a message spells out a special token, the prompt contains it as plain text. A text has exactly one BOS
-//! token.
+//! Tests prompts. If a message spells out a special token, the prompt contains this spelling as plain text. A tokenized text
+//! has exactly one BOS token.
 
 use crate::fixture::{Fixture, folder};
 use burn::tensor::{DType, Device};

@@ -113,8 +113,8 @@ pub fn adapted(model: Gemma4Model) -> Gemma4Model {
     model
 }
 
-/// Returns a loss and the gradients of the LoRA matrices. The gradients are computed by one backward, or layer by layer if
-/// `by_layer` is true.
+/// Returns a loss and the gradients of the LoRA matrices. If `by_layer` is true, the gradients are computed layer by layer,
+/// and otherwise by one backward through the whole model.
 pub fn learned(
     model: &Gemma4Model,
     device: &Device,
@@ -147,7 +147,8 @@ pub fn learned(
 #[test]
 fn qlora_gradients_equal_those_over_dequantized_weights() {
     for device in devices() {
-        // Other devices compile kernels for every format and operator. On these devices, one case with one strategy is enough.
+        // All devices except the CPU device `flex` compile kernels for every format and operator. On these devices, one case
+        // with one checkpointing strategy is enough.
         let is_flex = device.name == "flex";
         let (cases, ways) = if is_flex {
             (&CASES[..], 2)

@@ -108,8 +108,8 @@ fn quantized_model_tokens_and_logits_equal_the_dequantized_model() {
     }
 }
 
-/// The decode kernels over quantized weights give the logits of the dequantized model. The batch sizes are one, a few, the
-/// maximum of the decode kernels, and more than this maximum.
+/// The decode kernels over quantized weights give the logits of the dequantized model. The batches have one sequence, a few
+/// sequences, the maximum number that the decode kernels support, and more than this maximum.
 #[test]
 fn quantized_decode_by_kernels_equals_the_dequantized_model() {
     for device in devices() {
@@ -205,8 +205,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
     }
 }
 
-/// If a loaded model is quantized, its logits equal the logits of a model that is quantized while loading. The quantized model
-/// can be dequantized again.
+/// A model that is quantized after loading has the same logits as a model that is quantized while loading. The quantized
+/// model can be dequantized again.
 #[test]
 fn quantize_of_a_loaded_model_equals_quantizing_while_loading() {
     let device = Device::flex();

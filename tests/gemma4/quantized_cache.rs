@@ -1,6 +1,7 @@
 //! Tests the int8 KV cache. The logits stay close to the logits with the full-precision cache. The tests cover prefill in
-//! portions, decode kernels, graph capture, batches of any lengths, compact keys, draft tokens, and session files. The int8
-//! cache takes less memory than the full-precision cache. Head sizes that cannot be packed are refused.
+//! portions, decode kernels, graph capture, batches of sequences of different lengths, compact keys, draft tokens, and
+//! session files. The int8 cache takes less memory than the full-precision cache. Head sizes that cannot be packed are
+//! refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, largest, on_every_device, tokens, values};
@@ -12,14 +13,14 @@ use burn_gemma4::{
 use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
-/// The maximum root mean square difference between the logits with the int8 cache and the logits with the full-precision cache,
-/// relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean square of these
-/// errors is about 1/180 of the standard deviation of the row's elements. The test models have random weights, and scores with
-/// a standard deviation of 8. The errors therefore change the probabilities by about 5 %.
+/// The maximum root mean square difference between the logits with the int8 cache and the logits with the full-precision
+/// cache, relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean square of
+/// these errors is about 1/180 of the standard deviation of the row's elements. In the test models, which have random
+/// weights, the scores have a standard deviation of 8. The errors therefore change the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
-/// The maximum difference between two ways to compute with the same int8 keys. If an element lies midway between two codes,
-/// rounding in f32 decides which of the two codes the element gets.
+/// The maximum difference between the results of two ways to compute with the same int8 keys. If an element lies midway
+/// between two codes, rounding in f32 decides which of the two codes the element gets.
 const APART: f32 = 0.01;
 
 fn kind(compact_keys: bool) -> CacheKind {
@@ -87,9 +88,9 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
     }
 }
 
-/// The logits with the int8 cache are near the logits with the full-precision cache, and do not depend on the portions of the
-/// prefill. Devices with kernels compile new kernels for every number of rows. On these devices, only the fixture with the most
-/// complex cache runs.
+/// The logits with the int8 cache are near the logits with the full-precision cache, and do not depend on how the prefill is
+/// divided into portions. Devices with kernels compile new kernels for every number of rows, so the test runs only the
+/// fixture with the most complex cache on these devices.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -120,9 +121,9 @@ fn int8_cache_logits_stay_near_full_precision() {
     });
 }
 
-/// The decode kernels over the int8 cache give the logits that the layers give. The sequences of a batch have equal or
-/// different lengths, and exceed the window and the allocated buffers. Each sequence is compared with a forward of the layers
-/// over that sequence alone.
+/// Over the int8 cache, the decode kernels give the same logits as the model's layers. The sequences of a batch have equal
+/// or different lengths, and exceed the window and the allocated buffers. The logits of each sequence are compared with a
+/// forward of the layers over this sequence alone.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {

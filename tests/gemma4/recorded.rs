@@ -234,8 +234,8 @@ fn captured_training_steps_equal_separate_launches() {
     }
 }
 
-/// The recorder drops the graph if a batch has another shape than in the graph, or if another model is trained. The recorder
-/// then launches the step directly.
+/// The recorder drops the graph if a batch has another shape than the captured batch, or if another model is trained. The
+/// recorder then launches the step directly.
 #[test]
 fn captured_training_step_of_another_shape_or_model_is_computed_directly() {
     for device in devices() {

@@ -39,8 +39,8 @@ fn text(seed: u32, count: usize) -> Vec<u32> {
 }
 
 /// If a prompt branches off from a session's text, the session prefills it from the last checkpoint before the branch. The
-/// prompts continue the text, branch off before and after a checkpoint, start again, and repeat. The caches have ring buffers
-/// of different sizes.
+/// prompts continue the text, branch off after the first checkpoint or before it, or repeat the previous prompt. The caches
+/// have ring buffers of different sizes.
 #[test]
 fn session_branch_is_read_from_the_last_checkpoint() {
     for device in devices() {
@@ -224,8 +224,9 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 // The next prompt contains this answer, whose tokens differ from the generated tokens in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
-                // The third template rewrites the last question when the next question follows. The session has the beginning
-                // of that question in its cache from the second turn on.
+                // The third template rewrites a question when the next question follows. The session then goes back to the
+                // checkpoint of the previous turn, which is in the question before the rewritten one. The first two turns
+                // may have no such checkpoint.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {

@@ -187,7 +187,8 @@ fn template_with_a_circular_value_is_refused() {
             &["namespace"],
         );
     }
-    // A list may contain another list twice, but each such step doubles the number of elements.
+    // A list may contain the same list twice, but each such step doubles the number of elements. A template with forty of
+    // these steps is therefore refused.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
@@ -374,8 +375,8 @@ fn template_of_malformed_tokenizer_config_is_refused() {
     }
 }
 
-/// A template with a long chain is refused before it is parsed. The chain would overflow the stack of the parser, or take
-/// quadratic time in the parser.
+/// A template with a long chain of operators is refused before it is parsed. The chain would overflow the stack of the
+/// parser, or take quadratic time in the parser.
 #[test]
 fn template_with_a_long_chain_is_refused_before_it_is_parsed() {
     let chain =

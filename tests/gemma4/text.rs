@@ -51,8 +51,8 @@ fn tokenizer_vocabulary_counts_each_token_once() {
     assert_eq!(tokenizer.id("<turn|>"), Some(12));
 }
 
-/// The built-in template renders a conversation to one of the texts in `reference.json`. The tokenizer encodes this prompt to
-/// the tokens that transformers gives.
+/// The built-in template renders a conversation to one of the texts in `reference.json`. The tokenizer encodes this text to
+/// the same tokens as transformers does.
 #[test]
 fn tokenizer_prompt_of_a_conversation_equals_transformers() {
     let prompt = ChatTemplate::gemma4()

@@ -1,5 +1,5 @@
-//! Tests that only a bias of −∞ hides a key. With the lowest finite number of the dtype as its bias, a key's score enters the
-//! softmax like any other. A query whose scores are all that low still attends to its keys.
+//! Tests that only a bias of −∞ hides a key. With the lowest finite number of the dtype as its bias, a key's score enters
+//! the softmax like any other. If all keys of a query have this bias, the query still attends to them.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -28,7 +28,7 @@ fn bias_lowest_finite_is_an_ordinary_score() {
             (DType::F16, true, f64::from(f32::MIN), true),
             (DType::F16, false, -65504.0, false),
             (DType::BF16, true, -3e38, false),
-            // The next number is the lowest finite bf16 number.
+            // The bits 0xFF7F_0000 are the lowest finite bf16 number, as an f32.
             (
                 DType::BF16,
                 false,

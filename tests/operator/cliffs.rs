@@ -141,8 +141,8 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
 }
 
 /// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a
-/// loop that is too long, so the engine refuses problems with such a loop. The sum over the broadcast dimensions would be such
-/// a loop in a single unit, and the plan divides it among many units.
+/// loop that is too long, so the engine refuses problems with such a loop. If a single unit summed over the broadcast
+/// dimensions, its loop would be too long. The plan therefore divides the sum among many units.
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {

@@ -107,8 +107,9 @@ fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     }
 }
 
-/// Checks dropout so high that P times the factor of kept probabilities exceeds half precision. The first queries see few keys,
-/// so their P is near 1.
+/// Checks dropout so high that P in f16 could overflow. In f16, the backward stores P times 4096. Kept probabilities have
+/// the factor 1 / (1 − 0.99), about 100, and P times both factors exceeds f16. The first queries see few keys, so their P is
+/// near 1.
 #[test]
 fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     for dtype in [DType::F16, DType::BF16] {
@@ -144,8 +145,8 @@ fn dropout_of_wide_heads_matches_reference() {
     }
 }
 
-/// Checks the share of dropped probabilities: with equal scores and values of 1, an output is the share of kept probabilities
-/// times their factor.
+/// Checks the share of dropped probabilities. With equal scores and values of 1, an output is the share of kept
+/// probabilities times the factor by which dropout multiplies them.
 #[test]
 fn dropout_drops_the_given_share() {
     let (queries, keys) = (128, 256);

@@ -219,8 +219,8 @@ fn select_int8_with_f16_fragments_is_refused() {
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
         let selection = select(&problem, Some(&card), layouts, Pass::Forward);
         assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
-        // This GPU has fragments, but lacks the features that the mma engine requires. The mma engine therefore refuses for
-        // another reason than the other engines.
+        // This GPU has fragments, but lacks the features that the mma engine requires. The mma engine therefore refuses
+        // because of a missing feature. The other engines refuse because the keys and values are int8.
         let is_told = |(engine, refusal): &(Engine, Refusal)| match engine {
             Engine::Mma => matches!(refusal, Refusal::MissingFeature(_)),
             _ => matches!(refusal, Refusal::Quantized(_)),

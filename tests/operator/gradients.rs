@@ -36,7 +36,7 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks that the errors of a case are no larger than the rounding of the stored results explains. See
+/// Checks that the errors of a case are no larger than the errors that rounding the stored results can cause. See
 /// [`Definition::random_faults`].
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);

@@ -241,8 +241,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
             continue;
         }
         let on = &device.device.clone().autodiff();
-        // Only half precision runs on matrix units. Software Vulkan is excluded by its lack of bf16, because it would take
-        // seconds to compile each of these kernels.
+        // Only half precision runs on matrix units. Software Vulkan would take seconds to compile each of these kernels. It
+        // does not support bf16, so the condition on bf16 excludes it.
         let has_matrix_units = dtype != DType::F32 && device.supports(DType::BF16);
         let long = LONG.iter().filter(|_| has_matrix_units);
         for (head_dim, length, extra) in SHORT.iter().chain(long).copied() {

@@ -168,7 +168,7 @@ fn mask_hides_nan_between_visible_keys() {
 /// the queries without keys, must not change any result.
 #[test]
 fn bias_of_minus_infinity_hides_nan() {
-    // The cases with 270 keys have blocks that no option but the bias makes partly visible.
+    // In the cases with 270 keys, some blocks are partly visible because of the bias alone.
     for (q_len, kv_len, extent, sinks, softcap) in [
         (66, 70, FULL, false, None),
         (66, 70, FULL, true, Some(9.0)),
@@ -209,8 +209,8 @@ fn bias_of_minus_infinity_hides_nan() {
     }
 }
 
-/// Checks [`AttentionProblem::visible_pairs`], from which the number of floating-point operations follows, against a count by
-/// loops.
+/// Checks the number [`AttentionProblem::visible_pairs`] against a count by loops over queries and keys. The number of
+/// floating-point operations follows from this number.
 #[test]
 fn visible_pairs_equal_a_count_by_loops() {
     let windows = [

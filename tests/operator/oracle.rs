@@ -98,7 +98,9 @@ fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     }
 }
 
-/// What dropout does with random bits that are above a threshold as f16 numbers.
+/// The rule by which dropout keeps or drops a probability. The rule takes 16 random bits as an f16 number. If `keeps_hits`
+/// is true, a number above the threshold keeps the probability. If `keeps_hits` is false, a number above the threshold drops
+/// the probability.
 struct Drops {
     threshold: f16,
     keeps_hits: bool,
@@ -106,8 +108,9 @@ struct Drops {
 }
 
 impl Drops {
-    /// Searches the threshold with the fewest f16 numbers above it that are enough. If −∞ has too few numbers above it, the
-    /// numbers above a threshold are kept instead.
+    /// Returns the rule for a dropout probability. Numbers above the threshold are dropped, and the threshold is the highest
+    /// f16 number with enough numbers above it. If even −∞ has too few numbers above it, the numbers above the threshold are
+    /// kept instead, and all others are dropped.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());
@@ -325,7 +328,7 @@ fn reference_on_random_problems_equals_loops_and_explicit_backward() {
                 ));
             }
         };
-        // A score mod computes in f32.
+        // A score mod computes in f32, so its results need a larger tolerance.
         let tolerance = if case.score_mod.is_some() {
             1e-5
         } else {

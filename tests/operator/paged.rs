@@ -151,8 +151,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // The contiguous keys have the same NaN as the pages. One page per sequence is built, and the pages are then put in the
-        // order of the sequences.
+        // The contiguous keys are built as pages that hold a whole sequence each, so they have the same NaN as the tested
+        // pages. `in_order` then puts the pages in the order of the sequences.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(
@@ -404,7 +404,7 @@ fn appended(case: [usize; 4], ragged: bool, device: &Device) -> Appended {
     let mut rng = StdRng::seed_from_u64((page_len * new + columns) as u64);
     let mut order: Vec<i64> = (0..count).collect();
     order.shuffle(&mut rng);
-    // Two entries of the page table refer to no page, so rows there are not written.
+    // Two entries of the page table refer to no page, so rows at the positions of these entries are not written.
     (order[0], order[batch * of_sequence - 1]) = (-1, count);
     let table = &order[..batch * of_sequence];
     let before = Dense::normal(
@@ -617,7 +617,8 @@ fn paged_arguments_that_do_not_fit_are_refused() {
     }
 }
 
-/// Checks on the profile of a Hopper GPU for which problems the kernel reads pages in place, without a contiguous copy.
+/// Checks in which problems the kernel reads pages in place, without a contiguous copy. The plans are for the profile of a
+/// Hopper GPU.
 #[test]
 fn paged_selection_tells_which_problems_copy() {
     let device = Device::flex();
@@ -649,7 +650,8 @@ fn paged_selection_tells_which_problems_copy() {
         assert!(copies([1, width], 10), "{width}");
         assert!(copies([512, width], 64), "{width}");
     }
-    // The decode kernel has tiles of 32 rows only for head sizes up to 256. The four queries of eight heads are 32 rows.
+    // Four queries of eight heads have 32 rows. The decode kernel has tiles of 32 rows only for head sizes up to 256, so the
+    // head size 512 needs a copy.
     assert!(!copies([4, 256], 16));
     assert!(copies([4, 512], 16));
 }

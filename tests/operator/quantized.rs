@@ -157,8 +157,8 @@ fn int8_rows_of_any_scale_match_reference() {
     }
 }
 
-/// Checks that keys and values past a sequence's length are not read. Their scales are NaN or infinite there, and their codes
-/// are −128, which the quantizer never gives.
+/// Checks that keys and values past a sequence's length are not read. The scales of these keys and values are NaN or
+/// infinite, and their codes are −128, which the quantizer never gives.
 #[test]
 fn int8_hidden_rows_are_not_read() {
     for q_len in [1, 3, 40] {

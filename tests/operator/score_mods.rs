@@ -12,7 +12,7 @@ fn plain(q_len: usize, kv_len: usize, width: usize) -> Case {
     Case::new([2, 4, 2, q_len, kv_len, width, width])
 }
 
-/// Returns the case with a score mod, and with a score mod and a mask mod.
+/// Returns two variants of `case`. The first variant has a score mod, and the second variant has a score mod and a mask mod.
 fn with_code(case: &Case) -> [Case; 2] {
     [None, Some(Hide::Sieve)].map(|mask_mod| Case {
         score_mod: Some(Change::Bent),
@@ -221,7 +221,8 @@ fn strided_table_equals_contiguous_table() {
     }
 }
 
-/// Computes attention with the code of `options`, and with `bias` in its place. Checks that both results are near.
+/// Computes attention with the score mod in `code`, and with `bias` instead of the score mod. Checks that both outputs are
+/// nearly equal.
 fn check_equal(code: AttentionOptions, bias: Tensor<4>, q_len: usize) {
     let device = bias.device();
     let heads = bias.dims()[1];
@@ -273,8 +274,9 @@ fn ready_score_mods_equal_their_bias() {
         let weights = Tensor::<2>::from_data(weights, (&device, DType::F32));
         let code = AttentionOptions::new()
             .score_mod::<DistanceBias>(Some(DistanceBias::t5_table(weights, true, 16)));
-        // Buckets 0 to 3 are those of keys before the query, 4 to 7 those of later keys. Distances of 2 and more share buckets by
-        // their logarithm: 2 to 5, and 6 and more.
+        // Buckets 0 to 3 are for the query's own key and the keys before it, and buckets 4 to 7 are for later keys. The
+        // distances 0 and 1 have a bucket each. Larger distances share two buckets with logarithmic bounds: one for 2 to 5,
+        // and one for 6 and more.
         let bucket = |distance: i64| match distance.unsigned_abs() {
             below @ 0..2 => below as usize,
             2..6 => 2,

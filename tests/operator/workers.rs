@@ -62,7 +62,8 @@ pub fn is_worker() -> bool {
 /// # Panics
 /// Panics if a line of the input is not a range of numbers.
 pub fn work<P: Debug>(draw: impl Fn(u64) -> P, check: impl Fn(&P) -> Verdict) {
-    // The test harness may have printed the start of a line, which must not precede the first answer.
+    // The test harness may have printed the start of a line. This newline ends that line, so that the first answer begins a
+    // new line.
     println!();
     for line in std::io::stdin().lines() {
         let line = line.expect("the standard input is readable");
@@ -135,7 +136,8 @@ impl Worker {
     }
 
     /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left unchecked.
-    /// Returns `None` if the worker has checked no problem and the deadline has not passed, because it probably cannot start.
+    /// Returns `None` if the worker ends or hangs before its first problem and before the deadline, because such a worker
+    /// probably cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,

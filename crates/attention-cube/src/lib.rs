@@ -29,7 +29,7 @@
 //! |---|---|
 //! | a query that sees no key | output 0, gradients 0, logsumexp −∞ (with sinks, the logsumexp is the head's sink); never NaN |
 //! | NaN or infinity in keys or values that no query sees | never reaches output or gradients |
-//! | NaN or infinity in keys or values that some queries see | may reach other queries of the same head and of heads that share its keys; never reaches a query that sees no key |
+//! | NaN or infinity in keys or values that some queries see | may reach other queries of the same query head, and queries of other query heads that read the same key head; never reaches a query that sees no key |
 //! | a bias of −∞ | hides its key |
 //! | a bias equal to the dtype's lowest finite number | is added to the score like any other bias |
 //! | scores of any magnitude | as exact as f32 scores: the gradients use the logsumexp in two parts, the score that the softmax subtracts (about the row maximum) and the logarithm of the softmax sum |

@@ -160,8 +160,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Promises that no launch of the same CUDA graph writes [`kv_lengths`](Self::kv_lengths), because the lengths are written
-    /// before the graph starts.
+    /// Promises that the [`kv_lengths`](Self::kv_lengths) are written before the CUDA graph that contains this call starts.
+    /// No launch of the graph may write them.
     ///
     /// Kernels with programmatic dependent launch (PDL) then read the lengths immediately, before the previous launch has
     /// ended. If the promise is broken, results are wrong. The promise has no effect with
@@ -194,15 +194,15 @@ impl AttentionOptions {
     /// call adds a second interval. A query then sees the keys that lie in at least one of its two intervals.
     ///
     /// Intervals describe image blocks with bidirectional attention, prefix-LM masks, packed documents and windows of any
-    /// shape, with memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside the
-    /// range that spans its queries' intervals. An interval with `end <= start` is empty. `start` and `end` are clamped to
-    /// `0..=kv_len`.
+    /// shape, with memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside of
+    /// the range that contains the intervals of all these queries. An interval with `end <= start` is empty. `start` and
+    /// `end` are clamped to `0..=kv_len`.
     ///
     /// Like all options, intervals only hide keys. With [`causal`](Self::causal), a query therefore also needs the key to be at
     /// or before its own position. If some queries must see later keys, express the causal mask in the intervals instead.
     ///
     /// # Shapes
-    /// `start [batch, q_len]`, `end [batch, q_len]`, of one int dtype, also over both intervals.
+    /// `start [batch, q_len]`, `end [batch, q_len]`. The tensors of both intervals all have one int dtype.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
@@ -255,7 +255,7 @@ impl AttentionOptions {
     /// Changes each score by code that is compiled into the kernels: FlexAttention's `score_mod`. The code runs after the softcap
     /// and before the bias. It reads `table`, `[any size]`, which gets no gradient.
     ///
-    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has some that is ready.
+    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
     ///
     /// # Shapes
     /// `table [n]` of any size, f32 or the query's dtype.
@@ -270,11 +270,12 @@ impl AttentionOptions {
 
     /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
     ///
-    /// Like all options, the code only hides keys: a key is visible if all other options allow it, too. Kernels run the code for
-    /// each score, and cannot skip blocks by it. If the code hides most keys, also set the range of keys that each query may see,
-    /// by [`window`](Self::window) or [`visible_between`](Self::visible_between), so that kernels skip the blocks outside.
+    /// Like all options, the code only hides keys: a key is visible if all other options allow it, too. Kernels run the code
+    /// for each score, and cannot skip blocks by it. If the code hides most keys, also set the range of keys that each query
+    /// may see, by [`window`](Self::window) or [`visible_between`](Self::visible_between), so that kernels skip the blocks
+    /// outside of this range.
     ///
-    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has some that is ready.
+    /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
     ///
     /// # Shapes
     /// `table [n]` of any size, f32 or the query's dtype.

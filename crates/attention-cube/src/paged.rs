@@ -31,9 +31,10 @@
 //! # Ok::<(), attention_cube::AttentionError>(())
 //! ```
 //!
-//! Pages with tokens before heads, `[pages, page_len, kv_heads, columns]`, are read through their strides: pass
-//! `pages.swap_dims(1, 2)`. burn-lm has such pools. Pass its `gather_idx.reshape([lanes, blocks_per_lane])` as the page table,
-//! and its `lengths` as `kv_lengths`. A lane of burn-lm is a sequence in this module.
+//! Pages may also have the token dimension before the head dimension: `[pages, page_len, kv_heads, columns]`. Pass
+//! `pages.swap_dims(1, 2)`, which kernels read through its strides. The pages of burn-lm have this layout. Pass burn-lm's
+//! `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and its `lengths` as `kv_lengths`. A lane of burn-lm is
+//! a sequence in this module.
 //!
 //! # Contract
 //! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer
@@ -44,11 +45,11 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
-//! | pages of whole blocks of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The number of query rows is `q_len` times the number of query heads per key head. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows above. Its blocks have 16 or 32 keys. The blocks of the portable engines are larger; pages of a multiple of 128 keys fit most of them |
-//! | other kernels and sizes of pages | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
+//! | pages whose size is a multiple of the kernel's block of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows at larger head sizes. The number of query rows is `q_len` times the number of query heads per key head. The blocks of the decode kernel have 16 or 32 keys. The blocks of the portable engines are larger, and most of them divide a page of a multiple of 128 keys |
+//! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied, because the copy must be differentiable |
 //! | entries of the page table for keys that no query sees | may be any integer |
-//! | other entries outside of `0..pages` | count as the nearest page, so no access leaves the tensors |
+//! | entries outside of `0..pages` for keys that a query sees | count as the nearest page, so no access leaves the tensors |
 //! | NaN in rows that no query sees | never reaches the output |
 //! | a page that several sequences list | is read by each of these sequences |
 //! | gradients | the query, the bias and the sinks receive gradients on every device. Keys and values receive gradients through the copy, if autodiff tracks them |
@@ -250,7 +251,7 @@ fn check_append(
     }
 }
 
-/// The tensor whose device all arguments of an append must share. Error messages use this name for the tensor.
+/// The name that error messages give to the new rows. All arguments of an append must be on the device of the new rows.
 const OF_ROWS: &str = "new row";
 
 fn check_places(places: &Places, rows: &Tensor<4>) -> Result<(), AttentionError> {

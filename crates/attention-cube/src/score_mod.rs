@@ -1,4 +1,4 @@
-//! Scores and masks as code that is compiled into the kernels, as FlexAttention's `score_mod` and `mask_mod`.
+//! Scores and masks as code that is compiled into the kernels, like FlexAttention's `score_mod` and `mask_mod`.
 //!
 //! A type that implements [`ScoreMod`] changes each score, and a type that implements [`MaskMod`] hides keys. The attribute
 //! `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns the functions into code for GPUs. Every kernel runs this code,
@@ -56,12 +56,13 @@
 //! The project needs the version of `cubecl` that this crate has (see its `Cargo.toml`).
 //!
 //! # The code
-//! - The functions also run as plain Rust, on devices without kernels. Use operators, `if`, `as` and methods such as `abs`. CubeCL's
-//!   functions that exist on GPUs only, such as `f32::cast_from`, panic there.
-//! - The functions must be pure. A [`derivative`](ScoreMod::derivative) that does not belong to its [`score`](ScoreMod::score)
-//!   gives wrong gradients.
+//! - The functions also run as plain Rust, on devices without kernels. Use operators, `if`, `as` and methods such as `abs`.
+//!   CubeCL's functions that exist on GPUs only, such as `f32::cast_from`, panic in plain Rust.
+//! - The functions must be pure. Gradients are wrong if [`derivative`](ScoreMod::derivative) is not the derivative of
+//!   [`score`](ScoreMod::score).
 //! - Kernels may also call the functions at a place past the end of the queries or keys, and ignore the result.
-//! - A table is read at any index: an index past its end reads its last element. Its dtype is f32 in the code.
+//! - A table can be read at any index. An index past the end of the table reads its last element. In the code, the elements
+//!   are f32, whatever the table's dtype is.
 //! - Scores should stay finite. Use a [`MaskMod`] to hide keys.
 //! - No gradient flows to a table. [`fused_attention`](crate::fused_attention) panics if autodiff tracks the table. For learned
 //!   scores, add a [`bias`](crate::AttentionOptions::bias) instead.
@@ -69,11 +70,11 @@
 //! - [`varlen`](crate::varlen) refuses code, because the code would see positions of the packed rows. In one of the
 //!   [`shards`](crate::shards), the code counts keys from the shard's first key.
 //!
-//! # Code that is ready
+//! # Ready-made types
 //! | type | code |
 //! |---|---|
 //! | [`Alibi`] | − slope · distance (ALiBi) |
-//! | [`DistanceBias`] | + a bias that depends on head and distance, such as T5's buckets |
+//! | [`DistanceBias`] | + a bias that depends on head and distance, as with T5's buckets |
 //! | [`SoftWindow`] | − falloff · the distance beyond a window |
 //! | [`SameDocument`] | hides keys of other documents |
 

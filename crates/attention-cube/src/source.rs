@@ -41,7 +41,7 @@ pub(crate) fn write(default: &str, write: impl Fn(&Wanted, &Path, &str)) {
     }
 }
 
-/// The tables of kernels without code.
+/// The absent tables of kernels that have no score mod and no mask mod.
 pub(crate) const NO_TABLES: KernelTablesCompilationArg = KernelTablesCompilationArg {
     score: KernelTableCompilationArg {
         elements: ComptimeOptionCompilationArg::None,

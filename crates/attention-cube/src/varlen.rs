@@ -173,16 +173,17 @@ impl Sequences {
         let index = count_bounds(rows.clone(), query_bounds.clone(), q_len);
         let zero = Tensor::<1, Int>::zeros([1], (&device, DType::from(INTS)));
         let of_rows = |of_sequences: Tensor<1, Int>| {
-            // The table's first entry is for rows before all sequences, and its last entry is for rows after all sequences.
-            // These rows see no key, because the range of keys that they get begins and ends at 0.
+            // The table has one entry per sequence. An additional first entry is for rows before all sequences, and an
+            // additional last entry is for rows after all sequences. These rows see no key, because their range of keys
+            // begins and ends at 0.
             let table = Tensor::cat(vec![zero.clone(), of_sequences, zero.clone()], 0);
             table.select(0, index.clone())
         };
         let position = rows + of_rows(shift);
         let mut start = of_rows(first(&key_bounds));
         let mut stop = of_rows(end(&key_bounds));
-        // A window that reaches beyond all rows shows all keys. Such a window is replaced by a smaller one, so that sums with
-        // it cannot overflow.
+        // A window that reaches beyond all rows shows all keys. Its size is reduced to a size that still reaches beyond all
+        // rows, so that the sum of a position and the size cannot overflow.
         let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
         if let Some(left) = options.window_left {
             start = start.max_pair(position.clone() - reach(left));

@@ -32,7 +32,7 @@ pub fn rounded_vector<E: Float, N: Size>(values: Vector<f32, N>) -> Vector<E, N>
     }
 }
 
-/// Rounds `value` within f32, so that the conversion to `E` then gives the number of type `E` that is nearest to `value`.
+/// Rounds `value` to an f32 number whose conversion to `E` gives the number of type `E` that is nearest to `value`.
 #[cube]
 pub fn convertible<E: Float>(value: f32) -> f32 {
     if is_bfloat16::<E>() {
@@ -65,8 +65,8 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // If the f16 result is subnormal, rounds to multiples of 2⁻²⁴. The rounding uses integers, because compilers would remove
-    // the alternative with floats: an addition followed by the same subtraction.
+    // If the f16 result is subnormal, rounds to multiples of 2⁻²⁴. The rounding uses integers, because compilers would
+    // remove the alternative with floats, which adds a number and then subtracts the same number.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

@@ -162,8 +162,8 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the settings of the run, which consist of these arguments and of `others`, the settings of the caller. When a run
-    /// resumes, its settings are compared with those that are stored in its folder.
+    /// Returns the settings of the run, which consist of these arguments and of `others`, the settings that the caller adds.
+    /// When a run resumes, its settings are compared with those that are stored in its folder.
     pub fn settings(&self, rows: &[Row], rank: Rank, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
         for row in rows {

@@ -1,8 +1,9 @@
 //! Computes the cross entropy of documents. Every token to train on is scored exactly once.
 //!
 //! A document that is longer than a window is evaluated in several windows. Each window begins with the first token of the
-//! document, because Gemma's predictions are wrong without this token. Each window scores the tokens after the last scored
-//! token of the previous window. Some earlier tokens are repeated in the window as context.
+//! document, because Gemma's predictions are wrong without this token. Each window scores the tokens that follow the last
+//! scored token of the previous window. Before these tokens, the window repeats some tokens of the previous window as
+//! context.
 
 use crate::{
     Error, InvalidArgument,
@@ -22,8 +23,8 @@ use std::{cmp::Reverse, ops::Range};
 pub struct Windows {
     /// The number of tokens per window, at least 2.
     pub length: usize,
-    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document scores all tokens
-    /// of the window.
+    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document is the
+    /// exception: it scores all of its tokens after the first.
     pub stride: usize,
 }
 
@@ -35,7 +36,7 @@ pub struct WindowArguments {
     #[arg(long, value_name = "TOKENS")]
     pub length: Option<usize>,
     /// Tokens that a window scores. These are the last tokens of the window, and the tokens before them are context. Only the
-    /// first window scores all of its tokens [default: half of the length].
+    /// first window scores all of its tokens after the first [default: half of the length].
     #[arg(long, value_name = "TOKENS")]
     pub stride: Option<usize>,
 }
@@ -123,7 +124,7 @@ impl std::fmt::Display for CostSummary {
 }
 
 /// A window of an example. `part` is a range of the example's positions. If `part` does not begin at the first token of the
-/// example, the window contains the first token in addition, before the range.
+/// example, the window consists of this first token, followed by the range.
 struct Window {
     document: usize,
     example: usize,
@@ -249,8 +250,8 @@ pub fn progress() -> impl FnMut(usize, usize) {
 /// Returns the loss at each position of a row, in nats.
 fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
     let data = Data {
-        // The row is padded to a power of two, at most `longest`, so that rows have few different lengths. Kernels are then
-        // compiled for few different shapes.
+        // The row is padded to a power of two, or to `longest` if this is less. Rows then have few different lengths, so
+        // kernels are compiled for few shapes.
         positions: row.tokens.len().next_power_of_two().min(longest),
         rows: vec![row],
         batch: 1,
@@ -293,8 +294,8 @@ mod tests {
                 assert_eq!(tokens.len(), window.len());
                 assert!(tokens.len() <= windows.length);
                 assert_eq!(tokens[0], 0);
-                // A window may skip tokens only between its first token and the rest. The rest must be consecutive tokens of
-                // the document.
+                // A window may skip tokens of the document only after the window's first token. All later tokens of the
+                // window must be consecutive tokens of the document.
                 assert!(tokens[1..].windows(2).all(|pair| pair[1] == pair[0] + 1));
                 for (token, learned) in tokens.into_iter().zip(learned) {
                     counted[token as usize] += usize::from(learned);

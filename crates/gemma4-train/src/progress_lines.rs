@@ -119,11 +119,12 @@ impl MetricsRendererTraining for ProgressLines {
             return;
         };
         match value {
-            // A final entry is skipped, because its value is the mean over an interval.
+            // An entry of the kind `Final` is skipped, because its value is the mean over an interval, not the value of a
+            // step.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
-            // Burn reports the learning rate after the loss of the same part of a step. So a part is complete when its learning
-            // rate arrives.
+            // For each device's part of a step, Burn first reports the loss and then the learning rate. So the part is
+            // complete when the learning rate arrives.
             value if self.is(&entry.metric_id, "Learning Rate") => self.part(value.current()),
             _ => (),
         }
@@ -180,8 +181,7 @@ impl TrainingProgressLogger for ProgressLines {
     fn log_event_training(&mut self, _event: String) {}
 }
 
-/// The methods of this trait do nothing, because a training run does not call them. Burn requires the trait for every metrics
-/// renderer.
+/// Burn requires this trait for every metrics renderer. A training run does not call its methods, so they do nothing.
 impl EvaluationProgressLogger for ProgressLines {
     fn start_global_progress(&mut self, _total_tests: usize) {}
 

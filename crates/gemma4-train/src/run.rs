@@ -83,7 +83,7 @@ fn after(mut rates: ModuleLrScheduler, steps: usize) -> LrSchedulerRecord {
     rates.to_record()
 }
 
-/// The reader and writer of the learning rate schedule's records in checkpoints. In a resumed run, the schedule's state is
+/// Reads and writes the state of the learning rate schedule in checkpoints. In a resumed run, the schedule's state is
 /// `restored`, which is computed for this run's number of steps. The state is not read from the checkpoint, because the
 /// checkpoint may come from a shorter run.
 struct RatesRecords {
@@ -176,8 +176,8 @@ impl Run<'_> {
         if self.resume.is_some() {
             learning = learning.checkpoint(schedule.first_interval());
         }
-        // Lines also replace the dashboard in a run with several processes. A launcher forwards the output of the processes, so
-        // that the standard output of a process may look like a terminal without being one.
+        // In a run with several processes, lines replace the dashboard even if standard output looks like a terminal. A
+        // launcher forwards this output, so it may look like a terminal without being one.
         if group.has_others() || self.arguments.lines || !stdout().is_terminal() {
             let lines = ProgressLines::new(
                 schedule,

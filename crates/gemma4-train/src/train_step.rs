@@ -47,8 +47,8 @@ pub struct TrainableModel {
     records: bool,
     /// The largest allowed global norm of the gradients, or `None` if gradients are not clipped.
     largest_norm: Option<f32>,
-    /// The number of devices. Each device multiplies its part of the loss by this number. The learner then reports the mean
-    /// over the devices, which equals the sum of the parts.
+    /// The number of devices. Each device multiplies its part of the loss by this number, because the learner reports the
+    /// mean over the devices. This mean then equals the sum of the parts.
     devices: usize,
     /// The all-reduce of gradients, or `None` if Burn's learner sums the gradients.
     all_reduce: Option<AllReduce>,
@@ -119,7 +119,7 @@ impl TrainableModel {
             loss = loss + part.mul_scalar(share);
             match self.in_f32 {
                 true => add(&mut sum, gradients, model),
-                // The gradients are not added to a sum, because without accumulation in f32 a step has only this batch.
+                // Without accumulation in f32, a step has only one batch. The gradients of this batch are therefore the sum.
                 false => sum = gradients,
             }
         }
@@ -252,7 +252,7 @@ impl InferenceStep for TrainableModel {
     }
 }
 
-/// The implementation differs from Burn's derived implementation in one point: the record contains only trained parameters. So
+/// This implementation differs from the one that Burn derives in one point: the record contains only trained parameters. So
 /// a checkpoint of an adapter is as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
@@ -417,7 +417,7 @@ mod tests {
         everywhere.gradients
     }
 
-    /// A visitor that sums the squared differences between all weights and the weights before a step.
+    /// A visitor that sums the squared differences between the weights after a step and the weights before it.
     struct Moved<'a> {
         before: &'a GradientsParams,
         squares: f64,

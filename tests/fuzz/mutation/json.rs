@@ -39,8 +39,8 @@ const TEXTS: &[&str] = &[
     "\\p{L}+|(a*)*b",
     "assistant",
 ];
-/// The upper bound of the depth at which a value is nested. serde_json reads at most 128 levels, so some depths are accepted
-/// and others are refused.
+/// The exclusive upper bound of the number of lists that are nested around a value. serde_json reads at most 128 levels, so
+/// it accepts some of these values and refuses others.
 const DEEPEST: usize = 140;
 
 /// Returns a random element of [`NUMBERS`], which are numbers at the limits of types or buffers.
@@ -80,8 +80,8 @@ fn count(value: &Value) -> usize {
     1 + inner
 }
 
-/// Returns the value after `left` other values in depth-first order, or `None` if there are fewer values. `left` is decremented
-/// for each value that is skipped.
+/// Returns the value that follows the first `left` values in depth-first order, or `None` if there are too few values.
+/// `left` is decremented for each value that is skipped.
 fn nth<'a>(value: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     if *left == 0 {
         return Some(value);

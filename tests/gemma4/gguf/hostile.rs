@@ -52,8 +52,8 @@ fn gguf_huge_counts_are_refused() {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // The huge number is successively the length of a key, of a text, of lists of bytes, numbers and texts, and of a
-        // tensor's name.
+        // Each file claims a huge length in one place: for a key, a text, a list of bytes, numbers or texts, or a tensor's
+        // name.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
         for kind in [0u32, 4, 8, 12] {
@@ -61,8 +61,8 @@ fn gguf_huge_counts_are_refused() {
             error(&header(0, 1, &list));
         }
         error(&header(1, 0, &length));
-        // The huge number is a dimension or the offset of a tensor. Two more kinds of tensors follow, with a wrong number of
-        // dimensions or without elements.
+        // In the next three files, a dimension or the offset of a tensor is huge. In the last three files, a tensor has a
+        // wrong number of dimensions or no elements.
         let tensor = |dimensions: &[u64], offset: u64| {
             let name = text_bytes("token_embd.weight");
             let count = (dimensions.len() as u32).to_le_bytes();

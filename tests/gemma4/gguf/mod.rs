@@ -196,7 +196,8 @@ fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     }
 }
 
-/// The written dtype of a GGUF model is bf16, because the original checkpoints had this dtype before quantization.
+/// The written dtype of a GGUF model is the dtype that its weights had before quantization. This dtype is bf16, as in the
+/// original checkpoints.
 #[test]
 fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {
@@ -237,7 +238,8 @@ fn gguf_progress_reaches_the_end() {
         .map(|(_, tensor)| tensor.bytes.len().div_ceil(32) * 32)
         .sum();
     let read = seen.last().expect("progress is reported").1;
-    // In the file, a tensor is padded to a multiple of 32 bytes. The test accepts reported bytes with or without this padding.
+    // In the file, a tensor is padded to a multiple of 32 bytes. The reported number of bytes may include this padding or
+    // not.
     assert!((whole - 32 * gguf.tensors.len()..=whole).contains(&read));
 }
 

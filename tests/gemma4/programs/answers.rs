@@ -290,8 +290,8 @@ fn program_chat_thought_without_answer_is_not_kept() {
     assert!(again.stderr.contains("0 messages"), "{again:?}");
 }
 
-/// If the command line requests sampling, the sampling options of the checkpoint apply, even if the checkpoint's default is
-/// greedy.
+/// If the command line requests sampling, the checkpoint's options such as `top_k` apply, even if the checkpoint's default
+/// is greedy decoding.
 #[test]
 fn program_sampling_uses_the_checkpoints_options() {
     let folder = Folder::copy("dense-ple");

@@ -80,7 +80,7 @@ impl Folder {
         folder.set("config.json", "final_logit_softcapping", Value::Null);
         folder.edit(|tensors| {
             for (name, tensor) in tensors.iter_mut() {
-                // With these zeros and ones, the layers add nothing to the embedding.
+                // With these zeros and ones as weights, the layers pass the embedding on unchanged.
                 let value: Option<f32> = match name.rsplit('.').nth(1) {
                     _ if name == "model.norm.weight" || name.ends_with("layer_scalar") => Some(1.0),
                     Some("embed_tokens" | "o_proj" | "down_proj" | "per_layer_projection") => {

@@ -37,7 +37,8 @@ impl Tuning {
         self.folder.path().join(name)
     }
 
-    /// Returns the command that runs `finetune`. If `model` is not `None`, it replaces the base checkpoint.
+    /// Returns the command that runs `finetune`. The command trains the checkpoint `model`, or the base checkpoint if
+    /// `model` is `None`.
     fn command(&self, model: Option<&Path>, out: &str, arguments: &[&str]) -> Command {
         let data = self.out("data.jsonl");
         // A row of 48 tokens holds a whole conversation.
@@ -114,8 +115,8 @@ fn finetune_merge_over_quantized_weights_is_unquantized() {
             .all(|name| !name.contains("packed") && !name.contains("lora"))
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
-    // The merged checkpoint and the same adapter over the quantized weights have equal cross entropies, except for rounding of
-    // the merged weights.
+    // The merged checkpoint has the same cross entropy as the quantized weights with a separate adapter, except for the
+    // rounding of the merged weights. Both come from equal training runs.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);

@@ -77,10 +77,10 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
     changed / all as f64
 }
 
-/// Training in f32 moves a weight by a fraction of the distance to the next bf16 number. At this learning rate, one update is
-/// less than half of this distance, so rounding to the nearest number would discard it. Stochastic rounding in bf16 must change
-/// a weight with a probability equal to that fraction. The share of bf16 weights that change therefore equals the mean movement
-/// of the f32 weights.
+/// Training in f32 moves a weight by a fraction of the distance to the next bf16 number. At this learning rate, one update
+/// is less than half of this distance, so rounding to the nearest number would discard the update. Stochastic rounding in
+/// bf16 must change a weight with a probability equal to the fraction by which f32 moves the weight. The share of bf16
+/// weights that change therefore equals the mean movement of the f32 weights.
 #[test]
 fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -115,9 +115,10 @@ fn finetune_half_precision_loss_curve_is_that_of_f32() {
     }
 }
 
-/// Over the whole loss curve, fine-tuning a trained model in bf16 gives the losses of f32 within 0.5 %. For the adapter, the
-/// training losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared. The weights of
-/// full fine-tuning start in bf16, so the first updates of the master weights are smaller than the rounding of the weights.
+/// If a trained model is fine-tuned in bf16, its losses differ by at most 0.5 % from the losses in f32, over the whole loss
+/// curve. For the adapter, the training losses are compared step by step. For full fine-tuning, sums over 20 consecutive
+/// steps are compared. The weights of full fine-tuning start in bf16, so the first updates of the master weights are smaller
+/// than the rounding of the weights.
 #[test]
 fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     let base = Folder::embedded();

@@ -51,8 +51,8 @@ fn processes_give_the_losses_of_one_process() {
     let together = succeed(&mut several(3, &train(&out("together"), &short)));
     let in_parts = [&short[..], &["--shard-optimizer"]].concat();
     let in_parts = succeed(&mut several(3, &train(&out("in parts"), &in_parts)));
-    // With a sharded optimizer, each parameter is updated by only one of the processes. The gradients are summed over all
-    // processes as without sharding, so the losses are equal.
+    // With a sharded optimizer, only one of the processes updates a parameter. All processes still sum their gradients as
+    // without sharding, so the losses are equal.
     assert_eq!(without_speeds(&in_parts), without_speeds(&together));
     for (kind, count) in [
         (losses as fn(&str, &str) -> _, 6),
@@ -80,7 +80,7 @@ fn processes_give_the_losses_of_one_process() {
 }
 
 /// The gradient of a step is the mean over the tokens of all processes. In each step, one process has the long answers and
-/// another process has the short answers, so their numbers of tokens differ.
+/// another process has the short answers, so the two processes have different numbers of tokens.
 #[test]
 fn processes_weigh_answers_by_their_tokens() {
     let base = Folder::copy("dense-ple");
@@ -207,15 +207,15 @@ fn processes_with_devices_option_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");
     let out = folder.path().join("out");
     let ended = run(&mut several(2, &train(&out, &["--devices", "0,0"])));
-    // Each process and the launcher print an error.
+    // Each process and the launcher print an error, so standard error contains more than one error.
     assert_eq!(ended.code, Some(2), "{ended:?}");
     let reason = "error: --devices: the run has several processes";
     assert!(ended.stderr.contains(reason), "{ended:?}");
     assert!(!out.join("run").join("settings.json").exists());
 }
 
-/// Two processes are refused if a launcher other than MPI's starts them, because processes without MPI need NCCL. This build is
-/// for the CPU and has no NCCL.
+/// Two processes that no MPI launcher has started are refused, because without MPI they would need NCCL. This build is for
+/// the CPU and has no NCCL.
 #[test]
 fn processes_without_nccl_or_mpi_are_refused() {
     let folder = TempDir::new().expect("a temporary folder");

@@ -37,8 +37,8 @@ fn is_whole(step: &Path) -> bool {
         .all(|record| step.join(record).with_extension("bpk").exists())
 }
 
-/// Starts a run, kills it, and resumes it, until a run finishes. Each time, the kill comes a little later after the start,
-/// sometimes while the run writes a checkpoint. Returns the number of kills.
+/// Starts a run, kills it, and resumes it, until a run finishes. Each kill comes a little later after the start than the
+/// kill before it. Some kills come while the run writes a checkpoint. Returns the number of kills.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
@@ -47,8 +47,8 @@ fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history:
         let mut command = if is_begun { go_on() } else { begin() };
         let mut child = command.spawn().expect("the process starts");
         let mut lines = BufReader::new(child.stdout.take().expect("stdout is piped")).lines();
-        // The delay before the kill begins when the run prints its first loss. If the run ends before that, the delay begins at
-        // the end of the run.
+        // The delay before the kill begins when the run prints its first loss. If the run ends without printing a loss, the
+        // delay begins at the end of the run.
         let reached = lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("  loss ")));
         thread::sleep(Duration::from_millis(3 * kills));
         let _ = child.kill();
@@ -86,7 +86,7 @@ fn train_killed_often_gives_the_weights_of_one_run() {
 #[test]
 fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
     let base = Folder::copy("dense-ple-mm-bf16");
-    // The other base checkpoint has the same sizes, but all of its weights differ.
+    // The checkpoint `other` has the same sizes as `base`, but all of its weights differ.
     let other = Folder::copy("dense-ple-mm-bf16");
     let mut weights = other.read("model.safetensors");
     let (length, _) = weights.split_first_chunk().expect("a length");
@@ -177,7 +177,7 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // The run has recorded the settings of the longer run, so resuming with fewer steps is refused.
+    // When the run was resumed with more steps, it recorded this larger number. So resuming with fewer steps is refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

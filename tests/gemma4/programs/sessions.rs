@@ -103,8 +103,8 @@ fn program_session_file_is_continued() {
     assert_ne!(broken.code, Some(0), "{broken:?}");
     let again = chat(&[], "");
     assert!(again.stderr.contains("7 messages"), "{again:?}");
-    // The command `run` continues from the keys and values of the chat. The command does not change the conversation in the
-    // session file.
+    // The command `run` reuses the keys and values of the chat for its prompt. The conversation in the session file stays
+    // unchanged.
     let mut generate = greedy("dense-ple", "flex");
     generate.args(["--prompt", "hi", "--max-tokens", "2", "--cache"]);
     succeed(generate.arg(&path));
@@ -176,8 +176,9 @@ fn program_chat_ended_by_a_signal_keeps_its_answers() {
         let mut child = chat_with(&path).spawn().expect("the process starts");
         write(&mut child, "the cat\n");
         answer(&mut child);
-        // The input stays open, so only the signal can end the chat. If a signal arrives while the chat saves an answer, it may
-        // stop only that answer, and the chat continues. The loop therefore repeats the signal until the chat ends.
+        // The input stays open, so only the signal can end the chat. If a signal arrives while the chat saves an answer, the
+        // signal may stop only this answer, and the chat continues. The loop therefore repeats the signal until the chat
+        // ends.
         let input = child.stdin.take();
         while child
             .try_wait()
@@ -204,7 +205,7 @@ fn program_two_chats_of_one_file_keep_both_conversations() {
     write(&mut earlier, "hello\n");
     let earlier = Ended::from(earlier.wait_with_output().expect("the process ends"));
     assert_eq!(earlier.code, Some(0), "{earlier:?}");
-    // Both chats read the session file before any of the two chats writes the file.
+    // Both chats read the session file before either of them writes it.
     let mut chats = [(); 2].map(|()| chat_with(&path).spawn().expect("the process starts"));
     chats.iter_mut().for_each(wait_until_resumed);
     for (count, child) in chats.iter_mut().enumerate() {
@@ -243,7 +244,7 @@ fn program_cache_path_that_is_not_writable_is_refused() {
 fn program_cache_link_is_followed() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let [there, link] = ["there", "link"].map(|name| folder.path().join(name));
-    // A symbolic link to a file that does not exist yet is followed too, and stays a link.
+    // The target of the symbolic link does not exist yet. The program must create the target and leave the link a link.
     std::os::unix::fs::symlink("there", &link).expect("the link is created");
     for _ in 0..2 {
         let mut command = greedy("dense-ple", "flex");

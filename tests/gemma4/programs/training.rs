@@ -57,7 +57,7 @@ pub fn validation(output: &str) -> Vec<(usize, f64)> {
     losses(output, "  validation loss ")
 }
 
-/// Checks that losses are equal, except for the rounding errors of sums in another order.
+/// Checks that losses are equal, except for the rounding errors of sums whose terms are added in another order.
 #[track_caller]
 pub fn assert_same_losses(name: &str, found: &[(usize, f64)], expected: &[(usize, f64)]) {
     for ((step, expected), (_, found)) in expected.iter().zip(found) {
@@ -218,7 +218,8 @@ fn finetune_lowers_the_loss_and_leaves_the_base_unchanged() {
     fs::write(path("data.jsonl"), conversations()).expect("the file is written");
     let data = path("data.jsonl");
 
-    // A per-layer table on the host works with the default `--checkpointing` here, and with `--checkpointing layers` below.
+    // Training works with a per-layer table on the host. This first run uses the default of `--checkpointing`, and the
+    // second run below uses `--checkpointing layers`.
     let host = ["--per-layer-table", "host"];
     let ended = succeed(&mut finetune(&base, &data, &path("adapter"), &host));
     let losses = validation(&ended.stdout);
@@ -422,8 +423,8 @@ fn finetune_keeps_the_towers_of_the_base() {
     }
 }
 
-/// A conversation is left out if none of its learned tokens lies within the row's length. Its position in the file does not
-/// matter.
+/// A conversation is left out if none of its learned tokens lies within the row's length. The position of the conversation
+/// in the file does not matter.
 #[test]
 fn finetune_too_long_conversation_is_left_out() {
     let base = Folder::copy("dense-ple");

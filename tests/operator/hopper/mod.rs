@@ -1,8 +1,9 @@
 //! Tests of the engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
 //! have several tiles of queries and several blocks of keys. The last tile and the last block are partly filled. The cases
-//! cover every option that hides keys, shares tiles or splits keys. Each check asserts that this engine serves the case
-//! forward and backward; without a Hopper device the tests do nothing. For few rows the operator prefers the mma engine's
-//! forward, so `ATTENTION_ENGINES=wgmma,unit` is needed to test the forward of this engine.
+//! cover every option that hides keys, tiles that several heads share, and keys that are split over CTAs. Each check asserts
+//! that this engine serves the case forward and backward; without a Hopper device the tests do nothing. For few rows the
+//! operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is needed to test the forward of this
+//! engine.
 
 mod biases;
 mod layouts;

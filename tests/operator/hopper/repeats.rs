@@ -33,8 +33,8 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
             let inputs = case.inputs();
             let mut first: Option<Vec<Named>> = None;
             for round in 0..12 {
-                // The other call has more queries, so its data fill every row of the tile. With an amplitude of 1e18, its QK
-                // products are infinite.
+                // The call `other` has more queries than `case`, so its data fill every row of the tile. With an amplitude
+                // of 1e18, the QK products of `other` are infinite.
                 let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
                 let other = Case {
                     dtype: DType::BF16,

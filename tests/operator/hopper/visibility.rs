@@ -137,8 +137,9 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. Other keys that
-                        // `nobody_sees` hides in partly visible blocks are visible in fully visible blocks.
+                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. The remaining
+                        // keys of `nobody_sees`, key % 16 = 5, are hidden in partly visible blocks, but visible in fully
+                        // visible blocks.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },

@@ -290,7 +290,7 @@ fn scores(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         any::<bool>(),
         any::<bool>(),
         perhaps(0.3 * likely, (select(vec![0.1, 0.5, 0.97]), any::<u64>())),
-        // Code needs kernels of its own, so it is drawn less often than other options.
+        // Score mods and mask mods need kernels of their own, so the strategy draws them less often than other options.
         perhaps(0.2 * likely, Just(Change::Bent)),
         perhaps(0.2 * likely, select(vec![Hide::Sieve, Hide::Keys])),
     )
@@ -382,8 +382,8 @@ impl Variant {
             )
     }
 
-    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from 0
-    /// to 1. The number of keys is the square of `key_part` times the maximum number of keys.
+    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from
+    /// 0 to 1. The number of keys is the maximum number of keys times the square of `key_part`.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;

@@ -54,7 +54,7 @@ enum BiasPattern {
     /// hides no key.
     Lowest,
     /// The bias is the lowest finite number for all keys of several consecutive queries. All scores of such a query are then
-    /// that low.
+    /// near this number.
     LowestQueries,
 }
 

@@ -54,8 +54,8 @@ fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
     visible
 }
 
-/// Checks every alignment and window over sequences of any lengths. The numbers of bounds include numbers near a power of two,
-/// at which the binary search takes another step.
+/// Checks every alignment and window over sequences of any lengths. The binary search over the bounds of the sequences takes
+/// one more step at each power of two. The tested numbers of bounds therefore include numbers near powers of two.
 pub fn check_visible(device: &TestDevice) {
     let mut rng = StdRng::seed_from_u64(seed());
     for count in [1, 2, 3, 4, 6, 7, 8, 40] {

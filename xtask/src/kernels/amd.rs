@@ -160,8 +160,9 @@ fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Reads the results of a kernel, which one line of the library's list describes. A line has the kernel's name and the number
-/// of units of a cube. Then follows the number of bytes of shared memory, or the reason why there is no code.
+/// Reads the results of the kernel that `line`, a line of the library's list, describes. The line has the kernel's name and
+/// the number of units of a cube. The last entry is the number of bytes of shared memory, or the reason why there is no
+/// code.
 fn read(
     tools: &Path,
     folder: &Path,

@@ -258,8 +258,8 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        // No kernel computes gradients of keys and values in pages. The copy to contiguous keys and values consists of
-        // differentiable operations.
+        // No kernel computes gradients of keys and values in pages. So pages are first copied to contiguous keys and values.
+        // The copy consists of differentiable operations.
         let (inputs, problem) = match problem.is_empty() {
             true => (inputs, problem),
             false => reference::pages::contiguous::<Self>(inputs, &problem),

@@ -262,8 +262,8 @@ fn reads_int8_in_place(
     Ok(kernel.forward_int8(with_page_table_as_read(packed), scales, problem))
 }
 
-/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see by causal mask,
-/// window and lengths. Its cost is therefore independent of the KV cache's capacity.
+/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see by causal
+/// mask, window and lengths. The cost of the copy is therefore independent of the KV cache's capacity.
 fn forward_of_seen(
     inputs: QuantizedInputs<CubeBackend>,
     problem: AttentionProblem,

@@ -109,7 +109,7 @@ impl OptionalInputs {
         )
     }
 
-    /// Builds the argument of the tables that the kernel's code reads.
+    /// Builds the kernel argument that holds the tables of the score mod and the mask mod.
     pub(crate) fn tables(&self) -> KernelTablesLaunch {
         let table = |table: &Option<CubeTensor>| {
             let table = table.clone().map(CubeTensor::into_tensor_arg);

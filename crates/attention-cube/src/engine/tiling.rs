@@ -22,8 +22,8 @@ use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 /// The limit for the bytes of keys and values that all tiles in flight read under a causal mask. Up to this size, the keys and
 /// values stay in the L2 cache.
 ///
-/// Under a causal mask, tiles differ in the number of visible blocks that they stream. The tiles of several heads are therefore
-/// ordered by this number together, so that the tiles that start last are short.
+/// Under a causal mask, tiles differ in the number of visible blocks that they stream. The tiles of several heads are
+/// therefore sorted by this number as one list, so that the tiles that start last are short.
 const CACHE_BYTES: usize = 34 << 20;
 
 /// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
@@ -99,9 +99,9 @@ const BLOCKS_OF_FEW_ROWS: usize = 1;
 /// and 488 tokens/s.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
-/// Returns the number of key splits (split-KV) for few query rows, for which copying a block takes longer than its GEMMs. The
-/// result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The estimate counts
-/// waves of `cubes` cubes.
+/// Returns the number of key splits (split-KV) for few query rows. With few rows, copying a block takes longer than its
+/// GEMMs. The result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The
+/// estimate counts waves of `cubes` cubes.
 pub(crate) fn num_splits_heuristic(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -142,16 +142,16 @@ fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: us
 /// The plan of a backward's kernels. `T` is the type that describes the tiles of one kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardPlan<T> {
-    /// The kernel that keeps a tile of queries in shared memory and sums the queries' gradient.
+    /// The kernel in which a CTA keeps a tile of queries and sums the gradient of these queries.
     pub query: T,
-    /// The kernel that keeps a tile of keys in shared memory and sums the keys' gradient. The kernel also sums the values'
+    /// The kernel in which a CTA keeps a tile of keys and sums the gradient of these keys. The kernel also sums the values'
     /// gradient, unless the field `value` is `Some`.
     pub key: T,
     /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums it.
     pub value: Option<T>,
-    /// The number of query heads whose tiles are in flight together. Heads of all sequences count.
+    /// The number of query heads, counted over all sequences, whose tiles are in flight together.
     pub queries_together: usize,
-    /// The number of key heads whose tiles are in flight together. Heads of all sequences count.
+    /// The number of key heads, counted over all sequences, whose tiles are in flight together.
     pub keys_together: usize,
     /// The number of splits in each of the kernels.
     pub splits: GradientSplits,
@@ -234,8 +234,8 @@ mod tests {
     use super::*;
     use crate::testing::problem;
 
-    /// Checks that the keys are split until one or a few waves of cubes fill the device if there are few tiles. There must be
-    /// fewer splits if there are few keys, and one split if there are many tiles.
+    /// Checks the number of key splits. Few tiles get so many splits that one or a few waves of cubes fill the device. Few
+    /// keys get fewer splits, and many tiles get one split.
     #[test]
     fn num_splits_heuristic_few_tiles_fill_rounds() {
         for (tiles, kv_len, expected) in [

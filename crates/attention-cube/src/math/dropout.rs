@@ -5,13 +5,15 @@
 //! *cell* of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are
 //! below 8, and `j` is even. In fragments of an `mma` or `wgmma` product whose rows are queries, a thread holds whole cells.
 //!
-//! A draw has 64 bits, which is a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high), and
-//! the exclusive or of two other bytes of the cell (low). So the chance of a drop has a resolution of 2⁻¹⁶. The low byte matters
-//! only if the own byte equals that of the threshold or of the f16 infinity. So the chance that two scores of a cell are both
-//! dropped differs from that of independent scores by less than 2⁻¹⁵.
+//! A draw has 64 bits, which is a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high),
+//! and the exclusive or of two other bytes of the cell (low). So the chance of a drop has a resolution of 2⁻¹⁶. The high
+//! byte alone decides whether the probability is dropped, unless it equals the high byte of the threshold or of the f16
+//! infinity. The scores of a cell are therefore almost independent: the chance that two of them are both dropped differs
+//! from the chance for independent scores by less than 2⁻¹⁵.
 //!
-//! The probability of a score is dropped if its random bits are a *hit*. Kernels compare the bits of two scores with a
-//! threshold in one instruction, as if the bits were f16 numbers. See [`Threshold`].
+//! Random bits above a threshold are a *hit*. The probabilities of hits are dropped, and all others are kept. If a large
+//! share is to be dropped, the probabilities of hits are instead kept, and all others dropped. See [`Threshold`]. Kernels
+//! compare the bits of two scores with the threshold in one instruction, as if the bits were f16 numbers.
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
@@ -33,8 +35,8 @@ const INFINITY: u32 = 0x7C00;
 
 /// The threshold that decides which random bits are hits, and what a hit means.
 ///
-/// Random bits are a hit if they are above the threshold as f16 numbers. A threshold of −∞ has the most hits. If more bits than
-/// that are to be dropped, hits are kept instead of dropped.
+/// Random bits are a hit if they are above the threshold as f16 numbers. A threshold of −∞ has the most hits. If a larger
+/// share is to be dropped than the share of these hits, hits are kept and all other random bits are dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold's own 16 bits.
@@ -55,13 +57,14 @@ impl Threshold {
         };
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
-            // Both zeros are above every negative threshold, so no threshold has exactly `INFINITY + 1` hits.
+            // A positive threshold has at most `INFINITY` hits. A negative threshold has at least `INFINITY + 2` hits,
+            // because the f16 numbers +0 and −0 are both above it. So no threshold has exactly `INFINITY + 1` hits.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
     }
 
-    /// Returns the number of values of a score's random bits whose probabilities are kept, out of [`LEVELS`].
+    /// Returns how many of the [`LEVELS`] possible values of the random bits keep the probability of a score.
     fn kept_levels(self) -> u32 {
         let hits = hits(self.bits);
         if self.keeps_hits { hits } else { LEVELS - hits }
@@ -122,7 +125,8 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // Each word belongs to a query. Its low half belongs to the even keys. The high byte of a half is of the first key.
+    // Each word belongs to one query. The low half of a word belongs to the even keys, and the high half to the odd keys.
+    // The high byte of a half belongs to the earlier key of the half.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);

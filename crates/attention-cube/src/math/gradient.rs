@@ -25,7 +25,7 @@ pub(crate) struct RowLseDelta {
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct ScoreGradient {
-    /// The probability P after dropout, multiplied by the factor of kept probabilities.
+    /// The probability P after dropout, multiplied by the factor that dropout applies to kept probabilities.
     pub p: f32,
     /// The derivative `d loss / d score`, for the score after softcap and bias. This is also the gradient of the bias.
     pub ds: f32,

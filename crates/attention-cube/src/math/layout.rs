@@ -15,7 +15,7 @@ pub(crate) struct Rows {
     /// The range of rows that may be read, `first..end`. Loads of rows outside of this range return zeros.
     pub first: i32,
     pub end: i32,
-    /// The index of an existing row, which loads read if their result is ignored.
+    /// The index of an existing row. Loads read this row in place of a row that must not be read, and ignore its elements.
     pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,
@@ -25,8 +25,8 @@ pub(crate) struct Rows {
     pub head_stride: usize,
 }
 
-/// One input of a tile multiplication: a tensor, and the rows of the tensor that a kernel reads. For an int8 operand, rows and
-/// strides count 32-bit words, and `columns` counts int8 codes.
+/// One input of a tile multiplication: a tensor, and the rows of the tensor that a kernel reads. For an int8 operand, the
+/// offset and the strides of the rows count 32-bit words, and `columns` counts int8 codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -147,8 +147,8 @@ pub(crate) fn page_in<E: Numeric, N: Size>(
     min(max(entry, 0i32) as u32, pages.shape(0) as u32 - 1u32)
 }
 
-/// Shifts the offset of an operand from sequence 0 to a page. Kernels still address a row by its index within the sequence, but
-/// may read only rows of this page.
+/// Moves an operand from the rows of sequence 0 to the rows of a page. Kernels still address a row by its index within the
+/// sequence, but may read only rows of this page.
 #[cube]
 pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     operand: Operand<'a, E, N>,
@@ -157,8 +157,8 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The difference may be negative and then wraps around. The sum wraps back when the offset of a row of the page is
-        // added.
+        // The page's offset minus the offset of its first key may be negative, and then wraps around. The result wraps back
+        // when the offset of a row of the page is added.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // No load may leave the page, not even a load whose result is ignored.

@@ -87,9 +87,9 @@ pub(crate) struct Assignment {
 
 /// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
 ///
-/// If work items are pairs, a pair is a tile and its mirror image, the tile as far from the sequence's opposite end. Under a
-/// causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of both tiles' costs is the
-/// same for every pair. Cubes with equally many pairs therefore end at the same time.
+/// If work items are pairs, a pair is a tile and its mirror image: the tile at the same distance from the opposite end of
+/// the sequence. Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of
+/// both tiles' costs is the same for every pair. Cubes with equally many pairs therefore end at the same time.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {

@@ -98,8 +98,8 @@ pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub tables: KernelTables,
 }
 
-/// Returns the element offset of `place` in a mask or bias. The last four arguments are the tensor's strides,
-/// which expand it to `[batch, q_heads, q_len, kv_len]`.
+/// Returns the element offset of `place` in a mask or bias. The last four arguments are the strides of the mask or bias in
+/// the shape `[batch, q_heads, q_len, kv_len]`.
 #[cube]
 fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch

@@ -11,7 +11,7 @@ use std::any::{TypeId, type_name};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 
-/// Stands for CubeCL's macro in functions that run on the processor only.
+/// Replaces CubeCL's macro `comptime!` in a build without CubeCL, where functions run on the processor only.
 #[cfg(not(feature = "cube"))]
 macro_rules! comptime {
     ($value:expr) => {
@@ -33,7 +33,7 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The distance as f32, if the kernel computes it without a conversion for each score, else 0.
+    /// The distance of query and key as f32, if the kernel computes it without a conversion for each score. Otherwise 0.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -71,15 +71,16 @@ impl ScorePlace {
     /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for earlier
     /// keys and negative for later keys.
     ///
-    /// Positions follow the alignment of the causal mask: at the bottom right, the last query has the position of the last key.
-    /// Each sequence's own lengths count, as in [`kv_lengths`](crate::AttentionOptions::kv_lengths).
+    /// Positions follow the alignment of the causal mask: at the bottom right, the last query has the position of the last
+    /// key. If sequences have their own lengths, the alignment uses these lengths: see
+    /// [`kv_lengths`](crate::AttentionOptions::kv_lengths).
     pub fn distance(&self) -> i32 {
         self.query + self.offset - self.key
     }
 
-    /// Returns the distance as f32. On tensor cores this is cheaper than a conversion of [`distance`](Self::distance), which takes
-    /// as long as the exponential of the softmax. Distances from 2²⁴ on are rounded, and not everywhere alike, so a mask must not
-    /// depend on them.
+    /// Returns the distance as f32. On tensor cores this is cheaper than converting [`distance`](Self::distance) to f32.
+    /// That conversion takes as long as the exponential of the softmax. Distances from 2²⁴ on are rounded, and kernels may
+    /// round them differently. A mask must therefore not depend on rounded distances.
     pub fn distance_f32(&self) -> f32 {
         if comptime!(self.has_float_distance) {
             self.float_distance
@@ -109,7 +110,7 @@ impl ScoreTable {
     }
 }
 
-/// A change of scores as code, which is compiled into the kernels.
+/// A type whose code changes scores. The code is compiled into the kernels.
 #[cfg_attr(feature = "cube", cube)]
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait ScoreMod: Send + Sync + 'static {
@@ -120,7 +121,7 @@ pub trait ScoreMod: Send + Sync + 'static {
     fn derivative(score: f32, place: ScorePlace, table: &ScoreTable) -> f32;
 }
 
-/// A mask as code, which is compiled into the kernels.
+/// A type whose code hides keys from queries. The code is compiled into the kernels.
 #[cfg_attr(feature = "cube", cube)]
 #[allow(missing_docs, reason = "`#[cube]` adds functions without docs")]
 pub trait MaskMod: Send + Sync + 'static {
@@ -183,7 +184,8 @@ impl MaskCode {
     }
 }
 
-/// Compares, hashes and prints code by its type. CubeCL looks compiled kernels up by these traits.
+/// Implements `Eq`, `Hash` and `Debug` for code, by the type of the code. CubeCL uses these traits to look up compiled
+/// kernels.
 macro_rules! by_type {
     ($code:ident) => {
         impl PartialEq for $code {

@@ -8,8 +8,8 @@ use crate::math::side::Side;
 use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// The number of visible keys on a side of the window that has no limit. Every position is smaller than this number, and the
-/// sum of a position and this number fits in i32.
+/// The number that stands for an unlimited side of the window. Every position is smaller than this number, and the sum of a
+/// position and this number fits in i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
 /// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
@@ -427,8 +427,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if, for some interval number, the intervals of all queries of block `query_block` contain every key of block
-/// `key_block`. The structure must have intervals.
+/// True if the first intervals of all queries of block `query_block` contain every key of block `key_block`, or if their
+/// second intervals do. The structure must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,

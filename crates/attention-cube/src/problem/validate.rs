@@ -152,7 +152,7 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // The options count the keys of a sequence in order, whatever pages hold these keys.
+        // In options such as the mask, the keys of a sequence are numbered in order, whatever pages hold these keys.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {

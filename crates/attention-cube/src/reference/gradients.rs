@@ -37,9 +37,9 @@ pub(crate) fn backward<B: Backend>(
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN. A
-    // query that sees no key of this shard may see keys of another shard. The rows of such a query are kept, because the
-    // gradient of the sinks depends on these rows.
+    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN.
+    // With shards, a query that sees no key of this shard may see keys of another shard. The rows of this query are kept,
+    // because the gradient of the sinks depends on them.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),

@@ -47,7 +47,8 @@ pub(super) fn changed<B: Backend>(
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
         derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
     }
-    // The addend is 0. It gives Burn's autodiff the derivative, because autodiff cannot see through the code.
+    // Autodiff cannot differentiate the code of the score mod. The scores therefore get an addend that is 0 but has the
+    // right derivative for autodiff.
     let scores = match B::ad_enabled(&device) {
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));

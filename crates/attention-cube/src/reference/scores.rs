@@ -121,8 +121,8 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // Adds the correction to the score itself. The factor `1 + correction` would be rounded first, and the correction would
-    // lose digits.
+    // Adds the product of score and correction to the score. Multiplying the score by `1 + correction` would be less exact,
+    // because the rounding of this sum loses digits of the correction.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }

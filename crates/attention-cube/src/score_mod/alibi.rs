@@ -1,4 +1,4 @@
-//! ALiBi: linear biases of the distance (Press, Smith and Lewis, <https://arxiv.org/abs/2108.12409>).
+//! ALiBi: biases that are linear in the distance (Press, Smith and Lewis, <https://arxiv.org/abs/2108.12409>).
 
 use crate::math::score_mod::{ScoreMod, ScorePlace, ScoreTable};
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -30,8 +30,9 @@ impl ScoreMod for Alibi {
 }
 
 impl Alibi {
-    /// Returns the slopes of the paper: the powers `2^(−8 h / q_heads)` for head `h = 1, 2, …`, if `q_heads` is a power of two.
-    /// Otherwise the heads beyond the largest power of two get every second slope of twice that power.
+    /// Returns the slopes of the paper. Head `h = 1, 2, …` gets `2^(−8 h / q_heads)`, if `q_heads` is a power of two.
+    /// Otherwise let `n` be the largest power of two below `q_heads`. The first `n` heads get the slopes of a model with `n`
+    /// heads. The remaining heads get every second slope of a model with `2 n` heads.
     ///
     /// # Shapes
     /// The result is `[q_heads]`, f32.

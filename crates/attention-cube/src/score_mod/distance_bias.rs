@@ -5,7 +5,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Adds a bias to each score that depends on the head and on the distance of query and key, such as T5's buckets.
+/// Adds a bias to each score. The bias depends on the head and on the distance of query and key, as with T5's buckets.
 ///
 /// The table is [`DistanceBias::table`] or [`DistanceBias::t5_table`].
 pub struct DistanceBias;
@@ -32,8 +32,8 @@ impl ScoreMod for DistanceBias {
 }
 
 impl DistanceBias {
-    /// Returns the table for biases of the distances `−most` to `most`. The distance is positive for keys before the query's own
-    /// position. Larger distances get the bias of `most`, and smaller ones that of `−most`.
+    /// Returns the table for biases of the distances `−most` to `most`. The distance is positive for keys before the query's
+    /// own position. Distances above `most` get the bias of `most`, and distances below `−most` get the bias of `−most`.
     ///
     /// # Shapes
     /// `biases [q_heads, 2 · most + 1]`.
@@ -46,7 +46,7 @@ impl DistanceBias {
             count % 2 == 1,
             "biases: the second size is {count}; expected an odd number, one bias for each distance from −most to most"
         );
-        // Half precision cannot represent all distances.
+        // The table is f32, because half precision cannot represent all distances.
         let place = (&biases.device().without_autodiff(), DType::F32);
         let most = Tensor::<1>::full([1], (count / 2) as f64, place);
         let biases = biases.without_autodiff().reshape([q_heads * count]);
@@ -96,7 +96,8 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
     if distance < exact {
         return first + distance;
     }
-    // The dtype f32 and the order of operations are those of transformers, so that both round alike.
+    // The dtype f32 and the order of operations are the same as in transformers, so that this function rounds in the same
+    // way.
     let ratio = (distance as f32 / exact as f32).ln();
     let logarithm = (f64::from(max_distance as u32) / exact as f64).ln() as f32;
     let step = (ratio / logarithm * (buckets - exact) as f32) as usize;

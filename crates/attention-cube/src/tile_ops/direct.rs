@@ -177,7 +177,7 @@ pub(crate) fn store_transposed(
     }
 }
 
-/// The division of an accumulator in global memory among the units, and the number of passes over its columns.
+/// The way in which units divide an accumulator in global memory, and the number of passes over the accumulator's columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct SumTiling {
     /// The number of 4-row vectors per unit.

@@ -82,16 +82,17 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the streamed operand with index `operand` in the stage (the operands' shared memory).
-    /// The function applies only if streamed operands are resident, which means that they stay in shared memory for both
-    /// products.
+    /// Returns the offset in the stage (the operands' shared memory), in vectors, at which the streamed operand with index
+    /// `operand` starts. The function applies only if streamed operands are resident, which means that they stay in shared
+    /// memory for both products.
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the last streamed operand of the first products (S and dP) is complete in shared memory when the second product
-    /// (`O += P B`) begins. In the backward, this is true under two conditions. Both stationary operands must stay in shared
-    /// memory, and one chunk of `depth` columns must be as wide as the output.
+    /// True if the last streamed operand of the first products (S and dP) is complete in shared memory when the second
+    /// product (`O += P B`) begins. The function applies only if streamed operands are not resident, which means that they
+    /// overwrite each other in shared memory. In the backward, the result is true under two conditions. Both stationary
+    /// operands must stay in shared memory, and one chunk of `depth` columns must be at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {

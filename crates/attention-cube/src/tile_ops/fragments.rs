@@ -1,9 +1,9 @@
 //! Tile multiplications by planes: `S = A Bᵀ` (first product) and `O += P B` (second product) on matrix units, in fragments
 //! of an opaque layout.
 //!
-//! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Registers per unit: `4 ·
-//! rows_per_unit` for S, and `rows · output columns / units` for O. Planes take fragments in turn, so that as few planes as
-//! possible share a row of fragments (`k` is the depth of one fragment multiplication):
+//! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Per unit, S takes `4 ·
+//! rows_per_unit` registers, and O takes `rows · output columns / units` registers. Fragments are divided so that as few
+//! planes as possible share a row of fragments. In the table, `k` is the depth of one fragment multiplication:
 //!
 //! | product | fragment loads per plane and `k` inner elements | fragment multiplications per plane and `k` inner elements |
 //! |---|---|---|
@@ -14,9 +14,9 @@
 //! after the softmax. O passes through shared memory at the end, and whenever a row maximum exceeds the reference maximum that
 //! the softmax subtracts. Only one fragment of O per plane passes at a time.
 //!
-//! Bound on a GPU: the copies to the stage and the waits for these copies. Operands therefore stay in shared memory if they
-//! fit. Stationary operands stay there from block to block. Streamed operands stay there from the first product to the second
-//! product.
+//! On a GPU, the copies to the stage and the waits for these copies limit the speed. Operands therefore stay in shared
+//! memory if they fit. Stationary operands stay there from block to block. Streamed operands stay there from the first
+//! product to the second product.
 
 mod output;
 pub(super) mod planes;

@@ -14,9 +14,10 @@
 //! On software drivers, `direct.rs` computes both products without shared memory for the operands. On matrix units,
 //! `fragments.rs` computes both products.
 //!
-//! Bound: shared-memory loads for the first product (0.3 loads per FMA with 2 rows per unit, 0.13 with 4), and FMA for the
-//! second. Shared memory holds the stage (the operands' chunks), P and row statistics: [`UnitTiles::shared_memory`]. The kernel
-//! reads the streamed operands from L2 again for every tile, so each streamed element takes part in `rows` FMA per read.
+//! Shared-memory loads limit the speed of the first product (0.19 loads per FMA with 2 rows per unit, 0.13 with 4 rows). The
+//! FMA limit the speed of the second product. Shared memory holds the stage (the operands' chunks), P and row statistics.
+//! [`UnitTiles::shared_memory`] computes the size of this memory. The kernel reads the streamed operands from L2 again for
+//! every tile, so each streamed element takes part in `rows` FMA per read.
 
 use super::cmma::SumFragment;
 use super::fragments::stage::FragmentStage;
@@ -211,7 +212,7 @@ pub(crate) fn store_rounded<C: Float>(
 }
 
 /// Synchronizes the cube between the write of the tile and the second product (`O += P B`), if the second product needs this
-/// sync. There are two such cases:
+/// sync. It needs the sync in two cases:
 ///
 /// - The rows of B are already in shared memory. The second product then copies nothing, and reads the tile without a sync.
 /// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores. A plane may still be

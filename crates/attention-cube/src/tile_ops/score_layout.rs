@@ -24,7 +24,7 @@ pub(crate) fn unit_column(#[comptime] tiles: UnitTiles) -> usize {
     }
 }
 
-/// Returns the tile's column that is the unit's column `c`. A unit's columns are counted from 0.
+/// Returns the index, among the tile's columns, of the unit's column `c`. A unit's columns are counted from 0.
 #[cube]
 pub(crate) fn tile_column(
     unit_column: usize,
@@ -34,7 +34,7 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// Returns the tile's row that is the unit's row `k`. A unit's rows are counted from 0.
+/// Returns the index, among the tile's rows, of the unit's row `k`. A unit's rows are counted from 0.
 ///
 /// If units multiply operands from shared memory, neighbouring units have neighbouring rows. If units multiply operands from
 /// global memory, each unit has groups of four neighbouring rows, and its columns are grouped in the same way.

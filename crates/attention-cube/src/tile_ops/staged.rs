@@ -85,8 +85,8 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance in shared memory, in row slots, between the rows of `b` for the four columns of S that a unit computes. The
-    /// field is 0 if the rows are in order.
+    /// A unit computes four columns of S, and reads one row of `b` for each. The field is the distance in shared memory
+    /// between these rows, in slots. A slot is the place of one row. The field is 0 if the rows are in order.
     ///
     /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units
     /// then read neighbouring slots.
@@ -208,7 +208,7 @@ pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
         #[unroll]
         for ahead in 0..many {
             let turn = turn(comptime!(first + ahead), width, tiles.units);
-            // Units past the last slot load the last slot again, but do not store it.
+            // Units whose row lies past the chunk's last row load that last row, but do not store it.
             let slot = min(turn.row, comptime!(tiles.streamed_rows - 1));
             let row = b_first + (chunk_row + slot) as i32;
             let mut wanted = row >= b.rows.first && row < b.rows.end;

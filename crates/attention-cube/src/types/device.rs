@@ -4,7 +4,7 @@ use super::engine::Engine;
 use super::refusal::{Feature, Refusal};
 use burn::tensor::DType;
 
-/// The number of multiprocessors that plans assume if the runtime does not report it.
+/// The number of multiprocessors that plans assume if the runtime does not report their number.
 pub(crate) const ASSUMED_MULTIPROCESSORS: usize = 16;
 
 /// The largest number of loop iterations that one unit may run in total on a software driver. Mesa's llvmpipe ends loops

@@ -14,8 +14,8 @@ pub enum Feature {
     /// The loads of `mma.sync` operands from shared memory (`ldmatrix`).
     #[error("matrix loads of {0:?} from shared memory (ldmatrix)")]
     LoadMatrix(DType),
-    /// The matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The operands have this dtype, or
-    /// the conversion to fragments widens them to f32.
+    /// The matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The field is the dtype of the
+    /// inputs. Fragments have this dtype, or are f32 fragments to which the inputs are widened.
     #[error(
         "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
     )]

@@ -49,9 +49,9 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods to initialize `A` and `B`. Each method either leaves the base weights unchanged, or is applied again
-/// when PEFT loads the adapter. The methods that are not in this list subtract the initial `B · A` from the base weights, so
-/// the adapter does not fit the original weights.
+/// The supported methods to initialize `A` and `B`. A method is supported if it leaves the base weights unchanged, or if
+/// PEFT applies the method again when it loads the adapter. The methods that are not in this list subtract the initial
+/// `B · A` from the base weights. The adapter then fits the changed weights, but not the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.
@@ -172,8 +172,8 @@ impl File {
     }
 }
 
-/// True if the value of a field switches a feature on. A number never does, because a number may be a parameter of a feature
-/// that is off.
+/// True if the value of a field switches a feature on. A number never switches a feature on, because the number may be a
+/// parameter of a feature that is off.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,

@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use std::sync::Arc;
 
 /// Creates a table that stays in the files and is read row by row on the host. The model must have per-layer embeddings, and
-/// the tensors of `weights` must have been checked.
+/// the loader must already have checked the tensors of `weights`.
 pub(super) fn host_table(weights: Arc<dyn WeightSource>) -> HostTable {
     HostTable::new(Arc::new(TableInFiles(weights)), PORTION)
 }

@@ -260,7 +260,8 @@ pub(crate) fn write_tensors<V: View>(
     })
 }
 
-/// Replaces the file at `path` atomically. `write` fills a temporary file in the same folder, which is then renamed.
+/// Replaces the file at `path` atomically. `write` fills a temporary file in the same folder. The temporary file is then
+/// renamed to `path`.
 pub(super) fn replace(
     path: &Path,
     write: impl FnOnce(&Path) -> std::io::Result<()>,
@@ -268,7 +269,8 @@ pub(super) fn replace(
     let mut builder = partial();
     #[cfg(unix)]
     {
-        // Give the temporary file the permissions of an ordinary new file, from which the umask then removes some.
+        // Give the temporary file the permissions of an ordinary new file. The umask then removes some of them, as for any
+        // new file.
         use std::os::unix::fs::PermissionsExt;
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
@@ -332,8 +334,8 @@ const BESIDE: [&str; 8] = [
     "preprocessor_config.json",
 ];
 
-/// Copies a checkpoint's other files, such as the tokenizer, from one folder to another. Weights and `config.json` are not
-/// copied.
+/// Copies the files beside a checkpoint's weights, such as the tokenizer, from one folder to another. Weights and
+/// `config.json` are not copied.
 ///
 /// # Errors
 /// Returns an error that names the file that cannot be copied.

@@ -147,8 +147,8 @@ impl<'a> Source<'a> {
         dtype: DType,
         dequantize: impl Fn(usize, &mut [f32]) + Sync,
     ) -> TensorData {
-        // Dequantize a vector as one whole row, and then cut out the range. The range may begin or end inside a quantized
-        // block.
+        // Dequantize a vector as one whole row and then cut out the range, because the range may begin or end inside a
+        // quantized block.
         if self.shape.len() == 1 {
             let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
             let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();
@@ -469,8 +469,9 @@ mod tests {
         }
     }
 
-    /// Checks that an upload in several portions gives the same elements as one upload. The matrix has two Q8_0 blocks per row.
-    /// Each block has 32 equal elements and a scale of its own, so an exchanged block gives other elements.
+    /// Checks that an upload in several portions gives the same elements as one upload. The matrix has two Q8_0 blocks per
+    /// row. Each block has 32 equal elements and a scale of its own, so the elements would differ if two blocks were
+    /// exchanged.
     #[test]
     fn upload_of_blocks_in_portions_equals_upload_at_once() {
         let bytes: Vec<u8> = (0..6u8)

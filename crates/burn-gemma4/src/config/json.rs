@@ -154,7 +154,8 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // A multimodal model's file may have some fields of the text model at its top level. Read them from there too.
+        // A multimodal model's file may have some fields of the text model at its top level. Read these fields from the top
+        // level too.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);

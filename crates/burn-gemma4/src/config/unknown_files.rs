@@ -55,8 +55,8 @@ pub(crate) fn refuse_contents(path: &Path, contents: &[u8]) -> Result<(), Gemma4
     }
 }
 
-/// Returns the error for a file that could not be read. The folder in its path may really be a file in an unsupported format,
-/// or may contain such a file. The error then names that file.
+/// Returns the error for the file at `path`, which could not be read. The parent of `path` may be a file in an unsupported
+/// format, or a folder that contains such a file. The error then names the unsupported file.
 pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     let is_missing = matches!(
         source.kind(),
@@ -70,8 +70,8 @@ pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     instead.unwrap_or(Gemma4Error::Io { path, source })
 }
 
-/// Returns an error for the first file in a folder whose extension belongs to an unsupported format. Files are ordered by name.
-/// Returns `None` if there is no such file.
+/// Searches a folder for files whose extension belongs to an unsupported format. Returns an error for the first such file in
+/// the order of names, or `None` if there is no such file.
 fn other_weights(folder: &Path) -> Option<Gemma4Error> {
     let mut paths: Vec<PathBuf> = fs::read_dir(folder)
         .ok()?

@@ -303,8 +303,8 @@ impl RopeConfig {
     }
 }
 
-/// True if a value is positive after its conversion to f32, and is not subnormal there. The models compute in f32 or in a
-/// smaller dtype.
+/// True if a value is positive, finite and not subnormal after its conversion to f32. The value is tested in f32, because
+/// the models compute in f32 or in a smaller dtype.
 fn is_positive_in_f32(number: f64) -> bool {
     let number = number as f32;
     number.is_normal() && number > 0.0

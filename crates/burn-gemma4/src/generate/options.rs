@@ -83,8 +83,8 @@ impl GenerateOptions {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
-    /// Returns the number of columns that the cache must be able to remove from its end. Columns are removed if draft tokens
-    /// are rejected.
+    /// Returns the number of columns (tokens of every sequence) that the cache must be able to remove from its end. Columns
+    /// are removed if draft tokens are rejected.
     fn forgettable(&self) -> usize {
         match self.drafts {
             Drafts::None => 0,

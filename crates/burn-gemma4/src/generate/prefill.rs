@@ -28,8 +28,9 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
-/// Prefills the prompts, except for the columns that the cache already holds. Returns the hidden state `[batch, 1, hidden]` of
-/// each prompt's last token, from which the first logits are computed, or `None` if the generation was cancelled.
+/// Prefills the prompts, except for the columns (tokens of every prompt) that the cache already holds. Returns the hidden
+/// state `[batch, 1, hidden]` of each prompt's last token, from which the first logits are computed. Returns `None` if the
+/// generation was cancelled.
 pub(super) fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],
@@ -52,8 +53,9 @@ pub(crate) fn read_beginning(
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
 }
 
-/// Prefills prompts in chunks, from the first column that the cache lacks up to the column `longest`. `longest` is the length
-/// of the longest prompt. `asked` selects the positions in the last chunk for which logits are requested.
+/// Prefills prompts in chunks, from the first column (token of every prompt) that the cache lacks up to the column
+/// `longest`. `longest` is the length of the longest prompt. `asked` selects the positions in the last chunk for which
+/// logits are requested.
 ///
 /// Returns the hidden states of these positions, `[batch, asked, hidden]`. Returns `None` if no logits are requested or the
 /// generation was cancelled.

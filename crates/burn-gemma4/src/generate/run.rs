@@ -88,9 +88,9 @@ pub(crate) fn check(
     }
 }
 
-/// Generates a continuation of each prompt. `cache` already holds the first `cache.len()` columns of the prompts, and the
-/// prefill adds the remaining columns. Prompts that are shorter than the longest prompt are padded on the left. `max_tokens` is
-/// the result of [`check`] for the same options.
+/// Generates a continuation of each prompt. `cache` already holds the first `cache.len()` columns (tokens of every prompt),
+/// and the prefill adds the remaining columns. Prompts that are shorter than the longest prompt are padded on the left.
+/// `max_tokens` is the result of [`check`] for the same options.
 ///
 /// Returns one [`Generation`] per prompt. Afterwards the cache holds all tokens of the prompts and all generated tokens, except
 /// the last generated token of each sequence.

@@ -48,7 +48,8 @@ impl Gemma4Model {
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
     ///
-    /// In the shape, `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    /// In the shape, `asked` is the number of requested positions. The layers that share an earlier layer's KV cache run
+    /// only for these positions.
     ///
     /// # Errors
     /// The errors of [`forward`](Self::forward).
@@ -90,7 +91,8 @@ impl Gemma4Model {
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
     ///
-    /// In the shape, `asked` is the number of requested positions. Shared KV layers run only for these positions.
+    /// In the shape, `asked` is the number of requested positions. The layers that share an earlier layer's KV cache run
+    /// only for these positions.
     ///
     /// # Errors
     /// If the batch size differs from the cache's, or if `tokens` has no positions. Also the errors of

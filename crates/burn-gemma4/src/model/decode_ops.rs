@@ -36,7 +36,7 @@ pub(crate) struct DecodeOps<'a> {
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
-    /// The buffers for new keys and values, or `None` if only shared KV layers run.
+    /// The buffers for new keys and values, or `None` if only layers run that share an earlier layer's KV cache.
     pub targets: Option<Targets<'a>>,
     /// A callback that runs after the launches of each part of the step.
     pub after: &'a mut dyn FnMut(Part),

@@ -63,8 +63,8 @@ impl Gemma4Model {
     }
 
     /// Returns the normalized output of the last layer, `[batch, asked, hidden]`, for the last `asked` positions. `asked` is
-    /// the number of positions that `logits` requests. If `asked` is 0, returns the output of the last layer that computes its
-    /// own keys and values instead, for all positions and without a norm.
+    /// the number of positions that `logits` requests. If `asked` is 0, the layers that share an earlier layer's KV cache do
+    /// not run. The result is then the output of the last layer that runs, for all positions and without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,
@@ -166,8 +166,9 @@ impl Gemma4Model {
         normed
     }
 
-    /// Runs a range of layers in order. A layer that computes its own keys and values stores them in `shared`, from which
-    /// shared KV layers read. `embeddings`, `[rows, layers · columns]`, holds the per-layer embeddings of all layers.
+    /// Runs a range of layers in order. A layer that computes its own keys and values stores them in `shared`. A layer that
+    /// shares an earlier layer's keys and values reads them from `shared`. `embeddings`, `[rows, layers · columns]`, holds
+    /// the per-layer embeddings of all layers.
     pub(crate) fn layers(
         &self,
         range: Range<usize>,
@@ -202,7 +203,8 @@ impl Gemma4Model {
         }
     }
 
-    /// Creates the decode operations that run the shared KV layers for the last position of each sequence.
+    /// Creates the decode operations for the last position of each sequence. They run the layers that share an earlier
+    /// layer's KV cache.
     #[cfg(feature = "cube")]
     pub(crate) fn last_position<'a>(
         &self,

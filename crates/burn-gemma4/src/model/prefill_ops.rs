@@ -36,8 +36,8 @@ pub(crate) struct PrefillOps<'a, O> {
     pub window: usize,
     /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
-    /// The KV cache that stores the keys and values of this call. Without a cache, as in training, only the queries of this
-    /// call attend to the keys and values.
+    /// The KV cache that stores the keys and values of this call for later calls. Without a cache, as in training, only the
+    /// queries of this call can attend to them.
     pub cache: Option<(&'a mut Cache, Call)>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     pub mlp_recompute: bool,
@@ -100,8 +100,8 @@ impl Rotations {
 }
 
 impl<O> PrefillOps<'_, O> {
-    /// Reshapes rows to `[batch, positions, columns]`. Without the reshape, Burn's fusion would autotune each matmul again for
-    /// the elementwise operations that follow the matmul.
+    /// Reshapes rows to `[batch, positions, columns]`. Without the reshape, Burn's fusion would autotune each matmul
+    /// separately for every set of elementwise operations that follows the matmul.
     fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
         let [_, columns] = rows.dims();
         rows.reshape([self.batch, self.rotations.positions(), columns])
@@ -164,7 +164,8 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
     ) -> Option<(Tensor<4>, KeyValues)> {
         // Use separate launches if the projections have separate outputs, or if the values come from the key projection. The
         // fused launch needs one projection output that holds the query columns first, then separate key and value columns.
-        // Layers whose values come from the key projection may store compact keys, which need queries in another channel order.
+        // Layers whose values come from the key projection may store compact keys, which need queries in another channel
+        // order than the fused launch gives them.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

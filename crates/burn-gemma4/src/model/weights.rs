@@ -107,7 +107,7 @@ impl Gemma4Model {
 }
 
 /// Describes the format of the model's weights: `whole`, or quantized to some number of bits. The description leaves out the
-/// per-layer embedding table, because a table on the host is not a parameter.
+/// per-layer embedding table, because the table is not a parameter if it is on the host.
 pub(crate) fn form_of_weights(model: &Gemma4Model) -> String {
     let mut model = model.clone();
     let is_table =

@@ -14,9 +14,10 @@ use burn::{
     tensor::{FloatDType, Shape, Tensor},
 };
 
-/// Returns `value`, `[1]`, unchanged, and registers `gradient` as the gradient of `value` with respect to `source`. `value`
-/// keeps its other gradients in the autodiff graph. `gradient` may have a wider dtype than `source`. The backward pass first
-/// scales the gradient, and then rounds the product to the dtype of `source`.
+/// Returns `value`, `[1]`, unchanged, and registers `gradient` as the gradient of `value` with respect to `source`. The
+/// backward pass also passes the gradient of the output on to `value`. `gradient` may have a wider dtype than `source`. The
+/// backward pass first multiplies `gradient` by the gradient of the output. Then it rounds the product to the dtype of
+/// `source`.
 pub(crate) fn attach<const D: usize>(
     value: Tensor<1>,
     source: Tensor<D>,

@@ -110,8 +110,8 @@ impl<C: Computation> CapturedGraph<C> {
     }
 }
 
-/// The period from the preparation of a capture to its end. A device in capture mode runs no other launches. A dropped window
-/// therefore ends the capture, even after an error or a panic.
+/// A window: the period from the preparation of a capture to the end of the capture. Until the end, the device runs no
+/// launches. Dropping an open window therefore ends the capture, even after an error or a panic.
 struct Window<'a> {
     device: &'a DispatchDevice,
     is_open: bool,

@@ -44,8 +44,8 @@ pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     }
 }
 
-/// The number of units whose values one plane operation adds up. The result is 1 if the device has no plane operations, or planes
-/// of several sizes.
+/// The number of units whose values one plane operation adds up. The result is 1 if the device has no plane operations, or
+/// if its planes have several sizes.
 pub(super) fn plane_width(client: &Client) -> usize {
     let properties = client.properties();
     let hardware = &properties.hardware;
@@ -99,7 +99,7 @@ pub(super) fn own(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     match tensor.can_mut() {
         true => tensor,
-        // Make the copy contiguous again: Burn's copy may pad its rows.
+        // Make the copy contiguous too, because Burn's copy may pad its rows.
         false => into_contiguous(tensor.copy()),
     }
 }

@@ -24,7 +24,8 @@ pub struct StoredRows<B: Backend> {
 /// number of slots.
 ///
 /// # Shapes
-/// - `rows`: `[sequences, heads, count, width]`. The index of a row within its sequence is the row's position modulo `count`.
+/// - `rows`: `[sequences, heads, count, width]`. The row at position `p` of a sequence has the index `p % count` in the
+///   dimension of size `count`.
 /// - `positions`: `[sequences · count]`. The positions of one sequence are consecutive.
 /// - `words`: `[sequences, heads, slots, width / 4]`, four int8 values in each word.
 /// - `scales`: `[sequences, heads, slots, 1]`.

@@ -38,9 +38,10 @@ pub enum Scales {
     /// Each run of [`SUPER`] columns has five words, which hold an f16 scale and 16 signed bytes, one byte for each of 16
     /// groups. The scale of a group is the f16 scale times the group's byte.
     Bytes { zero: u32 },
-    /// Each run of [`SUPER`] columns has five words. The low half of the first word is an f16 multiplier of all group scales,
-    /// and the high half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of group minimums
-    /// follow. A minimum is subtracted from each element of its group.
+    /// Each run of [`SUPER`] columns has five words. The low half of the first word is an f16 multiplier of all group
+    /// scales, and the high half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of
+    /// group minimums follow. The product of a minimum and its multiplier is subtracted from each element of the group, so
+    /// `least` is the negative product.
     BytesAndLeast,
 }
 

@@ -77,7 +77,7 @@ impl BlockFormat {
         Layout::new(format, columns)
     }
 
-    /// Packs a row of a file's blocks into `words`, which must be all zero.
+    /// Packs one row into `words`, which must be all zero. `blocks` holds the row as blocks of a file.
     pub fn pack(self, layout: Layout, blocks: &[u8], words: &mut [u32]) {
         let mut row = Row { layout, words };
         let mut codes = [0; 256];

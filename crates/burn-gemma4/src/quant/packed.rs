@@ -39,8 +39,8 @@ impl Scheme {
     /// Quantizes a row. Returns true if all elements and all scales are finite. The scales are written in `dtype`. Groups must
     /// fill whole words, and the scheme must be symmetric.
     ///
-    /// The arithmetic is that of compressed-tensors in f32. The largest absolute element of a group is mapped to half the range
-    /// of codes. Each element gets the nearest code, with ties to even.
+    /// The arithmetic is that of compressed-tensors in f32. The scale maps the largest absolute element of a group to half
+    /// the range of codes (7.5 for 4 bits, 127.5 for 8 bits). Each element gets the nearest code, with ties to even.
     pub fn pack(&self, numbers: &[f32], dtype: DType, scales: &mut [u8], words: &mut [u8]) -> bool {
         let group = self.group.unwrap_or(numbers.len());
         let (most, range) = ((self.offset() - 1) as f32, self.offset() as f32 - 0.5);

@@ -17,7 +17,7 @@ pub(crate) enum QuantTarget {
 }
 
 impl QuantTarget {
-    /// Returns the block format that stores this target's blocks in GGUF files.
+    /// Returns the GGUF block format with this kind of codes.
     pub fn format(self) -> BlockFormat {
         match self {
             Self::Q8 => BlockFormat::Q8_0,
@@ -110,8 +110,8 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let scale = largest / -8.0;
     let inverse = inverse(scale);
     for (code, number) in codes.iter_mut().zip(numbers) {
-        // Round `number * inverse` before 8.5 is added, as in llama.cpp's reference implementation. The rounding decides the
-        // code of an element halfway between two codes.
+        // Round the product `number * inverse` to f32 before 8.5 is added, as in llama.cpp's reference implementation. For
+        // an element halfway between two codes, this rounding decides which code it gets.
         *code = ((number * inverse + 8.5) as u8).min(15);
     }
     f16::from_f32(scale)
@@ -123,7 +123,8 @@ mod tests {
     use safetensors::SafeTensors;
 
     /// Checks the rounding of an element halfway between two codes. The expected codes are those of llama.cpp's
-    /// `quantize_row_q4_0_ref` in f32. If `number * inverse` were exact, the second element would get the code 3 instead of 4.
+    /// `quantize_row_q4_0_ref` in f32. If the product `number * inverse` were not rounded to f32, the second element would
+    /// get the code 3 instead of 4.
     #[test]
     fn write_of_numbers_halfway_between_codes_rounds_as_llama_cpp() {
         let mut numbers = [0f32; COLUMNS];

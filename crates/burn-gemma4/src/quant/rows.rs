@@ -63,8 +63,8 @@ pub(crate) fn written<S>(
     bytes
 }
 
-/// Writes all rows into `bytes`, whose length must be `rows.len() · row_bytes`. The functions `write` and `space` are those of
-/// [`written`].
+/// Writes all rows into `bytes`, whose length must be `rows.len() · row_bytes`. The functions `write` and `space` do the
+/// same as in [`written`].
 pub(crate) fn write_rows<S>(
     bytes: &mut [u8],
     rows: Range<usize>,

@@ -3,7 +3,7 @@
 
 use super::blocks::half;
 
-/// The number of elements per group in formats with a minimum.
+/// The number of elements per group in the formats that store a minimum per group.
 const GROUP: usize = 32;
 
 /// Returns the 6-bit scale and the 6-bit minimum of each of the 8 groups. `packed` has 12 bytes:
@@ -25,9 +25,10 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     })
 }
 
-/// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. In `nibbles`, the low
-/// 4 bits of 32 bytes are the codes of a group, and the high 4 bits the codes of the next group. Byte `i` of `fifth` holds the
-/// fifth bits of element `i` of all 8 groups.
+/// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. Each 32 bytes of
+/// `nibbles` hold the codes of two groups: the low 4 bits are the codes of the first group, and the high 4 bits are the
+/// codes of the second group. Byte `i` of `fifth` holds one bit for each of the 8 groups: the fifth bit of the group's
+/// element `i`.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);

@@ -42,7 +42,7 @@ struct Header {
     /// values are int8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
-    /// The quantization of the weights, which error messages name: see [`form_of_weights`]. Files of earlier versions do not
+    /// The name of the weights' quantization, for error messages: see [`form_of_weights`]. Files of earlier versions do not
     /// contain this field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,

@@ -98,8 +98,8 @@ impl Sampled {
         self.numbers.push(numbers.cast(DType::F32));
     }
 
-    /// True while the visitor is in the per-layer embedding table. The visitor skips this table, and other code adds one row of
-    /// the table to the fingerprint.
+    /// True while the visitor is in the per-layer embedding table. The visitor skips this table. Instead,
+    /// [`Fingerprint::of`] adds one row of the table to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))
@@ -127,8 +127,8 @@ impl ModuleVisitor for Sampled {
         let words = param.val();
         let count = words.shape().num_elements();
         if !self.is_table() {
-            // Sample only the low 16 bits of each packed word. f32 represents integers of 16 bits exactly, and the low bits of
-            // different weights differ as often as the high bits.
+            // Sample only the low 16 bits of each packed word, because samples are stored as f32, which represents 16-bit
+            // integers exactly. The low bits of different weights differ as often as the high bits.
             let low = words.reshape([count]).remainder_scalar(1 << 16);
             self.add(self.path.join("."), low.float());
         }

@@ -47,9 +47,9 @@ impl<'a> Session<'a> {
     }
 
     /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with tokens of the session, the model does not run
-    /// over these tokens again, as far as the cache can be restored. The cache can be restored to the end of the cached tokens
-    /// and to the beginning of an answer. The cache can be restored to other columns only while the ring buffers of sliding
-    /// layers have not overwritten any column.
+    /// over these tokens again, as far as the cache can be restored. The cache can be restored to the end of the cached
+    /// tokens and to the beginning of an answer. The cache can be restored to any other token position only while the ring
+    /// buffers of sliding layers have not overwritten any keys and values.
     ///
     /// The cache is reused only if the previous and the new generation store keys in the same format. In addition, both
     /// generations must use drafts, or both must use none.
@@ -74,7 +74,7 @@ impl<'a> Session<'a> {
         )?;
         let common = self.go_back(&tokens, options);
         // Take a checkpoint at the column where this prompt begins to differ from the cached tokens, because the next prompt
-        // may begin to differ there, too. Take another checkpoint at the beginning of the answer.
+        // may begin to differ at the same column. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =

@@ -4,8 +4,8 @@ use crate::error::Gemma4Error;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tokenizer::stream::TextStream;
 
-/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. A special token in
-/// the text matches its name in a stop string.
+/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. A stop string may
+/// contain the name of a special token, which matches that token in the text.
 pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],

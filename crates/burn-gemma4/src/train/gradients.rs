@@ -204,7 +204,7 @@ struct Kept {
     streams: Vec<Tensor<2>>,
     /// The per-layer embeddings, `[rows, layers · columns]`.
     embeddings: Option<Tensor<2>>,
-    /// The keys and values that later shared KV layers read.
+    /// The keys and values that some later layers read, because these layers compute no keys and values of their own.
     shared: SharedKeyValues,
 }
 
@@ -262,7 +262,8 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// Returns a loss of zero, to which the caller attaches gradients.
+    /// Returns a loss of zero. The caller uses [`attach`] to register the gradients with which the backward of this loss
+    /// begins.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }

@@ -325,8 +325,8 @@ mod tests {
         let device = Device::flex().autodiff();
         for device in [device.clone(), device.gradient_checkpointing()] {
             for softcap in [None, Some(2.0)] {
-                // Multiply the loss by 3, in order to check that the backward multiplies the gradients by 3 too. The gradients
-                // are complete before the backward begins.
+                // Multiply the loss by 3, in order to check that the backward also multiplies the gradients by 3, although
+                // it does not compute them. They are complete before the backward begins.
                 let [hidden, head] = leaves(&device);
                 let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
                 let gradients = expected.backward();
@@ -354,8 +354,8 @@ mod tests {
     fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // Divide the head by 256 to make the gradients small. The gradient of a hidden state is a linear combination of the
-            // head's rows.
+            // Divide the head by 256 to make the gradients of the hidden states small. Each of these gradients is a linear
+            // combination of the head's rows.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;

@@ -23,10 +23,10 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
-    /// The lengths of the documents in each row. The padding at the end of a row counts as one more document.
+    /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// For each row, the index of the padding among the row's documents in `rows`. If a row has no padding, no document has
-    /// this index.
+    /// For each row, the index of the padding's length in the row's list in `rows`. If a row has no padding, this index is
+    /// the length of the list.
     padding: Vec<usize>,
     positions: usize,
 }

@@ -1,5 +1,5 @@
-//! Exchanges registers between warps through shared memory. Warps need this exchange if they add up accumulator fragments of
-//! the same elements.
+//! Exchanges registers between warps through shared memory. Warps need this exchange if several warps hold partial sums of
+//! the same elements in their accumulators, and these sums must be added.
 //!
 //! Four registers of all 32 lanes occupy 512 bytes, 16 consecutive bytes per lane, so bank conflicts do not occur.
 

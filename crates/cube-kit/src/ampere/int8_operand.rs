@@ -1,16 +1,16 @@
 //! Matrix products of a warp on tensor cores, with an int8 right operand in shared memory. The left operand is bf16, and the
 //! int8 codes are converted to bf16 in registers.
 //!
-//! Budget: one byte of shared memory per code, read once. Seven instructions convert the four codes of a register, and none of
-//! these instructions uses the tensor cores.
+//! Budget: a code takes one byte of shared memory, which is read once. Seven instructions convert the four codes of a
+//! register, and none of these instructions uses the tensor cores.
 //!
 //! A subtile of codes has 128 columns, twice as many as a subtile of half-precision elements. `ldmatrix` moves 16-bit elements,
 //! and each such element contains two neighbouring codes of a row. The first code becomes an element of the right operand of
 //! one `mma.sync`. The second code becomes an element of the right operand of another `mma.sync`. No data has to move between
 //! lanes:
 //!
-//! - For scores (summed over columns), a lane has four neighbouring columns of a row. The left operand must hold its columns in
-//!   the same order: see [`order_columns()`].
+//! - For scores (summed over columns), a lane holds codes of four neighbouring columns of a row. The left operand must hold
+//!   its columns in the same order: see [`order_columns()`].
 //! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one group
 //!   of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and column
 //!   `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`. A lane thus has four neighbouring columns of a row.
@@ -166,7 +166,7 @@ fn order_text() -> String {
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flips one address bit to get the address of the second piece. In every row, the swizzle keeps the two pieces of a step
+    // Flip one address bit to get the address of the second piece. In every row, the swizzle keeps the two pieces of a step
     // side by side.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(

@@ -49,8 +49,8 @@ pub struct Sums {
     pub half: Half,
 }
 
-/// The multiplication `sum += left · right` with both operands in shared memory. If several warps share the rows of the result,
-/// the warps take turns at groups of 16 of the result's columns.
+/// The multiplication `sum += left · right` with both operands in shared memory. If several warps compute the same rows of
+/// the result, its columns are divided into groups of 16, and the groups are assigned to the warps in turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
@@ -135,8 +135,8 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
 /// Returns PTX that loads four 8 × 8 matrices into four registers. The matrices cover 16 rows and the 16 columns of the
 /// subtile's step with index `within`. The names of the four registers are `name` followed by the numbers 0 to 3.
 ///
-/// Four other registers hold the lane's swizzled addresses for the steps of a subtile. Their names are `address` followed by
-/// the index of the step. `offset` (in bytes) is added to the address.
+/// The PTX reads one of four address registers, which hold the lane's swizzled addresses for the steps of a subtile. The
+/// names of these registers are `address` followed by the index of the step. `offset` (in bytes) is added to the address.
 pub(super) fn load(
     name: &str,
     address: &str,
@@ -159,8 +159,8 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
 }
 
 /// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register
-/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the two
-/// rows that lie 8 rows below these two rows.
+/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to
+/// another two rows, which lie 8 rows below the first two.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {

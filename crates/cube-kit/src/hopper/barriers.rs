@@ -4,15 +4,15 @@ use crate::hopper::WARPGROUP;
 use crate::nvidia::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
-/// Synchronizes the threads of one warpgroup. The function uses the named barriers with numbers from 3 on. Kernels use the
-/// lower numbers for other barriers.
+/// Synchronizes the threads of one warpgroup. The function uses the named barrier with number 3 plus the index of the
+/// warpgroup. Kernels use the numbers below 3 for their own barriers.
 #[cube]
 pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
     named_barrier(warpgroup + 3u32, WARPGROUP);
 }
 
-/// The number of the first named barrier that orders warpgroups. `warpgroup_barrier` uses the numbers just below.
+/// The number of the first named barrier that orders warpgroups. `warpgroup_barrier` uses the numbers 3 to 5.
 const FIRST_ORDERING_BARRIER: u32 = 6;
 
 /// Waits until the previous warpgroup has issued its `wgmma`.

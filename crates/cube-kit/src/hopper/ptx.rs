@@ -6,7 +6,7 @@
 
 use crate::nvidia::ptx::{plain, value_of, with_one, with_two};
 use cubecl::prelude::*;
-/// Lowers the number of registers per thread of this warpgroup to `registers`, below the number at launch.
+/// Lowers the number of registers per thread of this warpgroup to `registers`, which must be below the number at launch.
 #[cube]
 pub fn setmaxnreg_dec(#[comptime] registers: usize) {
     plain(comptime!(format!(
@@ -14,7 +14,7 @@ pub fn setmaxnreg_dec(#[comptime] registers: usize) {
     )));
 }
 
-/// Raises the number of registers per thread of this warpgroup to `registers`, above the number at launch.
+/// Raises the number of registers per thread of this warpgroup to `registers`, which must be above the number at launch.
 #[cube]
 pub fn setmaxnreg_inc(#[comptime] registers: usize) {
     plain(comptime!(format!(

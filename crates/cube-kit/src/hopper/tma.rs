@@ -151,9 +151,9 @@ pub fn await_stores() {
 /// Writes a warpgroup's 64 output rows from its fragments to `target` in shared memory, and from there to the tensor.
 /// Neighbouring subtiles are `subtile_bytes` apart.
 ///
-/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last TMA
-/// store may still be reading from `target`. If `own_place`, the function waits for that store at its start. Otherwise each
-/// call waits for its own store at its end.
+/// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
+/// TMA store may still be reading from `target`. If `own_place` is true, `target` holds no operand, and the function waits
+/// for that store at its start. Otherwise each call waits for its own store at its end.
 #[cube]
 #[allow(
     clippy::collapsible_if,

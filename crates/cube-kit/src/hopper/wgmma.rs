@@ -242,7 +242,7 @@ pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> 
     registers
 }
 
-/// Waits until at most `pending` later `wgmma` groups are in flight, and then returns the fragment's `used` registers.
+/// Waits until at most the latest `pending` `wgmma` groups are in flight, and then returns the fragment's `used` registers.
 #[cube]
 pub fn take_fragment<NF: Size>(
     fragment: Vector<f32, NF>,

@@ -68,8 +68,8 @@ pub fn fmin_nan(a: f32, b: f32) -> f32 {
     y
 }
 
-/// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that are computed from the result are
-/// then also uniform. If the lanes have different numbers, the result is the bitwise or of these numbers.
+/// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that are computed from the result
+/// are also uniform. If the lanes have different numbers, the result is the bitwise or of these numbers.
 #[cube]
 pub fn uniform(x: u32) -> u32 {
     let y: u32;
@@ -81,8 +81,8 @@ pub fn uniform(x: u32) -> u32 {
     y
 }
 
-/// Compares the halves of two words as f16 numbers. All bits of a half of the result are 1 if the half of `x` is above the half of
-/// `y`, else 0. Comparisons with NaN are false.
+/// Compares two words half by half, where each half is an f16 number. In each half of the result, all bits are 1 if `x` is
+/// greater than `y` in this half, and 0 otherwise. Comparisons with NaN are false.
 #[cube]
 pub fn above_as_f16(x: u32, y: u32) -> u32 {
     let above: u32;
@@ -96,7 +96,9 @@ pub fn above_as_f16(x: u32, y: u32) -> u32 {
     above
 }
 
-/// Returns a word of four bytes of `low` (bytes 0 to 3) and `high` (bytes 4 to 7). Each digit of `selector` is the index of a byte.
+/// Returns a word of four selected bytes. The bytes to select from are those of `low` (indices 0 to 3) and of `high`
+/// (indices 4 to 7). Hexadecimal digit `i` of `selector`, counted from the lowest digit, is the index of the byte that
+/// becomes byte `i` of the result.
 #[cube]
 pub fn permuted_bytes(low: u32, high: u32, selector: u32) -> u32 {
     let bytes: u32;
@@ -198,8 +200,8 @@ pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     both
 }
 
-/// Takes two words with two packed half-precision elements each. Returns the minimum of the two low elements and the minimum of
-/// the two high elements. If one element of such a pair is NaN, the minimum is the other element.
+/// Takes two words with two packed half-precision elements each. Returns the minimum of the two low elements, packed with
+/// the minimum of the two high elements. If only one of the two elements is NaN, the minimum is the element that is not NaN.
 #[cube]
 pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());

@@ -123,8 +123,8 @@ impl Driver {
         }
     }
 
-    /// Makes edges programmatic in the graph that captures `stream`: each edge that leads from a kernel to a PDL kernel.
-    /// Returns the number of changed edges.
+    /// In the graph that captures `stream`, makes each edge programmatic that leads from a kernel to a PDL kernel. Returns
+    /// the number of changed edges.
     ///
     /// # Safety
     /// `stream` must be a stream of the current context that no other thread uses.

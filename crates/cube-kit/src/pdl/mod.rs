@@ -20,10 +20,10 @@
 //! Outside a graph, `launch_dependents` and `wait_prior_launch` do nothing, and launches run one after the other.
 //! `graph::make_edges_programmatic` turns a graph's dependencies into programmatic dependencies.
 //!
-//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. An earlier call is
-//! slower if a launch has more cubes than run at once, because the next launch's loads then compete with the loads of the last
-//! cubes. A decode step of a small model took a tenth longer with earlier calls. All other kernels are small, and allow the
-//! next launch immediately.
+//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. An earlier call of
+//! `launch_dependents` is slower if a launch has more cubes than run at once. In this case, the loads of the next launch
+//! compete with the loads of the last cubes. A decode step of a small model took a tenth longer with earlier calls. All
+//! other kernels are small, and allow the next launch immediately.
 
 #[cfg(feature = "cuda")]
 pub mod graph;

@@ -139,7 +139,8 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
 }
 
 impl Quantize {
-    /// Measures the cross entropy of the model at `path` on the data, if data is given. Returns the cost and the compute dtype.
+    /// Measures the cross entropy of the model at `path` on the data, if data is given. Returns the cross entropy and the
+    /// compute dtype.
     fn cost(
         &self,
         path: &Path,

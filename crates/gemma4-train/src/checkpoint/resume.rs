@@ -234,7 +234,7 @@ mod tests {
     }
 
     /// Checks that settings keep their exact values when they are written to the file and read back. A decimal parser with
-    /// rounding errors would return a neighbouring float for some of the 999 values.
+    /// rounding errors would return a neighbouring float for some of the 999 values of this test.
     #[test]
     fn settings_read_back_equal_those_written() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -25,7 +25,8 @@ pub(super) enum Line {
 pub(super) struct Conversation {
     /// The messages, each an object with a role.
     messages: Vec<Value>,
-    /// Other fields of the line, such as `tools`.
+    /// The fields of the line besides `messages` and `enable_thinking`, such as `tools`. The chat template gets these fields
+    /// as variables.
     variables: Map<String, Value>,
     /// True if the chat template enables the model's thinking before an answer.
     enable_thinking: bool,
@@ -37,8 +38,9 @@ const ASSISTANT: &str = "assistant";
 /// The field of an assistant's message that contains the responses of tools.
 const TOOL_RESPONSES: &str = "tool_responses";
 
-/// The fields of a line that are meant for the chat template. If the template does not render such a field, the line is
-/// refused. Any other field that is not rendered may be a column of the data set, and is ignored.
+/// The fields of a line that are meant for the chat template. A line is refused if the template does not render one of these
+/// fields. Any field outside of this list may be a mere column of the data set, so it is ignored if the template does not
+/// render it.
 const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
 
 /// The ignored columns, each with the number of lines that contain it.
@@ -185,7 +187,7 @@ pub(super) fn of_line(
     }
 }
 
-/// Returns the JSON value with a mark inserted into each special token of its texts.
+/// Returns the JSON value with a mark inserted wherever one of its texts spells out a special token.
 fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
     Ok(match value {
         Value::Null | Value::Bool(_) | Value::Number(_) => value.clone(),
@@ -215,16 +217,16 @@ struct Turn {
     /// The opening of the turn, which is context and is not trained on. The opening is the turn's header, such as
     /// `<|turn>model`, followed by the text that a generation prompt adds after the header.
     opening: String,
-    /// The rest of the turn's text up to its end, in pieces. The flag is true for the model's own text, which is trained on.
-    /// The flag is false for a tool's response, which is context.
+    /// The text of the turn after the opening, as pieces with one flag each. The flag is true for the model's own text,
+    /// which is trained on. The flag is false for a tool's response, which is context.
     answer: Vec<(String, bool)>,
     /// True if the rendering of the whole conversation contains this turn unchanged.
     stays: bool,
 }
 
 impl Conversation {
-    /// Chooses a mark, a character that does not occur in any text that a template may render. The search for the character
-    /// runs over the texts in JSON form. This form escapes some characters, but none that can be a mark.
+    /// Chooses a mark, a character that does not occur in any text that a template may render. The character is searched in
+    /// the texts in JSON form. JSON escapes some characters, but none that can be a mark.
     fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
         let rendered = self.messages.iter().chain(self.variables.values());
         let texts: Vec<String> = rendered.map(Value::to_string).collect();
@@ -281,8 +283,8 @@ impl Conversation {
         template.render_json(messages, &self.variables, options)
     }
 
-    /// Returns the text of each example as a list of pieces: context, or text to train on. Each piece is tokenized separately,
-    /// as in generation, where the model continues a tokenized prompt.
+    /// Returns the text of each example as a list of pieces: context, or text to train on. Each piece is tokenized
+    /// separately, because generation also tokenizes the prompt separately from the text that the model adds to it.
     fn examples(
         &self,
         template: &ChatTemplate,
@@ -363,7 +365,7 @@ impl Conversation {
             }
             false => (asked, header.len()),
         };
-        // The line ends after the turn are left out, because the model does not generate them.
+        // The line breaks after the turn are left out, because the model does not generate them.
         let end = turn.trim_end_matches('\n').len().max(read);
         Ok(Turn {
             stays: opening.len() == read && whole.starts_with(after.as_str()),
@@ -506,7 +508,7 @@ fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     if whole.get(last + count..) != without.get(last..) {
         return None;
     }
-    // A range with an earlier start is equally valid if its removal leaves the same text.
+    // The range may also start earlier, as long as its removal still leaves `without`.
     let is_start = |start: &usize| whole.get(start + count..) == without.get(*start..);
     let starts = (0..=last)
         .rev()
@@ -848,8 +850,8 @@ mod tests {
         "{% if add_generation_prompt %}<|turn>assistant\n{% endif %}",
     );
 
-    /// Checks that special tokens in messages, in fields of messages and in other columns are encoded as plain text. The
-    /// assistant's own text is the exception: its special tokens are encoded as such.
+    /// Checks that special tokens are encoded as plain text in messages, in fields of messages, and in columns such as
+    /// `tools`. Only in the assistant's own text are special tokens encoded as special tokens.
     #[cfg(feature = "flex")]
     #[test]
     fn texts_for_the_model_encode_without_special_tokens() {
@@ -898,7 +900,7 @@ mod tests {
         }
         let found = special(&tokens(&conversation("a", "b<turn|>")));
         assert_eq!(found, [3, 4, 0, 1, 1]);
-        // Encoding with a marking must give the same tokens as plain encoding if the text contains no special tokens.
+        // If a text contains no special tokens, the marking must not change the tokens of the text.
         let line = conversation("the cat", "and  the hat é");
         let pieces = read_line(&line).examples(gemma.chat_template(), &mut Ignored::default());
         let pieces = pieces.expect("pieces").concat().into_iter();

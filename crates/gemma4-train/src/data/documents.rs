@@ -12,8 +12,8 @@ use crate::{
 use burn_gemma4::Gemma4;
 use std::path::Path;
 
-/// A document: a text, or a conversation. A text is one example. The chat template may split a conversation into several
-/// examples.
+/// A document: a text, or a conversation. A text is one example. A conversation is one example or several, depending on the
+/// chat template.
 #[derive(Clone, Debug)]
 pub struct Document {
     /// The line number of the document in its file, counted from 1.
@@ -23,13 +23,14 @@ pub struct Document {
 }
 
 /// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
-/// object with `text`, all tokens are trained on. A conversation may have `tools` and `enable_thinking`, and its messages may
-/// have every field that the chat template renders, such as `tool_calls`. Empty lines are ignored. Other columns and columns
-/// that are `null` are ignored, and a note reports their counts.
+/// object with `text`, all tokens are trained on. A conversation may have `tools` and `enable_thinking`, and its messages
+/// may have every field that the chat template renders, such as `tool_calls`. Empty lines are ignored. A column that the
+/// chat template does not render or that is `null` is ignored, and a note reports the number of lines with this column.
 ///
 /// # Errors
-/// Returns an error if a line is not such an object, or if the chat template fails or does not render one of the line's fields.
-/// The error names the file and the line.
+/// Returns an error if a line is not such an object, or if the chat template fails. Also returns an error if the template
+/// does not render a part of a message, or a column that is meant for templates, such as `tools`. The error names the file
+/// and the line.
 pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
     let text = read_text(path)?;
     refuse_other_forms(path, &text)?;

@@ -93,9 +93,9 @@ impl Data {
     }
 }
 
-/// A loader of the batches of training steps, until the run is stopped. Each call of [`iter`](DataLoader::iter) loads the steps
-/// of the next interval between checkpoints. Each pass over the data has its own order of rows. Only the seed and the step's
-/// number determine the rows of a step. Each device processes a part of these rows.
+/// Loads the batches of training steps. The loader ends early if the run is stopped. Each call of [`iter`](DataLoader::iter)
+/// loads the steps of the next interval between checkpoints. Each pass over the data has its own order of rows. Only the
+/// seed and the step's number determine the rows of a step. Each device processes a part of these rows.
 pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
@@ -128,8 +128,8 @@ impl TrainingLoader {
         })
     }
 
-    /// Returns the rows that this device processes in a step. `pass` caches the number of the latest pass over the data and its
-    /// order of rows.
+    /// Returns the rows that this device processes in a step. `pass` caches the latest pass over the data: its number, and
+    /// its order of rows.
     fn chosen(&self, step: usize, pass: &mut Option<(usize, Vec<usize>)>) -> Chosen {
         let rows = self.data.rows.len();
         let mut row_at = |index: usize| {
@@ -241,7 +241,7 @@ impl DataLoaderIterator<Step> for Steps<'_> {
     }
 }
 
-/// A loader of all batches of the data in the order of the rows, until the run is stopped.
+/// Loads all batches of the data in the order of the rows. The loader ends early if the run is stopped.
 pub struct ValidationLoader {
     data: Arc<Data>,
     device: Device,

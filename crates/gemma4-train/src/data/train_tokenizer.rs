@@ -64,7 +64,7 @@ pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<St
 }
 
 /// Splits a text into pieces, because byte pair encoding must merge tokens only within a piece. A piece is a word with the
-/// space before it, a single digit, or a run of spaces, line ends or signs.
+/// space before it, a single digit, or a run of characters of one kind. The kinds are spaces, line breaks and signs.
 fn words(text: &str) -> Vec<String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
@@ -87,7 +87,7 @@ fn words(text: &str) -> Vec<String> {
         let this = kind(character);
         let joins = match (last, this) {
             (Some(Kind::Spaces), Kind::Letters | Kind::Signs) => {
-                // The last of several spaces is split off, because it belongs to the next word.
+                // The last of several spaces is split off, because a piece includes the space before its word.
                 match words.last_mut() {
                     Some(spaces) if spaces.ends_with('▁') => {
                         if spaces.chars().count() > 1 {

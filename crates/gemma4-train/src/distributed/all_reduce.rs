@@ -1,8 +1,10 @@
 //! The all-reduce of gradients: among the devices of this process, or among several processes with one device each.
 //!
 //! Burn's data parallelism has one worker per device, and a server that averages gradients while the backward pass runs. The
-//! server deadlocks if one worker begins its next backward pass before another worker has reported the end of its own. The
-//! cause is that `DistributedSyncServer` of Burn 0.22.1 forgets the announcement of the first worker.
+//! server deadlocks if one worker begins its next backward pass before another worker has reported the end of the current
+//! pass. The cause is in `DistributedSyncServer` of Burn 0.22.1. At the beginning of a backward pass, each worker announces
+//! its parameters. The server forgets all announcements when the last worker reports the end of a pass. Even an announcement
+//! for the next pass is lost.
 //!
 //! So the workers here compute with parameters that Burn's server does not know. The workers meet at a barrier after the last
 //! backward pass of a step. Then each worker sums the gradients in buckets, in the same order as all other workers. A round is

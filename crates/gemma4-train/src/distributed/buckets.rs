@@ -130,7 +130,7 @@ mod tests {
         ];
         for size in [1, 5, 1000] {
             let mut gradients = GradientsParams::new();
-            // Register no gradient for the second parameter, which the buckets must then skip.
+            // No gradient is registered for the second parameter, so the buckets must skip this parameter.
             for param in [0, 2, 3].map(|index| &model[index]) {
                 gradients.register(param.id, param.val());
             }

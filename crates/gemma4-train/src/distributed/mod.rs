@@ -55,7 +55,7 @@ const LAST: Duration = Duration::from_secs(10);
 /// The collective of a group. [`ProcessGroup::connect`] sets it.
 type SharedCollective = Arc<OnceLock<Box<dyn Collective>>>;
 
-/// True if this process is already ending because of an error, its own or that of another process. Later errors are not
+/// True if this process is already ending, because of its own error or an error of another process. Later errors are not
 /// reported.
 type EndingFlag = Arc<AtomicBool>;
 
@@ -237,8 +237,8 @@ impl ProcessGroup {
         // Autodiff is removed from the device, because the collective works on plain tensors, and a device with autodiff hides
         // its kind.
         let collective = self.collective_for(&device.clone().without_autodiff())?;
-        // The result is ignored. The result is an error only if an earlier call has set a collective already. The earlier
-        // collective then stays in use.
+        // `set` fails only if an earlier call has already set a collective. The earlier collective then stays in use, so the
+        // failure is ignored.
         let _ = self.collective.set(collective);
         Ok(())
     }

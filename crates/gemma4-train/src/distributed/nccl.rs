@@ -94,7 +94,8 @@ impl Nccl {
         })
     }
 
-    /// Returns the communicator. After an abort, this thread parks instead until the process ends.
+    /// Returns the communicator. After an abort, the call does not return: it parks the calling thread until the process
+    /// ends.
     fn communicator(&self) -> ncclComm_t {
         loop {
             let communicator = self.communicator.load(Ordering::Acquire);
@@ -157,8 +158,8 @@ impl Collective for Nccl {
             )
         };
         let ended = self.stream.synchronize();
-        // After an abort, this call parks the thread. The sum is then invalid, and an error of the sum is only a consequence of
-        // another process's error.
+        // After an abort, this call parks the thread, so that the invalid sum is not used. An error of the sum is not
+        // reported in this case, because it only follows from another process's error.
         self.communicator();
         reduced.map_err(named("ncclAllReduce"))?;
         ended?;
@@ -170,10 +171,10 @@ impl Collective for Nccl {
     fn abort(&self) {
         let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
         if !communicator.is_null() {
-            // SAFETY: `communicator` comes from `ncclCommInitRank`, because it is not null. The swap has set the field to null,
-            // so only one thread aborts, and no thread loads the pointer afterwards. A thread that loaded the pointer before
-            // may be inside NCCL, or may wait for NCCL's kernels. NCCL allows an abort during such calls. The sum of that
-            // thread may fail, because the abort is meant to end the sum.
+            // SAFETY: `communicator` comes from `ncclCommInitRank`, because it is not null. The swap has set the field to
+            // null, so only one thread aborts, and no thread loads the pointer afterwards. A thread that loaded the pointer
+            // before the swap may be inside an NCCL call, or may wait for NCCL's kernels. NCCL allows an abort in both
+            // situations. The sum of this thread may fail, because the abort is meant to end the sum.
             let _ = unsafe { result::comm_abort(communicator) };
         }
     }

@@ -23,7 +23,7 @@ struct Launcher {
     kind: Kind,
 }
 
-/// The way in which the processes that a launcher has started connect to each other.
+/// The way in which the processes of one launcher connect to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// Processes that connect through MPI.
@@ -34,8 +34,8 @@ enum Kind {
     Slurm,
 }
 
-/// The supported launchers, in the order in which their size variables are looked for. The first launcher whose size variable
-/// is set has started this process.
+/// The supported launchers, in the order in which their size variables are looked for. The first launcher whose size
+/// variable is set has started this process, except in the case that [`launcher`] describes.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "torchrun",
@@ -85,9 +85,9 @@ pub const SINGLE_PROCESS: Rank = Rank {
     size: 1,
 };
 
-/// Returns the launcher that started this process, or `None` without a launcher. Slurm's plugin for PMI2 also sets MPICH's
-/// variables for rank and size, but not MPICH's variable for the local rank. So a Slurm process without MPICH's local rank
-/// counts as started by srun.
+/// Returns the launcher that started this process, or `None` if no launcher started it. Under srun, Slurm's plugin for PMI2
+/// also sets MPICH's variables for rank and size, but not MPICH's variable for the local rank. So if a Slurm process lacks
+/// this variable, srun counts as its launcher.
 fn launcher(variable: &impl Fn(&str) -> Option<String>) -> Option<&'static Launcher> {
     let is_set = |name: &str| variable(name).is_some();
     let is_of_slurm = |launcher: &Launcher| {

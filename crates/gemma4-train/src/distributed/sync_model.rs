@@ -45,8 +45,9 @@ impl ProcessGroup {
         self.broadcast_from(model, device, |id| owners.has(self.rank.global, id))
     }
 
-    /// Returns the model with every trained parameter broadcast from one process. This is the process for which `counts`
-    /// returns true for the parameter. The broadcast is a sum, to which all other processes add zeros.
+    /// Returns the model after broadcasting each trained parameter from one process to all others. For each parameter,
+    /// `counts` returns true in exactly one process, the sender. The broadcast is a sum, to which all processes except the
+    /// sender add zeros.
     fn broadcast_from<M: Module>(
         &self,
         model: M,
@@ -84,8 +85,8 @@ impl<I: Iterator<Item = u64>> ModuleMapper for Renamed<I> {
     }
 }
 
-/// A visitor that collects this process's contributions to the sum. The contribution is the parameter's value if `counts`
-/// returns true for the parameter, and zeros otherwise.
+/// A visitor that collects this process's contribution to the sum for each parameter. If `counts` returns true for a
+/// parameter, the contribution is the parameter's value, and otherwise zeros.
 struct Own<C> {
     counts: C,
     values: GradientsParams,

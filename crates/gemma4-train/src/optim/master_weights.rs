@@ -56,8 +56,9 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let dtype = tensor.dtype();
         let factor = factor::of_this_step(&gradient.device());
         let factor = factor.reshape([1; D]);
-        // A step with a factor of 0 is skipped. Its gradient is masked to 0, because the gradient may be NaN, and NaN times 0
-        // would be NaN. An inner optimizer without momentum and weight decay then makes no update.
+        // A factor of 0 means that the step is skipped. Multiplying by 0 is not enough for this, because the gradient may be
+        // NaN, and NaN times 0 is NaN. So the gradient is set to 0 by a mask. An inner optimizer without momentum and weight
+        // decay then makes no update.
         let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
         let gradient = (gradient.cast(DType::F32) * factor).mask_fill(is_left_out, 0.0);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));
@@ -137,8 +138,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Returns the memory that training `model` needs. If `gradients_in_f32` is false, the gradients have the dtypes of their
-    /// weights.
+    /// Returns the memory that training `model` needs. If `gradients_in_f32` is false, each gradient has the dtype of its
+    /// weight.
     pub fn of(model: &impl Module, optimizer: OptimizerName, gradients_in_f32: bool) -> Self {
         let mut count = Count::default();
         model.visit(&mut count);

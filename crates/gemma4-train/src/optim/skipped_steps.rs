@@ -4,8 +4,9 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. With several devices, each device has a clone that counts every step. Each of these
-/// clones also stores its count in `shared`. All clones read the count of the run from `shared`.
+/// The count of skipped steps of a run. With several devices, each device has a clone, and each clone counts all skipped
+/// steps of the run. After counting, a clone also stores its count in `shared`. Every clone reads the count of the run from
+/// `shared`.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.
@@ -25,7 +26,7 @@ impl SkippedSteps {
         self.own = Some(count);
     }
 
-    /// Adds 1 to the count, for a step that the host itself skips.
+    /// Adds 1 to the count. The host calls this method when it skips a step itself.
     pub fn count_one(&mut self, device: &Device) {
         self.count(Tensor::ones([1], (device, DType::F32)));
     }

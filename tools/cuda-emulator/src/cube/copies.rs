@@ -123,8 +123,8 @@ impl Cube<'_> {
         self.copies_come(warp, lane, 0);
     }
 
-    /// Takes the oldest registered arrival of each lane of a warp at one mbarrier. Completes all copies of these lanes,
-    /// and lets the lanes arrive at the mbarrier. Returns false if no warp has a registered arrival.
+    /// Handles registered arrivals of one warp at one mbarrier: the oldest arrival of each lane. Completes all copies
+    /// of these lanes, and lets the lanes arrive at the mbarrier. Returns false if no warp has a registered arrival.
     pub(super) fn arrivals_come(&mut self, warps: &mut [Warp]) -> Result<bool, Fault> {
         let Some(warp) = warps
             .iter_mut()

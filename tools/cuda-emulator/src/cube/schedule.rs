@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of rounds over all warps in which warps may poll barriers without any event. After more rounds, the
-/// emulator reports a deadlock.
+/// The number of rounds over all warps in which warps may poll barriers without any event that lets a warp continue.
+/// After more rounds, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.

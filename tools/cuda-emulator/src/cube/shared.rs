@@ -284,8 +284,8 @@ impl SharedMemory {
         self.reads[clock.owner() * self.words.len()..][words].fill(clock.now());
     }
 
-    /// Applies a proxy fence. All writes that happened before according to this warp's clock become visible to TMA
-    /// copies and `wgmma`.
+    /// Applies a proxy fence. This warp's clock knows which writes happened before the fence. All these writes become
+    /// visible to TMA copies and `wgmma`.
     pub fn fence(&mut self, clock: &mut Clock) {
         super::clock::join(&mut self.fenced, clock.times());
         clock.tick();

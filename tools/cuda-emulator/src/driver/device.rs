@@ -47,8 +47,8 @@ unsafe fn give_text(to: *mut c_char, length: c_int, text: &str) -> Status {
         return INVALID_VALUE;
     };
     let bytes = &text.as_bytes()[..text.len().min(room)];
-    // SAFETY: the caller guarantees `length` writable bytes. The text takes at most all but one of these bytes, so the
-    // zero fits too.
+    // SAFETY: the caller guarantees `length` writable bytes. The text takes at most `length` − 1 of them, so the
+    // terminating zero fits too.
     unsafe {
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.cast(), bytes.len());
         to.add(bytes.len()).write(0);

@@ -41,7 +41,8 @@ pub fn to_half(x: f32) -> u16 {
     let sign = (bits >> 16 & 0x8000) as u16;
     let magnitude = x.abs();
     let bits = magnitude.to_bits();
-    // A subnormal f16 is a multiple of 2⁻²⁴. Adding ½ leaves that multiple, rounded, in the low bits of the sum.
+    // A subnormal f16 is a multiple of 2⁻²⁴, and the last bit of an f32 from ½ to 1 is worth 2⁻²⁴. Adding ½ therefore
+    // leaves the number of multiples, rounded, in the low bits of the sum.
     let subnormal = (magnitude + 0.5).to_bits().wrapping_sub(0x3f00_0000);
     let normal = bits
         .wrapping_add(0xfff + (bits >> 13 & 1))

@@ -33,8 +33,8 @@ pub(crate) fn aligned_inputs(
 }
 
 /// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. The first `broadcast`
-/// dimensions of the tensor may have stride 0. The copy then holds the repeated rows of such a dimension only once, and also
-/// has stride 0 there.
+/// dimensions of the tensor may have stride 0. In such a dimension, the copy holds the repeated rows only once, and has
+/// stride 0 too.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);

@@ -1,8 +1,9 @@
 //! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward.
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
-//! [`MULTIPLE`], with zeros in the rows that kernels read for every query. The *reference score* of a query is the score that
-//! the softmax subtracted before `exp`, about the row maximum. The five rows of a head are:
+//! [`MULTIPLE`]. Kernels read rows 0 and 1 for every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of
+//! these rows is 0. The *reference score* of a query is the score that the softmax subtracted before `exp`, about the row
+//! maximum. The five rows of a head are:
 //!
 //! - row 0: the LSE, or with [`LogsumexpForm::Apart`] only the reference score
 //! - row 1: Δ
@@ -66,7 +67,8 @@ pub(crate) const FLAGS: usize = NUMBERS;
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
-/// The number of rows, from row 0 on, that kernels read for queries that are not far. Other elements may hold any value.
+/// The number of rows, from row 0 on, that kernels read for queries that are not far. In rows 2 and 3, elements that kernels
+/// do not read may hold any value.
 const fn rows_without_marks(form: LogsumexpForm) -> usize {
     match form {
         LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,

@@ -84,8 +84,8 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks for each block of `block` queries and each of a query's up to two key intervals: see
-/// [`INTERVAL_BOUNDS`]. A key block has `keys` keys.
+/// Computes two ranges of key blocks per interval for each block of `block` queries: see [`INTERVAL_BOUNDS`]. A query has up
+/// to two key intervals. A key block has `keys` keys.
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
 #[cube(launch_unchecked)]

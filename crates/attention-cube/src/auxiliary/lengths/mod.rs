@@ -377,8 +377,8 @@ fn pack_records(
     }
 }
 
-/// Writes the bounds of each block of queries that follow from key intervals: two ranges of key blocks per interval. See
-/// `bound_intervals`.
+/// For each block of queries, writes the bounds that follow from the key intervals: two ranges of key blocks per interval.
+/// See `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,

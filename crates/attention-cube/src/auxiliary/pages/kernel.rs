@@ -1,7 +1,8 @@
 //! Copies rows between pages and contiguous tensors `[batch, heads, length, columns]`.
 //!
-//! Schedule: a unit copies one vector at a time. In the gather, the cubes of a head divide the head's visible rows among them.
-//! The append has one unit per vector of the new rows. Budget: no shared memory, and one vector in registers. Bound: memory.
+//! Schedule: a unit copies one vector at a time. [`gather_pages`] copies pages to a contiguous tensor, and the cubes of a
+//! head divide the head's visible rows among them. [`append_rows`] copies new rows to pages, and has one unit per vector of
+//! the new rows. Budget: no shared memory, and one vector in registers. Bound: memory.
 
 use crate::math::layout::{head_rows, page_in, row_offset};
 use crate::math::visibility::{SeqLens, Structure, seq_info, visible_keys};

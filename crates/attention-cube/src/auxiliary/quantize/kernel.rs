@@ -21,7 +21,7 @@ pub(super) const DEQUANTIZE_UNITS: usize = 256;
 /// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
-/// The f32 bits of +∞. Read as an integer, the magnitude of a NaN has larger bits.
+/// The f32 bits of +∞. If f32 bits are read as an integer, the magnitude of a NaN is a larger integer than this.
 const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.

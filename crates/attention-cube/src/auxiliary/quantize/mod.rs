@@ -182,9 +182,9 @@ fn write_numbers(
         None => (SeqLensLaunch::new(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), None),
     };
     let structure = Structure::of_key_lengths(lengths.is_some());
-    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words and scales
-    // of rows below `length` in its head, by their strides. The cube writes the elements of these words to `target`, which has
-    // as many rows.
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words and
+    // scales of rows below `length` in its head, by their strides. The cube writes the elements of these words to `target`,
+    // which has as many rows as `words`.
     unsafe {
         dequantize::launch_unchecked(
             &client,

@@ -7,9 +7,9 @@ use cubecl::prelude::*;
 /// Adds up `count` partial gradients, which lie one after another from element `first` on. Each unit computes one vector of the
 /// sum.
 ///
-/// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. With it, the kernel
-/// sets the gradient of a query that sees no key to 0. The partial gradients of such a query may contain NaN, because other
-/// queries of the same tile may see keys that contain NaN.
+/// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. If `rows` is
+/// present, the kernel sets the gradient of a query that sees no key to 0. The partial gradients of such a query may contain
+/// NaN, because other queries of the same tile may see keys that contain NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,

@@ -14,9 +14,9 @@ use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 
 /// The number of splits in each kernel of a backward. If the number is 1, one cube processes all blocks of its tile.
 ///
-/// A kernel that keeps keys first divides the query heads of a group among the splits. If there are at most as many splits as
-/// heads, each split processes all blocks of some heads. A larger number of splits is a multiple of the number of heads, and
-/// also divides the blocks of each head.
+/// A kernel that keeps keys first divides the query heads of a group among the splits. If there are at most as many splits
+/// as heads, each split processes all blocks of some heads. If there are more splits than heads, the number of splits is a
+/// multiple of the number of heads. Several splits then divide the blocks of each head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientSplits {
     /// The number of splits in the kernel that sums the queries' gradient.
@@ -25,9 +25,9 @@ pub struct GradientSplits {
     pub key: usize,
     /// The number of splits in the kernel that sums only the values' gradient.
     pub value: usize,
-    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace has at most two tiles per cube
-    /// that the device runs at once. For tiles of 128 × 256 elements on 132 multiprocessors, two such tiles per multiprocessor
-    /// take 34 MB.
+    /// The size in bytes of the largest workspace that any of the kernels needs. A workspace holds the partial gradients of
+    /// tiles: at most two tiles for each cube that the device runs at once. For tiles of 128 × 256 elements on 132
+    /// multiprocessors with one cube each, this is 34 MB.
     pub workspace: usize,
 }
 

@@ -9,9 +9,9 @@ use cubecl::prelude::*;
 pub(crate) struct DropoutArguments {
     pub seed_low: u32,
     pub seed_high: u32,
-    /// The bits of the [`Threshold`](super::Threshold), in both halves of the word.
+    /// The 16 bits of the [`Threshold`](super::Threshold), repeated in both halves of the word.
     pub thresholds: u32,
-    /// All bits are 1 if hits are dropped, and 0 if hits are kept.
+    /// A word whose bits are all 1 if hits are dropped, and all 0 if hits are kept.
     pub drops_hits: u32,
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
@@ -62,11 +62,12 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(query_cell, key_cell, head_key)
 }
 
-/// The bytes of a word that hold the own byte of a score in [`random_bits_of_pair`].
+/// The high byte of each half of a word. In [`random_bits_of_pair`], this is the byte that belongs to one score alone.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the random bits of two scores, each in a half of the word. `own` holds the own byte of each score in the high byte of
-/// its half. The exclusive or of the low bytes of `own` and `other` gives the low byte of the random bits.
+/// Returns the random bits of two scores. Each half of the result holds the 16 bits of one score. In each half, the high
+/// byte of the random bits is the high byte of `own`. The low byte is the exclusive or of the low bytes of `own` and
+/// `other`.
 #[cube]
 pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
     own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)

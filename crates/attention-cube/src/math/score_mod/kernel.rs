@@ -12,11 +12,12 @@ pub(crate) type ExpandScore =
 pub(crate) type ExpandVisible =
     fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<bool>;
 
-/// The form of a [`ScoreTable`] in kernels. The type is public only because the expanded form of a public type must be.
+/// The form of a [`ScoreTable`] in kernels. The type is public only because `ScoreTable` is public: the expanded form of a
+/// public type must be public too.
 #[derive(CubeType, CubeLaunch)]
 #[allow(dead_code, reason = "kernels read the expansion only")]
 pub struct KernelTable {
-    /// The table's elements, or nothing for a table without elements.
+    /// The table's elements, or `None` for a table without elements.
     pub elements: ComptimeOption<OwnedTensor<f32>>,
 }
 
@@ -40,7 +41,7 @@ impl KernelTable {
     }
 }
 
-/// The tables of a kernel's code.
+/// The tables that a kernel's score mod and mask mod read.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct KernelTables {
     pub score: KernelTable,
@@ -62,8 +63,8 @@ pub(crate) fn changed_score(
             &tables.score,
             comptime!(code.map(|code| code.expand_score)),
         );
-        // The code may end in a product. This rounds the product, and keeps the compiler from fusing it with the later subtraction
-        // of the row maximum, which is a rounded score.
+        // The code may end in a product. The `fma` rounds this product, so that the compiler cannot fuse it with the later
+        // subtraction of the row maximum. The row maximum is a rounded score.
         fma(changed, 1.0f32, 0.0f32)
     } else {
         score

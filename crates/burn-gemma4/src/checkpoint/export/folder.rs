@@ -68,8 +68,9 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position in a stacked tensor of all experts, or `None` if the source holds only this matrix. The position
-    /// is the expert's index, and the range of the matrix's rows within the expert's rows.
+    /// The matrix's position in a stacked tensor of all experts, or `None` if the source holds only this matrix. The
+    /// position consists of the expert's index and a range of rows. The range selects the matrix's rows among the rows of
+    /// that expert.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
@@ -111,8 +112,8 @@ impl Export<'_> {
         let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
-        // The rename has moved the folder to its final name. `keep` stops `partial` from removing the folder at the temporary
-        // name.
+        // The rename has moved the folder to its final name. Call `keep`, because otherwise `partial` would try to remove a
+        // folder at the temporary name when it is dropped.
         let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }

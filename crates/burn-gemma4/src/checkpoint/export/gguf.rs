@@ -213,8 +213,9 @@ impl Export<'_> {
     /// differ if GGUF's keys cannot express the source's configuration.
     fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
         let alike = |config: &Gemma4Config| Gemma4Config {
-            // The comparison leaves out fields that do not change results. The dtype and the initializer range matter only for
-            // new models. The end tokens are not compared either, because readers collect them from the tokenizer's keys.
+            // The comparison leaves out fields that do not change results. The dtype and the initializer range matter only
+            // if a new model is created from the configuration. The end tokens are not compared either, because readers
+            // collect them from the tokenizer's keys.
             dtype: None,
             initializer_range: 0.0,
             eos_tokens: Vec::new(),
@@ -289,8 +290,8 @@ impl Values {
     }
 
     fn number(&mut self, key: &str, number: usize) {
-        // A number that does not fit into u32 becomes the largest u32. The written file is later read again and compared with
-        // the source, and that comparison finds the wrong number.
+        // A number that does not fit into u32 becomes the largest u32. The export later reads the written file and compares
+        // its configuration with the source's configuration. That comparison finds the wrong number.
         self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
     }
 

@@ -52,9 +52,9 @@ pub struct QuantizedCheckpoint {
 ///
 /// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors. The
 /// format is `pack-quantized`, symmetric, with 8 or 4 bits. Each group of 32 elements shares one scale, which has the
-/// checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head, routers and
-/// everything outside the text model are copied unchanged, because other loaders do not support packed tensors there. The files
-/// beside the weights are copied too.
+/// checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head,
+/// routers and everything outside the text model are copied unchanged, because the loaders of other programs do not support
+/// these weights in packed form. The files beside the weights are copied too.
 ///
 /// The output appears under its final name only when it is complete. The host holds about one matrix at a time.
 ///
@@ -62,8 +62,8 @@ pub struct QuantizedCheckpoint {
 /// Returns an error in these cases:
 ///
 /// - The file or folder `to` exists already, or a file cannot be written.
-/// - The folder `from` is not a complete checkpoint of Gemma 4. A drafter, a path to a file, and weights that are quantized
-///   already each have their own message.
+/// - The folder `from` is not a complete checkpoint of Gemma 4. The message says so if `from` is a drafter or a file, or if
+///   the weights are quantized already.
 /// - No matrix has rows of whole blocks, or a weight is not finite.
 /// - The requested format is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4).
 /// - GGUF cannot express the configuration or the tokenizer.

@@ -170,8 +170,9 @@ impl Tokens {
                 "padding" => Some(config.pad_token as usize),
                 _ => None,
             };
-            // The ids of `bos` and `padding` come from the model's configuration. That configuration has precedence, because
-            // its `bos` is the token with which the model expects a text to begin.
+            // The ids of `bos` and `padding` come from the model's configuration, not from the tokenizer's configuration.
+            // The model's configuration has precedence, because it gives the `bos` token with which the model expects a text
+            // to begin.
             let id = match name {
                 "bos" | "padding" => by_config,
                 _ => by_text.or(by_config),

@@ -93,8 +93,9 @@ fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     }
 }
 
-/// Returns the index of the layer to which a tensor belongs, if the tensor is a K or V projection or a K norm. Returns `None`
-/// for other tensors. Converted files contain these tensors even for layers that share an earlier layer's KV cache.
+/// Returns the index of the layer to which a tensor belongs, if the tensor is a K or V projection or a K norm. Returns
+/// `None` for any other tensor. Converted files contain K and V projections and K norms even for layers that share an
+/// earlier layer's KV cache.
 pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
     const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
     let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;

@@ -190,7 +190,8 @@ fn pair(merge: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// Returns the names of the chat templates' variables for special tokens, each with the text of the token.
+/// Returns the variables that chat templates use for special tokens. Each variable is given by its name and by the text of
+/// its token.
 pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, String> {
     let tokens = tokens(metadata)?;
     let mut named = Vec::new();

@@ -76,7 +76,8 @@ pub struct Decoder<'a> {
     pub(super) has_samplers: bool,
     #[cfg(feature = "cube")]
     pub(super) graph: Option<GraphCapture>,
-    /// Makes the type `!Send`, because a graph replay is ordered only after work that the capturing thread has queued.
+    /// Makes the type `!Send`, so that a decoder stays on the thread that captured its graphs. A graph replay is ordered
+    /// only after work that this thread has queued.
     pub(super) _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -122,11 +123,11 @@ impl<'a> Decoder<'a> {
     /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the
     /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
-    /// The tokens equal those of [`step`](Self::step) with [`Next::argmax`] or [`Next::sample`], but the host's samplers do not
-    /// record the tokens. If `goes_on` is true, the following decode step is queued before the host has received the returned
-    /// tokens. The device then never waits for the host. The next call uses the queued step if its `tokens` equal the tokens
-    /// that this call returns. A call with other `tokens` discards the queued step, but the tokens that the step drew still
-    /// count for the repetition penalty.
+    /// The tokens equal those of [`step`](Self::step) with [`Next::argmax`] or [`Next::sample`], but the host's samplers do
+    /// not record the tokens. If `goes_on` is true, the following decode step is queued, if possible, before the host has
+    /// received the returned tokens. The device then never waits for the host. If the next call passes exactly the returned
+    /// tokens, it uses the queued step. A call with other `tokens` discards the queued step, but the tokens that the step
+    /// drew still count for the repetition penalty.
     ///
     /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
     /// must draw for the given samplers.
@@ -154,10 +155,10 @@ impl<'a> Decoder<'a> {
     /// Runs the model over several more tokens of the cache's only sequence in one pass, and returns the logits after each
     /// token.
     ///
-    /// The pass runs on the decode kernels of [`step`](Self::step) if the cache can [forget](Cache::forgetting) columns. The
-    /// kernels take up to 8 tokens, and at most one token more than the number of columns that the cache can forget. A CUDA
-    /// graph is captured for each number of tokens. If a caller rejects some of the tokens, [`forget`](Self::forget) removes
-    /// their columns.
+    /// The pass runs on the decode kernels of [`step`](Self::step) if the cache can [forget](Cache::forgetting) columns. A
+    /// column is one token position of every sequence. The kernels take up to 8 tokens, and at most one token more than the
+    /// number of columns that the cache can forget. A CUDA graph is captured for each number of tokens. If a caller rejects
+    /// some of the tokens, [`forget`](Self::forget) removes their columns.
     ///
     /// # Errors
     /// Returns an error if the cache has several sequences, `tokens` is empty, or a token is outside the vocabulary.
@@ -220,7 +221,7 @@ impl<'a> Decoder<'a> {
         Ok(self)
     }
 
-    /// Removes the last `count` columns from the cache: see [`Cache::forget`].
+    /// Removes the last `count` columns (tokens of every sequence) from the cache: see [`Cache::forget`].
     ///
     /// # Errors
     /// Returns an error if the cache cannot remove `count` columns.
@@ -229,8 +230,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget(count)
     }
 
-    /// Removes the last columns of each sequence from the cache. `counts` has one element per sequence: the number of columns
-    /// to remove from that sequence.
+    /// Removes the last columns (tokens) of each sequence from the cache. `counts` has one element per sequence: the number
+    /// of columns to remove from that sequence.
     ///
     /// # Errors
     /// Returns an error if the cache cannot remove that many columns.
@@ -239,8 +240,8 @@ impl<'a> Decoder<'a> {
         self.cache.forget_each(counts)
     }
 
-    /// Discards the queued decode step. The step was computed for the column after the cache's last column, and the caller is
-    /// about to change which column is the last.
+    /// Discards the queued decode step. The step was computed for the column (token of every sequence) after the cache's
+    /// last column, and the caller is about to change which column is the last.
     fn discard_lookahead(&mut self) {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {

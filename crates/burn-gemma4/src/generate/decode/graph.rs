@@ -56,8 +56,8 @@ impl fmt::Debug for GraphCapture {
 }
 
 impl GraphCapture {
-    /// Creates the state of a decoder that has captured nothing yet. Returns `None` if the decode kernels do not support the
-    /// model or the batch size.
+    /// Creates the state of a decoder that has not captured any CUDA graph yet. Returns `None` if the decode kernels do not
+    /// support the model or the batch size.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
         let serves = DecodeOps::serve(model, cache.batch());
         serves.then_some(Self {
@@ -142,8 +142,10 @@ impl GraphCapture {
     /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible token has
     /// `None`.
     ///
-    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host has received these tokens. The
-    /// following call takes the result of that queued step if its `tokens` are the step's input tokens.
+    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host has received these tokens.
+    /// If the following call passes the same tokens, it takes the result of that queued step. No step is queued if the
+    /// per-layer embedding table is in host memory, or if the cache's buffers have no room for one more token of every
+    /// sequence.
     pub fn follow(
         &mut self,
         model: &Gemma4Model,
@@ -170,7 +172,7 @@ impl GraphCapture {
     }
 
     /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the tokens that the step
-    /// chooses, or `None` if the cache's buffers have no free column.
+    /// chooses, or `None` if the cache's buffers have no free column (room for one more token of every sequence).
     fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
         if cache.len() + 1 > cache.room() {
             return None;
@@ -208,8 +210,8 @@ impl GraphCapture {
         streams: &Streams,
         count: usize,
     ) -> Draft {
-        // Make room for only one more column: the drafter computes all draft tokens of a round at the position of the next
-        // column.
+        // Make room for only one more column (token of every sequence): the drafter computes all draft tokens of a round at
+        // the position of the next column.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
@@ -237,8 +239,8 @@ impl GraphCapture {
         (on_the_way, outputs)
     }
 
-    /// Runs a drafting round. Returns the draft tokens and the inputs of the round. The cache's buffers must already have room
-    /// for the next column.
+    /// Runs a drafting round. Returns the draft tokens and the inputs of the round. The cache's buffers must already have
+    /// room for the next token of every sequence.
     fn run_round(
         &mut self,
         drafter: &Drafter,
@@ -306,8 +308,8 @@ impl GraphCapture {
         }
     }
 
-    /// Makes room for `count` more columns in the cache's buffers. If the buffers must grow, all passes and drafting rounds are
-    /// dropped.
+    /// Makes room for `count` more columns (tokens of every sequence) in the cache's buffers. If the buffers must grow, all
+    /// passes and drafting rounds are dropped.
     fn make_room(&mut self, cache: &mut Cache, count: usize) {
         if cache.len() + count > cache.room() {
             // Drop the captured graphs, which would continue to write to the old buffers.

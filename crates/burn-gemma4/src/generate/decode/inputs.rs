@@ -14,7 +14,7 @@ pub(super) struct Inputs {
     pub tokens: Tensor<1, Int>,
     /// The position of each token, `[rows]`.
     pub positions: Tensor<1, Int>,
-    /// The number of columns that each sequence has in the cache after this pass, `[batch]`.
+    /// The number of columns (tokens) that each sequence has in the cache after this pass, `[batch]`.
     pub lengths: Tensor<1, Int>,
 }
 
@@ -67,8 +67,8 @@ impl Inputs {
     }
 }
 
-/// The uploaded inputs of a pass, concatenated in one tensor: the tokens after the cache's last columns, their positions, and
-/// the lengths of the sequences.
+/// The uploaded inputs of a pass, concatenated in one tensor: the tokens that follow the tokens in the cache, their
+/// positions, and the lengths of the sequences.
 pub(super) struct Uploaded {
     numbers: Tensor<1, Int>,
 }

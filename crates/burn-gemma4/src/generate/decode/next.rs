@@ -84,9 +84,9 @@ impl Next<'_> {
     /// Returns the next token of each sequence. The sequence's sampler chooses the token and records it.
     ///
     /// A decoder [with samplers](super::Decoder::with_samplers) may have drawn the tokens in its step already. This function
-    /// then returns those tokens. Otherwise the device draws if its kernels support the vocabulary and the samplers' options
-    /// differ only in their seeds. In these two cases only the token ids are copied to the host. In all other cases the host
-    /// draws.
+    /// then returns those tokens. Otherwise the device draws the tokens now, on two conditions: its kernels support the
+    /// vocabulary, and the samplers' options differ only in their seeds. If the device has drawn the tokens, only the token
+    /// ids are copied to the host. In all other cases the host draws.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of rows. Returns the same error if

@@ -23,7 +23,7 @@ pub(super) const CAPTURED_AFTER: usize = 3;
 
 /// A decode pass with all tensors that its launches read and write.
 pub(super) struct Position {
-    /// A copy of the caller's model that shares the weight tensors.
+    /// A clone of the caller's model. Both share the same weight tensors.
     pub model: Gemma4Model,
     /// The KV buffers to which the pass writes. Only layers that compute their own keys and values have such buffers.
     pub targets: Vec<WriteTarget>,
@@ -34,8 +34,8 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The rows that the per-layer embedding table has for the pass's tokens, `[rows · layers · columns]`, if the table is in
-    /// host memory. `None` if the table is on the device.
+    /// The rows of the pass's tokens in the per-layer embedding table, `[rows · layers · columns]`, if the table is in host
+    /// memory. The field is `None` if the table is on the device.
     pub from_host: Option<Tensor<1>>,
     /// The sampler that draws the next tokens, or `None` if the pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
@@ -170,7 +170,7 @@ impl Position {
         self.ring.visible(queries, self.inputs.positions.clone())
     }
 
-    /// Returns which keys the queries see if every query sees all columns that have been written.
+    /// Returns the rules by which every query sees the keys of all columns (tokens) that have been written.
     fn written(&self) -> Visible {
         Visible {
             lengths: Some(self.inputs.lengths.clone()),

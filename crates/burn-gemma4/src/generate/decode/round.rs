@@ -22,7 +22,7 @@ use burn::tensor::{Device, Tensor};
 /// A drafting round with all tensors that its launches read and write.
 pub(super) struct Round {
     drafter: Drafter,
-    /// A copy of the caller's model that shares the weight tensors.
+    /// A clone of the caller's model. Both share the same weight tensors.
     target: Gemma4Model,
     /// The KV buffers that the drafter reads. The buffers belong to two layers of the target model: the last sliding layer and
     /// the last full layer with keys and values of their own.
@@ -39,8 +39,9 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Builds a round of `count` draft tokens per sequence, at the position after the cache's last column. The round's rotary
-    /// tables cover all positions for which the cache's buffers have room. The caller still has to write the round's inputs.
+    /// Builds a round of `count` draft tokens per sequence, at the position after the last token in the cache. The round's
+    /// rotary tables cover all positions for which the cache's buffers have room. The caller still has to write the round's
+    /// inputs.
     pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
         let (device, batch) = (target.device(), cache.batch());
         let hidden = [batch, target.config().hidden_size];

@@ -13,7 +13,7 @@ pub(crate) struct DeviceSampler {
     /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
     /// The set of tokens that each sequence already contains, and the repetition penalty. The set is a bit mask,
-    /// `[batch · words]`. `None` if the penalty is 1.
+    /// `[batch · words]`. The field is `None` if the penalty is 1, which has no effect.
     seen: Option<(Tensor<1, Int>, f32)>,
     /// The set of suppressed tokens as a bit mask, `[words]`, or `None` if no tokens are suppressed.
     suppressed: Option<Tensor<1, Int>>,

@@ -51,9 +51,9 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs the
-    /// last `window - 1` columns. If [`forget`](Self::forget) removes columns before that query, the query needs as many
-    /// earlier columns instead.
+    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs
+    /// the last `window - 1` columns. [`forget`](Self::forget) may remove columns before that query. For each removed
+    /// column, the query needs one earlier column instead.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
@@ -62,12 +62,13 @@ impl Cache {
     /// longer hold every key in the window of a query at `column`.
     ///
     /// # Panics
-    /// If the cache is padded. The padding mask applies by column, so after a rewind into the padding it would hide new tokens.
+    /// If the cache is padded. The padding mask hides fixed columns. After a rewind into the padding, the mask would also
+    /// hide the new tokens that are written to these columns.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // A ring buffer surely holds every token of the text only while it has an unwritten slot. A ring buffer without
-        // unwritten slots may hold every token too. But after a restore all slots count as written, although the first tokens
-        // can be missing.
+        // A ring buffer is known to hold every token of the text only while it has an unwritten slot. A ring buffer whose
+        // slots were all written exactly once holds every token too. But after a restore all slots count as written,
+        // although the first tokens can be missing. So a ring buffer without an unwritten slot does not count as complete.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {

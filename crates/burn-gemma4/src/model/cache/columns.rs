@@ -40,8 +40,8 @@ impl Cache {
         found
     }
 
-    /// Returns the names and shapes of the tensors that [`columns_of_layers`](Self::columns_of_layers) returns for a cache of
-    /// `columns` columns. The loader compares a session file with these names and shapes.
+    /// Returns the names and shapes of the tensors that [`columns_of_layers`](Self::columns_of_layers) returns for a cache
+    /// of `columns` columns (tokens). The loader compares a session file with these names and shapes.
     pub(crate) fn expected_columns(
         &self,
         config: &Gemma4Config,
@@ -69,8 +69,8 @@ impl Cache {
         expected
     }
 
-    /// Returns the names and shapes of the ring buffers' tensors in a checkpoint of `kept` columns. The loader compares a
-    /// session file with these names and shapes.
+    /// Returns the names and shapes of the ring buffers' tensors in a checkpoint of `kept` columns (tokens). The loader
+    /// compares a session file with these names and shapes.
     pub(crate) fn expected_rings(
         &self,
         config: &Gemma4Config,

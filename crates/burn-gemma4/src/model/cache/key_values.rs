@@ -63,7 +63,8 @@ pub(crate) struct Visible {
 }
 
 impl Visible {
-    /// Returns the rules of a layer of type `kind` for keys of all positions so far, in text order.
+    /// Returns the rules that decide which keys a query sees in a layer of type `kind`. The keys are those of all positions
+    /// so far, in text order.
     pub fn in_order(kind: LayerType, window: usize) -> Self {
         Self {
             causal: true,
@@ -95,8 +96,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read. The entry of a layer type has the keys and values of the last layer of this
-/// type that is not a shared KV layer.
+/// The keys and values that shared KV layers read. A shared KV layer computes no keys and values. It reads those of the last
+/// layer of the same type that computes its own. There is one field per layer type.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,

@@ -8,10 +8,10 @@ use crate::error::Gemma4Error;
 /// The storage format of a KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
-    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. The other
-    /// key channels are derived from the values. At Gemma 4's shapes such a layer stores five eighths of the bytes, and a
-    /// decode step reads five eighths. The result is mathematically equal, but differs in rounding. Models without such layers
-    /// are not affected.
+    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. The
+    /// unrotated key channels are derived from the values. At Gemma 4's shapes, such a layer stores five eighths of the
+    /// bytes of separate keys and values. A decode step also reads five eighths of those bytes. The result is mathematically
+    /// equal, but differs in rounding. The setting has no effect on models without such layers.
     pub compact_keys: bool,
     /// The number format of keys and values: the model's dtype or int8.
     pub precision: KvPrecision,

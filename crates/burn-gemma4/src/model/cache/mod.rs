@@ -362,8 +362,9 @@ impl Cache {
         }
     }
 
-    /// Returns the keys and values of the last layer of `kind` that is not a shared KV layer, with the rules for a query at the
-    /// next position. Returns `None` if no such layer exists, or if the cache is empty.
+    /// Returns the keys and values of the last layer of `kind` that computes its own. The result also has the rules that
+    /// decide which of these keys a query at the next position sees. Returns `None` if no such layer exists, or if the cache
+    /// is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);

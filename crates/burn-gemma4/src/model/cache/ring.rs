@@ -23,10 +23,10 @@ impl Ring {
         self.slots == self.window
     }
 
-    /// Computes which slots each query sees. `queries` is the number of sequences and the number of queries per sequence. A
-    /// column is one token of the text. The queries' own columns must already be in the ring buffer. A query sees the newest
-    /// column of a slot if the column exists and lies in the query's window. `positions` lists the queries' positions, sequence
-    /// by sequence, and may have further elements.
+    /// Computes which slots each query sees. `queries` has two elements: the number of sequences, and the number of queries
+    /// per sequence. A column is one token of the text. The queries' own columns must already be in the ring buffer. A query
+    /// sees the newest column of a slot if the column exists and lies in the query's window. `positions` lists the queries'
+    /// positions, ordered by sequence. The list may be longer than the number of queries.
     pub fn visible(&self, queries: [usize; 2], positions: Tensor<1, Int>) -> Visible {
         self.mask(queries, positions, true)
     }

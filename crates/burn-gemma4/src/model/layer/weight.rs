@@ -118,8 +118,9 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Returns the origin of [`matrix`](Weight::matrix). The origin is a parameter if the weight has no adapter. With an
-    /// adapter, the matrix is computed, because the adapter's contribution is added.
+    /// Returns the origin of [`matrix`](Weight::matrix): whether the matrix is a parameter of the model or a computed
+    /// tensor. The matrix is a parameter if the weight has no adapter. With an adapter, the matrix is computed, because the
+    /// adapter's contribution is added.
     #[cfg(feature = "cube")]
     pub(crate) fn origin(&self) -> Origin {
         match self.adapter() {

@@ -1,5 +1,5 @@
-//! The optimizer step of a parameter, AdamW, in one launch. With Burn's operators a step would take about twenty launches for
-//! each of hundreds of parameters. The host would then need more time to issue the launches than the device to run them.
+//! AdamW: the optimizer step of one parameter in one launch. With Burn's operators a step would take about twenty launches
+//! for each of hundreds of parameters. The host would then need more time to issue the launches than the device to run them.
 
 mod formula;
 #[cfg(feature = "cube")]
@@ -33,7 +33,7 @@ pub struct SumOfSquares {
     /// The partial sums, `[PARTS]`.
     #[cfg(feature = "cube")]
     parts: Option<Tensor<1>>,
-    /// Tensors of one dtype that have not been added yet, because they are too few for a full launch.
+    /// Tensors of one dtype whose squares still wait to be added, because the tensors are too few for a full launch.
     #[cfg(feature = "cube")]
     waiting: Vec<FloatTensor<Dispatch>>,
     /// The sum of squares over tensors that the kernel does not support, `[1]`.
@@ -73,7 +73,7 @@ impl SumOfSquares {
         self
     }
 
-    /// Adds the squares of the tensors that have not been added yet to the partial sums.
+    /// Adds the squares of all waiting tensors to the partial sums.
     #[cfg(feature = "cube")]
     fn add_waiting(&mut self) {
         let count = self.waiting.len();
@@ -112,10 +112,10 @@ impl SumOfSquares {
     }
 }
 
-/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight, chosen by a fixed
-/// pseudorandom threshold. If many weights lie at the fraction `x` of the way from the neighbor nearer to zero to the farther
-/// neighbor, about the fraction `x` of these weights rounds to the farther neighbor. In dtypes other than bf16, weights round
-/// to the nearest value. Equal weights at equal indices round equally, on every device.
+/// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight, chosen by a
+/// fixed pseudorandom threshold. A weight lies at some fraction `x` of the way from the neighbor nearer to zero to the
+/// farther neighbor. Among many weights with the same `x`, about the fraction `x` rounds to the farther neighbor. In dtypes
+/// other than bf16, weights round to the nearest value. Equal weights at equal indices round equally, on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     if !drawn(dtype) {
         return weight.cast(dtype);

@@ -27,8 +27,8 @@ const LOST_BITS: u32 = (1 << LOST) - 1;
 /// The exponent bits of infinities and NaN.
 const NOT_FINITE: u32 = 0x7F80_0000;
 /// Constants of MurmurHash3 (Appleby 2011): the two multipliers of its finalizer, and one multiplier of its body. The third
-/// constant multiplies the bits of a weight before the XOR with the weight's index. Without the product, many pairs of weight
-/// and index would give the same hash.
+/// constant multiplies the bits of a weight before the XOR with the weight's index. Without this multiplication, many pairs
+/// of weight and index would give the same hash.
 const FACTORS: [u32; 3] = [0x85EB_CA6B, 0xC2B2_AE35, 0xCC9E_2D51];
 
 /// Returns the threshold of a weight, as a fraction of the distance between its bf16 neighbors, in units of 2⁻¹⁶. A weight
@@ -91,9 +91,10 @@ mod tests {
         assert!(neighbour(f32::from_bits(0x7F80_0001), 3).is_nan());
     }
 
-    /// Checks that the fraction of weights that round to the next bf16 value grows in proportion to the distance. All master
-    /// weights move from one bf16 value to the next in sixteen equal steps. After `k` steps about the fraction `k / 16` of the
-    /// bf16 weights must be at the next value. No bf16 weight may go back.
+    /// Checks that the fraction of weights that round to the next bf16 value grows in proportion to the distance of the
+    /// master weight from the previous bf16 value. All master weights move from one bf16 value to the next in sixteen equal
+    /// steps. After `k` steps about the fraction `k / 16` of the bf16 weights must be at the next value. No bf16 weight may
+    /// go back.
     #[test]
     fn neighbour_rounds_up_in_proportion_to_distance() {
         const WEIGHTS: u32 = 1 << 14;

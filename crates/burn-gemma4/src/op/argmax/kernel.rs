@@ -65,9 +65,9 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         #[unroll]
         for index in 0..held {
             let value = f32::cast_from(held_values[index]);
-            // Replace the best value only by a larger value. A unit reads its columns in ascending order, so the first column
-            // of equal values stays. The search starts with f32::MIN, because WGSL has no −∞. The second condition therefore
-            // accepts f32::MIN as the first value.
+            // Replace the best value only by a larger value. A unit reads its columns in ascending order, so the first
+            // column of equal values stays. The search starts with f32::MIN, because WGSL has no −∞. The condition after
+            // `||` therefore accepts a first value that equals f32::MIN.
             if value > best || (value == best && best_column == u32::MAX) {
                 best = value;
                 best_column = column + comptime!((index * UNITS) as u32);

@@ -22,8 +22,8 @@ use burn::{
     tensor::Shape,
 };
 
-/// Computes the cross entropy of `targets` under `logits`. If `with_gradient`, also computes the gradient. If there is a `cap`,
-/// the logits are first soft-capped to `cap · tanh(logit / cap)`. The result has no autodiff.
+/// Computes the cross entropy of `targets` under `logits`. If `with_gradient`, also computes the gradient. If there is a
+/// `cap`, the logits are first soft-capped to `cap · tanh(logit / cap)`. Autodiff does not track the results.
 ///
 /// # Shapes
 /// - `logits`: `[rows, words]`, where `words` is the size of the vocabulary.

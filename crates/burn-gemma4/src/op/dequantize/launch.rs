@@ -32,8 +32,8 @@ impl DequantizeBackend for CubeBackend {
         }
         let codes = layout.format.codes_of_word();
         let vector = vector_size(&client, dtype.size(), &[codes]);
-        // SAFETY: unit `i` works only if `i` is below `all_words`, which counts the words of all rows that hold the codes'
-        // lower bits. Unit `i` reads the `i`-th of these words, and the upper bits and scales of the same row at the layout's
+        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words, over all rows, that hold lower bits
+        // of codes. Unit `i` reads the `i`-th of these words, and the upper bits and scales of the same row at the layout's
         // offsets. In `numbers`, the unit writes only the elements of its word.
         unsafe {
             dequantize::launch_unchecked(

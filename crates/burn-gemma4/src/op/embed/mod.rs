@@ -16,7 +16,7 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// A selection of rows of an embedding table by tokens. No launch of a CUDA graph may write the tokens, because the kernel may
+/// Rows of an embedding table, selected by tokens. No launch of a CUDA graph may write the tokens, because the kernel may
 /// read the tokens before the previous launch has ended.
 pub(crate) struct TokenRows {
     /// The embedding table, `[tokens, columns]`.

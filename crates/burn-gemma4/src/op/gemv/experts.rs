@@ -17,7 +17,7 @@ use cubecl::prelude::*;
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ItemPlace {
-    /// The number of cubes that compute one item, which is a unit of the GEMV's work: see [`Items`].
+    /// The number of cubes that compute one item. An item is a unit of the GEMV's work: see [`Items`].
     pub cubes: u32,
     /// The number of items that read the same input row: the number of chosen experts per row if the experts' outputs stay
     /// separate, and otherwise 1.
@@ -40,7 +40,8 @@ pub(super) struct ExpertInputs {
     pub place: ItemPlace,
 }
 
-/// The position of the weights by which one input vector is multiplied, within the concatenated matrices of all experts.
+/// The position of one vector of weights within the concatenated matrices of all experts. One input vector is multiplied by
+/// these weights.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct VectorPlace {

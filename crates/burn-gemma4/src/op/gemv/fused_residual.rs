@@ -1,5 +1,6 @@
-//! A residual addition followed by a GEMV of the sum. One launch computes the addition and the GEMV if the input is a single
-//! row and tensor cores compute the GEMV with few enough cubes.
+//! A residual addition followed by a GEMV of the sum. One launch computes both if the input is a single row, and if tensor
+//! cores can compute the GEMV with few cubes. Every cube of the fused launch computes the whole sum, so large GEMVs are not
+//! fused.
 
 #[cfg(feature = "cuda")]
 use super::launch_options::LaunchOptions;
@@ -61,7 +62,8 @@ pub enum MaybeParameter<B: Backend> {
 }
 
 /// The inputs of the residual addition, except the residual stream, which is the `input` of the GEMV's tensors. These inputs
-/// are the block's output, the weight of its norm, and optionally the scalar factor and the norm weight of the sum.
+/// are the block's output, the weight of its norm, and optionally the scalar factor of the sum and the weight of the sum's
+/// norm.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Block<B: Backend> {

@@ -5,8 +5,9 @@
 //! team computes outputs of one item (see `experts`), and reads the weights of the chosen experts. Concatenated matrices have
 //! separate cubes.
 //!
-//! Budget: shared memory holds `sums` floats for each plane of each team, at most 8 KB. `weights` is the number of weight rows
-//! of a team. Registers hold `rows · weights` sums, at most 32, and `unroll · weights` vectors, at most 8.
+//! Budget: for each plane of a team, shared memory holds one float per sum of the team, at most 8 KB in all. Registers hold
+//! `rows · weights` sums, at most 32, where `weights` is the number of weight rows of a team. A unit has `unroll` vectors of
+//! each weight row in flight, so registers also hold `unroll · weights` vectors, at most 8.
 //!
 //! Bound: memory bandwidth. Every weight is read once, by 16-byte loads. Each unit has several loads in flight. Every team reads
 //! the input rows from the cache.

@@ -94,8 +94,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Returns the division of a GEMV of `rows` input rows into items, as the module `experts` defines items. The argument
-    /// `of_matrix` is the number of rows of the first matrix.
+    /// Divides a GEMV of `rows` input rows into items. An item is a unit of work with cubes of its own: see the module
+    /// `experts`. The argument `of_matrix` is the number of rows of the first matrix.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
         if let Some(experts) = &self.experts {
             return Items::of_experts(experts, self.gated);
@@ -127,8 +127,8 @@ impl LaunchOptions {
         ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
     }
 
-    /// Removes the tensor that multiplies the output from the options, and returns the tensor and the position of its first
-    /// used column.
+    /// Takes the factor out of the options, that is, the tensor that multiplies the output element by element. Returns the
+    /// factor and the position of its first used column.
     pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
         match self.factor.take() {
             Some((factor, start)) => {
@@ -190,8 +190,9 @@ pub(super) fn plan(
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    // Use few units per team if there are no plane operations. A team is a group of units that computes outputs together. Without
-    // plane operations, every unit of the team writes its own partial sum to shared memory.
+    // Use few units per team if there are no plane operations. A team is a group of units that computes outputs together.
+    // Without plane operations, every unit of the team writes its own partial sum to shared memory, and all these sums must
+    // be added up.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units

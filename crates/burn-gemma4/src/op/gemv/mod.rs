@@ -72,7 +72,7 @@ pub enum Origin {
     /// No launch writes the matrices, because they are parameters. With PDL the GEMV may read them before the previous launches
     /// have ended.
     Parameters,
-    /// An earlier launch writes the matrices, possibly the previous launch.
+    /// An earlier launch, possibly the previous one, writes the matrices.
     Computed,
 }
 
@@ -267,7 +267,7 @@ impl ProductTensors<Dispatch> {
     }
 }
 
-/// The GEMV kernels as operators of a backend. The functions of this module that call the operators document them.
+/// The GEMV kernels as operators of a backend. For each operator, see the function of this module that calls it.
 #[backend_extension(Cube, Fusion)]
 pub trait GemvBackend: Backend {
     #[fusion(meta = metadata)]

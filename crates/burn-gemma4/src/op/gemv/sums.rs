@@ -182,7 +182,8 @@ pub(super) fn finish_parts<E: Float>(
 #[cube]
 fn gelu(x: f32) -> f32 {
     let inner = (x + 0.044_715f32 * x * x * x) * 0.797_884_6f32;
-    // Drivers may compute tanh through exponentials that overflow. Clamp the argument: beyond this range tanh is 1 in f32 anyway.
+    // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow. Beyond ±20
+    // tanh is ±1 in f32 anyway.
     let inner = max(min(inner, 20.0f32), -20.0f32);
     0.5f32 * x * (1.0f32 + inner.tanh())
 }

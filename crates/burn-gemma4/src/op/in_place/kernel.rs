@@ -113,8 +113,8 @@ pub(super) struct Rows {
     pub target_stride: u32,
 }
 
-/// Overwrites tokens, positions and lengths with the first three quarters of `numbers`. Copies to `hidden` the rows of `streams`
-/// whose indices are in the last quarter of `numbers`.
+/// Overwrites tokens, positions and lengths with the first, the second and the third quarter of `numbers`. Copies to
+/// `hidden` the rows of `streams` whose indices are in the last quarter of `numbers`.
 #[cube(launch_unchecked)]
 pub(super) fn begin_round<E: Float, I: Int>(
     numbers: &Tensor<I>,

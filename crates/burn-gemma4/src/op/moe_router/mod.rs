@@ -98,7 +98,7 @@ fn metadata(input: &TensorSpec, top_k: usize) -> RoutedMetadata {
     }
 }
 
-/// The router kernels as operators of a backend. The functions of this module that call the operators document them.
+/// The router kernels as operators of a backend. For each operator, see the function of this module that calls it.
 #[backend_extension(Cube, Fusion)]
 pub trait RouteBackend: Backend {
     #[fusion(meta = |probabilities, top_k| {

@@ -121,8 +121,8 @@ pub trait QuantizedProductBackend: Backend {
         layout: Layout,
     ) -> FloatTensor<Self>;
 
-    /// Returns `product` unchanged, and computes the gradient of `source` from the gradient of `product`. `product` must be
-    /// `source` times the transpose of the quantized matrix.
+    /// Returns `product` unchanged, and registers its backward, which computes the gradient with respect to `source` from
+    /// the gradient of `product`. `product` must be `source` times the transpose of the quantized matrix.
     #[fusion(default)]
     fn through_quantized(
         product: FloatTensor<Self>,

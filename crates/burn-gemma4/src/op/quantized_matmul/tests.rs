@@ -70,7 +70,7 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
     whole_rows(input, weight)
 }
 
-/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice that with the
+/// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice the error with the
 /// dequantized float matrix. The largest error is at most twice the largest error of f32 sums in column order.
 ///
 /// The factor of two is needed because the kernels add in different orders, so their largest errors occur at different outputs.

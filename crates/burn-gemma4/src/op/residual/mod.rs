@@ -179,7 +179,7 @@ fn metadata(stream: &TensorSpec) -> ResidualMetadata {
     }
 }
 
-/// The residual kernel as operators of a backend. The functions of this module that call the operators document them.
+/// The residual kernel as operators of a backend. For each operator, see the function of this module that calls it.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait ResidualBackend: Backend {

@@ -37,8 +37,8 @@ pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
             last -= 1i32;
         }
         let slots = i32::cast_from(slots);
-        // Count the columns from the newest column back to the column in this slot. The column before a slot's column is in the
-        // slot before, and the slot before slot 0 is the last slot.
+        // Count the steps from the newest column back to the column in this slot. Each step goes to the previous slot, and
+        // from slot 0 to the last slot.
         let behind = (last + slots - slot) % slots;
         let column = last - behind;
         let before = position - column;

@@ -20,8 +20,8 @@ pub struct HeadOptions {
     pub count: usize,
     /// The number of rotated channel pairs for compact keys, or `None` for other layouts. With compact keys a slot holds a
     /// whole value, which begins with the rotated channels. After the value, the slot holds only the rotated channels of the
-    /// key, because the value's other channels also serve the key. Queries for compact keys have the channel order of these
-    /// keys.
+    /// key. The channels that are not rotated are stored once, and serve both the value and the key. Queries for compact
+    /// keys have the channel order of these keys.
     pub compact: Option<usize>,
     /// The epsilon of the norm.
     pub epsilon: f64,
@@ -218,7 +218,7 @@ pub struct LayerHeads<B: Backend> {
     pub values: FloatTensor<B>,
 }
 
-/// The heads kernel as operators of a backend. The functions of this module that call the operators document them.
+/// The heads kernel as operators of a backend. For each operator, see the function of this module that calls it.
 #[backend_extension(Cube, Fusion)]
 pub trait HeadsBackend: Backend {
     #[fusion(meta = |projected, _weight, cos, _sin, _positions, options| {

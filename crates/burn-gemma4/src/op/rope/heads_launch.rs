@@ -192,9 +192,9 @@ impl HeadsLaunch {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous with 2-
-        // or 4-byte elements. Tensors in other layouts are first copied by a launch, for which the kernel must wait. Early loads
-        // support no other element size.
+        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous
+        // with 2- or 4-byte elements. Tensors in other layouts are first copied by a launch, for which the kernel must wait.
+        // Early loads support only these two element sizes.
         let stay = read.into_iter().flatten().all(|tensor| {
             let elements = matches!(tensor.dtype.size(), 2 | 4);
             elements && !tensor.meta.is_tiled() && tensor.is_contiguous()

@@ -78,7 +78,8 @@ pub(super) struct HeadsPlan {
 /// The weights of the RMS norms of a layer's heads, `[head_dim]` each. The norm of the values has no weight.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct HeadNormWeights<E: Float> {
-    /// The weight of the norm of the launch's only kind of heads, or of a layer's queries.
+    /// The weight of the RMS norm of a layer's queries. If the launch computes only one kind of heads, this weight is for
+    /// that kind.
     pub first: ComptimeOption<OwnedTensor<E>>,
     /// The weight of the RMS norm of a layer's keys.
     pub keys: ComptimeOption<OwnedTensor<E>>,
@@ -96,7 +97,7 @@ pub(super) struct RopeInputs<E: Float, I: Int> {
 /// The tensors to which the heads are written, `[sequences, heads, slots, columns]` each.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct HeadTargets<E: Float> {
-    /// The target of the launch's only kind of heads, or of a layer's queries.
+    /// The target of a layer's queries. If the launch computes only one kind of heads, this target is for that kind.
     pub first: OwnedTensor<E>,
     /// The targets of a layer's keys and values.
     pub keys: ComptimeOption<OwnedTensor<E>>,

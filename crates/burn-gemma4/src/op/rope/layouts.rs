@@ -23,13 +23,14 @@ pub(super) struct HeadLayout {
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct QkvLayouts {
-    /// The layout of the launch's only kind of heads, or of a layer's queries.
+    /// The layout of a layer's queries. If the launch computes only one kind of heads, this layout is for that kind.
     pub first: HeadLayout,
     pub keys: HeadLayout,
     pub values: HeadLayout,
 }
 
-/// The value of [`CubeHead::kind`] for a layer's queries, or for the launch's only kind of heads.
+/// The value of [`CubeHead::kind`] for a layer's queries. If the launch computes only one kind of heads, every head has this
+/// value.
 pub(super) const FIRST: u32 = 0;
 /// The value of [`CubeHead::kind`] for a layer's keys.
 pub(super) const KEYS: u32 = 1;
@@ -37,7 +38,7 @@ pub(super) const KEYS: u32 = 1;
 pub(super) const VALUES: u32 = 2;
 
 /// The head that a cube computes. The fields say whether the head is a query, key or value head, and give the head's index
-/// among the heads of that kind. The other fields are the source and target of that kind.
+/// among the heads of that kind. The remaining fields give the source and the target of that kind.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CubeHead {

@@ -54,8 +54,8 @@ impl Rotation {
         self.apply(heads.swap_dims(1, 2))
     }
 
-    /// Computes the heads of a layer's queries, keys and values from column ranges of one projection, each
-    /// `[batch, heads, positions, head_dim]`. Returns `None` if the kernels do not support the tensors.
+    /// Computes the heads of a layer's queries, keys and values from column ranges of one projection. Each of the three
+    /// results is `[batch, heads, positions, head_dim]`. Returns `None` if the kernels do not support the tensors.
     #[cfg(feature = "cube")]
     pub fn layer_heads(
         &self,

@@ -44,8 +44,8 @@ mod device {
         pub top_k: Option<u32>,
         /// The total probability that top-p keeps, in units of 2⁻³².
         pub top_p: Option<u32>,
-        /// The bound of min-p: the natural logarithm of the smallest kept ratio of a token's weight to the most likely token's
-        /// weight.
+        /// The bound of min-p, as a natural logarithm. A token is kept if its weight, divided by the weight of the most
+        /// likely token, is at least the bound.
         pub least: f32,
     }
 
@@ -108,7 +108,7 @@ mod device {
         Tensor::from_dispatch(Dispatch::mark(seen.into_dispatch(), tokens.into_dispatch()))
     }
 
-    /// The sampling kernels as operators of a backend. The functions of this module that call the operators document them.
+    /// The sampling kernels as operators of a backend. For each operator, see the function of this module that calls it.
     #[backend_extension(Cube, Fusion)]
     pub trait SampleBackend: Backend {
         #[fusion(meta = |logits, _seeds, _positions, _options| {

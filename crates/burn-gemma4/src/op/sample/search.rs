@@ -51,7 +51,7 @@ pub(super) enum SearchTarget {
     Rest,
 }
 
-/// The cuts that the sampling options request. Each cut needs a search.
+/// The cuts that the sampling options request: top-k, top-p or both. Each cut needs a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Cuts {
     pub top_k: bool,
@@ -74,8 +74,8 @@ pub(super) struct Limits {
     pub top_k: u32,
     /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The bound of min-p: the natural logarithm of the smallest kept ratio of a token's weight to the most likely token's
-    /// weight.
+    /// The bound of min-p, as a natural logarithm. A token is kept if its weight, divided by the weight of the most likely
+    /// token, is at least the bound.
     pub least: f32,
 }
 

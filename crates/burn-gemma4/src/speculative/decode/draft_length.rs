@@ -14,23 +14,25 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The running counts weigh older passes less. After this number of further passes, the weight of a pass has fallen to 1/e.
+/// The counts of tested and accepted draft tokens give older passes less weight. After this number of further passes, the
+/// weight of a pass has fallen to 1/e.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning (`FIRST_ACCEPTANCE`). The assumption counts as much as a measurement of
 /// `FIRST_DRAFTS` draft tokens.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The maximum number of tokens in a pass, all sequences together, if the caller has not fixed the number of draft tokens. The
-/// decode kernels support 8 tokens.
+/// The maximum number of tokens in a pass, all sequences together, if the caller has not fixed the number of draft tokens.
+/// The decode kernels support up to 8 tokens.
 const ROWS: usize = 8;
 
 /// The adaptive number of draft tokens per pass, for one sequence.
 #[derive(Clone, Debug)]
 pub(super) struct DraftLength {
     fixed: Option<usize>,
-    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens are divided equally among
-    /// the sequences. One of a sequence's tokens is the token before its draft tokens.
+    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens are divided equally
+    /// among the sequences. In a sequence's share, one token is the last token of its text, and all other tokens are draft
+    /// tokens.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller
@@ -51,8 +53,9 @@ impl DraftLength {
         }
     }
 
-    /// Returns the number of draft tokens with the largest expected number of generated tokens per cost. If each draft token is
-    /// accepted with probability `a`, then a pass with `k` draft tokens generates `1 + a + … + aᵏ` tokens on average.
+    /// Returns the number of draft tokens for which the expected number of generated tokens, divided by the cost of the
+    /// pass, is largest. If each draft token is accepted with probability `a`, then a pass with `k` draft tokens generates
+    /// `1 + a + … + aᵏ` tokens on average.
     pub fn next(&self) -> usize {
         if let Some(fixed) = self.fixed {
             return fixed.min(MAX_DRAFT_TOKENS);

@@ -152,8 +152,8 @@ impl DraftSources {
         Ok((Guessed::LookedUp { drafts, count }, next))
     }
 
-    /// Records that a pass with `drafted` draft tokens of a sequence has generated `taken` tokens. `first` is the index of the
-    /// sequence's first row (one row per token) in the pass.
+    /// Records the result of a pass for one sequence: the pass evaluated `drafted` draft tokens of the sequence and
+    /// generated `taken` tokens. The pass has one row per token, and `first` is the index of the sequence's first row.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
         self.streams.of[sequence] = first + taken - 1;
@@ -231,9 +231,10 @@ pub(crate) struct Limits {
     pub pad: u32,
 }
 
-/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the last
-/// token. A pass evaluates equally many tokens of every sequence, even if some sequences have fewer draft tokens. After the
-/// pass the columns of rejected tokens are removed. The number of these columns differs between sequences.
+/// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the
+/// last token. A pass evaluates equally many tokens of every sequence, even if some sequences have fewer draft tokens. After
+/// the pass, the columns of rejected tokens are removed from the cache. The number of these columns differs between
+/// sequences.
 pub(crate) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
@@ -270,8 +271,8 @@ pub(crate) fn decode(
                     break;
                 }
             }
-            // Keep `taken` columns of the pass: the columns of the previous token and of all generated tokens except the last.
-            // The next pass evaluates the last generated token.
+            // Keep `taken` columns of the pass: the column of the token before the draft tokens, and the columns of all
+            // generated tokens except the last. The next pass evaluates the last generated token.
             forgotten[index] = count - taken;
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();

@@ -129,7 +129,7 @@ fn numbers(count: usize, device: &Device) -> Tensor<1, Int> {
 /// `[all]`, and `places` are the integers `0..all`.
 ///
 /// The rank of a score is the number of scores that come before it. This function compares all pairs of scores to count the
-/// ranks on the device. Burn's sort runs on the host, so with it every draft token would wait for the host.
+/// ranks on the device. Burn's sort is not used, because it runs on the host, and every draft token would wait for the host.
 fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1, Int> {
     let [all] = scores.dims();
     let [rows, columns] = [
@@ -152,8 +152,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         .equal(places.clone().narrow(0, 0, count).unsqueeze_dim::<2>(1))
         .int();
     let found = (found * places.clone().unsqueeze_dim::<2>(0)).sum_dim(1);
-    // Clamp the indices to the valid range. A comparison with NaN is always false, so several NaN scores may have the same
-    // rank, and the sum may be too large.
+    // Clamp the indices to the valid range. `found` is the sum of the indices of all scores with one rank. A comparison with
+    // NaN is always false, so several NaN scores may have the same rank, and this sum may be too large.
     found.squeeze_dim(1).clamp(0, all as i64 - 1)
 }
 

@@ -9,7 +9,7 @@ use std::fmt::{self, Write};
 /// The maximum width of an indent in characters.
 const MOST_INDENT: usize = 100;
 
-/// The maximum length in bytes of the two separators together.
+/// The maximum length in bytes of the argument `separators`: the item separator and the key separator together.
 const LONGEST_SEPARATOR: usize = 100;
 
 /// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like transformers' filter, and
@@ -192,7 +192,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// Returns the text that indents by one level. `indent` is a number of spaces, or the text itself.
+/// Returns the text that indents by one level, or `None` without an indent. `indent` is a number of spaces, or this text.
 fn indentation(indent: &Value) -> Result<Option<String>, Error> {
     if indent.is_none() {
         return Ok(None);

@@ -20,13 +20,13 @@ const MOST_INSTRUCTIONS: u64 = 100_000_000;
 /// about ten times, and the longest prompts of any model have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// The sizes in bytes that the limit assumes for lists. A list or a namespace counts as `LIST` bytes. Each element of a list,
-/// including the elements of nested lists, counts as `ELEMENT` bytes more.
+/// The sizes that the limit on created bytes assumes for lists. A list or a namespace counts as `LIST` bytes, plus `ELEMENT`
+/// bytes for each element. The elements of nested lists count too.
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
-/// A text in a list counts as one element, and as one more element for each full multiple of this length in bytes. A text of twice
-/// this length thus counts as two more elements.
+/// A text in a list counts as `1 + length / TEXT_OF_ELEMENT` elements, where `length` is in bytes and the quotient is
+/// rounded down. For example, a text of 1024 bytes counts as three elements.
 const TEXT_OF_ELEMENT: usize = 512;
 
 /// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction may
@@ -73,8 +73,8 @@ impl Watch {
     }
 
     fn of(state: &State<'_, '_>) -> Arc<Self> {
-        // Store the watch in the state at the first call, which is at the beginning of the template. Later calls may come from
-        // macros, which cannot see the template variable.
+        // Copy the watch from the template variable to the state at the first call of this function, which is at the
+        // beginning of the template. Later calls may come from macros, which cannot see the template variable.
         state.get_or_set_temp_object("watch", || {
             let found = state.lookup(WATCH);
             let watch = found.and_then(|watch| watch.downcast_object::<Self>());
@@ -122,8 +122,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// Counts the bytes of a value that an instruction has created. A lazy sequence is converted to a list, because it would
-/// compute its elements again at each access.
+/// Counts the bytes of a value that an instruction has created. A lazy sequence is converted to a list, because a lazy
+/// sequence computes its elements anew at each access.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {

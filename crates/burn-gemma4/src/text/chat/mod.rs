@@ -109,7 +109,7 @@ pub struct ChatTemplate {
 /// The template's name in minijinja's error messages.
 const NAME: &str = "chat_template.jinja";
 
-/// The maximum length of a time format, as in `strftime_now`, in bytes.
+/// The maximum length in bytes of a time format, which is the argument of `strftime_now`.
 const LONGEST_TIME: usize = 1000;
 
 impl ChatTemplate {

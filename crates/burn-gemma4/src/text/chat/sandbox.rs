@@ -22,8 +22,9 @@ const LONGEST_CONSTANT: usize = 1 << 20;
 /// The maximum width of an indent or of a padded text, in characters.
 const MOST_COLUMNS: usize = 1000;
 
-/// Returns the call of a counting function that replaces a minijinja instruction, or `None` if the instruction stays. The
-/// functions' names are not valid identifiers, so no template can redefine the functions.
+/// Returns the instruction that replaces a minijinja instruction: a call of a function that counts bytes. Returns `None` if
+/// the instruction is not replaced. The functions' names are not valid identifiers, so no template can redefine the
+/// functions.
 fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'source>> {
     Some(match instruction {
         Instruction::Add => Instruction::CallFunction("+", Some(2)),
@@ -356,7 +357,7 @@ fn rsplit(text: &str, separator: Option<&str>, most: Option<i64>) -> Result<Valu
     Ok(parts.into_iter().rev().map(Value::from).collect())
 }
 
-/// Compiles an expression with one of minijinja's own operators and variables as operands, such as `a + b`.
+/// Compiles an expression that applies one of minijinja's own operators to variables, such as `a + b`.
 fn operator(expression: &'static str) -> Expression<'static, 'static> {
     static PLAIN: LazyLock<Environment<'static>> = LazyLock::new(Environment::new);
     let compiled = PLAIN.compile_expression(expression);

@@ -30,7 +30,7 @@ struct Model {
 }
 
 /// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. A component may be a
-/// sequence of components, which the file lists in the field `parts`.
+/// sequence of components. `parts` is the name of the JSON field that lists them.
 struct Part {
     name: &'static str,
     kinds: &'static [&'static str],

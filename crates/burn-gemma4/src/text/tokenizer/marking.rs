@@ -10,8 +10,8 @@ use tokenizers::{OffsetReferential, OffsetType};
 const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
 
 /// A marking, which distinguishes special tokens in messages from special tokens that the chat template writes. Before a
-/// message is rendered, [`mark`](Self::mark) inserts a mark character into each special token in its text. After the rendering,
-/// [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
+/// message is rendered, [`mark`](Self::mark) inserts a mark character into each special token in the message's text. After
+/// the rendering, [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
 #[derive(Clone, Copy, Debug)]
 pub struct Marking<'a> {
     tokenizer: &'a Tokenizer,

@@ -27,7 +27,7 @@ use tokenizers::{AddedVocabulary, Model, OffsetType, PostProcessorWrapper, PreTo
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The added tokens of `inner`, with another setting: special tokens in a text are encoded as plain text.
+    /// The added tokens of `inner`, set so that special tokens in a text are encoded as plain text.
     spelled: AddedVocabulary,
 }
 

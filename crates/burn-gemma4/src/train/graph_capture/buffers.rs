@@ -27,8 +27,8 @@ impl Sources {
     }
 }
 
-/// The buffers of a captured graph. Before a replay, the step's sources are copied into the buffers, from which the graph
-/// reads.
+/// The buffers of a captured graph. Before a replay, the tensors that the step reads (its sources) are copied into the
+/// buffers. The graph reads the buffers.
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,

@@ -16,8 +16,8 @@ use burn::{
 };
 use std::rc::Rc;
 
-/// The maximum number of tokens in the batch of a captured step. For large steps a graph saves no time. On an H200, E2B with an
-/// adapter reaches this point at 8,192 tokens: the host launches the step as fast as the GPU runs it.
+/// The maximum number of tokens in the batch of a captured step. A graph saves no time once the host launches a step as fast
+/// as the GPU runs it. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
 const CAPTURE_MAX_ROWS: usize = 4096;
 
 /// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are the parameters
@@ -219,8 +219,8 @@ struct Outputs {
 }
 
 impl Computation for Step {
-    /// Captures the first step immediately. Later the trainer has other threads that read losses and write checkpoints. These
-    /// threads use the device, and no other thread may use the device during a capture.
+    /// Captures the first step immediately, because no other thread may use the device during a capture. Later the trainer
+    /// has threads that use the device, in order to read losses and write checkpoints.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 

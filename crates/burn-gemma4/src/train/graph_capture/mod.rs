@@ -26,8 +26,8 @@ use std::{fmt, marker::PhantomData};
 /// or a change of the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
 ///
 /// A step that needs data on the host is not captured. This applies to models with more than 512 experts. It also applies to
-/// models with experts [by layer](Self::by_layer) in half precision on CUDA. The gradients do not depend on whether a graph is
-/// used.
+/// models with experts in half precision on CUDA, if the backward recomputes each layer ([`by_layer`](Self::by_layer)). The
+/// gradients do not depend on whether a graph is used.
 ///
 /// A capture runs the step four times. On CUDA a capture affects the whole process. During a capture, any other thread's call
 /// that waits for the device or allocates memory on it fails. Programs whose threads share a CUDA device should use
@@ -102,7 +102,7 @@ impl GradientRecorder {
         }
     }
 
-    /// True if the recorder has a graph. The graph then computed the last step.
+    /// True if the recorder has a graph. In this case the graph has computed the last step.
     pub fn has_graph(&self) -> bool {
         match &self.graph {
             #[cfg(feature = "cube")]

@@ -60,9 +60,10 @@ pub enum MatrixError {
 
 /// Multiplies f16 or bf16 matrices on Hopper's tensor cores. The function accumulates in f32 and rounds the result once.
 ///
-/// Returns `None` on other devices, for other dtypes, or if TMA cannot read an operand or write the result. An operand must
-/// be contiguous along one dimension, and its stride along the other dimension must be a multiple of 16 bytes. The number of
-/// result columns must be a multiple of 8. The function serves the projections around attention and their gradients.
+/// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an operand
+/// or write the result. An operand must be contiguous along one dimension, and its stride along the other dimension must be
+/// a multiple of 16 bytes. The number of result columns must be a multiple of 8. The function serves the projections around
+/// attention and their gradients.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `rhs [inner, columns]` → `[rows, columns]`, all of one dtype.

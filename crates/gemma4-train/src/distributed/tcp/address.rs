@@ -98,8 +98,8 @@ pub fn listeners(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     }
 }
 
-/// Connects to the first address of `name` that answers. The attempts are repeated until `patience` has passed, because the
-/// name may not be known yet and the port may not be open.
+/// Connects to the first address of `name` that answers. The attempts are repeated until `patience` has passed, because at
+/// first the name may be unknown or the port closed.
 ///
 /// # Errors
 /// Returns the error of the last address.
@@ -128,9 +128,9 @@ fn reach_once(name: &impl ToSocketAddrs) -> io::Result<TcpStream> {
     outcome
 }
 
-/// Refuses a TCP connection of a socket with itself. Such a connection arises if no process listens on the target port and the
-/// system assigns this port as the local port. The connection would occupy the port, so that the first process could not listen
-/// on the port.
+/// Refuses a TCP connection of a socket with itself. The system may choose the target port as the local port of a new
+/// connection. If no process listens on this port, the socket then connects to itself. The connection would occupy the port,
+/// so that the first process could not listen on it.
 fn refuse_itself(stream: TcpStream) -> io::Result<TcpStream> {
     match stream.local_addr()? == stream.peer_addr()? {
         true => Err(ErrorKind::ConnectionRefused.into()),

@@ -57,8 +57,8 @@ impl Caller {
         })
     }
 
-    /// Returns the hello and the connection. If the hello is still incomplete, returns this caller in `Err`, to be polled
-    /// again. Returns `None` if the connection closed, timed out or sent an invalid hello.
+    /// Returns the hello and the connection. If the hello is still incomplete, returns `self` in `Err`, so that this
+    /// function can be called again later. Returns `None` if the connection closed, timed out or sent an invalid hello.
     pub fn recv_hello(self) -> Option<Result<(Hello, TcpStream), Self>> {
         let mut ahead = [0; HEAD + LONGEST];
         // `peek` leaves the bytes in the socket until the message is complete.

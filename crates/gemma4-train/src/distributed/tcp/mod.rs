@@ -131,8 +131,8 @@ impl Tcp {
                             }
                             continue;
                         }
-                        // A second process with the same rank is an error only if the first process with this rank is still
-                        // connected. Otherwise the second process takes the rank.
+                        // If a process with this rank is still connected, a second one is an error. If the earlier process
+                        // has disconnected, the second one takes the rank.
                         if streams.get(&rank).is_some_and(is_there) {
                             let refusal = format!("two processes have the rank {rank}");
                             for stream in streams.values().chain([&stream]) {
@@ -583,7 +583,7 @@ mod tests {
             let mut slow = TcpStream::connect(address).expect("a connection");
             let is_joined = &is_joined;
             let dripping = scope.spawn(move || {
-                // The bytes are a message's header for 1,024 bytes of contents, and then the contents.
+                // The bytes form a message: a header that announces 1,024 bytes of contents, and then the contents.
                 let mut all = vec![0, 0, 4, 0, 0, 0, 0, 0, 0];
                 all.resize(9 + 1024, b' ');
                 let mut written = all.iter().map(|byte| slow.write_all(&[*byte]).is_ok());

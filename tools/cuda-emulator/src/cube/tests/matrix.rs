@@ -52,7 +52,7 @@ fn mma(half: &str) -> String {
         cp.async.ca.shared.global [%at], [%word], 8;
         cp.async.wait_all;
         bar.warp.sync 0xffffffff;
-        // The rows 0 to 15 of the left columns come first, then those of the right columns.
+        // Lanes 0 to 15 pass the addresses of rows 0 to 15 at column 0, and lanes 16 to 31 the same rows at column 8.
         mov.u32 %at, left;
         and.b32 %x, %tid, 15;
         shr.u32 %y, %tid, 4;
@@ -69,7 +69,7 @@ fn mma(half: &str) -> String {
         mov.f32 %c0, 0f3F800000;
         mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 {{%c0, %c1, %c2, %c3}},
             {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{%c0, %c0, %c0, %c0}};
-        // A lane has the columns 2 · (lane % 4) and the next, in row lane / 4 and in the row eight below.
+        // A lane has two neighboring columns from 2 · (lane % 4) on, in the rows lane / 4 and lane / 4 + 8.
         mad.wide.u32 %to, %tid, 8, %out;
         st.global.v2.f32 [%to], {{%c0, %c1}};
         st.global.v2.f32 [%to+256], {{%c2, %c3}};"

@@ -9,8 +9,8 @@ use crate::ptx::instruction::{Compare, DoubleOperation, Logic, Operation, WordOp
 use crate::ptx::operand::Operand;
 use crate::ptx::types::{Class, Register, Type};
 
-/// The type of a source operand. `Same` is the type of the instruction, `Word` is a 32-bit word, and `Wide` is the
-/// result's type, which is twice as wide.
+/// The type of a source operand. `Same` is the type of the instruction, and `Word` is a 32-bit word. `Wide` is the type
+/// of the result, which is twice as wide as the type of the instruction.
 #[derive(Clone, Copy)]
 enum Of {
     Same,

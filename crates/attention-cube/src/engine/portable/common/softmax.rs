@@ -5,9 +5,9 @@
 //! this maximum grows. One unit updates each row. Each unit sums the exponentials of its own columns. At the end, the units add
 //! up their sums.
 //!
-//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
-//! the softmax then subtracts a reference maximum instead of the true maximum. The reference maximum changes only if the true
-//! maximum exceeds it by more than ln(2^8). So P stays below 2^8, far from the limits of half precision.
+//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make these rescales
+//! rare, the softmax subtracts a reference maximum instead of the true maximum. The reference maximum changes only if the
+//! true maximum exceeds it by more than ln(2^8). So P stays below 2^8, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};

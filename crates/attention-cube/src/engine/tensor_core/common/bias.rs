@@ -1,8 +1,8 @@
 //! The biases of a fragment's scores.
 //!
-//! If registers suffice, a thread loads all biases of a block before S is ready, so that the GEMMs hide the latency of the loads.
-//! This requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word. Other biases are loaded
-//! with each score, or once per tile if a head has one bias.
+//! If registers suffice, a thread loads all biases of a block before S is ready, so that the GEMMs hide the latency of the
+//! loads. This requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word. All other
+//! biases are loaded separately for each score, or once per tile if a head has one bias.
 //!
 //! Each load instruction of a warp reads 16 bytes from each of 8 rows, so the instruction costs 8 accesses to the L1 cache. TMA
 //! loads biases eight times as fast. The kernel uses TMA if TMA can read the layout of the bias and shared memory has room for

@@ -10,8 +10,8 @@ use cube_kit::nvidia::ptx::{above_as_f16, pack, permuted_bytes};
 use cubecl::prelude::*;
 
 /// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the register's
-/// probability. Registers `2 p` and `2 p + 1` have the bits `p % 16` and `p % 16 + 16`, in `low` for `p < 16` and in `high` after
-/// that.
+/// probability. Register `2 p` has bit `p % 16`, and register `2 p + 1` has bit `p % 16 + 16`. Both bits lie in `low`
+/// if `p < 16`, else in `high`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct KeepBits {
@@ -21,8 +21,8 @@ pub(crate) struct KeepBits {
     pub kept: f32,
 }
 
-/// The selectors of [`permuted_bytes`] that join the low halves or the high halves of two words, or that exchange the bytes of
-/// each half of the first word.
+/// Three selectors for [`permuted_bytes`]. The first joins the low halves of two words, and the second joins their high
+/// halves. The third exchanges the two bytes within each half of the first word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
 const EXCHANGED: u32 = 0x2301;
@@ -95,7 +95,7 @@ fn keep_masks_of_step(
     masks
 }
 
-/// Returns the word of a cell that belongs to `query`, and the other word.
+/// A cell has two words of random bits. Returns first the word that belongs to `query`, then the cell's remaining word.
 #[cube]
 fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     let is_second = query / 8u32 % 2u32 == 1u32;

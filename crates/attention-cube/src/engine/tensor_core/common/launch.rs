@@ -154,7 +154,8 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
-            // Biases that are loaded before S is ready are added before any code could run.
+            // Biases that are loaded before S is ready are added at once, before the code of a score mod could change the
+            // scores. So a kernel with such code loads biases later.
             _ if problem.has_code() => None,
             BiasesAhead::Never => None,
             BiasesAhead::ByTwos => optional_inputs.half_of_bias_by_twos(),

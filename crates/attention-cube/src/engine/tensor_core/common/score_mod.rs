@@ -9,11 +9,11 @@ use crate::math::side::Side;
 use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
-/// Returns the places of the two scores of the `pair`-th register pair in a block that begins at `first_column`. The pair's first
-/// column is `at`. For a pair past the last column, `at` is the last pair that exists.
+/// Returns the places of the two scores of the `pair`-th register pair in a block that begins at `first_column`. The pair's
+/// first column is `at`. For a pair past the last column, `at` is the first column of the last pair that exists.
 ///
-/// The distances as f32 are the distance to the thread's first column plus a constant. So a row needs one conversion from an
-/// integer for all its columns, and each column an addition.
+/// A place also holds the distance between its query and its key as f32. This distance is the distance to the thread's first
+/// column plus a constant. So each row needs only one conversion from integer to f32, and each column one addition.
 #[cube]
 fn places(
     known: &Known,

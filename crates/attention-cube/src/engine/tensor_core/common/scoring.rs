@@ -22,7 +22,8 @@ pub(crate) struct Masking {
     pub mask_offsets: MaskOffsets,
 }
 
-/// The inputs that turn dot products `q·k` into scores: masking, bias, scale, softcap, and the tables of code.
+/// The inputs that turn dot products `q·k` into scores: masking, bias, scale, softcap, and the tables that score mod and
+/// mask mod read.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<F: Float, NB: Size> {
     pub masking: Masking,

@@ -67,9 +67,10 @@ pub(crate) fn stationary_tile(
     // The tile's keys past the sequence's length do not count as existing rows, since no query sees them.
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
-        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the
-        // bias tensor has no biases for such rows, so they must not read any. These rows must not mark keys as used either, if the
-        // mask mod hides the keys from all queries. In both cases, no block therefore counts as fully visible for a partial tile.
+        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But
+        // the bias tensor has no biases for such rows, so they must not read any. If a mask mod hides a key from all
+        // queries, these rows must not mark the key as used either. So if each score has its own bias, or if there is a mask
+        // mod, no block counts as fully visible for a partial tile.
         let full =
             existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
@@ -174,7 +175,8 @@ pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Si
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Visit {
-    /// The index of the head, counted from the tile's `first_head`. After the last visit, the index equals the tile's `heads`.
+    /// The index of the head, counted from the tile's `first_head`. After the last block, the index equals the tile's
+    /// `heads`.
     pub head: u32,
     pub block: i32,
 }

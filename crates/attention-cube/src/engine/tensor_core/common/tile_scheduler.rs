@@ -60,7 +60,7 @@ pub(crate) struct Tile {
     pub rows: i32,
     /// The number of rows per head: the tile's row count, or `q_len` if several heads share the tile.
     pub head_rows: i32,
-    /// The index of the tile's queries in the table that holds the segment bounds of each block of queries.
+    /// The tile's index in the table of segment bounds, which has the bounds of each block of queries.
     pub query_block: u32,
     /// The length and the window of the sequence to which the tile belongs.
     pub seq_info: SeqInfo,
@@ -68,7 +68,8 @@ pub(crate) struct Tile {
     /// The index of the first block of keys in the tile's range.
     pub first_block: i32,
     pub end_block: i32,
-    /// The index in the output's first dimension: `batch + split · batches`, where `batches` is the number of sequences.
+    /// The tile's index in the output's first dimension: `batch + split · batches`, where `batches` is the number of
+    /// sequences.
     pub part: u32,
 }
 
@@ -150,9 +151,10 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But the bias
-    // tensor has no biases for such rows, so they must not read any. These rows must not mark keys as used either, if the mask mod
-    // hides the keys from all queries. In both cases, no block therefore counts as fully visible for a partial tile.
+    // A partial tile has rows past the end of the queries. In a fully visible block, such rows would compute scores too.
+    // With a bias, they would read biases that the tensor does not have. With a mask mod that hides keys from all queries,
+    // they would mark these keys as used. If the kernel has such a bias or a mask mod, no block of a partial tile therefore
+    // counts as fully visible.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);
@@ -207,7 +209,7 @@ fn tile(
     }
 }
 
-/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile.
+/// Returns the heads and positions of the two rows that a thread holds: rows `first` and `first + 8` of the tile.
 #[cube]
 pub(crate) fn row_pair<F: Float, NB: Size>(
     tile: &Tile,
@@ -222,7 +224,8 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
     let mut position_0 = tile.first_query + first;
     let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
-        // A row past the end gets the head of the last row, so that the reads of its mask and its bias stay inside the tensors.
+        // A row past the tile's last query gets the head of that last query. The row's mask and bias are then read inside
+        // the tensors.
         let last = tile.rows - 1i32;
         head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
         head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;

@@ -1,5 +1,5 @@
-//! Helpers for a warp's register fragments, which lie one after another in one vector. Other helpers store and load one f32 per
-//! row, which warps exchange through shared memory.
+//! Helpers for a warp's register fragments, which lie one after another in one vector. Further helpers store and load one
+//! f32 per row in shared memory, through which warps exchange these f32.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};

@@ -42,8 +42,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Creates a walk that begins at the chunk in stage `stage`. The full barrier of that stage is in the phase of parity
-    /// `parity`. The five strings name PTX registers.
+    /// Creates a `Walk` through the ring, which begins at the chunk in stage `stage`. The full barrier of that stage is in
+    /// the phase of parity `parity`. The five strings name PTX registers.
     fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
@@ -183,8 +183,8 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
     }
 }
 
-/// Emits the GEMM `sum += P V` over `chunks` of the chunks of V that belong to the warpgroup, from the warpgroup's chunk number
-/// `first` on. The backward uses this GEMM, with P or dS as P, and with a block of Q, K or dO as V.
+/// Emits the GEMM `sum += P V` over `chunks` chunks of V, beginning with chunk number `first`. Both numbers count only the
+/// chunks that belong to the warpgroup. The backward uses this GEMM, with P or dS as P, and with a block of Q, K or dO as V.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
@@ -263,9 +263,10 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
-/// If the block's last chunk reuses the stage of its first chunk, the PTX arrives once at the empty barrier of the warpgroup's
-/// first chunk. That barrier counts two arrivals per warp. In the split-D forward, `share_first_chunk` provides the second
-/// arrival for the first warpgroup's chunk, and `free_own_first_chunk` for the second warpgroup's chunk.
+/// If the block's last chunk reuses the stage of its first chunk, the PTX also arrives once at the empty barrier of the
+/// warpgroup's first chunk. That barrier counts two arrivals per warp, so a second arrival must follow elsewhere. In the
+/// split-D forward, `share_first_chunk` makes the second arrival for the first warpgroup's first chunk.
+/// `free_own_first_chunk` makes it for the second warpgroup's first chunk.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -385,9 +386,9 @@ pub(crate) fn multiply_chunks<NS: Size>(
     s
 }
 
-/// Starts the GEMM `sum += P V` for `chunks` of the chunks that belong to the warpgroup, from the warpgroup's chunk number
-/// `first` on. `at` is the stage and parity of that chunk. `other` is the stage and parity of the other warpgroup's
-/// corresponding chunk.
+/// Starts the GEMM `sum += P V` over `chunks` chunks, beginning with chunk number `first`. Both numbers count only the
+/// chunks that belong to the warpgroup. `at` is the stage and parity of chunk `first`. `other` is the stage and parity of
+/// the other warpgroup's corresponding chunk.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,

@@ -117,17 +117,17 @@ const fn split_m_shape(
 /// The split-M table. A problem takes the first entry whose sizes are large enough. The comments give TFLOP/s on one H200 in
 /// bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // Under a causal mask, these tiles reach 463 TFLOP/s. Variants reach 449 with two stages; 414, 426 and 460 with 80, 112 and
-    // 128 keys; 450 without ping-pong.
+    // Under a causal mask, these tiles reach 463 TFLOP/s. Variants reach 449 with two stages; 414, 426 and 460 with blocks
+    // of 80, 112 and 128 keys; 450 without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
     // These tiles reach 649 TFLOP/s under a causal mask, 691 without a mask, and 460 with a bias. Causal variants reach 629
-    // with ping-pong, and 622 and 618 with 112 and 144 keys. Without a mask, 144 keys reach 697. With a bias, 96 keys and two
-    // stages reach 461.
+    // with ping-pong, and 622 and 618 with blocks of 112 and 144 keys. Without a mask, blocks of 144 keys reach 697. With a
+    // bias, blocks of 96 keys and two stages reach 461.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Without a mask, variants reach 796 with 64 keys, and
-    // 779 without ping-pong. With a bias and one stage, the kernel also reaches 534.
+    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Without a mask, variants reach 796 with blocks of 64
+    // keys, and 779 without ping-pong. With a bias and one stage, the kernel also reaches 534.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
@@ -215,7 +215,8 @@ pub(super) fn forward(
 /// True if TMA can copy a tile's biases. TMA copies a rectangular box, so the bias tensor must have one element for each pair
 /// of a query and a key. Its precision must be that of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    // Biases that are loaded before S is ready are added before any code could run.
+    // Biases that the kernel loads before S is ready are added to S before a score mod or a mask mod could run. A problem
+    // with such code therefore gets no boxes.
     let bias = problem.bias.filter(|_| !problem.has_code());
     bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype

@@ -19,9 +19,9 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes. A vector also lies within one quantization group of columns. The inputs of
-/// adjacent units of a plane are this many columns apart. With twice as many columns each input load of a plane would touch twice
-/// as many cache lines. The cache would then be the bottleneck instead of memory.
+/// The largest number of columns in a vector of codes, which must also lie within one quantization group. Adjacent units of
+/// a plane read inputs that are this many columns apart. With twice as many columns, each input load of a plane would touch
+/// twice as many cache lines. Then the cache would be the bottleneck, and not memory.
 const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight.
 const VECTORS_IN_FLIGHT: usize = 16;

@@ -83,8 +83,8 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract 256 if the top bit of the code is 0, and 128 if this bit is 1. A bf16 has only 7 mantissa bits, so the base
-        // is 128, and the top bit of an 8-bit code is not added to the base.
+        // Subtract the base and the zero point, which are 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the top
+        // bit of an 8-bit code. If the top bit is 1, it adds 128, so subtract only 128 instead of 256.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {

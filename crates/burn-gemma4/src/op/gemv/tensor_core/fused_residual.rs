@@ -1,5 +1,5 @@
 //! GEMV of one row of the residual stream, fused with the preceding residual addition of [`residual`](crate::op::residual).
-//! Every CTA computes the whole row of the stream again.
+//! Every CTA computes the whole row of the stream for itself.
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the row in shared memory, and multiplies as
 //! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, its reductions add in the same order

@@ -1,15 +1,18 @@
 //! GEMV on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a warp computes 8 or 16 outputs of a matrix, or 8 gates and the 8 outputs that these gates multiply. The warps of a
-//! team share these outputs: each warp takes every n-th block of the inner dimension. The team adds up the warps' partial sums
-//! through shared memory in a fixed order, so every run gives the same bits.
+//! Algorithm: a warp computes 8 or 16 outputs of a matrix, or 8 gates and the 8 outputs that these gates multiply. The `n`
+//! warps of a team share these outputs: each warp takes every `n`-th block of the inner dimension. A block is the columns
+//! that a warp keeps in flight. The team adds up the warps' partial sums through shared memory in a fixed order, so every
+//! run gives the same bits.
 //!
-//! Budget: shared memory holds one float for each sum of each warp, at most 8 KB. Registers hold, for each fragment of 8 weight
-//! rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment; 2 sums stay zero.
-//! The input's words take at most as many registers as the weights.
+//! Budget: shared memory holds one float for each sum of each warp, at most 8 KB. Registers hold, for each fragment of 8
+//! weight rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment. Two of them
+//! stay zero, because they belong to input rows of zeros that the instruction needs as padding. The input's words take at
+//! most as many registers as the weights.
 //!
-//! Schedule: each thread loads 16 bytes of weights directly into its fragment. Each thread has `unroll` loads of weights per
-//! fragment in flight. Right after a piece has been multiplied, the loop loads the next block's piece into the same registers.
+//! Schedule: each thread loads a piece, which is 16 bytes of weights, directly into its fragment. Each thread has `unroll`
+//! loads of weights per fragment in flight. Right after a piece has been multiplied, the loop loads the next block's piece
+//! into the same registers.
 //!
 //! Bound: memory bandwidth. Every weight is read once. Every warp reads the input rows from the cache.
 

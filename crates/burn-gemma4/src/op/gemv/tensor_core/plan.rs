@@ -43,8 +43,8 @@ pub(super) enum AtOnce {
 }
 
 /// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target is
-/// 1,024 threads per multiprocessor. These runs predate the later PDL trigger of the GEMVs; `docs/decode.md` has the numbers
-/// after that change. In tokens/s:
+/// 1,024 threads per multiprocessor. After these runs, the PDL trigger was moved to a later point of the GEMV kernels;
+/// `docs/decode.md` has the numbers after that change. In tokens/s:
 /// - One sequence with 128 tokens of context: 504 with these settings, 483 with 512 threads, 490 with 8 vectors and 1,024
 ///   threads, 429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
 /// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on

@@ -1,6 +1,6 @@
-//! Tests that a GEMV with a fused residual addition gives the same bits as two separate launches, whatever memory around the
-//! input row contains. If a row has more vectors than a cube has units, the fused kernel adds in another order. For such rows the
-//! tests compare results up to rounding.
+//! Tests that a GEMV with a fused residual addition gives the same bits as two separate launches, whatever the memory around
+//! the input row contains. If a row has more vectors than a cube has units, the fused kernel adds in another order than the
+//! separate launches. For such rows the tests compare results up to rounding.
 
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};

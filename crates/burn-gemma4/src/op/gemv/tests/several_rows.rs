@@ -21,7 +21,8 @@ fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) 
     (all, [count, width])
 }
 
-/// Returns a copy of `tensor` that is a view of a larger tensor. The larger tensor has NaN after each row and below the last row.
+/// Copies `tensor` into a larger tensor that has NaN after each row and below the last row. Returns the view of the copied
+/// rows.
 pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     let [rows, columns] = tensor.dims();
     let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();
@@ -59,7 +60,7 @@ fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(
     let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
     let columns = first.whole(DType::F32).dims()[1];
     for &rows in numbers {
-        // The gates multiply two outputs, so inputs are small to keep the products within f16's range.
+        // Use small inputs. A gated GEMV multiplies two outputs, and the product must stay within f16's range.
         let input = drawn.tensor([rows, columns]) * 0.0625;
         let row = values(&input);
         let input = surrounded(&input);
@@ -117,9 +118,9 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             device: &device,
             dtype,
         };
-        // Each case is a number of input columns and the numbers of rows. With each number of columns, a warp keeps a different
-        // number of columns in flight. Some numbers of columns are not a multiple of the columns that a warp multiplies at
-        // once.
+        // Each case has one number of input columns and a list of numbers of rows. A warp keeps a different number of
+        // columns in flight in each case. Some numbers of columns are not a multiple of the columns that a warp multiplies
+        // at once.
         let cases: [(usize, &[usize]); 4] = [
             (1536, &[2, 3, 4, 5, 6, 7, 8]),
             (512, &[3]),

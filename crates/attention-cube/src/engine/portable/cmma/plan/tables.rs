@@ -1,6 +1,6 @@
-//! The tile tables of the cmma engine. The plan takes the first tile of a table that is wide enough and fits the device. A tile
-//! without a rate in its comment was not measured. Such a tile uses few registers, and keeps as many operands of its stationary
-//! side in shared memory as fit.
+//! The tile tables of the cmma engine. From a table, the plan takes the first tile that is wide enough and fits the device.
+//! A tile without a rate in its comment was not measured. Such a tile uses few registers, and keeps as many operands of its
+//! stationary side in shared memory as fit.
 //!
 //! The stationary side is the side whose rows a tile keeps, queries or keys. Blocks of the opposite side stream.
 

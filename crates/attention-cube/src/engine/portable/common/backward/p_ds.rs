@@ -242,8 +242,8 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // P multiplied by the dropout factor of kept probabilities may exceed half precision. So the factor is
-                    // divided out here, and the sums are multiplied by it later.
+                    // P multiplied by the dropout factor of kept probabilities may exceed half precision. So P is divided by
+                    // the factor here, and the kernel later multiplies the finished dV by the factor.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

@@ -107,8 +107,9 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys are copied
-    // to shared memory after the values. The GEMM that computes the query's gradient can then read the keys there again.
+    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys are
+    // copied to shared memory after the values. The GEMM that computes the query's gradient then still finds the keys in
+    // shared memory.
     hold(
         &output_gradient,
         first_row,

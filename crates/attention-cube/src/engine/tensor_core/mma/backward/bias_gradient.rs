@@ -1,11 +1,11 @@
 //! The bias gradient on tensor cores: dBias = Σ P ∘ (dP − Δ). The sum runs over the dimensions along which the bias is
 //! broadcast.
 //!
-//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over every (batch, head, query tile) triple whose scores
-//! add this bias tile. An iteration of this loop is called a *visit*. Each visit computes S = Q·Kᵀ, P from the saved logsumexp,
-//! and dP = dO·Vᵀ. The visit then adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of
-//! the visits is fixed and there are no atomics, so results are bitwise equal in every run. Half-precision biases are read
-//! once, before the loop, since all visits use the same biases.
+//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over every (batch, head, query tile) triple to whose
+//! scores this bias tile is added. An iteration of this loop is called a *visit*. Each visit computes S = Q·Kᵀ, P from the
+//! saved logsumexp, and dP = dO·Vᵀ. The visit then adds dS to f32 sums in registers. At the end, the CTA writes the summed
+//! tile. The order of the visits is fixed and there are no atomics, so results are bitwise equal in every run.
+//! Half-precision biases are read once, before the loop, since all visits use the same biases.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
@@ -190,8 +190,8 @@ pub(crate) fn bias_gradient_split_m<
     }
 }
 
-/// Sums dS over the CTA's visits, beginning with visit `first`. A visit is one (batch, head, query tile) triple whose scores
-/// add the CTA's bias tile.
+/// Sums dS over the CTA's visits, beginning with visit `first`. A visit is one (batch, head, query tile) triple to whose
+/// scores the CTA's bias tile is added.
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -217,8 +217,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the stage that the warps multiply next. The stage before `stage` may be refilled after the next
-    // barrier, when all warps have read the stage before `stage`.
+    // `stage` is the address of the stage that the warps multiply next. At the next barrier, all warps have read the stage
+    // before it, and this earlier stage may be refilled.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -234,9 +234,9 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all visits use the same biases. The address of the biases is computed from the query tile of
-    // visit `first`. If this CTA has no visit, the address comes from the last visit of any CTA, so that the loads stay inside
-    // the bias tensor.
+    // Load the biases once, since all visits use the same biases. The address of the biases is computed from the query tile
+    // of visit `first`. If `first` is past the last visit, the address comes from that last visit, so that the loads stay
+    // inside the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),
@@ -278,7 +278,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                     tiles,
                 );
             } else if follows {
-                // Compute the query tile of the next visit only here: the registers cannot hold two tiles during a whole visit.
+                // Compute the fields of the next visit's query tile only here: the registers cannot hold the fields of two
+                // query tiles during a whole visit.
                 let next = alike(tile_of(visits, following, masking, tiles, kind));
                 copy_chunk::<E>(
                     operands,

@@ -1,5 +1,5 @@
-//! The scores of a tile and a block that one warp computes: one or two 16-row fragments, and all or some of the block's
-//! columns.
+//! The part of a block's scores that one warp computes: one or two 16-row fragments of the tile, and all or some of the
+//! block's columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::far::voted;

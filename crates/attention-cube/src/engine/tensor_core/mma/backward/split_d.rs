@@ -8,9 +8,9 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm of
-//!   the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark and row
-//!   3 the row maximum. Row 4 holds flags, which mark groups of queries with a far query.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm
+//!   of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark
+//!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaGradientSplitDTiles::shared_memory`]). Shared
@@ -20,9 +20,9 @@
 //! Bound. The bandwidth of shared memory limits the kernel. For dQ or dK, a block of 128 columns takes 9,400 clocks of an
 //! H200's tensor core, and 13,300 clocks of its shared memory:
 //!
-//! - The operand reads for S take 4,100 clocks, since each warp computes only 32 × 32 scores. The operand reads for dP take
-//!   another 4,100 clocks.
-//! - The operand reads for the gradient GEMM take 2,000 clocks, since each warp computes 64 × 64 elements.
+//! - The operand reads for S take 4,100 clocks, since each warp computes only 32 × 32 scores and several warps read the same
+//!   operand rows. The operand reads for dP take another 4,100 clocks.
+//! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
 //! If an operand of the tile does not stay in shared memory, the kernel copies the operand again for each block: 64 KB per

@@ -8,9 +8,9 @@
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
 //! - Keys and their gradient `[batch, kv_heads, kv_len, head_dim]`.
 //! - Values and their gradient `[batch, kv_heads, kv_len, value_dim]`.
-//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm of
-//!   the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark and row
-//!   3 the row maximum. Row 4 holds flags, which mark groups of queries with a far query.
+//! - LSE and delta `[batch, q_heads, 5, padded q_len]`, f32. Row 0 of a head holds the LSE, row 1 delta, row 2 the logarithm
+//!   of the row sum. A query is *far* if one f32 cannot hold its LSE precisely enough. For a far query, row 0 holds a mark
+//!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
 //! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the opposite side
@@ -242,8 +242,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         } else {
             s
         };
-        // Start the copies after the GEMMs of S and dP. The `mma` instructions then hide the latency of the loads of strides
-        // and of the address computations.
+        // Start the copies after the GEMMs of S and dP. The `mma` instructions then hide the time of loading the strides and
+        // of computing the addresses.
         if next.head < tile.heads {
             copy_block::<E>(
                 q_or_k,

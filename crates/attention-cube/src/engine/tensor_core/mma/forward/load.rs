@@ -257,8 +257,8 @@ const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
 /// Starts the copy of a section whose first row is `first_row`. The copy writes zeros for rows that do not exist in the head.
 ///
-/// A thread copies the piece with the same index from many rows and subtiles, so most of the thread's addresses differ by
-/// constants.
+/// A thread copies pieces from many rows and subtiles. These pieces have the same index in their rows, so most of the
+/// thread's addresses differ by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,

@@ -14,8 +14,9 @@
 //!
 //! Bound. On an H200, the bandwidth of shared memory limits the kernel. A block of 128 keys takes 6,300 clocks of the tensor
 //! core, and 8,500 clocks of shared memory. The operand reads for S take 4,100 clocks of shared memory, since each warp
-//! computes only 32 × 32 scores. The operand reads for O take 2,000 clocks, since each warp computes 64 × 64 elements of O. The
-//! writes of the copies take 2,000 clocks. On gaming GPUs, the tensor core is slower and becomes the limit.
+//! computes only 32 × 32 scores and several warps read the same operand rows. The operand reads for O take only 2,000
+//! clocks, since each warp computes 64 × 64 elements of O. The writes of the copies take 2,000 clocks. On gaming GPUs, the
+//! tensor core is slower and becomes the limit.
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, keys in chunks of columns and values in chunks of
 //! keys. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has two barriers: one signals

@@ -36,8 +36,8 @@ pub(crate) struct GradientMaps<E: Float> {
     pub q_or_k: TensorMap<E, Tiled>,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: TensorMap<E, Tiled>,
-    /// The tensor map of the bias in split-M. In split-D, the tensor map of the right operand of the gradient's GEMM (`summed`
-    /// in `backward/split_d.rs`).
+    /// In split-M, this is the tensor map of the bias. In split-D, it is the tensor map of the gradient GEMM's right operand
+    /// (`summed` in `backward/split_d.rs`).
     pub bias_or_summed: TensorMap<E, Tiled>,
     /// The LSE and delta of each query.
     pub lse_delta: TensorMap<f32, Tiled>,

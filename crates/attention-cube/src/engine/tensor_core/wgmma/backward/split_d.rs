@@ -19,9 +19,9 @@
 //! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 × 16
 //! KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
 //!
-//! Schedule. All blocks pass through one ring of shared memory *stages*, cut into *chunks* that each fill one stage. First come
-//! the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks of `summed`, with 32 rows each. The
-//! warpgroups use alternate chunks of `summed`. For each block, the warpgroups do these steps:
+//! Schedule. All blocks pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
+//! fills one stage. First come the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks of `summed`,
+//! with 32 rows each. The warpgroups use alternate chunks of `summed`. For each block, the warpgroups do these steps:
 //! 1. Compute S and dP. The weights (P times the softcap slope) are computed from S while the tensor cores finish dP.
 //! 2. Store dS (or P) to shared memory for both warpgroups.
 //! 3. Multiply dS (or P) by the chunks of `summed`, and add the result to the gradient.
@@ -396,8 +396,8 @@ fn hand_over<NP: Size>(
 /// Multiplies P or dS of the `count`-th block by `summed`, and adds the result to the gradient. `passed` chunks have passed
 /// through the ring before the first chunk of `summed`.
 ///
-/// The block may have rows that no row of the tile sees. The function writes zeros over such rows before the GEMM, because a NaN
-/// there would give `0 · NaN = NaN`.
+/// The block may have rows that no row of the tile sees. The function writes zeros over such rows before the GEMM, because a
+/// NaN in such a row would give `0 · NaN = NaN`.
 #[cube]
 fn add<NG: Size>(
     sums: Vector<f32, NG>,

@@ -256,7 +256,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_qk, next_operands, tiles);
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
-        // The vote waits for the loads of flags or rows, so it comes after the first GEMMs.
+        // `voted` combines values that the lanes of a warp have loaded: flags of far queries, or the LSE of rows. The call
+        // waits for these loads, so it comes after the start of the first GEMMs.
         let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,

@@ -14,9 +14,10 @@
 //! Budget. [`WgmmaSplitDTiles::shared_memory`] at head size 512: queries 64 KB, a ring of 8 × 16 KB, two buffers of P with 16
 //! KB each, row maxima. Registers per thread: 128 for O, 32 for S.
 //!
-//! Schedule. K and V pass through one ring of shared memory *stages*, cut into *chunks* that each fill one stage. A chunk of K
-//! has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order of the blocks in the ring
-//! is `K₀ K₁ V₀ K₂ V₁ …`. For each block, the warpgroups do these steps, where S', K' and P' belong to the next block:
+//! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk fills
+//! one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order
+//! of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, the warpgroups do these steps, where S', K' and P'
+//! belong to the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
 //! 3. Wait for S' only. Compute P' while the tensor cores run `P V`, and meanwhile free each chunk of V that the GEMM has read.

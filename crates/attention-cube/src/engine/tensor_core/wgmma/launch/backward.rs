@@ -44,8 +44,8 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE and delta. For each of `columns` queries, a box holds the first `count` of the stored
-/// f32.
+/// Builds the TMA tensor map of the LSE and delta. For each of `columns` queries, a box holds the first `count` of the f32
+/// that are stored for that query.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),

@@ -94,7 +94,8 @@ pub(super) fn copy_chunk<E: Float>(
     );
 }
 
-/// Returns the section that holds the `chunk`-th chunk (64 columns) of an operand with `width` columns.
+/// Returns the section (the rows and columns that one call copies) of the `chunk`-th chunk (64 columns) of an operand with
+/// `width` columns.
 const fn section(rows: usize, chunk: usize, width: usize) -> Section {
     Section {
         rows,

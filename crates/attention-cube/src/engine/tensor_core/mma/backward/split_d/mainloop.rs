@@ -24,8 +24,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes the rows and columns of the gradient that the warp owns, as a sum over all blocks that the tile sees from `first`
-/// on. Before the call, the caller starts the copies of the operands that stay in shared memory.
+/// Computes the rows and columns of the gradient that the warp owns, as a sum over the blocks that the tile sees, from block
+/// `first` on. Before the call, the caller starts the copies of the operands that stay in shared memory.
 #[cube]
 pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
     operands: &Operands,

@@ -166,9 +166,9 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for some columns of a fragment. Every key group has one warp that computed the same
-/// columns as the calling warp. These warps, one per group, divide the columns. Each warp adds the outputs of all groups for
-/// its share of the columns.
+/// Adds the outputs of all key groups for some columns of a fragment. In every key group, one warp computed the same columns
+/// as the calling warp. These warps, one per group, divide these columns among themselves. Each of them adds the outputs of
+/// all groups for its share of the columns.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

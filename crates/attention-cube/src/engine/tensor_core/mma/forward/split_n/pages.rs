@@ -107,9 +107,9 @@ pub(super) fn page_of_block(
     }
 }
 
-/// Returns the source of the head's rows in page `page`, if the operands lie in pages. `source` must begin at page 0, and
-/// `page` must hold row `row` of the sequence. The caller may then read only rows of this page, and indexes them by their row
-/// numbers in the sequence.
+/// If the operands lie in pages, returns the source of the head's rows in page `page`. Otherwise returns `source`. `source`
+/// must begin at page 0, and `page` must hold row `row` of the sequence. From the returned source, the caller may read only
+/// rows of this page. It indexes them by their row numbers in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -121,8 +121,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The difference may be negative, and the u64 address then wraps around. The later addition of the offset of a row in
-        // this page wraps the address back.
+        // If the subtracted offset is larger than the rest, the u64 address wraps around. The caller then adds the offset of
+        // a row in this page, which wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

@@ -115,9 +115,9 @@ pub(super) struct Operands {
     pub end_block: i32,
 }
 
-/// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and one
-/// for the values. If the block does not exist, both groups are empty, so that every stage counts as two groups. `page` is the
-/// page that holds the block, if keys and values lie in pages.
+/// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and
+/// one for the values. If the block does not exist, both groups are empty, so that waits can count on two groups per stage.
+/// `page` is the page that holds the block, if keys and values lie in pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,

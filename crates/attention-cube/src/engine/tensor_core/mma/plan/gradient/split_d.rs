@@ -205,8 +205,8 @@ impl MmaGradientSplitDTiles {
         self.columns * self.score_columns / SUBTILE * ROW_BYTES
     }
 
-    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk holds
-    /// rows of Q or K first. Its rows of V or dO then start at this offset.
+    /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk has
+    /// two right operands: first rows of Q or K, then rows of V or dO, which start at this offset.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }
@@ -237,8 +237,8 @@ impl MmaGradientSplitDTiles {
         self.ring_at() + self.slots * self.slot_bytes()
     }
 
-    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS for it. Each warp
-    /// has four words for dS or P, and four more for P if the kernel computes both gradients.
+    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS for it. Each
+    /// warp has four words. If the kernel computes two gradients, these words are for dS, and each warp has four more for P.
     pub const fn used_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }

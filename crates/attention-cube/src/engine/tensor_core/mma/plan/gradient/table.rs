@@ -283,8 +283,9 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. Each group of score
-        // rows has one set of bits that mark used columns. So a set never covers rows of two warps of the gradient GEMM.
+        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. All score rows of a
+        // warp share one set of bits that mark used columns. With such a multiple, these rows lie inside the gradient rows
+        // of one warp, so a set never covers rows of two row groups.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");

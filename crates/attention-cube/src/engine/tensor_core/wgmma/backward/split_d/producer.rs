@@ -104,9 +104,8 @@ pub(super) fn fetch<E: Float>(
                 tiles,
             );
             if comptime!(lse_delta) {
-                // Two buffers alternate, so this copy overwrites the LSE and delta of the block before the previous one. By
-                // now, the consumers have freed chunks of a later block, so they have already read the LSE and delta that are
-                // overwritten.
+                // Two buffers alternate, so this copy overwrites the LSE and delta of the block before the previous one. The
+                // consumers have already read them, since they have freed chunks of a block that came after that block.
                 tma_load(
                     offsets.lse_delta + count % 2u32 * comptime!(tiles.term_bytes() as u32),
                     tensor_map_address(term_tma_tiles),

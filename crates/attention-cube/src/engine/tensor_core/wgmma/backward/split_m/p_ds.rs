@@ -27,7 +27,7 @@ pub(super) struct Made<NP: Size> {
     pub ds: Vector<u32, NP>,
 }
 
-/// The index of a consumer thread's warpgroup, and a flag for the thread that arrives at barriers.
+/// The index of a consumer thread's warpgroup, and a flag that marks the one thread per warp that arrives at barriers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConsumerThread {

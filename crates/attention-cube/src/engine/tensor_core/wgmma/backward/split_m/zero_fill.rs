@@ -51,7 +51,8 @@ pub(super) fn zero_fill_block<NP: Size>(
             let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
             } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
-                // A column whose probabilities are all dropped has P = 0, but its dS = −w Δ is not 0.
+                // A column whose probabilities are all dropped has P = 0, but its dS = −w Δ is not 0. So a column counts as
+                // used if its P or its dS is not 0.
                 used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
             } else {
                 used_columns::<NP>(p, tiles.columns)

@@ -1,5 +1,5 @@
-//! Writes zeros over the rows of V in a block that no row of the tile sees, before the GEMM `P V` reads them. Such rows of V
-//! may hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over a block's rows of V that no row of the tile sees, before the GEMM `P V` reads them. Such rows of V may
+//! hold NaN, and `0 · NaN` is NaN.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::OWN_CHUNKS;
@@ -15,8 +15,8 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// Writes zeros over the rows of V in the `count`-th visited block that no row of the tile sees. Call this function before the
-/// GEMM `P V` reads V. The block's first chunk of V is the `passed`-th chunk that passes through the ring.
+/// In the `count`-th visited block, writes zeros over the rows of V that no row of the tile sees. Call this function before
+/// the GEMM `P V` reads V. The block's first chunk of V is the `passed`-th chunk that passes through the ring.
 ///
 /// Returns true if the block had such rows. In that case the function has also waited for S and freed the last chunk of K.
 #[cube]

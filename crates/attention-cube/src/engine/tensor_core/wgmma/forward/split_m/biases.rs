@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready. A thread loads its biases from shared memory if TMA has copied
-//! them to a ring there, else from global memory.
+//! Loads a block's biases before the block's scores are ready. A thread loads its biases from shared memory if TMA has
+//! copied them to the ring of biases, else from global memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;

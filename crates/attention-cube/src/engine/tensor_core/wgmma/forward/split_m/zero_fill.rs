@@ -17,8 +17,8 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// True if the block is otherwise fully visible, and a bias of −∞ hides one of the keys that this lane checks from the tile's
-/// first query.
+/// True if the block is fully visible apart from the bias, and a bias of −∞ hides a key from the tile's first query. Each
+/// lane checks only some keys of the block.
 ///
 /// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys from the biases
 /// of the first query, without the other warps.
@@ -83,7 +83,7 @@ pub(super) fn signal_used_keys_of<NP: Size>(
     barrier_arrive(offsets.used_ready + 8u32 * (count % 3u32), elected);
 }
 
-/// Writes zeros over the rows of V in a block that no row of the tile sees. Call this function before the GEMM `P V` reads V.
+/// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V` reads V.
 /// `last` is true for the tile's last block.
 ///
 /// If `may_have_masked`, the block is the `count`-th block of the CTA that may have keys hidden from the whole tile.
@@ -127,7 +127,7 @@ pub(super) fn zero_fill_values(
     }
 }
 
-/// Writes zeros over the rows of V in a block that no row of the tile sees. If `masked`, the used words at `words` have one bit
+/// Writes zeros over a block's rows of V that no row of the tile sees. If `masked`, the used words at `words` have one bit
 /// per key, which tells whether the tile sees that key. Otherwise the tile's visible range tells which keys the tile sees.
 #[cube]
 fn clear(
