@@ -142,8 +142,8 @@ fn sampling_min_p_applies_after_temperature() {
     assert_frequencies(&min_p(0.0, 1.0), &[], &logits, &[0.1, 0.4, 0.2, 0.3]);
     let ninths = [0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0];
     assert_frequencies(&min_p(0.4, 1.0), &[], &logits, &ninths);
-    // At temperature 0.5 the probabilities are squared. The probability 0.2 then becomes a quarter of the largest probability
-    // instead of a half, so a min-p of 0.4 removes its token.
+    // The largest probability is 0.4. At temperature 0.5 the probabilities are squared. The probability 0.2 then becomes a quarter
+    // of the largest one instead of a half, so a min-p of 0.4 removes its token.
     assert_frequencies(
         &min_p(0.4, 0.5),
         &[],

@@ -99,9 +99,9 @@ const BLOCKS_OF_FEW_ROWS: usize = 1;
 /// and 488 tokens/s.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
-/// Returns the number of key splits (split-KV) for few query rows. With few rows, copying a block takes longer than its
-/// GEMMs. The result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The
-/// estimate counts waves of `cubes` cubes.
+/// Returns the number of key splits (split-KV) for a launch with few query rows, in which copying a block takes longer than the
+/// block's GEMMs. The result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The
+/// device runs `cubes` cubes at a time, which is one wave, and the estimate counts the waves of the launch.
 pub(crate) fn num_splits_heuristic(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],

@@ -7,16 +7,16 @@ use burn::tensor::Tensor;
 
 /// The cache of [`MultiHeadAttention::forward_cache`] for autoregressive inference.
 ///
-/// The cache holds the projected keys and values, and the contexts of earlier tokens. `burn-nn` also caches the projected
-/// queries and recomputes the attention of all queries, but returns only the last result. This cache computes only the last
-/// query.
+/// The cache holds the projected keys and values, and the contexts (attention outputs) of earlier tokens. `burn-nn` also caches
+/// the projected queries. At each step it recomputes the attention of all queries, but returns only the last result. With this
+/// cache, a step computes the attention of the last query only.
 #[derive(Clone, Debug)]
 pub struct MhaCache {
     /// The projected keys and values, `[batch, n_heads, kv_len, d_k]`, or `None` before the first call.
     heads: Option<(Tensor<4>, Tensor<4>)>,
     /// True if each call appends the last key and value. False if all calls use the keys and values of the first call.
     grows: bool,
-    /// The contexts of the tokens so far, `[batch, q_len, d_model]`.
+    /// The contexts (attention outputs) of the tokens so far, `[batch, q_len, d_model]`.
     context: Option<Tensor<3>>,
 }
 

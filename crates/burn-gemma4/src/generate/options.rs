@@ -19,8 +19,9 @@ pub struct GenerateOptions {
     pub max_length: Option<usize>,
     /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
     pub min_new_tokens: Option<usize>,
-    /// The minimum length of a prompt plus its generated text before a stop token may be chosen, in tokens. In a batch, the
-    /// longest prompt determines the minimum for each sequence. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
+    /// The minimum length, in tokens, of a prompt together with its generated text. No stop token may be chosen before this length
+    /// is reached. In a batch, every prompt counts with the length of the longest one, so each sequence must generate equally
+    /// many tokens. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
     pub min_length: Option<usize>,
     /// Tokens that are forbidden as the first generated token.
     pub begin_suppress_tokens: Vec<u32>,

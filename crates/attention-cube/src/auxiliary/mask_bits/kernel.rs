@@ -91,8 +91,8 @@ pub(crate) fn pack_mask_pdl<M: Numeric>(
     }
 }
 
-/// Returns the index of the plane within the whole launch. The function does not compute the index of the unit within the
-/// launch, because that index may exceed a u32: each plane has 32 units.
+/// Returns the index of the plane within the whole launch. A plane has 32 units. The function does not compute the index of the
+/// unit within the launch, because that index may exceed a u32.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32

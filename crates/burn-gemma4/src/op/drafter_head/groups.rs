@@ -109,8 +109,9 @@ pub(super) struct Candidates {
     pub of_group: u32,
     /// The number of chosen groups per row.
     pub groups: u32,
-    /// The number of vectors in a table row, and the stride of table rows in vectors.
+    /// The number of vectors in a table row.
     pub vectors: u32,
+    /// The stride of table rows, in vectors.
     pub table_stride: u32,
     pub cubes_of_row: u32,
 }

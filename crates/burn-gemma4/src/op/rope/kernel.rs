@@ -153,8 +153,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // Return from a cube without a row before the wait for the previous launch. This early return is safe, because the other
-    // cubes of the grid wait.
+    // A cube without a row returns at once, and does not wait for the previous launch. This is safe: the other cubes of the grid
+    // do wait, so the grid as a whole cannot end before the previous launch.
     if row >= rows {
         terminate!();
     }

@@ -184,7 +184,8 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 }
 
 /// Emits the GEMM `sum += P V` over `chunks` chunks of V, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. The backward uses this GEMM, with P or dS as P, and with a block of Q, K or dO as V.
+/// chunks that belong to the warpgroup. The backward also uses this GEMM: its left operand is then P or dS, and a block of Q, K or dO takes
+/// the place of V.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.

@@ -23,8 +23,8 @@
 //! 4. Wait for O.
 //!
 //! A stage is free after one lane of every consumer warp has arrived at its empty barrier. With ping-pong, the warpgroups take
-//! turns to issue steps 1 and 2. While one warpgroup has its turn, the others wait, so a warpgroup does as much as possible
-//! before its own turn.
+//! turns to issue steps 1 and 2. A warpgroup that reaches step 1 during another warpgroup's turn must wait. To keep these waits
+//! short, each warpgroup does as much of its work as possible before its own turn.
 //!
 //! Bound. For a block of `keys` keys, the tensor cores take `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared memory
 //! takes a little less, since P stays in registers. From head size 128 on, the tensor cores limit the kernel. At head size 64,

@@ -52,8 +52,8 @@ const fn row(
 /// The backward's tiles. The plan takes the first table row that is wide enough, fits the device's shared memory, and leaves
 /// room for at least three ring slots.
 ///
-/// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. One warp then multiplies
-/// while another computes P and dS.
+/// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. In both cases a
+/// multiprocessor has eight warps, so that one warp multiplies while another computes P and dS.
 ///
 /// Split-D uses blocks of 128 columns or tiles of 128 rows, which give each warp 32 × 32 scores. A warp with 32 × 32 scores
 /// reads two thirds of the operand bytes that two separate tiles of 16 × 32 scores need.
