@@ -22,7 +22,8 @@ pub struct Effort {
     pub launches: usize,
     /// The number of launches in the back-to-back measurement.
     pub sustained: usize,
-    /// The time in seconds after which each of the two measurements stops early.
+    /// The time limit, in seconds, of the measurement of single launches and of the back-to-back measurement. A measurement
+    /// that would exceed the limit has fewer launches.
     pub seconds: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Runs the benchmark's cases and collects the report. Each case runs with this project's attention and with its peers, which
-//! are other implementations of attention.
+//! Runs the benchmark's cases and collects the report. Each case runs with this project's attention and with the peers. The
+//! peers are other implementations of attention.
 
 use crate::cases::{Case, Scale};
 use crate::ceilings::ceilings;

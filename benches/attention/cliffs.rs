@@ -26,8 +26,8 @@ pub struct Attention {
     causal: bool,
     /// The number of tokens per document, or `None` if a sequence is a single document.
     document: Option<usize>,
-    /// True if intervals of visible keys replace the causal mask. Each fourth block of 256 tokens is then an image, whose
-    /// tokens all see each other.
+    /// True if intervals of visible keys replace the causal mask. With these intervals, each fourth block of 256 tokens is
+    /// an image, whose tokens all see each other.
     images: bool,
     /// The storage of prompts that have the different lengths in [`RAGGED`], or `None` if all prompts have one length.
     ragged: Option<Rows>,
@@ -189,8 +189,8 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// Groups of sequences. A group is given by the number of its sequences and their length. Under a causal mask, all groups
-/// have about the same number of visible query-key pairs.
+/// Groups of sequences of equal length. Each pair holds the number of sequences in a group, and their length. Under a causal
+/// mask, all groups have about the same number of visible query-key pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
 /// Returns the length of each sequence of [`RAGGED`].
@@ -584,7 +584,8 @@ impl Prepared {
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
-        // The output is read once before the timing, because a failed launch reports its error only when its output is read.
+        // A failed launch reports its error only when its output is read, and the timed launches do not read their output.
+        // One output is therefore read before the timing.
         let attend = || self.attend(self.operands.clone(), self.bias.clone());
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);

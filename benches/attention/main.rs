@@ -5,7 +5,8 @@
 //! values.
 //!
 //! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this
-//! loss. To measure that time, the backward of the same loss runs with a leaf tensor in place of the output.
+//! loss. The benchmark measures the excluded time separately: it runs the backward of the same loss with a leaf tensor in
+//! place of attention's output.
 //!
 //! The sustained time is the time per launch when launches follow back to back. For the backward, the benchmark launches
 //! whole training steps, forward and backward, back to back. From the mean time of a step, it subtracts the times of the

@@ -25,8 +25,8 @@ pub struct Entry<'a> {
 struct Times {
     single: f64,
     launches: usize,
-    /// The time per launch in seconds when launches follow back to back. The time of the backward is a difference of measured
-    /// times. `None` if noise makes this difference zero or negative.
+    /// The time per launch in seconds when launches follow back to back. The time of the backward is a difference of
+    /// measured times. The field is `None` if noise makes this difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
@@ -100,7 +100,8 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // The output is read once before the timing, because a failed launch reports its error only when its output is read.
+        // A failed launch reports its error only when its output is read, and the timed launches do not read their output.
+        // The oracle, if there is one, therefore reads an output before the timing.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle

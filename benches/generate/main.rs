@@ -93,7 +93,7 @@ struct Cli {
     /// Give the sequences of a batch different lengths, from half the prompt's length up to its full length
     #[arg(long)]
     ragged: bool,
-    /// Do not measure the parts of a token, nor the launches of a token and of a prompt
+    /// Measure neither the parts of a token, such as attention, nor the launches of a token and of a prompt
     #[arg(long)]
     no_parts: bool,
     /// Write all results to this file, as JSON

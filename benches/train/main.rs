@@ -277,9 +277,9 @@ fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome,
     let last = cli.last.min(length);
     let plain = training.model().device().inner();
     let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
-    // The memory is polled during the warm-up steps and one later step, because polling would slow down the timed steps. The
-    // timed steps need no more memory than the measured peak: the first step captures the CUDA graph, and the graph's memory stays
-    // in use from then on.
+    // Poll the memory during the warm-up steps and during one untimed step after the timed steps. Polling during the timed
+    // steps would slow them down. The timed steps need no more memory than the measured peak: the first step captures the
+    // CUDA graph, and the graph's memory stays in use from then on.
     let watch = Watch::start(&plain);
     for _ in 0..cli.warmup {
         (training, _) = training.step(&text)?;

@@ -42,7 +42,7 @@ pub struct Parts {
     /// The time of the attention of all layers, forward and backward.
     attention: f64,
     /// The time of the GEMMs with the weights of all layers. A trained weight has one GEMM in the forward and two in the
-    /// backward. A frozen weight has only one GEMM in the backward.
+    /// backward. A frozen weight also has one GEMM in the forward, but only one in the backward.
     products: f64,
     /// The time of the language model head and the loss, forward and backward.
     loss: f64,

@@ -40,8 +40,8 @@ pub struct Step {
 }
 
 impl Text {
-    /// Creates random tokens for the sizes `[batch, length, last]`. The target of each of the last `last` positions is the
-    /// token that follows it.
+    /// Creates random tokens for the sizes `[batch, length, last]`. Only the last `last` positions have targets. The target
+    /// of a position is the token after this position.
     pub fn random(
         config: &Gemma4Config,
         [batch, length, last]: [usize; 3],

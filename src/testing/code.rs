@@ -1,4 +1,5 @@
-//! Score mods and mask mods of test cases, and the same mathematics for loops on the processor.
+//! Score mods and mask mods of test cases, and the same formulas in f64, with which loops on the CPU compute the expected
+//! results.
 
 use super::case::Case;
 use attention_cube::AttentionOptions;

@@ -266,7 +266,7 @@ mod tests {
         assert!(is_close(&[1.0, lowest], &[1.0, lowest], &[1.0, lowest]));
         for got in [lowest, nan] {
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, 2.0]));
-            // A NaN or infinite element must be detected even if the baseline has the same value there.
+            // A NaN or infinite element must be detected even if the baseline has the same value at this element.
             assert!(!is_close(&[1.0, got], &[1.0, 2.0], &[1.0, got]));
         }
         assert!(!is_close(&[1.0, 2.0], &[1.0, lowest], &[1.0, lowest]));

@@ -17,9 +17,9 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns four prompts. The lookup finds draft tokens in earlier text. After the first prompt, the lookup finds many,
-/// because the prompt contains its own answer. After the second prompt, the lookup finds some, because the model repeats
-/// itself. After the last two prompts, the lookup finds few.
+/// Returns four prompts. The lookup takes draft tokens from earlier text. It finds many draft tokens after the first prompt,
+/// because this prompt contains its own answer. It finds some after the second prompt, because the model repeats itself. It
+/// finds few after the last two prompts.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -95,8 +95,8 @@ fn drafted_batch_greedy_texts_equal_those_without_drafts() {
     }
 }
 
-/// In a batch of ten sequences, a pass has no rows left for draft tokens. The decoder then uses draft tokens only if
-/// `draft_tokens` sets their number.
+/// A pass of the decode kernels takes at most 8 tokens, so a batch of ten sequences leaves no room for draft tokens. With
+/// such a batch, the decoder uses draft tokens only if `draft_tokens` sets their number.
 #[test]
 fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     let fixture = Fixture::open("dense-ple");

@@ -156,10 +156,11 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// Draft tokens can stay on the device until the model's pass verifies them, or the host can read them and pass them to the
-/// model. Both ways give the same results. Each of two decoders processes the same text in one of the two ways. The text is
-/// longer than the window. After each pass, the test itself chooses the row that counts as the last accepted token. Both
-/// decoders continue from the hidden state of that row and forget the rows after it.
+/// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay on the device
+/// until the model's pass. In the second way, the host reads the draft tokens and gives them to the model. One decoder
+/// processes a text in the first way, and another decoder processes the same text in the second way. The text is longer than
+/// the window. After each pass, the test itself chooses the row that counts as the last accepted token. Both decoders
+/// continue from the hidden state of that row and forget the rows after it.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {

@@ -27,8 +27,8 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
     }
 }
 
-/// Returns the fixture's prompt and answer, followed by the prompt again and the first eight tokens of the answer. The lookup
-/// in earlier text finds draft tokens for the rest of the answer.
+/// Returns the fixture's prompt and answer, then the prompt a second time, then the first eight tokens of the answer. The
+/// lookup in earlier text can therefore take draft tokens from the rest of the first answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],

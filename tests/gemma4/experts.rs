@@ -81,7 +81,7 @@ impl Case {
     fn model(&self, device: &Device) -> Gemma4Model {
         let config = Gemma4Config {
             // All sizes except the sizes of the experts equal the sizes of the fixture `moe`. The tests that use this
-            // fixture have already compiled and tuned the kernels for its sizes.
+            // fixture have already compiled and tuned the kernels for its sizes, so this test reuses these kernels.
             vocab_size: VOCABULARY,
             vocab_size_per_layer_input: VOCABULARY,
             hidden_size: 64,

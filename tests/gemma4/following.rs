@@ -1,7 +1,7 @@
-//! Tests `Decoder::follow`, which launches the next pass before the host has the tokens of the current pass. The launched pass
-//! is called a pass ahead. Regardless of what the caller does between passes, the tokens equal the tokens of separate steps. A
-//! discarded pass ahead leaves no trace in the cache. The texts exceed the window and the allocated buffers, use spare slots,
-//! and have sequences at different positions. The texts are greedy and sampled.
+//! Tests `Decoder::follow`, which launches the next pass before the host has the tokens of the current pass. The launched
+//! pass is called a pass ahead. Regardless of what the caller does between passes, the tokens equal the tokens of separate
+//! steps. A discarded pass ahead leaves no trace in the cache. The texts exceed the window and the allocated buffers, use
+//! spare slots, and have sequences at different positions. Some texts are decoded greedily, and others are sampled.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -189,8 +189,9 @@ fn session_goes_back_after_discarded_passes() {
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
             let first = first.expect("the generation succeeds");
-            // Two prompts follow. `other` differs from the session's text from the middle of the prompt on, and `longer`
-            // continues the session's text.
+            // The session then gets two more prompts. The prompt `other` begins with the first half of the first prompt, and
+            // differs from the session's text after this half. The prompt `longer` is the first prompt with the generated
+            // answer.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();
             for next in [other, longer] {

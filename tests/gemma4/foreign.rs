@@ -141,9 +141,9 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The error names the GGUF file and its format in three situations. The file is loaded by its path, it lies in a folder
-/// with or without a configuration, or it has the misleading name `model.safetensors`. The GGUF file of this test is only a
-/// header.
+/// The error names the GGUF file and its format in each of three situations: the file is loaded by its path, lies in a
+/// folder with or without a configuration, or has the misleading name `model.safetensors`. The GGUF file of this test is
+/// only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();

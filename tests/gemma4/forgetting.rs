@@ -1,6 +1,6 @@
-//! Tests caches that forget columns, as after rejected draft tokens. The cases combine forgetting with padding, with buffers
-//! that grow, and with passes that have more tokens than the ring buffer has spare slots. In other cases, ring buffers wrap
-//! around, or a text is forgotten completely.
+//! Tests caches that forget columns, as after rejected draft tokens. A column is one token position of every sequence. The
+//! cases combine forgetting with padding, with buffers that grow, and with passes that have more tokens than the ring buffer
+//! has spare slots. In other cases, ring buffers wrap around, or a text is forgotten completely.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,8 +20,9 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// Padded batches keep their logits if the forgotten columns extend over the end of a buffer's first allocation. A buffer that
-/// has grown keeps its size, and the padding mask covers the spare slots too.
+/// Some forgotten columns lie before the end of a buffer's first allocation, and some after it. The logits of a padded batch
+/// must still be correct. The buffer has grown and keeps its size after the columns are forgotten, so the padding mask must
+/// cover the spare slots too.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -77,7 +78,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
             let mut decoder = gemma.model().decoder(&mut cache);
             let mut found = Vec::new();
             let mut rest = &text[..];
-            // The portions are processed alternately by the decode kernels and by the layers.
+            // The decode kernels process some of the portions, and the operations of prefill process the other portions.
             for portion in [4, 1, 5, 3, 1].into_iter().cycle() {
                 let (now, later) = rest.split_at(portion.min(rest.len()));
                 found.extend(read(&mut decoder, now));

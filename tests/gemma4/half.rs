@@ -67,9 +67,9 @@ impl Observer for Routing<'_> {
     }
 }
 
-/// The errors are measured from the f32 logits of transformers. The limit for bf16 is 1.5 times the error that transformers
-/// has in bf16, because two correct orders of summation differ by rounding. f16 has three bits of precision more than bf16,
-/// so the limit for f16 is just the bf16 error of transformers.
+/// The error of half-precision logits is their distance from the f32 logits of transformers. The limit for bf16 is 1.5 times
+/// the error that transformers has in bf16, because two correct orders of summation differ by rounding. f16 has three bits
+/// of precision more than bf16, so the limit for f16 is just the bf16 error of transformers.
 #[test]
 fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {

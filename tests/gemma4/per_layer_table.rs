@@ -1,6 +1,7 @@
 //! Tests the table of per-layer embeddings in three places: on the host, on the device in one buffer, and on the device in
 //! several buffers. All three give bitwise equal embeddings and the same texts. By default, the table is on the device if it
-//! fits, and otherwise on the host. A wrong file is refused before the table is read from this file.
+//! fits, and otherwise on the host. If a file is truncated, or its table has a wrong shape or dtype, the file is refused
+//! before the table is read.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, tokens, values};
@@ -453,7 +454,8 @@ fn per_layer_table_beyond_the_largest_buffer_is_refused() {
     );
 }
 
-/// A wrong file is refused before the table is read from this file. A token that has no row in the table is also refused.
+/// If a file is truncated, or its table has a wrong shape or dtype, the file is refused before the table is read. A token
+/// that has no row in the table is also refused.
 #[test]
 fn per_layer_table_of_wrong_file_or_token_is_refused() {
     let from = folder("dense-ple");

@@ -15,8 +15,8 @@ use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantiz
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
-/// The checkpoints with their quantization options. The cases cover all bit widths, with and without zero points and block
-/// minima, experts, per-layer embeddings, and tied output heads.
+/// The checkpoints with their quantization options. The cases cover all bit widths, and quantization both with and without
+/// zero points and block minima. They also cover experts, per-layer embeddings and tied output heads.
 const CASES: [(&str, Quantization); 7] = [
     ("dense-ple", Quantization::Q4),
     ("moe", Quantization::Q8),
@@ -147,8 +147,8 @@ pub fn learned(
 #[test]
 fn qlora_gradients_equal_those_over_dequantized_weights() {
     for device in devices() {
-        // All devices except the CPU device `flex` compile kernels for every format and operator. On these devices, one case
-        // with one checkpointing strategy is enough.
+        // All devices except the CPU device `flex` compile kernels for every format and operator. To save compile time,
+        // these devices run only one case with one checkpointing strategy.
         let is_flex = device.name == "flex";
         let (cases, ways) = if is_flex {
             (&CASES[..], 2)
@@ -250,8 +250,8 @@ fn qlora_model_and_adapter_are_saved() {
     fixture::assert_close(&logits(&found), &expected, "merged");
 }
 
-/// An adapter that is loaded over quantized weights gives the results that the model had in training, in prefill and in decode.
-/// The adapter is not rounded together with the weights.
+/// In prefill and in decode, an adapter that is loaded over quantized weights gives the results that the model had in
+/// training. The adapter is not rounded together with the weights.
 #[test]
 fn qlora_attached_adapter_stays_unrounded_beside_quantized_weights() {
     let name = "dense-ple";

@@ -192,8 +192,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
             load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // A row of the per-layer table has 16 columns, which is less than a block, so the table stays unquantized. Every packed
-        // row replaces at least 64 elements of the dequantized model.
+        // A row of the per-layer table has 16 columns, which are fewer than the columns of a block. So the table stays
+        // unquantized. Every packed row replaces at least 64 elements of the dequantized model.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();
@@ -335,7 +335,8 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert!(merged.model().is_quantized());
     assert_close(&logits(&merged), &expected, "an adapter that adds nothing");
 
-    // A program that quantizes while loading does not merge the adapter, so the weights stay quantized.
+    // A program that quantizes while loading keeps the adapter separate. A merge would dequantize the weights that the
+    // adapter changes.
     let arguments = ModelArguments {
         model: Some(fixture::folder(name)),
         adapter: Some(folder.path().into()),

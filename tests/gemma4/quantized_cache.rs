@@ -79,8 +79,8 @@ fn by_portions(
     logits
 }
 
-/// Returns the values of `compact_keys` to test. If the model computes values from the key projection, both false and true are
-/// returned. In other models, compact keys store everything, so only false is returned.
+/// Returns the values of `compact_keys` to test. If the model computes values from the key projection, both false and true
+/// are returned. In other models, `compact_keys` has no effect, so only false is returned.
 fn compactions(gemma: &Gemma4) -> &'static [bool] {
     match gemma.config().attention_k_eq_v {
         true => &[false, true],

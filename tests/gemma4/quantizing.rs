@@ -1,6 +1,6 @@
-//! Tests the program `quantize` and its library function. The written weights equal the weights after quantizing while loading.
-//! The written bytes equal the output of the formats' own programs. The output appears either complete or not at all, and the
-//! error for unsupported input names the problem.
+//! Tests the program `quantize` and its library function. The written weights equal the weights of a model that is quantized
+//! while it is loaded. The written bytes equal the output of each format's own program. The output appears only when it is
+//! complete. The error for an unsupported input names the problem.
 
 use crate::{
     fixture,
@@ -342,8 +342,8 @@ fn quantize_unsupported_input_is_refused_by_name() {
     );
 }
 
-/// Other files in the folder of the output, such as temporary files of a killed run, neither prevent the output nor are
-/// overwritten. A symbolic link is not followed.
+/// The output's folder may contain other files, such as temporary files of a killed run. `quantize` still writes its output,
+/// and does not overwrite these files. It does not follow a symbolic link.
 #[test]
 fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");

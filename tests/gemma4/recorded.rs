@@ -303,8 +303,8 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// The model is the same, but another parameter of the same size is trained. The recorder then drops the graph and launches the
-/// step directly.
+/// If a step trains another parameter of the same model than the captured step did, the recorder drops the graph and
+/// launches the step directly. This also holds for parameters of equal size.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {

@@ -187,8 +187,8 @@ fn template_with_a_circular_value_is_refused() {
             &["namespace"],
         );
     }
-    // A list may contain the same list twice, but each such step doubles the number of elements. A template with forty of
-    // these steps is therefore refused.
+    // A list may contain another list twice. But each step that nests a list in this way doubles the number of elements, so
+    // a template with forty of these steps is refused.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),
@@ -421,7 +421,8 @@ fn template_that_reads_long_texts_without_end_is_refused_in_time() {
     }
 }
 
-/// The parser nests one level for each `elif`, and adds the levels of all surrounding `if` chains.
+/// The parser nests one level deeper for each `elif`, in addition to the levels of all surrounding `if` chains. A template
+/// with too many levels is refused.
 #[test]
 fn template_with_nested_chains_of_branches_is_refused() {
     for (begin, end) in [("", ""), ("{% for x in [1] %}", "{% endfor %}")] {

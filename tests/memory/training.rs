@@ -76,8 +76,8 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
         let mut found = Vec::new();
         for anew in [false, true] {
             let model = model.clone().with_mlp_recompute(anew);
-            // The first run is not measured. This run compiles kernels and initializes weights, and the measurement would count
-            // this memory as kept.
+            // The first run is not measured. This run compiles kernels and initializes weights. A measurement would count
+            // the memory of these kernels and weights as kept.
             let _ = kept(&model, &device.device);
             let Some(kept) = kept(&model, &device.device) else {
                 continue;

@@ -87,8 +87,9 @@ fn dropout_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks queries that see few keys of a tile, so that all their probabilities of the tile may be dropped. The gradient of the keys
-/// still depends on such queries, because a dropped probability changes dS = w (0 − Δ).
+/// Checks queries that see few keys of a tile, so that dropout may drop all probabilities of a query in the tile. The
+/// gradient of the keys still depends on such a query: for a dropped probability, dP is 0, but dS = w (0 − Δ) is not 0. The
+/// factor w is the probability before dropout.
 #[test]
 fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();

@@ -10,8 +10,8 @@ use attention_cube::AttentionOptions;
 use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects and in their
-/// output gradients. The reference gets the inputs `clean`.
+/// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects, and in the
+/// output gradients of these queries. The reference gets the inputs `clean`, without NaN.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();

@@ -252,9 +252,9 @@ fn select_long_loops_on_software_driver_are_refused() {
 }
 
 /// Checks the field `parts` of the plan for a software driver, on which one kernel can compute all gradients. `parts` is the
-/// number of partial sums into which this kernel divides the query's gradient. The kernel has a buffer of operands and a buffer
-/// of gradients. If the gradients would exceed the largest buffer of the device, `parts` is smaller. If even one partial sum
-/// does not fit, `parts` is `None`, and a kernel of its own computes the query's gradient.
+/// number of partial sums into which this kernel divides the query's gradient. The kernel has a buffer of operands and a
+/// buffer of gradients. If the gradients would exceed the largest buffer of the device, `parts` is smaller. If even one
+/// partial sum does not fit, `parts` is `None`, and a separate kernel computes the query's gradient.
 #[test]
 fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {

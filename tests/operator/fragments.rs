@@ -1,7 +1,7 @@
-//! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without such
-//! fragments, the tests emulate them in f16. The cases of forward and backward have partly filled tiles, rows without keys, and
-//! row maxima that change or stay the same between blocks. Other cases have every option that hides keys, head sizes that no
-//! fragment divides, GQA groups, and decode. The last tests check that each refusal names its reason.
+//! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without
+//! such fragments, the tests emulate them in f16. The cases run forward and backward. They cover partly filled tiles, rows
+//! without keys, and row maxima that change or stay the same between blocks. They also cover every option that hides keys,
+//! head sizes that no fragment divides, GQA groups, and decode. The last tests check that each refusal names its reason.
 //!
 //! A process supports one shape of fragments only, so each test runs itself in a new process for every shape.
 
@@ -116,8 +116,8 @@ fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     );
 }
 
-/// Checks all options that hide keys together, with a bias and sinks. Hidden keys are NaN, and so are the queries of the
-/// sequence without keys. The scores grow along the keys, so that row maxima change.
+/// Checks a call with all options that hide keys at the same time, and also with a bias and sinks. Hidden keys are NaN, and
+/// so are the queries of the sequence without keys. The scores grow along the keys, so that row maxima change.
 #[test]
 fn fragments_all_options_ignore_hidden_nan() {
     let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
@@ -152,8 +152,8 @@ fn fragments_all_options_ignore_hidden_nan() {
     );
 }
 
-/// Checks rows whose first blocks have the lowest finite number as scores. Later scores exceed it by so much that the first
-/// blocks' contributions to the row sum must vanish.
+/// Checks rows whose first blocks have the lowest finite number as scores. The scores of later blocks are so much higher
+/// that the contributions of the first blocks to the row sum must vanish.
 #[test]
 fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     emulated(

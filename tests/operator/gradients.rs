@@ -155,7 +155,8 @@ fn attend(operator: Operator, query: &Tensor<4>, key: &Tensor<4>, value: &Tensor
     }
 }
 
-/// Checks attention between cheap operations on its inputs and output, which gradient checkpointing recomputes.
+/// Checks attention in a graph with cheap operations before and after attention. Gradient checkpointing recomputes these
+/// operations.
 #[test]
 fn gradient_between_other_operations_matches_reference() {
     let leaves = random([QUERY, KEY, KEY, QUERY]);

@@ -223,8 +223,8 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with several blocks, as `(head_dim, length, extra)`. Some blocks are fully visible. Only the engines with matrix units
-/// treat a fully visible block differently from others.
+/// Cases with several blocks, as `(head_dim, length, extra)`. Some blocks are fully visible. Only the engines with matrix
+/// units treat a fully visible block differently from a block with hidden scores.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),
     (64, 256, Extra::Mask),

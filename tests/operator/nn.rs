@@ -125,8 +125,8 @@ fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Resu
     assert_eq!(found.len(), exact.len(), "{case}");
     for ((name, found), ((_, baseline), (_, exact))) in found.iter().zip(baseline.iter().zip(exact))
     {
-        // The exact gradient of the key bias is 0, so a slack relative to its size would be 0 too. The slack therefore has a
-        // lower limit.
+        // The exact gradient of the key bias is 0, so a slack in proportion to this gradient would be 0 too. The slack
+        // therefore has a lower limit.
         let slack = 2e-6 * rms(exact).max(1.0);
         let allowed = 2.0 * distance(baseline, exact) + slack;
         let error = distance(found, exact);

@@ -77,8 +77,9 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 /// probability is dropped. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A call of the generator gives eight bytes for eight scores: those of the queries i and i + 8 with the keys j, j + 8, j + 1
-    // and j + 9, where j is even. The bytes of a word belong to one query, in the order j + 8, j, j + 9, j + 1.
+    // A call of the generator gives two words of four bytes each, for eight scores. The first word belongs to query i, the
+    // second word to query i + 8. The four bytes of a word belong to the keys j + 8, j, j + 9 and j + 1, in this order,
+    // where j is even.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -108,9 +109,9 @@ struct Drops {
 }
 
 impl Drops {
-    /// Returns the rule for a dropout probability. Numbers above the threshold are dropped, and the threshold is the highest
-    /// f16 number with enough numbers above it. If even −∞ has too few numbers above it, the numbers above the threshold are
-    /// kept instead, and all others are dropped.
+    /// Returns the rule for a dropout probability. A random number above the threshold drops a probability. The threshold is
+    /// the highest f16 number with enough numbers above it. If even −∞ has too few numbers above it, a number above the
+    /// threshold keeps a probability instead, and every other number drops it.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());

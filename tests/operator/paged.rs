@@ -315,7 +315,8 @@ fn paged_int8_has_the_bits_of_contiguous_rows() {
     }
 }
 
-/// Checks that a tracked query gets the gradient of a call over contiguous keys, and that tracked pages get gradients, too.
+/// Checks that a tracked query gets the same gradient over pages as over contiguous keys. Tracked pages must get the same
+/// gradients as the contiguous keys, too.
 #[test]
 fn paged_gradients_equal_those_of_contiguous_keys() {
     let case = Case {

@@ -1,7 +1,7 @@
 //! Tests of attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
-//! read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every option, lengths that
-//! fill no tile, views, and rows of zeros, tiny, huge, NaN and infinite numbers. Hidden keys may have NaN scales. Other tests
-//! cover the quantizer's error, the query's gradient, and wrong arguments.
+//! read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every option, lengths
+//! that fill no tile, views, and rows that hold zeros or tiny, huge, NaN or infinite numbers. Hidden keys may have NaN
+//! scales. Other tests cover the quantizer's error, the query's gradient, and wrong arguments.
 
 mod case;
 mod many_rows;
@@ -47,8 +47,8 @@ pub fn check_in_fragments(device: &TestDevice) {
     quantized.check_on(devices, &quantized.key, &quantized.value);
 }
 
-/// Checks few rows (queries times heads of a group), which share a tile, and many rows, for which keys and values are
-/// dequantized to a copy. In some cases the keys are split.
+/// Checks few rows and many rows, where the number of rows is the queries times the heads of a group. Few rows share a tile.
+/// For many rows, keys and values are first dequantized to a copy. In some cases the keys are split.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [

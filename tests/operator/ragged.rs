@@ -145,7 +145,7 @@ fn ragged_queries_in_half_precision_match_reference() {
     }
 }
 
-/// Checks that each sequence gives the same bits as in a batch whose other sequences have no queries.
+/// Checks that each sequence gives the same bits if all other sequences of the batch have no queries.
 #[test]
 fn ragged_sequence_is_independent_of_the_others() {
     let lengths = [50, 3, 0, 21];

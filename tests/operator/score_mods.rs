@@ -127,7 +127,7 @@ fn code_in_half_precision_matches_reference() {
     }
 }
 
-/// Checks whole tiles and blocks, in which kernels compute all scores without tests of visibility.
+/// Checks whole tiles and fully visible blocks, in which kernels do not test whether a key is visible.
 #[test]
 fn code_of_full_blocks_in_half_precision_matches_reference() {
     for (dtype, bias) in [

@@ -89,8 +89,8 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// Checks masks in every bool store, which is the type in which a tensor stores bools. The masks have the store for which the
-/// device is configured, while comparisons inside the reference may give another store.
+/// Checks masks in every bool store. A bool store is the type in which a tensor stores bools. The masks have the bool store
+/// for which the device is configured. Comparisons inside the reference may give masks with another bool store.
 #[test]
 fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);

@@ -70,8 +70,8 @@ fn softcap_with_other_options_matches_reference() {
     }
 }
 
-/// Checks softcaps in half precision, for which some devices have other kernels than for f32. These kernels have other tile
-/// sizes for each of the tested head sizes.
+/// Checks softcaps in half precision, for which some devices have other kernels than for f32. The half-precision kernels
+/// have a different tile size for each of the tested head sizes.
 #[test]
 fn softcap_in_half_precision_matches_reference() {
     let case = |width, dtype, softcap| Case {

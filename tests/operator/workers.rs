@@ -25,7 +25,8 @@ const PROGRESS: u64 = 500;
 
 /// A worker's verdict on a problem.
 pub enum Verdict {
-    /// The results are right. The texts name the kinds of the problem, by which the tally counts problems.
+    /// The results are right. The texts name the kinds to which the problem belongs. The tally counts the problems of each
+    /// kind.
     Right(Vec<String>),
     /// The results are wrong, as the text says.
     Wrong(String),
@@ -136,8 +137,8 @@ impl Worker {
     }
 
     /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left unchecked.
-    /// Returns `None` if the worker ends or hangs before its first problem and before the deadline, because such a worker
-    /// probably cannot start.
+    /// Returns `None` if the worker ends or hangs before its first problem, although the deadline has not passed. Such a
+    /// worker probably cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,

@@ -12,7 +12,7 @@ use std::{
 pub type Result<T> = std::result::Result<T, String>;
 
 /// Returns the cargo options that select all programs of the workspace, with MPI if MPI is installed. All steps use the same
-/// features, because other features would compile the dependencies a second time.
+/// features, because with different features cargo would compile the dependencies a second time.
 pub fn programs() -> [&'static str; 2] {
     let features = match setup::has_mpi() {
         true => "training,mpi",

@@ -24,8 +24,8 @@ pub fn run(args: &[String]) -> Result<u8> {
         setup::llvm_if_possible();
     }
 
-    // The workspace is selected only if the arguments select no packages. If a command has both `--workspace` and `--package`,
-    // cargo ignores the selected packages and tests everything.
+    // Add `--workspace` only if the arguments select no packages. If a command has both `--workspace` and `--package`, cargo
+    // ignores `--package` and tests everything.
     let mut command = if chooses_packages(args) {
         let mut command = process::cargo();
         command.arg("test");

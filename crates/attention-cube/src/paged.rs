@@ -45,7 +45,7 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
-//! | pages whose size is a multiple of the kernel's block of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows at larger head sizes. The number of query rows is `q_len` times the number of query heads per key head. The blocks of the decode kernel have 16 or 32 keys. The blocks of the portable engines are larger, and most of them divide a page of a multiple of 128 keys |
+//! | pages whose size is a multiple of the kernel's block of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows at larger head sizes. The number of query rows is `q_len` times the number of query heads per key head. The blocks of the decode kernel have 16 or 32 keys. The blocks of the portable engines are larger. Most of their block sizes divide every page size that is a multiple of 128 keys |
 //! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
 //! | a query under autodiff | all pages in the page table are copied, because the copy must be differentiable |
 //! | entries of the page table for keys that no query sees | may be any integer |
@@ -73,8 +73,8 @@ pub struct Places {
     /// The position of each sequence's first new row, `[batch]`. This is the number of rows that the sequence already has.
     /// Negative positions count as 0.
     pub starts: Tensor<1, Int>,
-    /// The number of new rows of each sequence, `[batch]`, or `None` if every given row is a new row. Given rows past this
-    /// number are not written.
+    /// The number of rows to write for each sequence, `[batch]`. `append` skips the rows of a sequence that exceed this
+    /// number. `None` means that `append` writes all rows.
     pub counts: Option<Tensor<1, Int>>,
 }
 

@@ -34,8 +34,8 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses int8 keys and values if the engine cannot read them directly, or if the problem has too many query rows for reading
-/// them directly.
+/// Refuses int8 keys and values if the engine cannot read them directly, or if the problem has so many query rows that a
+/// dequantized copy is cheaper.
 ///
 /// With many query rows, one dequantized copy of keys and values costs less than dequantizing keys and values again for each
 /// tile.

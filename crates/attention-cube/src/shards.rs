@@ -9,9 +9,11 @@
 //! computes a shard's gradients from the merged output and logsumexp. The resulting gradients of keys and values are complete
 //! for the keys of the shard. The query gradients of all shards must be added.
 //!
-//! Positions count within a shard. A causal mask over all keys must therefore be translated: give each query the end of its
-//! keys in the shard by [`visible_between`](AttentionOptions::visible_between). Pass sinks to one shard only.
-//! The code of a [score mod](crate::score_mod) also counts keys from the shard's first key: give the code this key in the table.
+//! In a call on a shard, key positions count from the shard's first key. A causal mask over all keys must therefore be
+//! translated: by [`visible_between`](AttentionOptions::visible_between), pass the end of each query's visible keys in the
+//! shard. The code of a [score mod](crate::score_mod) also counts keys from the shard's first key. If the code needs
+//! positions over all keys, pass the position of the shard's first key in the table that the code reads. Pass sinks to one
+//! shard only.
 //!
 //! The method is the one of ring attention (Liu et al., 2023, arXiv:2310.01889).
 
@@ -161,9 +163,9 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // For a bias that is constant over keys, kernels do not sum dS but use the LSE gradient of each query. This gradient
-    // accounts for the keys of all shards and not only for this shard. The bias is therefore expanded over the shard's keys, so
-    // that kernels sum dS. The gradient of the expanded bias is summed over these keys afterwards.
+    // For a bias that is constant over keys, kernels do not sum dS. They compute the bias gradient from the LSE gradient of
+    // each query, which accounts for the keys of all shards and not only for this shard. The bias is therefore expanded over
+    // the shard's keys, so that kernels sum dS. The gradient of the expanded bias is summed over these keys afterwards.
     let constant = options
         .bias
         .as_ref()

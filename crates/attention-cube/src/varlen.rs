@@ -204,8 +204,8 @@ impl Sequences {
 fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
     let [count] = bounds.dims();
     let steps = usize::BITS - count.leading_zeros();
-    // Each step of the search reads one entry. The table is therefore filled up to a power of two with bounds that are above
-    // all rows.
+    // Each step of the search reads one entry of the table, even past the last of the `count` bounds. The table is therefore
+    // filled up to a power of two with bounds that are above all rows.
     let place = (&rows.device(), DType::from(INTS));
     let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
     let bounds = Tensor::cat(vec![bounds, above], 0);

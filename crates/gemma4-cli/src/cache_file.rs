@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// The path that `--cache` names, if another program has written the file since this program read it. The session is then
-    /// in a new file.
+    /// `None` as long as the session belongs to the file that `--cache` names. If another program has written that file
+    /// since this program read it, the session is in a new file. This field then holds the path that `--cache` names.
     taken: Option<PathBuf>,
 }
 

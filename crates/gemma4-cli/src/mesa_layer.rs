@@ -4,9 +4,10 @@
 /// server, the layer prints a message on standard error each time devices are listed. The program does not need the layer's
 /// order of devices.
 ///
-/// The restart is necessary because the layer is disabled by an environment variable, and a running program must not change its
-/// environment. The function does nothing if the layer is disabled already. It also does nothing if `XDG_RUNTIME_DIR` is set,
-/// because this variable names the folder of a display server. If the restart fails, the program continues.
+/// The restart is necessary because the layer is disabled by an environment variable, and a running program must not change
+/// its environment. The function does nothing if the layer is disabled already. It also does nothing if `XDG_RUNTIME_DIR` is
+/// set. This variable names the folder of a display server, and with a display server the layer prints no message. If the
+/// restart fails, the program continues.
 pub fn leave_out_device_selection() {
     #[cfg(target_os = "linux")]
     {

@@ -255,8 +255,9 @@ impl Output {
                 interrupt.flow()
             })
         })?;
-        // Prints the text that the callback has not printed yet. When the generation ends, a last piece of text may become
-        // complete without a further token. The callback is then not called for that piece.
+        // Prints the text that the callback has not printed yet. The callback is called once per token. At the end of the
+        // generation, a last piece of text may become complete without a further token, so the callback does not get that
+        // piece.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));
@@ -318,8 +319,8 @@ impl Apart {
 }
 
 /// The handling of signals that request the end of the program, in three phases. During work, the first signal cancels the
-/// work, and a second signal ends the program. After the work, the program saves its state. In this phase, signals have no
-/// effect until [`rest`](Self::rest) returns them. At rest, a signal ends the program at once.
+/// work, and a second signal ends the program. After the work, the program saves its state. In this phase, a signal is only
+/// stored, and [`rest`](Self::rest) returns it at the end of the phase. At rest, a signal ends the program at once.
 pub struct Interrupt {
     state: Arc<Mutex<State>>,
     cancellation: Cancellation,

@@ -250,7 +250,7 @@ pub fn progress() -> impl FnMut(usize, usize) {
 /// Returns the loss at each position of a row, in nats.
 fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
     let data = Data {
-        // The row is padded to a power of two, or to `longest` if this is less. Rows then have few different lengths, so
+        // The row is padded to the next power of two, but at most to `longest`. Rows then have few different lengths, so
         // kernels are compiled for few shapes.
         positions: row.tokens.len().next_power_of_two().min(longest),
         rows: vec![row],

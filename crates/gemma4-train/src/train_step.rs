@@ -109,8 +109,8 @@ impl TrainableModel {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
         let mut sum = GradientsParams::new();
-        // A captured graph writes the gradients to the same memory in every replay. So the graph is used only if the step has a
-        // single batch.
+        // A captured graph writes the gradients to the same memory in every replay. With a second batch, the second replay
+        // would overwrite the gradients of the first batch. So the graph is used only if the step has a single batch.
         let records = self.records && step.batches.len() == 1;
         for batch in step.batches {
             let share = batch.counted as f64 / step.targets.max(1) as f64;
@@ -119,7 +119,8 @@ impl TrainableModel {
             loss = loss + part.mul_scalar(share);
             match self.in_f32 {
                 true => add(&mut sum, gradients, model),
-                // Without accumulation in f32, a step has only one batch. The gradients of this batch are therefore the sum.
+                // Without accumulation in f32, a step has only one batch. The gradients of this batch are therefore the
+                // gradients of the whole step.
                 false => sum = gradients,
             }
         }
@@ -481,7 +482,7 @@ mod tests {
     }
 
     /// Checks that a step with NaN or infinite gradients changes no weight and is counted. The models are in f32 or bf16, so
-    /// they have no loss scale. With the last setting, gradients are not clipped.
+    /// they have no loss scale. In the last of the tested settings, a clip of 0 means that gradients are not clipped.
     #[test]
     fn step_with_nan_or_infinite_gradients_is_skipped() {
         for (dtype, clip) in [(DType::F32, "1"), (DType::BF16, "1"), (DType::F32, "0")] {

@@ -8,8 +8,9 @@ use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 /// also be unknown.
 const TYPES: u32 = 43;
 
-/// Returns `input` after breaking one metadata value or one tensor, for example by replacing it with one from the file
-/// `other`. Returns `None` if an earlier mutation has broken `input` so that it is not a readable GGUF file any more.
+/// Returns a copy of `input` in which one metadata value or one tensor is broken. For example, a value or tensor from the
+/// file `other` replaces it. Returns `None` if an earlier mutation has broken `input` so that it is not a readable GGUF file
+/// any more.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();

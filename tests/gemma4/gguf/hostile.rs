@@ -52,8 +52,8 @@ fn gguf_huge_counts_are_refused() {
         error(&header(huge, 0, &[]));
         error(&header(0, huge, &[]));
         let length = huge.to_le_bytes();
-        // Each file claims a huge length in one place: for a key, a text, a list of bytes, numbers or texts, or a tensor's
-        // name.
+        // Each file claims a huge length for one item: a key, a text, a list (of bytes, of numbers or of texts), or the name
+        // of a tensor.
         error(&header(0, 1, &length));
         error(&header(0, 1, &[key(8), length.into()].concat()));
         for kind in [0u32, 4, 8, 12] {

@@ -47,9 +47,9 @@ fn share_of_the_way(from: u16, to: u32) -> f64 {
     }
 }
 
-/// Returns how far training moved the layers' weights from their initial bf16 numbers. If the trained weights are in bf16, the
-/// result is the share of weights that changed. If the trained weights are in f32, the result is the mean distance, in units of
-/// the distance to the next bf16 number.
+/// Returns how far training moved the layers' weights from their initial bf16 numbers. If the trained weights are in bf16,
+/// the result is the share of weights that changed. If the trained weights are in f32, the result is the mean distance
+/// between initial and trained weight. The unit is the distance from the initial weight to the next bf16 number.
 fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
     let layers = before.keys().filter(|name| name.contains(".layers."));
     let (mut changed, mut all) = (0.0, 0);
@@ -96,9 +96,9 @@ fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     assert!((found / exact - 1.0).abs() < 0.1, "{found}, not {exact}");
 }
 
-/// In the second half of training, the validation losses in bf16 and f16 differ by less than 0.5 % from the losses in f32. In
-/// the first half, the losses also differ because of the rounding in the bf16 forward. At this learning rate, single roundings
-/// do not change the losses.
+/// In the second half of training, the validation losses in bf16 and f16 differ by less than 0.5 % from the losses in f32.
+/// The first half is not compared, because the rounding in the bf16 forward changes the losses there. At this learning rate,
+/// single roundings do not change the losses.
 #[test]
 fn finetune_half_precision_loss_curve_is_that_of_f32() {
     let base = Folder::copy("dense-ple-mm-bf16");

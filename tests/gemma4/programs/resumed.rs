@@ -37,8 +37,8 @@ fn is_whole(step: &Path) -> bool {
         .all(|record| step.join(record).with_extension("bpk").exists())
 }
 
-/// Starts a run, kills it, and resumes it, until a run finishes. Each kill comes a little later after the start than the
-/// kill before it. Some kills come while the run writes a checkpoint. Returns the number of kills.
+/// Starts a run, kills it, and resumes it, until a run finishes. The delay before each kill is a little longer than the
+/// delay before the previous kill. Some kills come while the run writes a checkpoint. Returns the number of kills.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
@@ -177,7 +177,8 @@ fn train_resumed_with_more_steps_has_the_rates_of_the_longer_run() {
     let resumed = [&long[..], &["--resume"]].concat();
     let ended = succeed(&mut train(&out("longer"), &resumed));
     assert_eq!(rates(&ended), whole[10..], "{ended:?}");
-    // When the run was resumed with more steps, it recorded this larger number. So resuming with fewer steps is refused.
+    // When the run was resumed with 30 steps instead of 10, it recorded the larger number. So resuming with 10 steps is
+    // refused.
     let shorter = run(&mut train(&out("longer"), &["--steps", "10", "--resume"]));
     check(
         "a shorter run",

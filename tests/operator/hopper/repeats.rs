@@ -33,8 +33,9 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
             let inputs = case.inputs();
             let mut first: Option<Vec<Named>> = None;
             for round in 0..12 {
-                // The call `other` has more queries than `case`, so its data fill every row of the tile. With an amplitude
-                // of 1e18, the QK products of `other` are infinite.
+                // The call `other` has more queries than `case`. The data of `other` therefore fill every row of the tile,
+                // even the rows that `case` leaves unused. With an amplitude of 1e18, the QK products of `other` are
+                // infinite.
                 let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
                 let other = Case {
                     dtype: DType::BF16,
@@ -75,8 +76,8 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The pipeline has a single stage for biases here, which TMA refills as soon as a block has read it. A refill that
-        // comes too early would change the bits.
+        // The pipeline has a single stage for biases here. TMA refills this stage as soon as the warps have read the biases
+        // of a block. A refill that comes too early would change the bits.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
@@ -101,8 +102,8 @@ fn cases_to_repeat() -> Vec<Case> {
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
         },
-        // The tiles cost different amounts here, because of the segments. The persistent CTAs fetch their next tile
-        // dynamically.
+        // Because of the segments, some tiles take longer than others here. The persistent CTAs fetch their next tile
+        // dynamically, so the tiles of a CTA may differ from run to run.
         Case {
             causal,
             segments: Some((documents(3 * 300), documents(3 * 300))),

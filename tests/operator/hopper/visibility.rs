@@ -137,9 +137,9 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. The remaining
-                        // keys of `nobody_sees`, key % 16 = 5, are hidden in partly visible blocks, but visible in fully
-                        // visible blocks.
+                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. The function
+                        // `nobody_sees` is also true for keys with key % 16 = 5. These keys are hidden in partly visible
+                        // blocks, but visible in fully visible blocks.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },
@@ -193,8 +193,8 @@ fn wgmma_sink_of_minus_infinity_matches_reference() {
     }
 }
 
-/// Checks a mask with more elements than 32 bits can count, which the kernels index without copying it, in forward and
-/// backward. The last head must get the same results as in a call with that head and its mask only.
+/// Checks forward and backward with a mask that has more elements than 32 bits can count. The kernels index this mask
+/// without copying it. The last head must get the same results as in a call with that head and its mask only.
 #[test]
 fn wgmma_mask_beyond_32_bit_elements_equals_a_single_head() {
     const LENGTHS: [usize; 2] = [65_536, 32_768];

@@ -23,8 +23,8 @@ pub enum Sizes {
     /// Three head sizes and short sequences. Each head size needs another kernel, and a software driver takes seconds to
     /// compile a kernel.
     Small,
-    /// Every row of the tile tables and head sizes in between, one query up to many, and more tiles than a GPU has
-    /// multiprocessors.
+    /// The sizes cover every row of the tile tables, and head sizes between the rows. The number of queries ranges from one
+    /// to many. Some problems have more tiles than a GPU has multiprocessors.
     Every,
 }
 
@@ -147,7 +147,8 @@ impl Crowd {
         }
     }
 
-    /// Returns a number of keys that a problem may always have, even if it exceeds the limits of [`room`](Self::room).
+    /// Returns a lower limit for the maximum number of keys. A problem may have this many keys even if it then exceeds the
+    /// limits of [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,
@@ -222,9 +223,9 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. Kernels are compiled
-/// for the number of heads that share a tile, which depends on the length. A variant whose heads may share a tile therefore has
-/// one length.
+/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. Kernels are
+/// compiled for the number of heads that share a tile, which depends on the query length. With [`Sizes::Every`], a variant
+/// whose heads may share a tile therefore has only one query length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
     let one = |lengths: RangeInclusive<usize>| lengths.prop_map(|length| length..=length);
@@ -382,8 +383,8 @@ impl Variant {
             )
     }
 
-    /// Returns the variant's case with the given numbers of sequences, key heads and queries. `key_part` is a fraction from
-    /// 0 to 1. The number of keys is the maximum number of keys times the square of `key_part`.
+    /// Returns the variant's case with the given numbers of sequences, key heads and queries. The number of keys is about
+    /// the maximum that the limits allow, times the square of `key_part`. `key_part` is a fraction from 0 to 1.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;
@@ -428,7 +429,7 @@ impl Variant {
             value_dim,
             ..
         } = self.case;
-        // The number `rows` of rows per tile is the one in the tile tables for this head size.
+        // `rows` is the number of rows per tile. The tile tables have this number for this head size.
         let rows = match head_dim.max(value_dim) {
             ..=64 => 192,
             65..=256 => 128,

@@ -249,7 +249,7 @@ pub struct Drawn {
     pub given: Inputs,
     /// The inputs that the reference gets, without NaN in unused rows. `given` and `clean` must give the same results.
     pub clean: Inputs,
-    /// The sequence and the key head, `[batch, kv_heads]`, in which a visible key or value is NaN. `None` if no visible key or
+    /// The indices of the sequence and of the key head in which a visible key or value is NaN. `None` if no visible key or
     /// value is NaN.
     tainted: Option<[usize; 2]>,
     /// True for each query that sees no key, indexed as `[batch, q_heads, q_len]`.

@@ -311,11 +311,11 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from another engine or from another order
-/// of summation. Returns `None` if the saved logsumexp can be used.
+/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from another engine, or from a forward
+/// that sums in another order. Returns `None` if the saved logsumexp can be used.
 ///
-/// The backward computes P from recomputed scores and the logsumexp. If forward and backward sum `q·k` in different orders, P
-/// is wrong for scores in the hundreds.
+/// The backward recomputes the scores, and computes P from the scores and the logsumexp. If forward and backward sum `q·k`
+/// in different orders, the rounding of their scores differs. For scores in the hundreds, P is then wrong.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,

@@ -68,8 +68,8 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Backward, Refusal>;
 
-    /// Returns the number of key splits (split-KV, flash-decoding). A second kernel combines the partial results of the splits.
-    /// The number is 1 if the keys are not split.
+    /// Returns the number of splits into which the plan divides the keys (split-KV, flash-decoding). A second kernel
+    /// combines the partial results of the splits. Without split-KV, the number is 1.
     fn splits(plan: &Self::Forward) -> usize;
 
     /// True if the forward's kernels can read keys and values in pages of `page_len` keys. If this is false, a launch first

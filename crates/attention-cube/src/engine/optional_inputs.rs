@@ -35,16 +35,16 @@ pub(crate) struct OptionalInputs {
 }
 
 impl OptionalInputs {
-    /// Prepares the optional inputs for kernels with the given block sizes. For each kernel, the function also returns the
-    /// offsets of lengths and segment bounds in the packed buffer.
+    /// Prepares the optional inputs for kernels with the given block sizes. One buffer holds both lengths and segment
+    /// bounds, and the function also returns their offsets in this buffer for each kernel.
     pub(crate) fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
         blocks: &[Blocks],
     ) -> (Self, Vec<BoundsOffsets>) {
         let (lengths_and_ids, offsets) = prepare(inputs, problem, blocks);
-        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them. Kernels index mask and bias by the
-        // strides of this shape.
+        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them. Kernels index mask and bias by
+        // the strides of these expanded tensors.
         let scores = Shape::new([
             problem.batch,
             problem.q_heads,

@@ -130,8 +130,8 @@ fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
 /// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
 ///
 /// Each group of `sharing` heads reads the same operands, which have `bytes` bytes. Under a causal mask, the operands of all
-/// heads in flight must fit the L2 cache. Without a causal mask, all tiles stream equally many blocks, so the heads run one
-/// after another.
+/// heads in flight must fit the L2 cache. Without a causal mask, all tiles stream equally many blocks. The tiles then need
+/// no sorting across heads, so the heads run one after another.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.causal.is_none() {
         return 1;
@@ -234,8 +234,8 @@ mod tests {
     use super::*;
     use crate::testing::problem;
 
-    /// Checks the number of key splits. Few tiles get so many splits that one or a few waves of cubes fill the device. Few
-    /// keys get fewer splits, and many tiles get one split.
+    /// Checks the number of key splits. With few tiles and many keys, there are so many splits that one or a few waves of
+    /// cubes fill the device. With few tiles and few keys, there are fewer splits. With many tiles, the keys are not split.
     #[test]
     fn num_splits_heuristic_few_tiles_fill_rounds() {
         for (tiles, kv_len, expected) in [

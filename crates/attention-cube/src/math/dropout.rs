@@ -35,8 +35,9 @@ const INFINITY: u32 = 0x7C00;
 
 /// The threshold that decides which random bits are hits, and what a hit means.
 ///
-/// Random bits are a hit if they are above the threshold as f16 numbers. A threshold of −∞ has the most hits. If a larger
-/// share is to be dropped than the share of these hits, hits are kept and all other random bits are dropped.
+/// Random bits are a hit if they are above the threshold when both are read as f16 numbers. The threshold −∞ gives the
+/// largest share of hits. To drop an even larger share of the probabilities, dropout keeps the probabilities of hits and
+/// drops all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold's own 16 bits.
@@ -125,8 +126,8 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // Each word belongs to one query. The low half of a word belongs to the even keys, and the high half to the odd keys.
-    // The high byte of a half belongs to the earlier key of the half.
+    // Each of the two words belongs to one query of the cell. The low half of a word belongs to the even keys `j` and
+    // `j + 8`, and the high half to the odd keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);

@@ -17,7 +17,7 @@ pub(crate) const F16_P_SCALE: f32 = 4096.0;
 pub(crate) struct RowLseDelta {
     pub reference: f32,
     pub delta: f32,
-    /// The natural logarithm of the softmax sum relative to the score `reference`.
+    /// The natural logarithm of row_sum, the sum of the exponentials after `reference` is subtracted from each score.
     pub logarithm: f32,
 }
 

@@ -14,8 +14,9 @@ pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
     /// coarsely.
     Whole,
-    /// The logsumexp as one f32, or a mark if the magnitude of the reference score is at least `FAR` of
-    /// `auxiliary/delta/kernel.rs`. If there is a mark, other rows of the tensor store the reference score and the logarithm.
+    /// The logsumexp as one f32, or a mark if the magnitude of the reference score is at least the constant `FAR` in
+    /// `auxiliary/delta/kernel.rs`. In place of a marked logsumexp, two separate rows of the tensor store the reference
+    /// score and the logarithm.
     Marked,
     /// The reference score and the logarithm as two separate f32 values.
     Apart,
@@ -43,8 +44,8 @@ impl LogsumexpForm {
     }
 }
 
-/// True if a softcap bounds the scores and nothing is added afterwards. A wide softcap is far above most scores, so it does not
-/// keep scores near 0.
+/// True if a softcap keeps the scores near 0, and nothing (`has_shift`) is added to the scores after the softcap. A wide
+/// softcap does not keep the scores near 0, because it is far above most scores.
 pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_shift: bool) -> bool {
     has_softcap && !is_wide && !has_shift
 }

@@ -71,14 +71,15 @@ pub(crate) struct ScoreKind {
 }
 
 impl ScoreKind {
-    /// True if a hidden key may lie between two visible keys. Kernels must then zero the rows of a block that are hidden from
-    /// the whole tile before they multiply P or dS with the block. Otherwise NaN in a hidden row would reach the result,
-    /// because 0 × NaN is NaN.
+    /// True if a hidden key may lie between two visible keys. Kernels must then zero those rows of a block that are hidden
+    /// from the whole tile, and only afterwards multiply P or dS by the block. Otherwise NaN in a hidden row would reach the
+    /// result, because 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || self.mask_mod.is_some() || structure.is_irregular()
     }
 
-    /// True if the slope of a score varies, because of a softcap or a score mod.
+    /// True if the derivative of a score with respect to `q·k` is not the same for all scores, because of a softcap or a
+    /// score mod.
     pub(crate) const fn has_slope(&self) -> bool {
         self.softcap || self.score_mod.is_some()
     }

@@ -33,7 +33,8 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The distance of query and key as f32, if the kernel computes it without a conversion for each score. Otherwise 0.
+    /// The distance of query and key as f32. The field is 0 if the kernel cannot compute this number without a conversion
+    /// for each score.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -54,7 +55,7 @@ impl ScorePlace {
         }
     }
 
-    /// Returns this place with a distance that the kernel has computed in f32.
+    /// Returns a copy of this place that also holds the distance of query and key, which the kernel has computed in f32.
     #[allow(dead_code, reason = "kernels call only the expansion")]
     pub(crate) fn with_float_distance(&self, float_distance: f32) -> ScorePlace {
         ScorePlace {

@@ -427,8 +427,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if the first intervals of all queries of block `query_block` contain every key of block `key_block`, or if their
-/// second intervals do. The structure must have intervals.
+/// True if every query of block `query_block` sees every key of block `key_block` by its first interval, or if every query
+/// does by its second interval. The structure must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,

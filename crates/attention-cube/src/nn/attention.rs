@@ -10,8 +10,8 @@ use burn::nn::{Dropout, Gelu, Linear};
 use burn::tensor::activation::{quiet_softmax, softmax};
 use burn::tensor::{Device, Tensor, assert_shape};
 
-/// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`], computed by
-/// [`fused_attention`](crate::fused_attention).
+/// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`]. This module computes the
+/// attention by [`fused_attention`](crate::fused_attention).
 ///
 /// # Dropout
 /// [`forward`](Self::forward) drops probabilities in the fused operator. Dropout is active if its probability is above 0, the

@@ -13,8 +13,8 @@ use burn::tensor::{Bool, Device, Tensor};
 /// A transformer encoder layer with the fields and records of [`burn::nn::transformer::TransformerEncoderLayer`], computed with
 /// fused attention.
 ///
-/// The differences from `burn-nn` are the differences of [`MultiHeadAttention`]. The dropout of the probabilities runs in the
-/// fused operator.
+/// The layer differs from the layer of `burn-nn` in the same ways as [`MultiHeadAttention`] differs from its counterpart
+/// there. The dropout of the probabilities runs in the fused operator.
 #[derive(Module, Debug)]
 pub struct FusedTransformerEncoderLayer {
     /// The self-attention.
@@ -205,7 +205,7 @@ impl FusedTransformerEncoderLayerCache {
 }
 
 /// A transformer encoder with the fields and records of [`burn::nn::transformer::TransformerEncoder`], computed with fused
-/// attention. The differences from `burn-nn` are the differences of [`FusedTransformerEncoderLayer`].
+/// attention. The encoder differs from the encoder of `burn-nn` only by its layers: see [`FusedTransformerEncoderLayer`].
 ///
 /// ```
 /// use attention_cube::nn::{FusedTransformerEncoder, TransformerEncoderInput};

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// processes with neighbouring seeds practically never use the same seed for a call.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
-/// Sets the seed from which this process's modules draw the dropout of probabilities, so that a run can be repeated. Other
-/// dropouts of an encoder use the random numbers of the device.
+/// Sets the seed from which this process's modules draw the dropout of probabilities, so that a run can be repeated. The
+/// dropouts of an encoder that do not act on probabilities use the random numbers of the device.
 ///
 /// Each forward with active dropout has its own seed, which depends on the number of such forwards before it. If this function
 /// is never called, the seed of the process is 0. In data-parallel training, give each process its own seed.

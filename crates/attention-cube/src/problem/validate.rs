@@ -152,7 +152,8 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // In options such as the mask, the keys of a sequence are numbered in order, whatever pages hold these keys.
+        // Options such as the mask number the keys of a sequence in text order. The numbers do not depend on the pages that
+        // hold these keys.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {

@@ -10,7 +10,8 @@ use crate::types::tensors::{
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// True if the problem has queries. In a problem with queries but without keys, no query sees a key.
+/// True if the problem has queries. This module computes a problem with queries only if it has no keys, so no query sees a
+/// key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }

@@ -30,16 +30,16 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // Without shards, P is computed from the scores and not from the saved logsumexp. For huge scores, a logsumexp in one f32
-    // loses the logarithm of the sum. For one shard, P needs the saved logsumexp, because the shard's scores do not give the
-    // logsumexp over all shards.
+    // If the keys are not divided into shards, P is computed from the scores and not from the saved logsumexp. For huge
+    // scores, a logsumexp in one f32 loses the logarithm of the sum. If the keys of this call are one shard of several, P
+    // needs the saved logsumexp, because this shard's scores alone do not give the logsumexp over all shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN.
-    // With shards, a query that sees no key of this shard may see keys of another shard. The rows of this query are kept,
-    // because the gradient of the sinks depends on them.
+    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN. If
+    // the keys are one shard of several, a query that sees no key of this shard may see keys of another shard. The rows of
+    // such a query are not set to zero, because the gradient of the sinks depends on these rows.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),

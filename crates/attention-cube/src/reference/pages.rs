@@ -1,5 +1,5 @@
-//! Keys and values in pages, in Burn's own tensor operations. The operations are the copy to contiguous keys and values, and
-//! the append of new rows. Tests compare the kernels with this module, and devices without kernels run it.
+//! Copies keys and values from pages to contiguous tensors, and appends new rows to the pages. The code uses only Burn's own
+//! tensor operations. Tests compare the kernels with this module, and devices without kernels run it.
 
 use super::tensors::{INTS, at_least_i32, clamped_integers};
 use crate::problem::AttentionProblem;

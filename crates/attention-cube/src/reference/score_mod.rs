@@ -43,7 +43,8 @@ pub(super) fn changed<B: Backend>(
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
     if let Some(hidden) = hidden {
-        // Hidden scores and their derivatives may be NaN or infinite, which would reach gradients through products with 0.
+        // Set hidden scores and their derivatives to 0. Both may be NaN or infinite, and a product of such a number with 0
+        // would bring NaN into the gradients.
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
         derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
     }

@@ -131,7 +131,8 @@ fn widely_capped<B: Backend>(
 pub(super) struct Weights<B: Backend> {
     /// The probabilities, `[batch, q_heads, q_len, kv_len]`.
     pub p: FloatTensor<B>,
-    /// The largest score of each query, `[batch, q_heads, q_len, 1]`. The element is finite even for a query that sees no key.
+    /// The largest score of each query, `[batch, q_heads, q_len, 1]`. The number is finite even for a query that sees no
+    /// key.
     pub max: FloatTensor<B>,
     /// The sum of `exp(score − max)` for each query. The sum is 1 for a query with neither keys nor a sink.
     pub sum: FloatTensor<B>,
@@ -142,8 +143,8 @@ pub(super) struct Weights<B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Returns the probabilities of one shard's keys. `logsumexp` holds the two parts of the logsumexp over the keys of all
-    /// shards.
+    /// Returns the probabilities of the keys of one shard, where a shard is one of several parts of the keys. `logsumexp`
+    /// holds the two parts of the logsumexp over the keys of all shards.
     pub fn of_shard(
         scores: FloatTensor<B>,
         logsumexp: FloatTensor<B>,

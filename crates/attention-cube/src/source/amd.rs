@@ -1,5 +1,5 @@
-//! Writes machine code of AMD kernels, through the compiler that Burn's feature `rocm` uses. CubeCL compiles AMD kernels
-//! through LLVM, without ROCm.
+//! Writes machine code of AMD kernels, with the CubeCL compiler that Burn's feature `rocm` uses. Here the compiler works
+//! through LLVM, so it does not need ROCm.
 
 use crate::testing;
 use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};

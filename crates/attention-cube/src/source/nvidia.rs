@@ -61,7 +61,7 @@ const MASK_OFFSETS: MaskOffsetsCompilationArg = MaskOffsetsCompilationArg {
     block_tile: (),
 };
 
-/// Builds the scoring argument of a tensor-core kernel with the wanted optional inputs.
+/// Builds the scoring argument of a tensor-core kernel. The argument has only those optional inputs that `wanted` names.
 pub(crate) fn scoring<F: Float, NB: Size>(wanted: &Wanted) -> ScoringCompilationArg<F, NB> {
     ScoringCompilationArg {
         masking: MaskingCompilationArg {

@@ -93,8 +93,9 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             #[unroll]
             for c in 0..width {
                 let b_value = b_values[c];
-                // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512 columns
-                // were added one after another, two more bits would be lost. The backward's dP − Δ would show this loss.
+                // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512
+                // columns were added to the accumulator one by one, rounding would cost two bits more. The backward's dP − Δ
+                // would show this loss.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {

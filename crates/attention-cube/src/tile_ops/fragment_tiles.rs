@@ -26,9 +26,9 @@ pub struct FragmentTiles {
     /// The number of stationary operands of the first product (`S = A Bᵀ`) that stay in shared memory with all columns. The
     /// remaining stationary operands are copied again for each block.
     pub held: usize,
-    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same time,
-    /// if streamed operands are resident. Resident means that both streamed operands of a block are copied to shared memory
-    /// only once, with all columns, for both products.
+    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same
+    /// time, if streamed operands are resident. Resident means that both streamed operands of a block are copied to shared
+    /// memory only once, with all columns, and that both products read this copy.
     ///
     /// The field is 0 if streamed operands are not resident but overwrite each other in shared memory.
     pub resident: usize,
@@ -89,10 +89,10 @@ impl UnitTiles {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
-    /// True if the last streamed operand of the first products (S and dP) is complete in shared memory when the second
+    /// True if the last streamed operand of the first products (S and dP) lies complete in shared memory when the second
     /// product (`O += P B`) begins. The function applies only if streamed operands are not resident, which means that they
-    /// overwrite each other in shared memory. In the backward, the result is true under two conditions. Both stationary
-    /// operands must stay in shared memory, and one chunk of `depth` columns must be at least as wide as the output.
+    /// overwrite each other in shared memory. The result is true if two conditions hold: both stationary operands of the
+    /// backward stay in shared memory, and one chunk of `depth` columns is at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {

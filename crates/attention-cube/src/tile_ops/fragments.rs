@@ -64,8 +64,9 @@ pub(super) fn hold<E: Numeric, C: Float, N: Size>(
 
 /// Copies a block's rows of both streamed operands to shared memory, where the rows stay for both products.
 ///
-/// If registers suffice, a unit first loads its share of the rows, and then waits for units that still read the previous block.
-/// When the function returns, the copy is visible to all units.
+/// If registers suffice, a unit loads its share of the rows into registers while other units still read the previous block.
+/// It stores the rows to shared memory after it has waited for these units. If registers do not suffice, the unit waits
+/// before it loads. When the function returns, the copy is visible to all units.
 #[cube]
 pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

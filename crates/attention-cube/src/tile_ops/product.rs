@@ -327,8 +327,8 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row of O to shared memory. Row `i` gets the argument `factor` of unit `i` (modulo the number of
-/// units). The caller must sync the cube before units read the factors.
+/// Writes one factor for every row of O to shared memory. Row `i` gets the argument `factor` of unit `i % units`, where
+/// `units` is the number of units in the cube. The caller must sync the cube before units read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);

@@ -7,12 +7,13 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The number of columns per chunk of a dot product. The products of a chunk are added one after another, and then the sums of
-/// the chunks are added. Adding the products of 512 columns one after another would lose two more bits, and the backward's dP −
-/// Δ would show this loss.
+/// The number of columns per chunk of a dot product. The products of a chunk are added one after another, and then the sums
+/// of the chunks are added. Without chunks, a sum over 512 columns would lose two bits more than with chunks, and the
+/// backward's dP − Δ would show this loss.
 ///
-/// All tiles with operands in shared memory add in this order, whatever their depth. The backward's scores therefore equal the
-/// forward's bit by bit. For very large scores this is necessary, because their last bit changes a probability.
+/// All tiles with operands in shared memory add in this order, however many columns of an operand they hold at a time
+/// (`depth`). The backward's scores therefore equal the forward's bit by bit. For very large scores this is necessary,
+/// because their last bit changes a probability.
 const SUM: usize = 16;
 
 /// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
@@ -85,8 +86,8 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// A unit computes four columns of S, and reads one row of `b` for each. The field is the distance in shared memory
-    /// between these rows, in slots. A slot is the place of one row. The field is 0 if the rows are in order.
+    /// The distance in shared memory between the four rows of `b` that a unit reads, one for each of its four columns of S.
+    /// The distance is counted in slots, and a slot holds one row. The field is 0 if the rows are in order.
     ///
     /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units
     /// then read neighbouring slots.
@@ -182,8 +183,8 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
 /// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`. From each row, the function copies
 /// `staged_width` vectors, from `first_vector` on.
 ///
-/// Set `has_masked` if the tile may have hidden scores. If all elements of a row would be multiplied by zeros of P, the
-/// function then copies zeros instead of the row.
+/// Set `has_masked` if the tile may have hidden scores. With `has_masked`, the function checks whether all elements of a row
+/// would be multiplied by zeros of P. It copies zeros instead of such a row.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

@@ -110,8 +110,9 @@ pub(crate) fn choose(
         })
 }
 
-/// Computes all tile sizes that follow from a shape. The function divides the columns of the output among units so that loads
-/// and multiplications are fewest. The number of streamed rows is the largest that fits the shared memory of the first product.
+/// Computes all tile sizes that follow from a shape. The function divides the columns of the output among units so that
+/// loads and multiplications are fewest. The number of streamed rows per step is the largest power of two, up to the
+/// number of columns of a tile, for which these rows fit the shared memory that the first product needs anyway.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,
@@ -154,7 +155,8 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
-        // Reduce the vectors per copy of B to the next smaller divisor of `output_vectors`, so that all copies have equal width.
+        // B is copied to shared memory in several parts. Reduce the vectors per part to the next smaller divisor of
+        // `output_vectors`, so that all parts have equal width.
         tiles.staged_vectors = (1..tiles.staged_vectors)
             .rev()
             .find(|staged| output_vectors.is_multiple_of(*staged))

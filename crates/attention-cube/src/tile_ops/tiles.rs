@@ -206,11 +206,13 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the number of columns over
-    /// which all first products together sum. `accumulated` is the number of second products, which sum over the block's rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. Each first product sums over the
+    /// columns of its operands, and `columns` is the total for all first products. `accumulated` is the number of second
+    /// products, which sum over the block's rows.
     ///
-    /// If operands are copied to shared memory, the bound is twice as large. If the tile may have hidden scores (`has_masked`),
-    /// each second product first marks the used columns of P, one row of P per iteration.
+    /// If operands are copied to shared memory, the bound for the products is twice as large. If the tile may have hidden
+    /// scores (`has_masked`), the bound includes one more loop for each second product. This loop marks the used columns of
+    /// P, one row of P per iteration.
     pub(crate) fn block_iterations(
         &self,
         columns: usize,

@@ -53,7 +53,7 @@ pub struct Operands {
     pub key: bool,
     /// True if the values belong to the subset.
     pub value: bool,
-    /// True if the gradient of the output, an operand of the backward, belongs to the subset.
+    /// True if the gradient of the output, which is an operand of the backward only, belongs to the subset.
     pub output_gradient: bool,
 }
 

@@ -50,7 +50,7 @@ const WITHOUT_EFFECT: [&str; 20] = [
 ];
 
 /// The supported methods to initialize `A` and `B`. A method is supported if it leaves the base weights unchanged, or if
-/// PEFT applies the method again when it loads the adapter. The methods that are not in this list subtract the initial
+/// PEFT applies the method anew whenever PEFT loads the adapter. The methods that are not in this list subtract the initial
 /// `B · A` from the base weights. The adapter then fits the changed weights, but not the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
@@ -250,7 +250,7 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for PairsVisitor<V> {
         let mut pairs: Vec<(String, V)> = Vec::new();
         while let Some((name, value)) = map.next_entry::<String, V>()? {
             // Repeated keys are treated as in Python: the last occurrence of a key gives the value, and the first occurrence
-            // gives the position in the list.
+            // gives the key's position in `pairs`.
             match pairs.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, known)) => *known = value,
                 None => pairs.push((name, value)),

@@ -35,8 +35,8 @@ impl WeightSource for Named {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
-        // Neither the head nor the token order is an unknown tensor, although the drafter has no parameter for them. The head
-        // repeats the embedding table, and the function `groups` reads the token order.
+        // The tensors of the head and of the token order are not reported as unknown, although the drafter has no parameter
+        // for them. The head's tensor repeats the embedding table, and the function `groups` reads the token order.
         names.retain(|name| name != HEAD && !(self.has_groups && name == ORDERING));
         names
     }

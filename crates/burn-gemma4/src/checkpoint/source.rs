@@ -21,8 +21,8 @@ pub(super) trait WeightSource: Send + Sync {
     /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
-    /// Returns the names of unknown tensors. A tensor is unknown if `known` lacks its name, unless the format allows this
-    /// tensor although the model has no parameter for it.
+    /// Returns the names of unknown tensors. A tensor is unknown if its name is not in `known`. But a format may allow
+    /// certain tensors for which the model has no parameter, and these tensors do not count as unknown.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
 
@@ -382,8 +382,8 @@ pub(super) fn upload<const D: usize>(
     let slices = range.len();
     let at_once = (portion / source.slice_bytes()).clamp(1, slices);
     if at_once == slices {
-        // Allocate the weights in exactly their size and outside the pools of temporary tensors, because the weights live as
-        // long as the model.
+        // Allocate memory of exactly the size of the weights, and outside the memory pools of temporary tensors, because the
+        // weights live as long as the model.
         return device.memory_persistent_allocations(source.slices(range, dtype), |data| {
             Tensor::from_data(data, (device, dtype))
         });

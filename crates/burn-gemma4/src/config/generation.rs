@@ -228,8 +228,9 @@ impl From<File> for GenerationDefaults {
         let bad_words = file.bad_words_ids.unwrap_or_default();
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
-        // Report bad words of several tokens as unsupported. A sampler would have to forbid the last token of the word only
-        // after the word's first tokens. Samplers on a device do not see earlier tokens.
+        // Report bad words of several tokens as unsupported. A sampler would have to forbid the word's last token only where
+        // the rest of the word precedes it. A sampler on a device cannot do so, because it does not see the earlier tokens
+        // of the text.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }

@@ -341,8 +341,8 @@ impl Text {
         };
         let partial_rotary_factor = match rope.rope_type.as_deref() {
             None | Some("default") => match rope.factor {
-                // Refuse a factor other than 1 here. transformers ignores the factor of this `rope_type`, so the author's
-                // intention is unknown.
+                // Refuse a factor other than 1 for the `rope_type` "default". transformers ignores the factor of this type,
+                // so the intention of the file's author is unknown.
                 Some(factor) if factor != 1.0 => {
                     return Err(Gemma4Error::Config(format!(
                         "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"

@@ -29,12 +29,12 @@ pub struct Sampling {
     /// The number by which the logits are divided. A temperature below 1 makes likely tokens even likelier. A temperature of 0
     /// means greedy decoding.
     pub temperature: f32,
-    /// If set, only the `top_k` tokens with the largest logits are sampled. Further tokens with a logit equal to the smallest
-    /// of these logits are sampled too.
+    /// If set, only the `top_k` tokens with the largest logits can be sampled. Tokens whose logit equals the smallest of
+    /// these logits can be sampled too.
     pub top_k: Option<usize>,
-    /// If set, only the most likely tokens are sampled: the fewest tokens whose probabilities sum to at least `top_p`.
+    /// If set, only the most likely tokens can be sampled: the fewest tokens whose probabilities sum to at least `top_p`.
     pub top_p: Option<f32>,
-    /// If set, only tokens with at least `min_p` times the probability of the most likely token are sampled.
+    /// If set, only tokens with at least `min_p` times the probability of the most likely token can be sampled.
     pub min_p: Option<f32>,
     /// The penalty on tokens that the prompt or the generated text already contains. A positive logit is divided by the
     /// penalty, and a negative logit is multiplied by it. A penalty above 1 makes repetition less likely. A penalty of 1 has no
@@ -42,9 +42,9 @@ pub struct Sampling {
     pub repetition_penalty: f32,
     /// Tokens that are never sampled. Tokens outside the vocabulary are ignored.
     pub suppress_tokens: Vec<u32>,
-    /// The seed of the random numbers. With the same seed, logits and positions, the same tokens are sampled again. Without a
-    /// seed, each run samples other tokens. In a batch the first sequence has this seed, the second sequence has the seed plus
-    /// 1, and so on.
+    /// The seed of the random numbers. Two runs with the same seed, logits and positions sample the same tokens. Without a
+    /// seed, each run draws different random numbers. In a batch the first sequence has this seed, the second sequence has
+    /// the seed plus 1, and so on.
     pub seed: Option<u64>,
 }
 

@@ -36,7 +36,7 @@ pub(super) fn says_something(value: &Value) -> bool {
 
 /// Returns an error that names the quantization method if the weights are quantized.
 pub(super) fn refuse_quantized(config: &Value) -> Result<(), Gemma4Error> {
-    // Ignore a configuration that is not an object. The code that parses the configuration reports that error.
+    // Return no error here if the configuration is not an object. The code that parses the configuration refuses it.
     let Ok(quantized) = Quantized::deserialize(config) else {
         return Ok(());
     };

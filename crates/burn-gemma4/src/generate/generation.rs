@@ -11,7 +11,8 @@ use std::{ops::ControlFlow, time::Duration};
 pub struct Token<'a> {
     /// The token id.
     pub id: u32,
-    /// The text that this token completes. The text is empty if the token ends inside a character, which later tokens complete.
+    /// The text that this token completes. The text is empty if the token ends inside a character. A later token then
+    /// completes the character.
     pub text: &'a str,
     /// The kind of the text: answer, thought or tool call.
     pub kind: TextKind,

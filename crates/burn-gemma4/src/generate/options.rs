@@ -14,8 +14,8 @@ use crate::text::chat::ChatOptions;
 pub struct GenerateOptions {
     /// The maximum number of tokens to generate. Generation also ends at the model's last position.
     pub max_tokens: usize,
-    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, the longest prompt determines how many
-    /// tokens each sequence may generate.
+    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length of
+    /// the longest one, so each sequence may generate equally many tokens.
     pub max_length: Option<usize>,
     /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
     pub min_new_tokens: Option<usize>,
@@ -52,12 +52,13 @@ pub struct GenerateOptions {
     pub kv_precision: KvPrecision,
     /// The source of draft tokens for speculative decoding. The generated text does not depend on the source.
     pub drafts: Drafts,
-    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number is 1 to 7 and
-    /// adapts to the acceptance rate so far.
+    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to the
+    /// acceptance rate so far.
     ///
-    /// The decode kernels take at most 8 tokens of all sequences together. For each sequence these tokens are the draft tokens
-    /// and the token before them, so with 8 draft tokens a pass runs without the decode kernels. By default two sequences have
-    /// up to 3 draft tokens each, four sequences have 1, and more sequences have none.
+    /// The decode kernels take at most 8 tokens per pass, counted over all sequences. Each sequence contributes its draft
+    /// tokens and the token before them, so a pass with 8 draft tokens runs without the decode kernels. The default
+    /// therefore depends on the number of sequences. A single sequence has 1 to 7 draft tokens. Two sequences have up to 3
+    /// each, three or four sequences have 1 each, and more than four sequences have none.
     pub draft_tokens: Option<usize>,
     /// Options of the chat template.
     pub chat: ChatOptions,
@@ -84,8 +85,8 @@ impl GenerateOptions {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
-    /// Returns the number of columns (tokens of every sequence) that the cache must be able to remove from its end. Columns
-    /// are removed if draft tokens are rejected.
+    /// Returns the number of columns that the cache must be able to remove from its end. A column is one token position of
+    /// every sequence. Columns are removed if draft tokens are rejected.
     fn forgettable(&self) -> usize {
         match self.drafts {
             Drafts::None => 0,
@@ -99,8 +100,8 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if tokens are sampled, rather than chosen by argmax, and no log-probabilities are requested. Then the device can
-    /// draw all tokens.
+    /// True if the device can draw all tokens. This is the case if tokens are sampled, rather than chosen by argmax, and no
+    /// log-probabilities are requested.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

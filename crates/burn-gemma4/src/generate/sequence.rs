@@ -15,8 +15,8 @@ use crate::text::tokenizer::Tokenizer;
 /// The data from which the host gets the next tokens. If the device has chosen the tokens, only their ids are copied to the
 /// host. Otherwise the logits are copied, and the host chooses the tokens.
 pub(crate) enum Chosen {
-    /// The token that the device chose from each row of logits, followed by the vocabulary size. A row without a possible token
-    /// has `None`.
+    /// The first field holds the token that the device chose from each row of logits, or `None` for a row without a possible
+    /// token. The second field is the vocabulary size.
     Tokens(Vec<Option<u32>>, usize),
     /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),

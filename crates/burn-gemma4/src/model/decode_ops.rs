@@ -31,8 +31,9 @@ use burn::{
 /// The operations of a decode step.
 pub(crate) struct DecodeOps<'a> {
     pub batch: usize,
-    /// The position of each row, `[rows]`. All sequences have the same number of rows, and the rows are ordered by sequence. No
-    /// launch of a captured graph writes this tensor.
+    /// The position of each row, `[rows]`. All sequences have the same number of rows, and the rows are ordered by sequence.
+    /// No launch of a captured graph may write this tensor, because kernels may read it before the previous launch has
+    /// ended.
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
@@ -72,9 +73,9 @@ impl DecodeOps<'_> {
             && OneDtype::is_of(model, dtype)
     }
 
-    /// Computes rows with `write`, and stores them in `slots`. In the model's dtype, `write` writes directly to the cache's
-    /// buffer. In int8, `write` writes to a temporary buffer of one slot per row, and [`store_rows`] then quantizes that buffer
-    /// into the cache.
+    /// Computes rows with `write`, and stores them in `slots`. If the cache has the model's dtype, `write` writes directly
+    /// to the cache's buffer. If the cache is in int8, `write` writes to a temporary buffer of one slot per row, and
+    /// [`store_rows`] then quantizes that buffer into the cache.
     fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
         let [sequences, heads, _, width] = slots.dims();
         match slots {

@@ -203,8 +203,8 @@ impl Gemma4Model {
         }
     }
 
-    /// Creates the decode operations for the last position of each sequence. They run the layers that share an earlier
-    /// layer's KV cache.
+    /// Creates the decode operations for the last position of each sequence. These operations run the layers that share an
+    /// earlier layer's KV cache.
     #[cfg(feature = "cube")]
     pub(crate) fn last_position<'a>(
         &self,

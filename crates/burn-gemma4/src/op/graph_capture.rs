@@ -6,9 +6,9 @@ use burn::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate the
-/// buffers. During the warm-up runs, Burn's fusion and CubeCL also finish their autotuning. If a different computation ran
-/// before, the first warm-up run also makes fusion fuse this computation's operations again.
+/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate
+/// the buffers. During the warm-up runs, Burn's fusion and CubeCL also finish their autotuning. If a different computation
+/// ran just before, fusion must fuse the operations of this computation anew. This happens in the first warm-up run.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its

@@ -83,9 +83,9 @@ impl Reading {
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        // Wait until the copy has ended, and therefore also the kernels that write the integers. Otherwise the allocator
-        // could give the buffers of these kernels to another thread while the kernels still run. The device does not order
-        // launches of the other thread after these kernels.
+        // Wait until the copy has ended. The kernels that write the integers have then ended too, because the copy runs
+        // after them. Without this wait, the allocator could give the buffers of these kernels to another thread while the
+        // kernels still run. The device does not order launches of the other thread after these kernels.
         if let Some(copied) = self.copied.take() {
             // Ignore an error: the next operation on the failed device reports it.
             let _ = block_on(copied);

@@ -39,7 +39,8 @@ pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     first_cube_sum(value, partial, team)
 }
 
-/// Returns the same sum as [`cube_sum`], but with one barrier less. The shared memory `partial` must not have been used before.
+/// Returns the same sum as [`cube_sum`], but with one barrier fewer. The kernel must not have used the shared memory
+/// `partial` before.
 #[cube]
 pub(super) fn first_cube_sum(
     value: f32,

@@ -40,8 +40,8 @@ pub enum Scales {
     Bytes { zero: u32 },
     /// Each run of [`SUPER`] columns has five words. The low half of the first word is an f16 multiplier of all group
     /// scales, and the high half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of
-    /// group minimums follow. The product of a minimum and its multiplier is subtracted from each element of the group, so
-    /// `least` is the negative product.
+    /// group minimums follow. Each element of a group is reduced by the product of the group's minimum and the multiplier of
+    /// minimums. So `least` is the negative product.
     BytesAndLeast,
 }
 
@@ -73,8 +73,8 @@ impl Rounding {
 }
 
 impl Format {
-    /// Returns the number of a code's lower bits: 8 bits of an 8-bit code, and 4 bits of a shorter code. The lower bits of all
-    /// codes are the first part of the row.
+    /// Returns how many lower bits a code has: 8 for an 8-bit code, and 4 for a shorter code. The lower bits of all codes
+    /// are the first part of the row.
     pub const fn low_bits(self) -> usize {
         match self.bits {
             8 => 8,
@@ -82,7 +82,7 @@ impl Format {
         }
     }
 
-    /// Returns the number of a code's upper bits. In a row, the upper bits of all codes follow the lower bits of all codes.
+    /// Returns how many upper bits a code has. In a row, the upper bits of all codes follow the lower bits of all codes.
     pub const fn top_bits(self) -> usize {
         self.bits - self.low_bits()
     }

@@ -12,8 +12,8 @@ const GROUP: usize = 32;
 ///   minimums of groups 0 to 3.
 /// - The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7 are
 ///   the upper bits of the minimums of groups 4 to 7.
-/// - The lower 4 bits of bytes 8 to 11 are the lower bits of the scales of groups 4 to 7. The upper 4 bits are the lower bits
-///   of the minimums of groups 4 to 7.
+/// - The lower 4 bits of bytes 8 to 11 are the lower bits of the scales of groups 4 to 7. The upper 4 bits of bytes 8 to 11
+///   are the lower bits of the minimums of groups 4 to 7.
 pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),

@@ -290,8 +290,8 @@ impl<'a> File<'a> {
 
     /// Checks that the session belongs to `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        // Convert the model's configuration to text and parse the text. The configuration in the file has been through the same
-        // conversion, which may change a float.
+        // Convert the model's configuration to text and parse the text before the comparison. The configuration in the file
+        // has been through the same conversion, which may change a float.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;

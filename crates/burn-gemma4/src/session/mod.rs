@@ -1,11 +1,11 @@
 //! Sessions: consecutive generations of one model that share the KV cache of their common prefix.
 //!
-//! The common prefix of two prompts is the prefix in which their tokens are equal, no matter which chat template wrote them. A
-//! session keeps the keys and values of this prefix. A *column* is one token position in the cache. Full layers hold the keys
-//! and values of all columns. Sliding layers hold only the columns of their window, in ring buffers that overwrite old columns.
-//! The session therefore takes a checkpoint of the ring buffers at the beginning of each turn. From a checkpoint, the next turn
-//! of a conversation runs the model only over its new tokens. If the template changes earlier turns, for example by removing
-//! thoughts, the session prefills again from the first changed token.
+//! The common prefix of two prompts is the prefix in which their tokens are equal, no matter which chat template wrote them.
+//! A session keeps the keys and values of this prefix. A *column* is one token position in the cache. Full layers hold the
+//! keys and values of all columns. Sliding layers hold only the columns of their window, in ring buffers that overwrite old
+//! columns. The session therefore takes a checkpoint of the ring buffers at the beginning of each turn. For the next turn of
+//! a conversation, the session restores a checkpoint, and runs the model only over the tokens after it. If the template
+//! changes earlier turns, for example by removing thoughts, the session prefills again from the first changed token.
 
 mod checkpoints;
 mod file;

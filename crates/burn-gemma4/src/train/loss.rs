@@ -325,8 +325,8 @@ mod tests {
         let device = Device::flex().autodiff();
         for device in [device.clone(), device.gradient_checkpointing()] {
             for softcap in [None, Some(2.0)] {
-                // Multiply the loss by 3, in order to check that the backward also multiplies the gradients by 3, although
-                // it does not compute them. They are complete before the backward begins.
+                // Multiply the loss by 3. The gradients are complete before the backward begins, so this checks that the
+                // backward multiplies the finished gradients by 3.
                 let [hidden, head] = leaves(&device);
                 let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
                 let gradients = expected.backward();

@@ -25,8 +25,8 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 pub struct Packing {
     /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// For each row, the index of the padding's length in the row's list in `rows`. If a row has no padding, this index is
-    /// the length of the list.
+    /// The index of the padding in each row's list of lengths in `rows`. If a row has no padding, this index is the length
+    /// of the list.
     padding: Vec<usize>,
     positions: usize,
 }

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// A stage of a pipeline, and the parity of the barrier phase that belongs to this pass over the ring buffer.
+/// A stage of a pipeline in one pass over the ring buffer, and the parity of the barrier phase of that pass.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub struct PipelineState {

@@ -152,8 +152,8 @@ pub fn await_stores() {
 /// Neighbouring subtiles are `subtile_bytes` apart.
 ///
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
-/// TMA store may still be reading from `target`. If `own_place` is true, `target` holds no operand, and the function waits
-/// for that store at its start. Otherwise each call waits for its own store at its end.
+/// TMA store may still be reading from `target`. If `own_place` is true, `target` holds no operand, and each call waits at
+/// its start for the store of the previous call. If `own_place` is false, each call waits at its end for its own store.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -188,8 +188,8 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
     )
 }
 
-/// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The warp's matrices are in the
-/// warpgroup's 64 rows of the subtile at `subtile`, in the 16 columns of step `step`.
+/// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The subtile at `subtile` holds
+/// the warpgroup's 64 rows. The warp's matrices are 16 of these rows, in the 16 columns of step `step`.
 ///
 /// The 128-byte swizzle permutes the 16-byte pieces of a row by the row's index.
 #[cube]

@@ -188,8 +188,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch, and from all earlier checkpoints. Some earlier checkpoints may be
-    /// left from before the run was resumed.
+    /// Deletes this record from the checkpoint of the epoch, and from all earlier checkpoints. Earlier checkpoints may still
+    /// exist if they were written before the run was resumed.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());

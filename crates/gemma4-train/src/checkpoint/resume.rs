@@ -37,8 +37,8 @@ pub fn find_checkpoint(
 ) -> Result<Option<usize>, Error> {
     let folder = history.join(checkpoints::FOLDER);
     let last = checkpoints::last(&folder, optimizer_parts)?;
-    // `is_begun` is true for checkpoints with any number of optimizer parts. The run cannot resume from a checkpoint with
-    // another number of parts, but a new run would overwrite this checkpoint.
+    // `is_begun` is true even if the checkpoint has another number of optimizer parts than this run. The run cannot resume
+    // from such a checkpoint. But a new run would overwrite it, so a new run must be refused too.
     let is_begun = checkpoints::last(&folder, 1)?.is_some();
     let has_result = RESULTS.iter().any(|result| out.join(result).exists());
     let name = out.display();
@@ -114,9 +114,9 @@ fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
         .map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Checks that a run can resume, and returns true if the run is extended to more steps. The check fails if a setting differs
-/// from that of the run's beginning, or if the checkpoint is broken. The check also fails if Burn's default device does not
-/// open.
+/// Checks that a run can resume, and returns true if the run is extended to more steps. The check fails if a setting has
+/// another value than at the beginning of the run, or if the checkpoint is broken. The check also fails if Burn's default
+/// device does not open.
 ///
 /// # Errors
 /// The error names the setting, the file or the device.

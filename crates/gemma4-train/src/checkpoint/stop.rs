@@ -70,8 +70,9 @@ impl Stop {
     }
 }
 
-/// An early stopping strategy that ends Burn's learner after a stop request. An interval is the steps between two checkpoints.
-/// The learner first writes the checkpoint of the interval that the stop has cut short.
+/// An early stopping strategy that ends Burn's learner after a stop request. An interval is the steps between two
+/// checkpoints, and the stop may cut an interval short. The learner writes the checkpoint of this interval, and ends after
+/// that.
 #[derive(Clone)]
 pub struct AfterCheckpoint {
     /// The request to stop.

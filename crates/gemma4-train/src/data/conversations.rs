@@ -225,8 +225,8 @@ struct Turn {
 }
 
 impl Conversation {
-    /// Chooses a mark, a character that does not occur in any text that a template may render. The character is searched in
-    /// the texts in JSON form. JSON escapes some characters, but none that can be a mark.
+    /// Chooses a mark, a character that does not occur in any text that a template may render. The function looks for the
+    /// character in the JSON form of the texts. JSON escapes some characters, but none that can be a mark.
     fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
         let rendered = self.messages.iter().chain(self.variables.values());
         let texts: Vec<String> = rendered.map(Value::to_string).collect();
@@ -436,8 +436,8 @@ impl Conversation {
         }
         for (index, message) in self.messages.iter().enumerate() {
             let fields = message.as_object().into_iter().flatten();
-            // Each field is searched in the rendering up to this message, because templates drop earlier thoughts when the
-            // conversation continues.
+            // Look for each field in the rendering of the messages up to this one. A template may drop earlier thoughts when
+            // the conversation continues.
             let until = &until[index + 1];
             for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
             {

@@ -35,7 +35,7 @@ impl Schedule {
         self.done / self.interval
     }
 
-    /// Returns the unfinished steps of the interval between checkpoints with this index.
+    /// Returns the unfinished steps of the interval with this index. An interval is the steps between two checkpoints.
     pub fn steps_of(&self, interval: usize) -> Range<usize> {
         let start = interval * self.interval;
         start.max(self.done)..self.steps.min(start + self.interval)

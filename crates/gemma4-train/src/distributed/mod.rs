@@ -163,8 +163,8 @@ impl ProcessGroup {
         outcome
     }
 
-    /// Marks this process as ending with its own error. If the error of another process was received first, this call does not
-    /// return. In this case, the thread that received the error ends this process.
+    /// Marks this process as ending with its own error. If this process has already received the error of another process,
+    /// this call does not return. In this case, the thread that received the error ends this process.
     fn end_with_own_error(&self) {
         if self.ending.swap(true, Ordering::SeqCst) {
             loop {

@@ -5,8 +5,8 @@ use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The count of skipped steps of a run. With several devices, each device has a clone, and each clone counts all skipped
-/// steps of the run. After counting, a clone also stores its count in `shared`. Every clone reads the count of the run from
-/// `shared`.
+/// steps of the run in `own`. After counting, a clone also stores its count in `shared`, which all clones share. Any clone
+/// can therefore report the count of the run from `shared`.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

@@ -44,8 +44,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time. Its later accesses then have later times than all accesses that other actors already
-    /// know.
+    /// Advances the owner's time by 1. Every later access of the owner then has a later time than all accesses of
+    /// the owner that other actors already know.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

@@ -328,8 +328,9 @@ impl Cube<'_> {
 /// Returns the memory space of the first lane in `mask`, and the lanes in the same space. Makes the addresses of these
 /// lanes relative to that space.
 fn in_one_space(addresses: &mut DoubleRow, named: Space, mask: u32) -> (Space, u32) {
-    // The address of a kernel argument is an offset in the parameter space. The offset does not show its memory space,
-    // so the instruction must name it. After `cvta` the address is generic and shows its space.
+    // The address of a kernel argument is an offset in the parameter space. The offset alone does not show that it
+    // belongs to the parameter space, so the instruction must name this space. The instruction `cvta` converts the
+    // offset to a generic address, which shows its memory space.
     if !matches!(named, Space::Generic | Space::Parameter) {
         return (named, mask);
     }

@@ -155,7 +155,7 @@ pub struct Cube<'a> {
     /// The number of completed TMA loads. This number is the time of the actor that stands for copies, see `clock`.
     copy_time: u32,
     warps: usize,
-    /// The number of warp instructions that were executed in all thread blocks so far.
+    /// The number of warp instructions that this `Cube` has executed so far, in all thread blocks that it has run.
     steps: u64,
     /// The number of events so far that may let a waiting warp continue, such as an arrival at a barrier.
     pub events: u64,

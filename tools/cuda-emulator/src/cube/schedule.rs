@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of rounds over all warps in which warps may poll barriers without any event that lets a warp continue.
-/// After more rounds, the emulator reports a deadlock.
+/// The number of successive rounds in which warps may poll barriers although no event lets a warp continue. In a round,
+/// each ready warp runs once. After more such rounds, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.

@@ -51,10 +51,11 @@ pub struct Race {
 pub struct SharedMemory {
     bytes: Vec<u8>,
     words: Vec<Word>,
-    /// The time of each actor's last read of each word since the word's last write, `[actor, word]`.
+    /// For each actor and each word, the time of the actor's last read since the last write to the word. The shape is
+    /// `[actor, word]`.
     reads: Vec<u32>,
     actors: usize,
-    /// The time of each actor up to which that actor's writes are visible to the async proxy (TMA copies and `wgmma`).
+    /// One time per actor. The actor's writes up to this time are visible to the async proxy (TMA copies and `wgmma`).
     fenced: Vec<u32>,
     touched: Vec<bool>,
     pub races: Vec<Race>,
@@ -284,16 +285,16 @@ impl SharedMemory {
         self.reads[clock.owner() * self.words.len()..][words].fill(clock.now());
     }
 
-    /// Applies a proxy fence. This warp's clock knows which writes happened before the fence. All these writes become
-    /// visible to TMA copies and `wgmma`.
+    /// Applies a proxy fence of the warp to which `clock` belongs. All writes that happened before the fence, according
+    /// to this clock, become visible to TMA copies and `wgmma`.
     pub fn fence(&mut self, clock: &mut Clock) {
         super::clock::join(&mut self.fenced, clock.times());
         clock.tick();
     }
 }
 
-/// Returns true if no race with the last write to the word is possible. That write is the warp's own, or happened
-/// before the warp's next access, or does not exist.
+/// Returns true if the warp's next access cannot race with the last write to the word. This is the case if the write is
+/// the warp's own, if it happened before the access, or if the word was never written.
 fn is_known(word: Word, clock: &Clock) -> bool {
     let writer = usize::from(word.writer);
     word.writer == NOBODY || writer == clock.owner() || clock.knows(writer, word.written)

@@ -24,8 +24,8 @@ pub const DIMENSIONS: usize = 5;
 pub struct TensorMap {
     pub rank: usize,
     pub element: usize,
-    /// The number of swizzled bits, 0 to 3. That many of the row number's lowest bits are XORed into the position of each
-    /// 16-byte piece.
+    /// The number of swizzled bits, `n`, from 0 to 3. The lowest `n` bits of the row number are XORed into the position
+    /// of each 16-byte piece.
     pub swizzle: u32,
     pub start: u64,
     pub sizes: [u64; DIMENSIONS],

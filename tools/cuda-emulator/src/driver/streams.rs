@@ -1,4 +1,4 @@
-//! Streams and events. All work on a stream has completed when its call returns.
+//! Streams and events. A call that puts work on a stream returns only after this work has completed.
 
 use std::ffi::{c_int, c_uint};
 

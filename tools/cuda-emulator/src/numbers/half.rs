@@ -15,8 +15,8 @@ pub fn from_brain(bits: u16) -> f32 {
 pub fn from_half(bits: u16) -> f32 {
     let bits = u32::from(bits);
     let (sign, rest) = (bits >> 15 << 31, bits & 0x7fff);
-    // The multiplication by 2¹¹² corrects the exponent, because the exponent bias of f32 is larger. This multiplication
-    // also converts subnormals correctly.
+    // The multiplication by 2¹¹² corrects the exponent, because the exponent bias of f32 (127) exceeds that of f16 (15) by
+    // 112. This multiplication also converts subnormals correctly.
     let scaled = f32::from_bits(rest << 13) * f32::from_bits(0x7780_0000);
     let magnitude = if rest >= 0x7c00 {
         0x7f80_0000 | rest << 13
@@ -41,8 +41,8 @@ pub fn to_half(x: f32) -> u16 {
     let sign = (bits >> 16 & 0x8000) as u16;
     let magnitude = x.abs();
     let bits = magnitude.to_bits();
-    // A subnormal f16 is a multiple of 2⁻²⁴, and the last bit of an f32 from ½ to 1 is worth 2⁻²⁴. Adding ½ therefore
-    // leaves the number of multiples, rounded, in the low bits of the sum.
+    // A subnormal f16 is a multiple of 2⁻²⁴, and the last bit of an f32 between ½ and 1 is worth 2⁻²⁴. After adding ½, the
+    // low bits of the sum are therefore `magnitude / 2⁻²⁴`, rounded to an integer.
     let subnormal = (magnitude + 0.5).to_bits().wrapping_sub(0x3f00_0000);
     let normal = bits
         .wrapping_add(0xfff + (bits >> 13 & 1))

@@ -1,5 +1,6 @@
-//! Decoded instructions: operations on rows of registers. A row has one value per lane. A frequent operation takes rows
-//! of a fixed class and has its own loop over all lanes. Any other operation is computed lane by lane.
+//! Decoded instructions: operations on rows of registers. A row has one value per lane. The class of a row is the kind of
+//! its values, such as 32-bit words or predicates. A frequent operation takes rows of a fixed class and has its own loop
+//! over all lanes. Any other operation is computed lane by lane.
 
 use super::types::{Register, Type};
 use crate::numbers::{Arithmetic, Comparison, Conversion};
@@ -125,8 +126,8 @@ pub struct Compare {
     pub number: Type,
     pub from: [Register; 2],
     pub to: u32,
-    /// The second predicate of the result, or `None` without one. This predicate receives the negated comparison,
-    /// combined in the same way as the comparison itself.
+    /// The predicate that receives the negated comparison, or `None` if the instruction has no second result. If `combined`
+    /// is given, the negated comparison is combined with the same guard as the comparison itself.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }
@@ -470,7 +471,7 @@ pub enum Operation {
     /// Arrives at an mbarrier once all `cp.async` copies that the lane has started are complete.
     CopyArrive {
         address: Address,
-        /// True if the instruction also raises the number of arrivals that the mbarrier's current phase waits for by 1.
+        /// True if the instruction also adds 1 to the number of arrivals for which the mbarrier's current phase waits.
         expected: bool,
     },
     TensorLoad(Box<TensorCopy>),

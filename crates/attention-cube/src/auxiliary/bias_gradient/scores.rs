@@ -192,8 +192,7 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let first_row = own_row_tile * row_size;
     let first_column = own_key_tile * column_size;
     let row_stride = gradient.stride(2);
-    // The outermost dimension of the partial gradients is the split. Each split holds the gradients of all sequences of the
-    // bias.
+    // The first dimension of the partial gradients runs over the splits, and within a split over the sequences of the bias.
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {

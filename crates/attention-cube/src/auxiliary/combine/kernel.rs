@@ -8,9 +8,9 @@
 //! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8 splits).
 //!
 //! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as
-//! in the decode of one sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide among
-//! them the splits of 4 output columns. The first of these units then combines the results of all of them. A unit loads the
-//! reference scores, logarithms and partial outputs of its first 4 or 8 splits before it uses any of them. A unit with
+//! in the decode of one sequence, the bound is the latency of a load. From 8 splits on, the splits of 4 output columns are
+//! therefore divided among several units. The first of these units then combines the results of these units. A unit loads
+//! the reference scores, logarithms and partial outputs of its first 4 or 8 splits before it uses any of them. A unit with
 //! further splits next loads the reference scores of the further splits, to find the largest reference score. Only then does
 //! the unit load the logarithms and partial outputs of the further splits.
 

@@ -14,8 +14,9 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// `MOST_SHARING` is the largest number of units among which the splits of one vector of an output row are divided. A launch
-/// uses about one unit per `PARTS_OF_A_UNIT` splits, and rounds the number of units up to a power of two.
+/// Several units may share the work on one vector of an output row. Each of these units combines some of the splits.
+/// `MOST_SHARING` is the largest number of such units. A launch uses about one unit per `PARTS_OF_A_UNIT` splits, and rounds
+/// the number of units up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
@@ -41,8 +42,8 @@ fn sharing(splits: usize) -> Sharing {
 ///
 /// # Shapes
 /// `partial_output [splits, batch, q_heads, q_len, value_dim]` and `partial_logsumexp [2, splits, batch, q_heads, q_len]` in
-/// f32. The first half of `partial_logsumexp` holds the reference scores, the second half the logarithms of the softmax sums.
-/// The results have the problem's shapes.
+/// f32. The first half of `partial_logsumexp` holds the reference scores, which the softmax subtracts (about the row
+/// maxima). The second half holds the logarithms of the softmax sums. The results have the problem's shapes.
 pub(crate) fn combine_splits(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,

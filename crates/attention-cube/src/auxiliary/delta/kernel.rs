@@ -2,8 +2,8 @@
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
 //! [`MULTIPLE`]. Kernels read rows 0 and 1 for every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of
-//! these rows is 0. The *reference score* of a query is the score that the softmax subtracted before `exp`, about the row
-//! maximum. The five rows of a head are:
+//! these rows is 0. The *reference score* of a query is the score that the softmax subtracted before `exp`. It is
+//! approximately the row maximum. The five rows of a head are:
 //!
 //! - row 0: the LSE, or with [`LogsumexpForm::Apart`] only the reference score
 //! - row 1: Δ
@@ -32,8 +32,8 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// The number of queries (rows of the attention output) per cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
-/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. For a query that sees no
-/// key, this element is +∞, which also makes the query's probabilities 0.
+/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. For a query that sees
+/// no key, this element is +∞. The +∞ marks the query, and also makes the query's probabilities 0.
 #[cube]
 pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32

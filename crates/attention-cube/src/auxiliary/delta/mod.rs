@@ -15,8 +15,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Returns the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. It holds the LSE and the delta of every query, and
-/// flags.
+/// Returns the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. The five rows of a head hold the LSE and the
+/// delta of every query, and flags. The header of `kernel.rs` lists the rows.
 pub(crate) fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
     problem: &AttentionProblem,

@@ -84,8 +84,9 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks per interval for each block of `block` queries: see [`INTERVAL_BOUNDS`]. A query has up
-/// to two key intervals. A key block has `keys` keys.
+/// Computes ranges of key blocks for each block of `block` queries. A key block has `keys` keys. A query sees the keys of up
+/// to two intervals. For each interval, the kernel computes two ranges: the key blocks that may be visible, and the fully
+/// visible key blocks. See [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
 #[cube(launch_unchecked)]
@@ -189,8 +190,8 @@ pub(crate) fn bound_segments(
 /// handles one block.
 ///
 /// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side's blocks at
-/// index `others`. A range is stored as the index of its first block and the index after its last block. The element at index
-/// `counter` becomes 0.
+/// index `others`. A range is stored as the index of its first block and the index after its last block. The kernel also
+/// sets the element at index `counter` to 0. With this counter, persistent cubes later claim tiles.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

@@ -6,10 +6,11 @@
 //! The record of a query holds its segment id, then the first key and the end of each interval. Without segments, the record
 //! has no id.
 //!
-//! The bounds of a block are its smallest and its largest segment id, a bit set of its ids modulo 32, and a range of opposite
-//! blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare the ids of two blocks, and
-//! skip the pair if the two blocks have no common document. The range covers all opposite blocks that segments and intervals
-//! may leave visible to the block. Only blocks of the stationary side (the side that a kernel's tiles keep) have such a range.
+//! The bounds of a block are its smallest and its largest segment id, a bit set of its ids modulo 32, and a range of
+//! opposite blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare these bounds of a
+//! block of queries and a block of keys. They skip the pair if the two blocks have no segment in common. The range covers
+//! all opposite blocks that segments and intervals may leave visible to the block. Only blocks of the stationary side (the
+//! side that a kernel's tiles keep) have such a range.
 //!
 //! The bounds of a block of queries also have two ranges of key blocks per interval. An interval is a range of keys that a
 //! query sees. The first range covers each key block in which the interval makes at least one key visible to at least one

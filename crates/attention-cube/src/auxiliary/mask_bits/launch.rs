@@ -56,7 +56,8 @@ impl PackedMask {
 /// Packs the mask, if the problem has one. The rows of the packed mask belong to `side`, queries or keys. A tile has
 /// `tile_rows` rows, and a block has `block_keys` elements of each row.
 ///
-/// If `tile_rows` is `None`, the function computes no block summaries.
+/// A block summary says how much of a key block the mask leaves visible to a query tile. If `tile_rows` is `None`, the
+/// function computes no block summaries.
 pub(crate) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -108,8 +109,9 @@ pub(crate) fn pack(
     }
     if let Some(tile_rows) = tile_rows {
         let (cubes, units) = launch(words.pairs());
-        // SAFETY: a plane reads the words of `bits` that the first launch wrote, and writes the summary of its own pair after
-        // them. Planes whose index is not below the number of pairs do nothing.
+        // SAFETY: each plane handles one pair of a tile and a block. The plane reads the words of `bits` that the first
+        // launch wrote, and writes the summary of its pair after these words. Planes whose index is not below the number of
+        // pairs do nothing.
         unsafe {
             sum_up_mask::launch_unchecked(
                 &client,
@@ -159,7 +161,8 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that a mask that the caller has expanded to full size is packed like a mask that attention broadcasts.
+    /// Checks that two masks are packed with the same shape: a mask with broadcast dimensions, and the same mask after the
+    /// caller has expanded it to full size.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -12,8 +12,8 @@ const MOST_WORDS: usize = u32::MAX as usize;
 
 /// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
 ///
-/// Rows are queries or keys, and columns belong to the opposite side. All broadcast dimensions except the columns are stored
-/// only once.
+/// Either the rows are queries and the columns are keys, or the rows are keys and the columns are queries. All broadcast
+/// dimensions except the columns are stored only once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaskWords {
     pub batch: usize,
@@ -28,8 +28,8 @@ pub(crate) struct MaskWords {
 }
 
 impl MaskWords {
-    /// Plans the layout of a mask of this shape. Rows belong to `side`, queries or keys, and columns to the opposite side.
-    /// Tiles have `tile_rows` rows, and blocks have `block_columns` columns.
+    /// Plans the layout of a mask of this shape. If `side` is queries, the rows are queries and the columns are keys. If
+    /// `side` is keys, it is the other way round. Tiles have `tile_rows` rows, and blocks have `block_columns` columns.
     ///
     /// If `tile_rows` is `None`, the layout has no summaries.
     pub fn new(
@@ -97,8 +97,9 @@ impl MaskWords {
     }
 }
 
-/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed masks, and `packed`
-/// lists them. Each entry has the side of the mask's rows, the number of rows per tile and the number of columns per block.
+/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed forms of its mask,
+/// and `packed` has one entry for each form. An entry tells whether the rows are queries or keys, the number of rows per
+/// tile, and the number of columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,

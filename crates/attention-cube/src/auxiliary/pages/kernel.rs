@@ -28,8 +28,8 @@ pub(super) struct GatherSizes {
     pub cubes_of_head: u32,
 }
 
-/// Copies rows from pages to the contiguous `target`, if any query of the sequence sees them by causal mask, window and length.
-/// All other rows of the target stay uninitialized.
+/// Copies from pages to the contiguous `target` the rows that at least one query of the sequence sees by causal mask, window
+/// and length. All other rows of the target stay uninitialized.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gather_pages<E: Numeric, N: Size>(
     pages: &Tensor<Vector<E, N>>,

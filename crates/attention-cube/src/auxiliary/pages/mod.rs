@@ -15,8 +15,8 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per gather. If there are more heads than this, each head still gets one cube. The number exceeds
-/// the number of cubes that a device runs at once. It is small enough that cubes without rows cost little.
+/// The largest number of cubes per gather, unless there are more heads than this. In that case, each head gets one cube. The
+/// number is larger than the number of cubes that a device runs at once, but so small that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.
@@ -27,8 +27,9 @@ pub(crate) fn page_table_as_read(page_table: &CubeTensor, pages: usize) -> CubeT
     contiguous_integers(page_table, pages.saturating_sub(1))
 }
 
-/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The function copies a row only if
-/// any query of the sequence sees it by causal mask, window and `lengths`. All other rows stay uninitialized and may be NaN.
+/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The function copies only the
+/// rows that at least one query of the sequence sees by causal mask, window and `lengths`. All other rows stay uninitialized
+/// and may be NaN.
 ///
 /// `page_table` and `lengths` must be in the layout that kernels read.
 pub(crate) fn gathered_where_seen(

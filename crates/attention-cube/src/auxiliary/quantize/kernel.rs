@@ -21,15 +21,15 @@ pub(super) const DEQUANTIZE_UNITS: usize = 256;
 /// The number of words that a unit of [`dequantize`] loads at once.
 pub(super) const WORDS_OF_UNIT: usize = 4;
 
-/// The f32 bits of +∞. If f32 bits are read as an integer, the magnitude of a NaN is a larger integer than this.
+/// The f32 bits of +∞. Read as an integer, the bits of a NaN's magnitude are larger than these bits.
 const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
-/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one sequence position per row, and
-/// both the source rows and the slots are ring buffers. The source row is then the position modulo `length`. The target slot is
-/// the position modulo the number of slots. The argument `not_a_number` is NaN, because some shading languages have no literal
-/// for NaN.
+/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one sequence position per row,
+/// and both the source rows and the slots are ring buffers. The source row is then the position modulo `length`, the number
+/// of source rows per head. The target slot is the position modulo the number of slots. The argument `not_a_number` is NaN,
+/// because some shading languages have no literal for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,

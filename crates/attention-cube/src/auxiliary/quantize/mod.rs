@@ -30,10 +30,10 @@ pub(crate) fn quantized(rows: CubeTensor) -> QuantizedTensors<CubeBackend> {
 
 /// Quantizes rows and writes them into the row slots of an int8 KV cache on a CubeCL device.
 ///
-/// The quantization is the one of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`, row
-/// `i` is written to slot `i`. With `positions`, the source row of a position is the position modulo `count`. The target slot
-/// is the position modulo `slots`. The function writes in place, so every handle to the memory of `words` and `scales` sees the
-/// new rows.
+/// The quantization is the one of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`,
+/// row `i` is written to slot `i`. With `positions`, both the source rows and the slots are ring buffers. Each position `p`
+/// then names one row to write: source row `p % count` is written to slot `p % slots`. The function writes in place, so
+/// every handle to the memory of `words` and `scales` sees the new rows.
 ///
 /// # Shapes
 /// `rows [batch, kv_heads, count, columns]`, `words [batch, kv_heads, slots, columns / 4]`,
@@ -151,8 +151,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch. If there are more heads than this, each head still gets one cube. The number exceeds
-/// the number of cubes that a device runs at once. It is small enough that cubes without rows cost little.
+/// The largest number of cubes per launch, unless there are more heads than this. In that case, each head gets one cube. The
+/// number is larger than the number of cubes that a device runs at once, but so small that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.

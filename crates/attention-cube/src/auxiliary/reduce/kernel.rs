@@ -50,8 +50,8 @@ pub(crate) const UNITS: usize = 128;
 /// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum. Each
 /// of these units adds up every `sharing`-th split.
 ///
-/// The first of these units then adds the results of the other units, in order of their index. Budget: 2 KB of shared memory.
-/// Bound: memory, because each split is read once; for small splits the bound is latency.
+/// The first of these units then adds the results of the other units, in order of their index. Budget: 2 KB of shared
+/// memory. Bound: memory, because each split is read once. For small splits, the bound is latency.
 #[cfg(feature = "cuda")]
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_splits<E: Float, N: Size>(

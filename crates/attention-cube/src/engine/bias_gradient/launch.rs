@@ -29,8 +29,8 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient according to its plan. `offsets` gives the positions of lengths and segment bounds in the packed
-/// buffer. Only a kernel that recomputes scores reads both.
+/// Computes the bias gradient according to its plan. `offsets` gives the positions of lengths and segment bounds in the
+/// packed buffer. Only a kernel that recomputes scores reads lengths and segment bounds.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.
@@ -59,7 +59,7 @@ pub(crate) fn bias_gradient(
     }
 }
 
-/// The launch grid of the kernel that recomputes the scores, over the tiles of a bias.
+/// The launch grid of the kernel that recomputes the scores. The grid covers the tiles of a bias.
 pub(crate) struct BiasGrid {
     pub key_tiles: usize,
     pub cubes: usize,

@@ -80,8 +80,8 @@ pub enum BiasSum {
         /// The number of partial sums per tile of the bias.
         parts: usize,
     },
-    /// The bias does not vary along the keys. Its gradient is then a sum over queries, and does not depend on which keys the
-    /// queries see.
+    /// The bias does not vary along the keys, so it adds the same number to all scores of a query. The gradient is then a
+    /// sum over queries, which the kernel computes without any score.
     Queries {
         /// The number of partial sums per bias element.
         parts: usize,
@@ -130,7 +130,7 @@ impl BiasGradientPlan {
         Self { tiles, sum }
     }
 
-    /// Returns the most loop iterations of a unit, over all kernels of this plan.
+    /// Returns the largest number of loop iterations that a unit runs in any kernel of this plan.
     pub(crate) fn iterations(&self, problem: &AttentionProblem) -> usize {
         match self.sum {
             BiasSum::Scores { parts } => {

@@ -165,7 +165,7 @@ mod tests {
             (132, 8, 820, 1),
             (133, 1, 10_000, 1),
             (100_000, 8, 820, 1),
-            // Splits would save too little time for these tiles, or there are too few blocks.
+            // These tiles must not be split. Splits would save too little time, or there are too few blocks.
             (128, 1, 26, 1),
             (1, 1, 15, 1),
             (0, 1, 820, 1),

@@ -51,10 +51,11 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. The first word belongs to the cell's
-/// first query, and the second word to the query eight positions later. The low half of a word belongs to the even keys, and the
-/// high half to the odd keys. The high byte of a half belongs to the cell's first keys, the low byte to the keys eight positions
-/// later.
+/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. A cell has the scores of two queries,
+/// eight positions apart, and four keys. The keys are two neighboring keys, and the two keys eight positions later. The
+/// first word belongs to the first query, and the second word to the second query. The low half of a word belongs to the
+/// even keys, and the high half to the odd keys. In each half, the high byte belongs to the earlier key, and the low byte to
+/// the key eight positions later.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;
@@ -62,12 +63,13 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(query_cell, key_cell, head_key)
 }
 
-/// The high byte of each half of a word. In [`random_bits_of_pair`], this is the byte that belongs to one score alone.
+/// A mask that selects the high byte of each half of a word. In [`random_bits_of_pair`], each of these bytes belongs to one
+/// score alone.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the random bits of two scores. Each half of the result holds the 16 bits of one score. In each half, the high
-/// byte of the random bits is the high byte of `own`. The low byte is the exclusive or of the low bytes of `own` and
-/// `other`.
+/// Returns the random bits of two scores. Each half of the result holds the 16 bits of one score. The high byte of a half is
+/// the high byte of the same half of `own`. The low byte of a half is the exclusive or of two bytes: the low bytes of the
+/// same half of `own` and of `other`.
 #[cube]
 pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
     own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)

@@ -2,7 +2,7 @@
 //!
 //! Budget: a plane's fragments of O stay in registers over all blocks, together with the operand fragments of one
 //! multiplication. O passes through shared memory when its rows are multiplied by factors, and when it is stored at the end.
-//! Only one fragment per plane passes at a time.
+//! At any time, shared memory holds only one fragment of O per plane.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, load_sum, multiply, plane_index, store_sum,
@@ -133,8 +133,9 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies `rows` columns of the tile P, from vector `tile_at` on, by `rows` rows of B in the stage. Adds the product to
-/// fragments of O. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
+/// Multiplies P by B over an inner dimension of size `rows`, and adds the product to fragments of O. The inner dimension is
+/// the columns of the tile P, from vector `tile_at` on, and the rows of B in the stage. In each row of fragments, a plane
+/// computes `count` fragments, from its fragment `first_fragment` on.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,

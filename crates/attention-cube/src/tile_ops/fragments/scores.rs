@@ -1,9 +1,9 @@
 //! The first product `S = A Bᵀ` in fragments, and the distribution of S to the units.
 //!
-//! Budget: registers for a plane's fragments of S and for the operand fragments of one multiplication. S passes through shared
-//! memory once, because a unit cannot know which elements of a fragment it holds. If planes divide S evenly, units read only
-//! scores of their own plane. Then only that plane syncs, which is possible because all devices with fragments have a plane
-//! barrier. If planes do not divide S evenly, the cube syncs.
+//! Budget: registers for a plane's fragments of S and for the operand fragments of one multiplication. S passes through
+//! shared memory once, because a unit cannot know which elements of a fragment it holds. If planes divide S evenly, units
+//! read only scores of their own plane. In this case each plane syncs by itself, which is possible because all devices with
+//! fragments have a plane barrier. If planes do not divide S evenly, the cube syncs.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, multiply, plane_index, store_sum, zero_sums,

@@ -88,7 +88,8 @@ impl Export<'_> {
             return Encoding::Blocks(self.target.format());
         }
         Encoding::Floats(match self.quantized.contains(path) {
-            // A matrix whose rows are not whole blocks keeps its dtype, except that f64 becomes f32.
+            // A matrix whose rows do not consist of whole blocks is not quantized. It keeps its dtype, except that f64
+            // becomes f32.
             true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,

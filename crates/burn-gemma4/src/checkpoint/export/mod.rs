@@ -64,7 +64,7 @@ pub struct QuantizedCheckpoint {
 /// - The file or folder `to` exists already, or a file cannot be written.
 /// - The folder `from` is not a complete checkpoint of Gemma 4. The message says so if `from` is a drafter or a file, or if
 ///   the weights are quantized already.
-/// - No matrix has rows of whole blocks, or a weight is not finite.
+/// - No matrix has rows that consist of whole blocks, or a weight has an element that is NaN or infinite.
 /// - The requested format is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4).
 /// - GGUF cannot express the configuration or the tokenizer.
 pub fn quantize_checkpoint(

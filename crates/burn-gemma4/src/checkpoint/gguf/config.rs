@@ -4,7 +4,7 @@ use super::{Gguf, metadata::Metadata};
 use crate::config::validate::{MOST_LAYERS, number_of_layers};
 use crate::config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 
-/// The only supported architecture. The architecture's name is also the prefix of its keys.
+/// The only supported architecture. Its name is also the prefix of the model's keys in a file's metadata.
 const ARCHITECTURE: &str = "gemma4";
 /// The architecture of drafters, the small models that propose tokens in speculative decoding.
 const DRAFTER: &str = "gemma4-assistant";

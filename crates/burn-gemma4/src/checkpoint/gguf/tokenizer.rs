@@ -155,9 +155,10 @@ fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<u
     }
 }
 
-/// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get the
-/// flag `special`, even if the file gives them the type of ordinary text. llama.cpp's converter writes that type for some
-/// control tokens, because llama.cpp's answer parser needs these tokens.
+/// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get
+/// the flag `special`, even if the file gives them the type of ordinary text. llama.cpp's converter writes that type for
+/// some control tokens, because llama.cpp removes special tokens from an answer before it parses the answer, and its parser
+/// needs these tokens.
 fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
     let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
     let tokens = tokens.iter().zip(types).enumerate();

@@ -27,10 +27,11 @@ use std::marker::PhantomData;
 /// the same result. The decode kernels rotate each padded sequence to the beginning of its buffers once, so that padding does
 /// not slow decoding down.
 ///
-/// A capture takes milliseconds. The decoder captures a graph at the third or fourth token, and again whenever the KV cache has
-/// grown. On CUDA a capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture,
-/// another thread that synchronizes with the device or allocates on it gets an error. A program whose threads share a CUDA
-/// device should decode [`without_graph_capture`](Self::without_graph_capture), which is about a third as fast.
+/// A capture takes milliseconds. The decoder captures a graph at the third or fourth token, and again whenever the KV cache
+/// has grown. On CUDA a capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a
+/// capture, another thread that synchronizes with the device or allocates on it gets an error. A program whose threads share
+/// a CUDA device should decode [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as
+/// fast as with graphs.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -152,8 +153,8 @@ impl<'a> Decoder<'a> {
         Ok(None)
     }
 
-    /// Runs the model over several more tokens of the cache's only sequence in one pass, and returns the logits after each
-    /// token.
+    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after each
+    /// of these tokens.
     ///
     /// The pass runs on the decode kernels of [`step`](Self::step) if the cache can [forget](Cache::forgetting) columns. A
     /// column is one token position of every sequence. The kernels take up to 8 tokens, and at most one token more than the
@@ -189,9 +190,10 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a pass over `count` tokens of each sequence. The kernels write the keys and values of
-    /// all these tokens before attention reads any of them. A ring buffer therefore needs one slot beyond its window for each
-    /// token after the first.
+    /// True if the decode kernels can run a pass over `count` tokens of each sequence. The kernels write the keys and values
+    /// of all these tokens before attention reads any of them. In a ring buffer, a later token must not overwrite a key that
+    /// an earlier token of the pass still sees. The ring buffer therefore needs one slot beyond its window for each token
+    /// after the first.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         batch * count <= GEMV_MAX_ROWS && count <= 1 + self.cache.spare()
@@ -259,7 +261,7 @@ impl<'a> Decoder<'a> {
         self.cache
     }
 
-    /// Runs a decode step like [`step`](Self::step), and calls `after` each time another [`Part`] of the computation has been
+    /// Runs a decode step like [`step`](Self::step), and calls `after` each time a [`Part`] of the computation has been
     /// queued. `after` is never called if the decode kernels do not support the model.
     ///
     /// # Errors

@@ -1,5 +1,6 @@
-//! Decode passes and drafting rounds on decode kernels, whose launches are captured in CUDA graphs and then replayed. A column
-//! of the KV cache is one token position of every sequence.
+//! Decode passes and drafting rounds that run on the decode kernels. The kernel launches of a pass or round are captured in
+//! a CUDA graph, and this graph is replayed for later passes or rounds. A column of the KV cache is one token position of
+//! every sequence.
 //!
 //! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes draft
 //! tokens.
@@ -271,8 +272,8 @@ impl GraphCapture {
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
-        // Rotate padded sequences to the beginning of their buffers. All passes in `passes` hold rotated buffers, because the
-        // code that rotates the buffers back also drops all passes.
+        // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence. All passes in
+        // `passes` also use rotated buffers, because the code that rotates the buffers back drops all passes.
         cache.rotate();
         let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);
@@ -325,7 +326,7 @@ fn flat(rows: Tensor<2>) -> Tensor<1> {
     rows.reshape([count])
 }
 
-/// Copies the elements to a newly allocated tensor. Later steps can overwrite that tensor in place.
+/// Copies the elements to a newly allocated tensor, so that later steps can overwrite the new tensor in place.
 fn own(numbers: Tensor<1>) -> Tensor<1> {
     let own = Tensor::empty(numbers.dims(), (&numbers.device(), numbers.dtype()));
     overwrite_floats(own.clone(), numbers);

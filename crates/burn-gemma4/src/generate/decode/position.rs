@@ -153,8 +153,8 @@ impl Position {
         }
     }
 
-    /// Returns which keys the queries see in the ring buffer of a sliding layer. The pass writes the keys of all its positions
-    /// before attention reads any of these keys.
+    /// Returns which keys the queries see in the ring buffer of a sliding layer. The pass writes the keys of all its
+    /// positions before attention reads any of these keys, so a mask hides the keys after a query's own position.
     fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
             // The ring buffer has exactly as many slots as the window, and the pass has one query per sequence. The query sees

@@ -1,5 +1,5 @@
-//! A drafting round: decode kernels run the drafter, which proposes all draft tokens after one token of each sequence. A column
-//! of the KV cache is one token position of every sequence.
+//! A drafting round: decode kernels run the drafter. The drafter starts from one token of each sequence, and proposes all
+//! draft tokens that follow this token. A column of the KV cache is one token position of every sequence.
 //!
 //! The host determines only the shapes. The kernels read the tokens and their positions from device memory, so the launches can
 //! be captured in a CUDA graph and replayed for other tokens.
@@ -33,7 +33,7 @@ pub(super) struct Round {
     full: RotationTables,
     /// One token of each sequence with its position. The cache does not hold these tokens yet.
     pub inputs: Inputs,
-    /// The hidden states from which the tokens were chosen, `[batch, hidden]`.
+    /// The hidden states from which the tokens in `inputs` were chosen, `[batch, hidden]`.
     pub hidden: Tensor<2>,
     count: usize,
 }

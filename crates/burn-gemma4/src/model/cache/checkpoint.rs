@@ -52,8 +52,8 @@ impl Cache {
     }
 
     /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs
-    /// the last `window - 1` columns. [`forget`](Self::forget) may remove columns before that query. For each removed
-    /// column, the query needs one earlier column instead.
+    /// the last `window - 1` columns. But [`forget`](Self::forget) may remove the last columns before the query runs. For
+    /// each removed column, the query needs one earlier column instead.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }

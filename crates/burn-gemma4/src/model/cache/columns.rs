@@ -95,9 +95,9 @@ impl Cache {
             .collect()
     }
 
-    /// True if a checkpoint of a cache with `columns` columns (tokens) may hold exactly `kept` columns of each ring buffer. A
-    /// checkpoint holds either all columns, or at least the earlier columns in the window of the next query. The loader rejects
-    /// a session file with any other number.
+    /// True if a checkpoint of a cache with `columns` columns (tokens) may hold exactly `kept` columns of each ring buffer.
+    /// A checkpoint holds either all columns, or at least the last `window - 1` columns, which the next query sees in its
+    /// window. The loader rejects a session file with any other number.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;

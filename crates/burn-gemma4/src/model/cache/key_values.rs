@@ -96,8 +96,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read. A shared KV layer computes no keys and values. It reads those of the last
-/// layer of the same type that computes its own. There is one field per layer type.
+/// The keys and values that shared KV layers read. A shared KV layer computes no keys and values. It reads the keys and
+/// values of the last layer of the same type that is not a shared KV layer. There is one field per layer type.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,

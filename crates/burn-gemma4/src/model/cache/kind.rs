@@ -21,8 +21,9 @@ impl CacheKind {
     /// Checks that a model of this configuration supports the storage format.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if int8 is requested, and the channels of a head do not fill whole 32-bit words of
-    /// four int8 codes. With compact keys, the rotated channels that a slot stores for its key must fill whole words too.
+    /// Returns [`Gemma4Error::Argument`] if int8 is requested for channels that do not fill whole 32-bit words of four int8
+    /// codes. The channels of a head must fill whole words. With compact keys, the rotated channels that the cache stores
+    /// for each key must also fill whole words.
     pub(crate) fn check(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
         if self.precision == KvPrecision::Model {
             return Ok(());

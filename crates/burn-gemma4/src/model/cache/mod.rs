@@ -125,7 +125,8 @@ impl Cache {
     }
 
     /// Allocates spare slots, so that [`forget`](Self::forget) can remove the last columns. A column is one token of every
-    /// sequence. The cache can then shrink to `columns` columns fewer than the largest number of columns that it ever had.
+    /// sequence. `forget` can then remove up to `columns` columns, counted back from the largest number of columns that the
+    /// cache ever had.
     ///
     /// # Panics
     /// If the cache is not empty, because its ring buffers can then no longer be resized.
@@ -362,9 +363,9 @@ impl Cache {
         }
     }
 
-    /// Returns the keys and values of the last layer of `kind` that computes its own. The result also has the rules that
-    /// decide which of these keys a query at the next position sees. Returns `None` if no such layer exists, or if the cache
-    /// is empty.
+    /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer. The result also has the
+    /// rules that decide which of these keys a query at the next position sees. Returns `None` if no such layer exists, or
+    /// if the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);

@@ -9,7 +9,8 @@ use super::{Cache, Store, slots::Slots};
 use crate::error::Gemma4Error;
 
 impl Cache {
-    /// Rotates every sequence so that slot 0 holds its first token. The padding of every sequence must already be written.
+    /// Rotates every sequence so that slot 0 holds its first token. The cache must already hold the padding of every
+    /// sequence.
     #[cfg(feature = "cube")]
     pub(crate) fn rotate(&mut self) {
         if !self.rotated {
@@ -29,8 +30,8 @@ impl Cache {
         }
     }
 
-    /// Removes the last `counts[i]` tokens of sequence `i`, which must not be padding. If the counts differ, a sequence that
-    /// becomes shorter than the longest sequence gets more padding at its beginning.
+    /// Removes the last `counts[i]` tokens of sequence `i`. These tokens must not be padding. If the counts differ, a
+    /// sequence that becomes shorter than the longest sequence gets more padding at its beginning.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).

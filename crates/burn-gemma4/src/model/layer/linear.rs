@@ -38,8 +38,9 @@ impl Linear {
 
     /// Projects `[rows, columns in]` to `[rows, columns out]`.
     ///
-    /// A LoRA adapter is two narrow matrices. They multiply the rows one after the other, in the dtype of the rows. The product
-    /// of the two matrices would have the weight's size, so it is never stored, and neither is its gradient.
+    /// A LoRA adapter is two narrow matrices. The rows are multiplied by the first matrix, and the result by the second
+    /// matrix, in the dtype of the rows. The product of the two matrices is never stored, because it would have the weight's
+    /// size. For the same reason, the gradient of this product is never stored.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
             return rows(input, self.weight.matrix());

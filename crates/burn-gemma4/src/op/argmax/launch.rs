@@ -28,7 +28,7 @@ impl ArgmaxBackend for CubeBackend {
     }
 }
 
-/// Divides each row into sections (`stretches`). Returns the largest value of each section, and the column where this value is.
+/// Divides each row into sections (`stretches`). Returns the largest value of each section, and the column of this value.
 /// Both tensors are `[rows, stretches]`.
 pub(in crate::op) fn of_stretches(logits: CubeTensor) -> [CubeTensor; 2] {
     let stretches = logits.meta.shape()[1].div_ceil(HELD * UNITS);

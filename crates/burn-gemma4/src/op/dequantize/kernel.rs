@@ -100,8 +100,8 @@ pub(super) fn dequantize<E: Float, N: Size>(
     }
 }
 
-/// Rounds an f32 to the nearest value of the element type. The explicit rounding is needed for f16, because drivers may convert
-/// with other rounding modes.
+/// Rounds an f32 to the nearest value of the element type. For f16 the rounding is explicit, because a driver's conversion
+/// may not round to the nearest value.
 #[cube]
 fn element<E: Float>(number: f32) -> E {
     let element = elem_type_of::<E>();

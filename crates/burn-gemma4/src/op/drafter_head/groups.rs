@@ -33,8 +33,8 @@ const STRETCH: usize = 2048;
 /// number has not been tuned by measurement yet.
 pub(super) const AT_ONCE: usize = 4;
 
-/// Chooses the `top_k` groups with the largest scores of each row, in descending order. Among groups with equal scores the lower
-/// index comes first. NaN counts as the smallest score.
+/// Chooses for each row the `top_k` groups with the largest scores, and writes them in descending order of scores. Among
+/// groups with equal scores the lower index comes first. NaN counts as the smallest score.
 #[cube(launch_unchecked)]
 pub(super) fn choose_groups_pdl<E: Float, I: Int>(
     scores: &Tensor<E>,

@@ -160,7 +160,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     chosen
 }
 
-/// Returns the largest logit of every part of a row's candidates, and the token of this logit. Both tensors are `[rows, parts]`.
+/// Divides the candidate tokens of each row into parts, one per cube. Returns the largest logit of each part, and the token
+/// with this logit. Both tensors are `[rows, parts]`.
 fn argmax_candidates(
     hidden: CubeTensor,
     table: CubeTensor,
@@ -210,8 +211,8 @@ fn argmax_candidates(
         parts as u32,
     );
     let element = dtype_to_storage_type(hidden.dtype);
-    // SAFETY: each team reads the table rows of tokens in chosen groups. The indices of chosen groups are below the number of
-    // groups. Each cube writes only its own element of `largest` and of `tokens`.
+    // SAFETY: each team of units reads only table rows of tokens that are in chosen groups. The indices of chosen groups are
+    // below the number of groups. Each cube writes only its own element of `largest` and of `tokens`.
     unsafe {
         argmax_candidates_pdl::launch_unchecked(
             &client,
@@ -233,7 +234,8 @@ fn argmax_candidates(
     [largest, tokens]
 }
 
-/// Finds the best token among all parts of a row, and writes it to the row's position in the tensor of draft tokens.
+/// Chooses, for each row, the part with the largest logit. Writes the token of this logit to the row's position in
+/// `guesses`, the tensor of draft tokens. A part is the candidates that one cube of `argmax_candidates` has searched.
 fn place([largest, tokens]: [CubeTensor; 2], guesses: CubeTensor, first: usize) -> CubeTensor {
     let client = largest.client.clone();
     let [rows, parts] = [largest.meta.shape()[0], largest.meta.shape()[1]];

@@ -139,8 +139,8 @@ pub struct GroupOptions {
     pub top_k: usize,
 }
 
-/// The kernels as operators of a backend. The functions above document the operators. Draft tokens are written in place, so the
-/// writes are visible through every handle.
+/// The kernels as operators of a backend. The functions above document the operators. Draft tokens are written in place, so
+/// the writes are visible through every handle of the tensor of draft tokens.
 #[backend_extension(Cube, Fusion)]
 pub trait GuessBackend: Backend {
     #[fusion(meta = |table, _tokens, streams, _options| {

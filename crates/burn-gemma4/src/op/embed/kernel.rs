@@ -4,10 +4,10 @@
 //! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
 //! [`norm`](super::super::norm).
 //!
-//! Schedule: a cube handles one row (for per-layer embeddings, one layer's columns of a row) and reads it once. The read of
-//! a table row depends on the read of its token. Both kernels issue these reads before the wait for the previous launch,
-//! unless an earlier launch computes the table. After the wait, only the kernel for per-layer embeddings reads an input, the
-//! projection.
+//! Schedule: a cube handles one row (for per-layer embeddings, one layer's columns of a row) and reads it once. A kernel
+//! must read a token before it can read the token's table row. Both kernels issue these two reads before the wait for the
+//! previous launch, unless an earlier launch computes the table. After the wait, only the kernel for per-layer embeddings
+//! reads an input, the projection.
 //!
 //! Bound: latency.
 

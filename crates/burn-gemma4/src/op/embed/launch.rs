@@ -105,7 +105,8 @@ impl EmbedBackend for CubeBackend {
         );
         let (table_rows, stride) = (table.meta.shape()[0], table.meta.strides()[0]);
         let dtype = projected.dtype;
-        // Use the vector size of the norm kernel for f32, so that the squares add up in the same order as in that kernel.
+        // Use the same vector size as the norm kernel uses for f32. The squares then add up in the same order as in that
+        // kernel.
         let vector = vector_size(&client, size_of::<f32>(), &[columns, stride]);
         let plan = plan(&table, columns / vector, vector, ahead);
         let output = empty(&projected, shape, dtype);

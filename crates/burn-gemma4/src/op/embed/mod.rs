@@ -56,8 +56,8 @@ pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>)
 
 /// The part of per-layer embeddings that depends only on the tokens.
 pub(crate) struct OfTokens {
-    /// The per-layer embedding table, `[tokens, layers · columns]`. If `tokens` is `None`, the table has one row per output
-    /// row.
+    /// The per-layer embedding table, with one row of `layers · columns` elements per token of the vocabulary. If the field
+    /// `tokens` is `None`, the table instead has one row per output row.
     table: Tensor<2>,
     origin: Origin,
     /// The tokens whose rows are read, or `None` to read all rows in order.

@@ -2,8 +2,8 @@
 //!
 //! Algorithm: a team (a group of units) computes a few outputs. Its units divide the inner dimension of these outputs among
 //! themselves. The team computes the outputs for all input rows, so one read of a weight serves all rows. With MoE experts a
-//! team computes outputs of one item (see `experts`), and reads the weights of the chosen experts. Concatenated matrices have
-//! separate cubes.
+//! team computes outputs of one item (see `experts`), and reads the weights of the chosen experts. If the outputs of several
+//! matrices are concatenated, each cube computes outputs of only one matrix.
 //!
 //! Budget: for each plane of a team, shared memory holds one float per sum of the team, at most 8 KB in all. Registers hold
 //! `rows · weights` sums, at most 32, where `weights` is the number of weight rows of a team. A unit has `unroll` vectors of

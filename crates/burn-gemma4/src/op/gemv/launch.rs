@@ -135,8 +135,8 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let plan = ProjectPlan {
-        // Read weights before the wait for the previous launch only if there is one input row. With several rows the sums fill
-        // the registers, and early reads were not measured.
+        // Read weights before the wait for the previous launch only if there is one input row. With several rows, the sums
+        // fill the registers. Early reads were not measured for several rows.
         reads_ahead: plan.pdl
             && rows == 1
             && reads_parameters

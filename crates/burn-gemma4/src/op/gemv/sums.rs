@@ -18,8 +18,8 @@ pub(super) struct ProjectPlan {
     pub team: Team,
     /// The number of teams of units in a cube.
     pub teams: usize,
-    /// The number of experts whose inner dimensions the kernel concatenates to add up the experts' outputs; 0 without experts.
-    /// See [`experts`](super::experts).
+    /// The number of experts per row whose outputs the kernel adds up; 0 without experts. The kernel treats the inner
+    /// dimensions of these experts as one concatenated dimension, see [`experts`](super::experts).
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,

@@ -65,8 +65,8 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. With CubeCL's own tensor metadata the kernel binds 7 of the 8 buffers that every WebGPU
-/// device supports.
+/// Copies three sources to three targets. The kernel binds 7 buffers, of which one holds CubeCL's own tensor metadata. Every
+/// WebGPU device supports 8 buffers.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,

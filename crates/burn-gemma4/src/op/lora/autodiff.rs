@@ -29,7 +29,8 @@ enum SavedBase<B: Backend> {
 }
 
 impl<B: Backend> SavedMatrix<B> {
-    /// Saves an adapted matrix. The closure `save` saves one float tensor for the backward and returns its node.
+    /// Saves an adapted matrix. The closure `save` saves one float tensor for the backward, and returns the id of this
+    /// tensor's node in the autodiff graph.
     pub fn new<C: CheckpointStrategy>(
         matrix: &AdaptedMatrix<Autodiff<B, C>>,
         mut save: impl FnMut(&FloatTensor<Autodiff<B, C>>) -> NodeId,

@@ -9,7 +9,8 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// The sizes and strides of the tensor of heads. Strides and the length of a head's row of channels are in vectors.
+/// The sizes and strides of the tensor of heads. The strides `of_sequence`, `of_head` and `of_position` are in vectors. The
+/// channels of one head at one position take `vectors` vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Heads {

@@ -1,5 +1,5 @@
-//! The backward of MoE GEMMs. MoE GEMMs also compute the gradients. In the names of this file a place is one (row, chosen
-//! expert) pair.
+//! The backward of MoE GEMMs. The gradients are also computed by MoE GEMMs. In the names of this file, a place is one (row,
+//! chosen expert) pair.
 
 use super::{GroupedBackend, Stacked};
 use burn::{

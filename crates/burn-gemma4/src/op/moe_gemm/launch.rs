@@ -175,9 +175,9 @@ impl Product {
             Form::Rows => self.columns_out,
             Form::Columns | Form::Weight => self.columns_in,
         };
-        // Divide the row tiles of each expert among twice as many cubes as an expert has row tiles on average. If all experts are
-        // chosen equally often, an expert has `places / (experts · TILE)` row tiles, rounded up. The cubes of an expert with more
-        // rows compute several tiles each.
+        // Divide the row tiles of each expert among twice as many cubes as an expert has row tiles on average. If all
+        // experts are chosen equally often, an expert has `places / (experts · TILE)` row tiles, rounded up. If an expert
+        // has more row tiles than cubes, its cubes compute several tiles each.
         let of_rows = match self.form {
             Form::Rows | Form::Columns => {
                 (2 * places.div_ceil(experts * TILE)).clamp(1, MOST_OF_ROWS)

@@ -1,12 +1,13 @@
 //! MoE router kernels. The kernel `route` computes a row's norm, its logits, the softmax, the top-k experts and the weights of
 //! the experts' outputs. The kernel `choose` only computes the top-k of given probabilities.
 //!
-//! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit reads
-//! all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it.
+//! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit
+//! reads all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it in
+//! descending order of probability. The experts with a rank below k are the top-k.
 //!
-//! Budget: less than 22 KB of shared memory. For each expert, shared memory holds one float per partial sum of a team and eight
-//! further bytes. For each chosen expert, it holds four bytes. Registers hold a vector of the row, and `at_once` vectors of the
-//! router's matrix.
+//! Budget: less than 22 KB of shared memory. A team computes a logit as one or more partial sums. For each expert, shared
+//! memory holds one float per partial sum, and another eight bytes. For each chosen expert, it holds four bytes. Registers
+//! hold a vector of the row, and `at_once` vectors of the router's matrix.
 //!
 //! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read it from
 //! the L2 cache.

@@ -85,8 +85,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // The number of outputs exceeds the number of units in a cube on any device. This number is not a multiple of the
-            // number of outputs that a group of units computes together.
+            // The number of outputs exceeds the number of units in a cube on any device. The number of outputs is also not a
+            // multiple of the number that a group of units computes together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -137,9 +137,9 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. The gate matrix and the up matrix have
-/// the same format, have different formats, or one of them is a float matrix. In a last case, the gate multiplies a given
-/// tensor from column 130 on, instead of the output of an up matrix.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. In the first cases, the gate matrix
+/// and the up matrix have the same format or different formats, or one of the two is a float matrix. The last case has no up
+/// matrix: the gate multiplies the columns of a given tensor from column 130 on.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {

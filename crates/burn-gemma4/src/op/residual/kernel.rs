@@ -5,7 +5,8 @@
 //! sum and up to twenty vectors.
 //!
 //! Schedule: one cube per row. After the wait for the previous launch no read depends on another read. Each of the two norms
-//! has one barrier. Every intermediate is rounded to the stream's dtype where the model was trained with that rounding.
+//! has one barrier. The kernel rounds an intermediate result to the stream's dtype wherever the model's training rounded it
+//! too.
 //!
 //! Bound: latency. A row has a few KB, and one cube reads it once.
 

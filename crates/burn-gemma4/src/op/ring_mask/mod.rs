@@ -40,13 +40,13 @@ impl RingMask {
     }
 }
 
-/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the newest column of a slot. A column is
-/// one token's key. A visible column exists, is not after the query, and lies in the query's window. `positions` lists the
-/// positions of the queries, sequence by sequence.
+/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key that was last written to a
+/// slot. A visible key exists, is not after the query, and lies in the query's window. `positions` lists the positions of
+/// the queries, sequence by sequence.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
     let all = options.shape().iter().product::<usize>();
-    // Allocate an empty boolean tensor, which has the device's boolean dtype. The tensor has one dimension, so that its
-    // elements are contiguous. Rows of a tensor with several dimensions would be padded.
+    // Allocate an uninitialized boolean tensor, which has the device's boolean dtype. The tensor has one dimension, so that
+    // its elements are contiguous. Rows of a tensor with several dimensions would be padded.
     let mask = Tensor::<1, Bool>::empty([all], &positions.device());
     Tensor::from_dispatch(Dispatch::write_ring_mask(
         mask.into_dispatch(),

@@ -30,10 +30,11 @@ pub struct HeadOptions {
 /// The columns of a layer's queries, keys and values in the output of one projection.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerColumns {
-    /// The first column of the queries. The field `count` is the number of their columns.
+    /// The first column of the queries (`queries`), and the number of the columns of all queries (`count`).
     pub queries: usize,
     pub count: usize,
-    /// The first columns of the keys and of the values. The shape of the KV cache, or [`OwnShape`], gives the number of columns.
+    /// The first column of the keys, and the first column of the values. The shape of the KV cache gives the number of
+    /// columns, or [`OwnShape`] if there is no cache.
     pub keys: usize,
     pub values: usize,
     /// The epsilon of the norms.

@@ -105,8 +105,8 @@ pub(super) struct HeadsLaunch {
 }
 
 impl HeadsLaunch {
-    /// Creates the arguments of a launch. `columns` is the channel order of the target if keys are compact. In other layouts the
-    /// channels keep their own order.
+    /// Creates the arguments of a launch. If keys are compact, `columns` is the order in which the target stores the
+    /// channels. If keys are not compact, the channels keep their own order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,
@@ -222,9 +222,9 @@ impl HeadsLaunch {
         );
         let widest = [Some(&projected), Some(&target.tensor)];
         let widest = widest.into_iter().chain([keys.as_ref(), values.as_ref()]);
-        // SAFETY: each cube reads one head of one row, and the row of the tables at the position of that row. The tables
-        // contain every position that the cache can hold. Each cube writes one slot of that head in its sequence, and the slot
-        // has columns for all channels.
+        // SAFETY: each cube reads one head of one row of the projection. It also reads the table row for the position of
+        // that projection row. The tables contain every position that the cache can hold. Each cube writes one slot of that
+        // head in its sequence, and the slot has columns for all channels.
         unsafe {
             apply_norm_rope_pdl::launch_unchecked(
                 &client,

@@ -6,8 +6,9 @@
 //! per unit, or up to four without plane operations.
 //!
 //! Schedule: one cube per head. A cube reads its head once. After the wait for the previous launch the kernel reads only the
-//! projection, and no read depends on another read. If a launch computes weights or positions, the kernel also reads these and
-//! the tables after the wait. The reads of the tables then depend on the positions.
+//! projection, and no read depends on another read. If an earlier launch computes the weights or the positions, the kernel
+//! reads the weights, positions and tables after the wait too. The reads of the tables then depend on the reads of the
+//! positions.
 //!
 //! Bound: latency.
 

@@ -361,9 +361,10 @@ mod tests {
         words.iter().map(|word| i32::from_le_bytes(*word)).collect()
     }
 
-    /// Checks that the draw gives the last token if the random number exceeds the running sum of all tokens. In practice the two
-    /// kernels' sums differ only by the rounding of exponentials. In this test the first kernel's sum is twice the second
-    /// kernel's.
+    /// Checks that the draw gives the last token if the random number exceeds the sum of all tokens' weights. A first kernel
+    /// computes this sum, and the random number is below it. A second kernel adds up the weights in the order of the tokens,
+    /// until their sum exceeds the random number. In practice the sums of the two kernels differ only by the rounding of
+    /// exponentials. In this test the first kernel's sum is twice the second kernel's.
     #[test]
     fn draw_beyond_last_sum_gives_last_token() {
         // Each of the ten tokens has the weight 2⁴⁰, which is 256 in units of 2³². The summary holds twice the sum of these

@@ -185,7 +185,8 @@ pub(super) fn descend(
             low: 0u32,
             high: limits.top_p,
         });
-        // Round the target up: add 1 if the product has a fraction, which `share` has dropped.
+        // The target is top-p times the sum of all weights, rounded up. `share` has rounded this product down, so add 1 if
+        // the product has a fraction.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {

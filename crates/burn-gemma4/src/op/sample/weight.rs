@@ -8,7 +8,7 @@ use super::wide::Wide;
 use cubecl::prelude::*;
 
 /// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. The integers
-/// of NaN with a sign bit are smaller. For both, the function `key` returns 0 instead.
+/// of NaN with a sign bit are smaller. The function `key` returns 0 for −∞ and for every NaN.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
 /// The key of ∞. A key is an integer that compares as its logit does. In the order of `f32::total_cmp`, NaN without a sign bit
 /// maps to a larger integer.

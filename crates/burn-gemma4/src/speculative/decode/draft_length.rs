@@ -14,8 +14,8 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The counts of tested and accepted draft tokens give older passes less weight. After this number of further passes, the
-/// weight of a pass has fallen to 1/e.
+/// The number of passes after which the weight of a pass has fallen to 1/e. The weights apply to the counts of tested and
+/// accepted draft tokens, in which older passes have less weight.
 const MEMORY: f64 = 16.0;
 /// The acceptance rate that is assumed at the beginning (`FIRST_ACCEPTANCE`). The assumption counts as much as a measurement of
 /// `FIRST_DRAFTS` draft tokens.
@@ -31,8 +31,8 @@ const ROWS: usize = 8;
 pub(super) struct DraftLength {
     fixed: Option<usize>,
     /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens are divided equally
-    /// among the sequences. In a sequence's share, one token is the last token of its text, and all other tokens are draft
-    /// tokens.
+    /// among the sequences. One token of each share is the last token of the sequence's text. All other tokens of the share
+    /// are draft tokens.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller

@@ -16,7 +16,7 @@ pub(crate) struct Lookup {
 }
 
 impl Lookup {
-    /// Appends tokens to the text. For each appended token, adds the n-grams that end just before the token to the index.
+    /// Appends tokens to the text. For each appended token, the index gets the n-grams that end just before this token.
     pub fn read(&mut self, tokens: &[u32]) {
         for token in tokens {
             let end = self.text.len();

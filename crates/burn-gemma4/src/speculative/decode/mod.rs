@@ -1,5 +1,5 @@
-//! Decoding with draft tokens. One forward pass (below: a pass) of the model evaluates several tokens that were proposed before
-//! the model chose them.
+//! Decoding with draft tokens. One forward pass of the model (below: a pass) evaluates several draft tokens. Draft tokens
+//! are proposals for the next tokens, and the model has not chosen these tokens yet.
 //!
 //! The model chooses its own token after each draft token exactly as without drafts, from the same logits and with the same
 //! random numbers. As long as the chosen token equals the draft token, the logits that the pass has computed at the next

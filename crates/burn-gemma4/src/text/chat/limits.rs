@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 /// templates search all earlier messages for each message, so a conversation of 1,000 messages takes 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
-/// The maximum number of bytes that one rendering creates. All intermediate texts and lists count. Templates copy each message
-/// about ten times, and the longest prompts of any model have a few million bytes.
+/// The maximum number of bytes that one rendering may create. All intermediate texts and lists count. Templates copy each
+/// message about ten times, and the longest prompts of any model have a few million bytes. Such a rendering stays below the
+/// limit.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
 /// The sizes that the limit on created bytes assumes for lists. A list or a namespace counts as `LIST` bytes, plus `ELEMENT`

@@ -1,8 +1,8 @@
 //! The sandbox of chat templates. Some minijinja instructions create texts or lists. The sandbox replaces such instructions by
 //! calls of functions that count the created bytes and enforce a limit.
 //!
-//! A limit on the number of instructions does not bound the memory. For example, a template that doubles a text forty times
-//! would fill any memory.
+//! A limit on the number of instructions alone would not bound the memory. For example, a template needs few instructions to
+//! double a text forty times, and the result would fill any memory.
 
 use super::limits::{
     LIST, MOST_BYTES, assert_in_time, assert_no_namespace, keep, length, spend, too_much,
@@ -401,7 +401,8 @@ fn contains(value: Value, container: Value) -> Result<Value, Error> {
     static PLAIN: LazyLock<Expression<'static, 'static>> =
         LazyLock::new(|| operator("value in container"));
     if container.as_str().is_some() {
-        // A search in a text first formats the value as text. `length` returns an error if that text is too long.
+        // A search in a text first formats the value to search for as text. `length` returns an error if the formatted value
+        // is too long.
         length(&value)?;
     }
     PLAIN.eval(context! { value, container })

@@ -80,8 +80,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns a folder's template and special tokens. If no file has a template, the template is that of Gemma 4. Also returns
-/// the path that error messages name, as [`own`] does.
+/// Returns a folder's template and special tokens. If no file has a template, the template is that of Gemma 4. Like [`own`],
+/// also returns the path that error messages about the template must name.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
@@ -97,8 +97,8 @@ pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
 }
 
 /// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path that error messages
-/// name. This is the file that holds the template. Without a template it is `tokenizer_config.json`, or the folder if that
-/// file does not exist.
+/// must name: the path of the file that holds the template. If there is no template, this path is `tokenizer_config.json`,
+/// or the folder if `tokenizer_config.json` does not exist.
 fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,

@@ -23,7 +23,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark must be
-    /// one of these private-use characters that no text contains.
+    /// a character of these two planes that no text contains.
     ///
     /// # Examples
     /// ```no_run

@@ -8,8 +8,9 @@
 //! producer warpgroup fills the ring buffer without a pause between tiles. Each of two consumer warpgroups multiplies 64
 //! rows, and writes its output while the producer loads the next tile's chunks.
 //!
-//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory. The speed
-//! of tiles with 128 columns and more is therefore limited by the tensor cores.
+//! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory, where
+//! `columns` is the width of the tile. The speed of tiles with 128 columns and more is therefore limited by the tensor
+//! cores.
 
 use super::text::multiply_matrices;
 use crate::hopper::gemm::plan::{Major, MatrixTiles};

@@ -37,8 +37,8 @@ const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 /// is the time to multiply one column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The tile width in columns below which a narrower tile is not faster. A wgmma of 64 rows also reads its left operand from
-/// shared memory, which takes the same time for every width.
+/// The tile width in columns below which the time of a tile's multiplications does not decrease further. A wgmma of 64 rows
+/// also reads its left operand from shared memory, and this read takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows that are in flight at the same time. Neighbouring tiles in flight share their reads in the L2 cache.

@@ -39,8 +39,8 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const SILENCE: Duration = Duration::from_secs(60);
 /// The number of TCP keepalive probes within [`SILENCE`]. The first probe is sent after half of [`SILENCE`].
 const PROBES: u32 = 3;
-/// The largest number of open connections that have not sent a complete hello. Further connections wait in the operating
-/// system's queue.
+/// The largest number of open connections that have not sent a complete hello (a process's first message). Further
+/// connections wait in the operating system's queue.
 const CALLERS: usize = 256;
 /// The largest number of reasons for rejections that an error message lists.
 const REASONS: usize = 4;
@@ -308,7 +308,7 @@ impl ControlPlane for Tcp {
 
     fn fail(&self, message: &str, _code: i32) {
         let message = format!("process {} failed: {message}", self.own_rank.global);
-        // Send errors are ignored. A peer that is gone has failed itself, so this peer does not need the message.
+        // Send errors are ignored. A peer that is gone has already failed, so it does not need the message.
         self.tell_all(&Message::Failure(message));
     }
 

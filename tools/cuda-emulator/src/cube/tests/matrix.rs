@@ -143,8 +143,8 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
         st.global.u32 [%own], %x;",
         32,
     );
-    // Before the transposition, lane 4r + k stores two elements at row r: its index at column 2k, and 0 at column 2k +
-    // 1.
+    // Before the transposition, lane 4r + k stores two elements in row r: the lane's index in column 2k, and 0 in
+    // column 2k + 1.
     let element = |row: usize, column: usize| match column % 2 {
         0 => (4 * row + column / 2) as u32,
         _ => 0,
@@ -157,8 +157,8 @@ fn stmatrix_after_transposed_ldmatrix_transposes() {
 }
 
 /// Returns a kernel in which a warpgroup multiplies a 64 × 16 matrix by a 16 × 8 matrix. Both matrices are in shared
-/// memory, in swizzled rows of 128 bytes. The instructions `fence` come after the copies to shared memory. The
-/// instructions `wait` come after the multiplication is committed.
+/// memory, in swizzled rows of 128 bytes. The argument `fence` holds instructions that the kernel runs after the copies
+/// to shared memory. The argument `wait` holds instructions that it runs after it has committed the multiplication.
 fn wgmma(fence: &str, wait: &str) -> String {
     format!(
         ".reg .b64 %in, %word, %to, %a, %b; .reg .b32 %at, %x, %y, %row, %v<4>; .reg .f32 %d<4>; .reg .pred %p;

@@ -108,8 +108,8 @@ impl Decoder<'_> {
     }
 
     fn flags(&mut self) -> Flags {
-        // The modifiers for approximate results have no effect, because the emulator computes these functions
-        // accurately.
+        // The modifiers `.approx` and `.full`, which allow approximate results, have no effect: the emulator always computes
+        // accurate results.
         self.ignores(&["approx", "full"]);
         Flags {
             flush: self.takes("ftz"),

@@ -152,8 +152,8 @@ impl<'a> Decoder<'a> {
         Ok(operand)
     }
 
-    /// Returns the register row of a source operand of type `number`. A constant or a special register gets its own
-    /// row.
+    /// Returns the register row of a source operand of type `number`. A register row is one register of a warp, with
+    /// one value per lane. Each constant and each special register has a row of its own.
     fn source(&mut self, at: usize, number: Type) -> Result<Register> {
         let operand = self.operand(at)?;
         self.source_of(&operand, number)

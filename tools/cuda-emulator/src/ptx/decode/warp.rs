@@ -29,7 +29,8 @@ impl Decoder<'_> {
                     _ => Err(self.unsupported("the results")),
                 }
             }
-            // The instructions that set a warp's register count or start a dependent kernel do not affect results.
+            // The remaining instructions set a warp's register count or start a dependent kernel. They do not affect
+            // results, so the emulator ignores them.
             _ => Ok(self.nothing()),
         }
     }

@@ -36,9 +36,9 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory, together with both streamed
-    /// operands of a block. With 0, these operands share one region of shared memory, where each operand overwrites the
-    /// previous one.
+    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory. If this number is above 0, both
+    /// streamed operands of a block stay there too. With 0, all these operands share one region of shared memory, where each
+    /// operand overwrites the previous one.
     resident: usize,
 }
 
@@ -322,7 +322,7 @@ mod tests {
     use crate::testing::card;
 
     /// Checks that the tiles that `complete` returns for a table entry divide evenly among planes and units, as the kernels
-    /// assume. For each entry, `complete` must return tiles with at least one fragment shape and plane size.
+    /// assume. For each entry, at least one pair of a fragment shape and a plane size must give tiles.
     #[test]
     fn complete_every_table_row_divides_evenly() {
         let device = card(16 << 10);
@@ -426,7 +426,8 @@ mod tests {
                             tiles.rows,
                             "{context}"
                         );
-                        // The softmax gives each row of the tile to one unit, so there must be as many units as rows.
+                        // The softmax gives each row of the tile to one unit, so there must be at least as many units as
+                        // rows.
                         assert!(tiles.rows <= tiles.units, "{context}");
                         // Fragments start at multiples of 16 bytes, or of 32 bytes if they are 16 elements wide.
                         for pitch in [

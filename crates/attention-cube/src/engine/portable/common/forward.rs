@@ -112,7 +112,8 @@ pub(crate) fn forward<
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), row_count);
 
-    // The first and the last query of the tile. All other queries of the tile lie between them.
+    // No query of the tile lies before `first_query` or after `last_query`. If the tile has rows of several heads, these
+    // bounds enclose the whole sequence.
     let mut first_query = first_row;
     let mut last_query = end_row - 1i32;
     if comptime!(kind.packed) {
@@ -128,8 +129,8 @@ pub(crate) fn forward<
     let keys = visible_keys(&seq_info, first_query, last_query, full, kind.structure);
 
     let block_size = comptime!(tiles.columns() as i32);
-    // Use query block 0 for packed rows. Packed rows are queries from the whole sequence, and the launch enlarges query block 0
-    // so that its segment bounds cover all queries.
+    // Packed rows are queries from the whole sequence. For packed rows, the launch enlarges query block 0 to all queries, so
+    // the segment bounds of query block 0 hold for every tile.
     let mut query_block = work_tile.tile;
     if comptime!(kind.packed) {
         query_block = 0u32;
@@ -378,8 +379,8 @@ struct HeadQuery {
     query: i32,
 }
 
-/// Returns the head and the query of a tile's row. If `packed`, the tile has rows of several heads, and a row past the end gets
-/// query `q_len`, which sees no key.
+/// Returns the head and the query of a tile's row. If `packed`, the tile has rows of several heads. A row past the last
+/// valid row then gets the query index `q_len`, for which all keys are hidden.
 #[cube]
 fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool) -> HeadQuery {
     let mut head = rows.first_head;

@@ -170,8 +170,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // Leave out the kernel that computes all three gradients. Each launch of that kernel covers only as many pairs of tiles as
-    // the iteration limit allows.
+    // Count 0 iterations for a kernel that computes all three gradients, because it cannot exceed the limit. Each of its
+    // launches covers only as many pairs of tiles as the iteration limit allows.
     let separate = match parts {
         Some(_) => 0,
         None => {

@@ -26,8 +26,8 @@ pub(crate) struct RowStatistics {
     /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead. A
     /// reference maximum changes only if the true maximum exceeds it by more than ln(2^8).
     pub maximum: Shared<[f32]>,
-    /// One factor for each row, by which the results of earlier blocks are rescaled. At the end, the factor is the one that
-    /// normalises the output.
+    /// One factor for each row, by which the results of earlier blocks are rescaled. At the end, the field holds the factors
+    /// that normalize the output instead.
     pub factor: Shared<[f32]>,
     /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if any row of the group has a
     /// factor other than 1. The output of that group then needs a rescale.

@@ -14,8 +14,8 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Pass};
 
-/// The largest number of partial gradients of the query. More partial gradients would gain less time than their memory is
-/// worth.
+/// The largest number of partial gradients into which the query's gradient is divided. With a larger number, the saved time
+/// would not be worth the additional memory.
 const MAX_PARTS: usize = 4;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal.
@@ -63,11 +63,12 @@ pub(super) fn backward(
     )
 }
 
-/// Returns the number of partial gradients of the query if one kernel should compute all three gradients, else `None`.
+/// If one kernel should compute the gradients of query, keys and values, returns the number of partial gradients that it
+/// writes for the query. Otherwise returns `None`.
 ///
-/// Several partial gradients keep the few processors of a software driver busy. All gradients must fit one buffer. The result
-/// is `None` in three cases: for a GPU, if the processors need more than [`MAX_PARTS`] partial gradients, or if not even one
-/// partial gradient fits.
+/// Several partial gradients keep the few processors of a software driver busy. All gradients of the kernel must fit one
+/// buffer. The result is `None` for a GPU. For a software driver, the result is `None` if the processors need more than
+/// [`MAX_PARTS`] partial gradients, or if the buffer is too small for even one partial gradient.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

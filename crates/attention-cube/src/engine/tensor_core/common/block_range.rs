@@ -16,7 +16,8 @@ use cubecl::prelude::*;
 pub(crate) struct TilePosition {
     pub batch: u32,
     pub head: u32,
-    /// The index of the tile's rows in the table that holds the segment bounds of each block.
+    /// The tile's index in the table of segment bounds. The table has one entry per block, and the tile's rows are one block
+    /// of its own side.
     pub row_block: u32,
     pub run: Run,
 }

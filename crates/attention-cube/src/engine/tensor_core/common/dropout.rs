@@ -43,9 +43,10 @@ fn exchanged(word: u32) -> u32 {
 /// these columns. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the
 /// second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
 ///
-/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). `shares_cells` is true if the
-/// positions of the thread's two rows differ by 8, as in a tile of one head. The registers then are one cell, and one draw serves
-/// all of them. If the rows are keys, the registers are halves of two cells.
+/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). If the rows are keys, the
+/// eight registers are halves of two cells. If the rows are queries, `shares_cells` tells whether the positions of the
+/// thread's two rows differ by 8, as in a tile of one head. If they do, the eight registers are one cell, and one draw
+/// serves all of them. Otherwise, each row needs its own draw.
 #[cube]
 fn keep_masks_of_step(
     dropout: &DropoutArguments,
@@ -95,7 +96,8 @@ fn keep_masks_of_step(
     masks
 }
 
-/// A cell has two words of random bits. Returns first the word that belongs to `query`, then the cell's remaining word.
+/// A cell has two words of random bits, one for each of its two queries. Returns first the word that belongs to `query`,
+/// then the cell's remaining word.
 #[cube]
 fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     let is_second = query / 8u32 % 2u32 == 1u32;
@@ -170,7 +172,8 @@ pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f3
 }
 
 /// Returns the factor by which the accumulated gradient of V is multiplied: `1 / p_scale`, because P was multiplied by
-/// `p_scale`. If the kernel has dropout, the factor also includes the factor of kept probabilities.
+/// `p_scale`. If the kernel has dropout, the result is also multiplied by `kept`, the factor of the probabilities that
+/// dropout keeps.
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,
@@ -184,8 +187,8 @@ pub(crate) fn value_factor(
 }
 
 /// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. Kept probabilities stay
-/// unchanged, because their product with `kept_scale` could exceed half precision. The result of the GEMM is multiplied by
-/// `kept_scale` instead.
+/// unchanged, because their product with `kept_scale` could exceed the largest half-precision number. Instead, the kernel
+/// multiplies the result of the GEMM by `kept_scale`.
 #[cube]
 pub(crate) fn dropped_pair(
     values: Pair,

@@ -10,9 +10,9 @@
 //! path for partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the
 //! reference is exactly 0. The path subtracts the logarithm afterwards.
 //!
-//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of queries, which marks
-//! groups with a far query. A tile may have a far query if a flag is set for the queries of one of its heads. The warp then
-//! votes for each block whether the block holds a far query, and reads the two f32 only in such blocks.
+//! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of consecutive queries.
+//! A flag is set if its group has a far query. A tile may have a far query if a flag is set for the queries of one of its
+//! heads. The warp then votes for each block whether the block holds a far query, and reads the two f32 only in such blocks.
 //!
 //! Keys whose scaled dot products round to the same f32 get equal probabilities here, as in any softmax over f32 scores. The
 //! forward still distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's
@@ -59,7 +59,8 @@ pub(crate) fn has_far(
     }
 }
 
-/// The number of flags that a lane loads for the first head without waiting in between. They cover 4,096 queries.
+/// The number of flags that a lane loads for the first head without waiting between the loads. The flags that the 32 lanes
+/// of a warp load in this way cover 4,096 queries.
 const LOADS: usize = 4;
 
 /// Returns the sum of the lane's share of flags for the query heads `first_head` to `first_head + heads − 1` and for the range
@@ -90,8 +91,9 @@ pub(crate) fn sum_of_flags(
             + FLAGS * lse_delta.stride(2);
         #[unroll]
         for load in 0..LOADS {
-            // Past the end of the range, the lane reads another flag of the head. If that flag is set, the tile takes the path of far
-            // queries, which is slower and rounds scores before the subtraction.
+            // If the lane's index is past the end of the range, the lane still reads a flag of the head, so that no branch
+            // is needed. If that flag is set, the tile takes the path of far queries, which is slower and rounds scores
+            // before the subtraction.
             sum += lse_delta[at + min(first + 32usize * load, last)];
         }
         let mut flag = first + 32usize * LOADS;

@@ -30,9 +30,9 @@ use std::f32::consts::LOG2_E;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
-    /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the LSE
-    /// or marks, row 1 delta, and row 2 the logarithm of row_sum. Row 3 holds the reference of far queries, and row 4 the flags
-    /// of far queries.
+    /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the
+    /// LSE, or the mark −0 for a far query. Row 1 holds delta, and row 2 the logarithm of row_sum. Row 3 holds the reference
+    /// of far queries, and row 4 the flags of far queries.
     pub all: &'a Tensor<f32>,
     /// The reference of each row's LSE (the row maximum that the softmax subtracted), or the whole LSE if one f32 holds the
     /// LSE. The value −0 marks a [`far`](super::far) query.
@@ -44,7 +44,8 @@ pub(crate) struct LseDelta<'a> {
     pub references_at: u32,
     pub deltas_at: u32,
     pub logarithms_at: u32,
-    /// Not 0 if this lane found a [`far`](super::far) query among its rows, or a flag of far queries if the rows are keys.
+    /// Not 0 if this lane found a [`far`](super::far) query. If the rows are queries, the lane tests its own rows. If the
+    /// rows are keys, the lane tests the flags of far queries.
     pub far: f32,
     /// True if `far` is not 0 in a lane of the warp. The value is set by [`voted`](super::far::voted), and false before.
     pub may_have_far: bool,
@@ -125,9 +126,9 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one f32 for each register of the `pair`-th register pair. The f32 belongs to the register's query. It comes from one
-/// row of the LSE/delta tensor, which the arguments choose. If the rows are queries, the function takes the f32 from `rows`.
-/// Otherwise it loads the f32 from shared memory at `address`.
+/// Returns one f32 for each register of the `pair`-th register pair. The f32 is a property of the register's query, such as
+/// delta. The arguments choose the property, that is, a row of the LSE/delta tensor. If the rows are queries, the function
+/// takes the f32 from `rows`. Otherwise it loads the f32 from shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -592,8 +593,9 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 /// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
 /// the left operand of a GEMM.
 ///
-/// With dropout, each element of dP is multiplied by the keep factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`. The keep
-/// factor is 0 for a dropped probability, and the factor of kept probabilities otherwise.
+/// With dropout, each element of dP is multiplied by the keep factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`. The
+/// keep factor is 0 for a dropped probability. Otherwise it is the factor by which dropout multiplies all kept
+/// probabilities.
 ///
 /// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 where a score is
 /// hidden.

@@ -154,8 +154,8 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
-            // Biases that are loaded before S is ready are added at once, before the code of a score mod could change the
-            // scores. So a kernel with such code loads biases later.
+            // A bias that is loaded before S is ready is part of the score from the start. The code of a score mod would
+            // then change a score that already holds the bias. So a kernel with such code loads biases later.
             _ if problem.has_code() => None,
             BiasesAhead::Never => None,
             BiasesAhead::ByTwos => optional_inputs.half_of_bias_by_twos(),
@@ -248,8 +248,8 @@ impl ForwardPass {
         TileSchedulerLaunch::new(self.grid(problem), schedule, problem.group() as u32)
     }
 
-    /// Returns the sinks, or `None` if the forward kernel does not add them to row_sum. With split-KV, the combine kernel adds
-    /// the sinks instead.
+    /// Returns the sinks that the forward kernel adds to row_sum. Returns `None` without sinks. Also returns `None` with
+    /// split-KV, because the combine kernel then adds the sinks.
     pub(crate) fn sinks(&self) -> Option<TensorArg> {
         let own = self.sinks.clone().filter(|_| !self.kind.split);
         own.map(CubeTensor::into_tensor_arg)

@@ -8,7 +8,8 @@ use cube_kit::nvidia::accumulator::{Pair, is_second};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// The registers of a thread after the tile's last block: its elements of O, and the softmax state of its two rows.
+/// The registers of a thread after the last block of a tile: the thread's elements of O, and the softmax state of the
+/// thread's two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Finished<NO: Size> {

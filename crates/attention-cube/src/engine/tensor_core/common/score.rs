@@ -89,8 +89,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
     } else if comptime!(!kind.raw) {
         // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one score is NaN, the other
-        // becomes NaN too. This does no harm, since one NaN score already makes the softmax of the row NaN. In other blocks, a
-        // hidden NaN would spoil a visible score.
+        // becomes NaN too. This does no harm, since one NaN score already makes the softmax of the row NaN. In a partly
+        // visible block, each score has its own reciprocal, because otherwise a hidden NaN would spoil a visible score.
         let pairs = comptime!(
             kind.score.softcap
                 && !kind.score.wide_softcap

@@ -12,8 +12,9 @@ use cubecl::prelude::*;
 /// Returns the places of the two scores of the `pair`-th register pair in a block that begins at `first_column`. The pair's
 /// first column is `at`. For a pair past the last column, `at` is the first column of the last pair that exists.
 ///
-/// A place also holds the distance between its query and its key as f32. This distance is the distance to the thread's first
-/// column plus a constant. So each row needs only one conversion from integer to f32, and each column one addition.
+/// A place also holds the distance between its query and its key as f32. The function computes this distance as the distance
+/// between the row and the thread's first column, plus a constant of the column. So each row needs only one conversion from
+/// integer to f32, and each column one addition.
 #[cube]
 fn places(
     known: &Known,

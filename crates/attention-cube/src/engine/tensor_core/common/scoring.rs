@@ -65,7 +65,8 @@ pub(crate) struct GradientOperands<E: Float> {
     pub q_or_k: OwnedTensor<E>,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: OwnedTensor<E>,
-    /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`.
+    /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`. The five rows of a head are listed in
+    /// `auxiliary/delta/kernel.rs`.
     pub lse_delta: OwnedTensor<f32>,
 }
 

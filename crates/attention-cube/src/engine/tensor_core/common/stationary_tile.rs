@@ -67,10 +67,10 @@ pub(crate) fn stationary_tile(
     // The tile's keys past the sequence's length do not count as existing rows, since no query sees them.
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
-        // A partial tile has rows past the end of the queries. In a fully visible block, such rows also compute scores. But
-        // the bias tensor has no biases for such rows, so they must not read any. If a mask mod hides a key from all
-        // queries, these rows must not mark the key as used either. So if each score has its own bias, or if there is a mask
-        // mod, no block counts as fully visible for a partial tile.
+        // A partial tile has rows past the last query. In a fully visible block, these rows would compute scores too. But
+        // they must not read biases, because the bias tensor has none for them. They also must not mark a key as used that a
+        // mask mod hides from all queries. So if each score has its own bias, or if there is a mask mod, no block counts as
+        // fully visible for a partial tile.
         let full =
             existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
@@ -312,8 +312,9 @@ pub(crate) fn seen_by<F: Float, NB: Size>(
 
 /// Returns the LSE and delta of rows `row` and `row + 8` if the tile holds queries.
 ///
-/// If the tile holds keys, the function only computes `far`, from the flags of far queries for the tile's blocks. Each of these
-/// blocks has `columns` queries. The caller must call [`voted`](super::far::voted) before it uses `may_have_far`.
+/// If the tile holds keys, the function only computes `far`, the sum of the flags that mark far queries in the tile's
+/// blocks. A far query is a query whose LSE one f32 cannot hold precisely enough (see `far.rs`). Each of the tile's blocks
+/// has `columns` queries. The caller must call [`voted`](super::far::voted) before it uses `may_have_far`.
 #[cube]
 pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta: &'a Tensor<f32>,

@@ -56,7 +56,7 @@ pub(crate) struct Tile {
     /// next head.
     pub first_head: u32,
     pub first_query: i32,
-    /// The number of tile rows that lie inside the problem, not past its last query.
+    /// The number of tile rows that hold queries. The remaining rows lie past the last query of the problem.
     pub rows: i32,
     /// The number of rows per head: the tile's row count, or `q_len` if several heads share the tile.
     pub head_rows: i32,
@@ -151,10 +151,10 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the end of the queries. In a fully visible block, such rows would compute scores too.
-    // With a bias, they would read biases that the tensor does not have. With a mask mod that hides keys from all queries,
-    // they would mark these keys as used. If the kernel has such a bias or a mask mod, no block of a partial tile therefore
-    // counts as fully visible.
+    // A partial tile has rows past the end of the queries. In a block that counts as fully visible, these rows would compute
+    // scores too. With a bias, these rows would read past the end of the bias tensor. With a mask mod that hides some keys
+    // from all queries, these rows would mark the hidden keys as used. If the kernel has a bias or a mask mod, a partial
+    // tile therefore counts no block as fully visible.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);

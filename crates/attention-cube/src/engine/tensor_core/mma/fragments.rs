@@ -1,5 +1,5 @@
 //! Helpers for a warp's register fragments, which lie one after another in one vector. Further helpers store and load one
-//! f32 per row in shared memory, through which warps exchange these f32.
+//! f32 per row in shared memory, so that warps can exchange these values.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};
@@ -93,7 +93,8 @@ pub(crate) fn used_by_warps(
     used
 }
 
-/// The number of bytes from a thread's first row to its second row, which lies 8 rows below, in a table with one word per row.
+/// The distance in bytes between the words of a thread's two rows, in a table with one word per row. A thread's second row
+/// lies 8 rows below its first row.
 const TO_SECOND: u32 = 4 * 8;
 
 /// Stores two f32 of a thread, one for each of its two rows, in a table with one word per row. One lane of each quad stores.

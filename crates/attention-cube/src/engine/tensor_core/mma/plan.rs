@@ -91,10 +91,11 @@ const FORWARD: &[Shape] = &[
     // with blocks of 128 keys; 295 with warps of 16 rows; 289 with warps of 16 rows and blocks of 128 keys; 297 with one
     // block of V in shared memory. Two CTAs share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // These tiles reach 362 TFLOP/s without a mask and 335 causal. An earlier version recomputed the addresses of its copy
-    // operations for each block, and reached 330 causal. In that version, blocks of 64 keys reached 341 causal, and 369 without
-    // a mask. Causal variants reach: 326 with one block of V in shared memory; 317 with one block of K and one of V; 295 with
-    // warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
+    // These tiles reach 362 TFLOP/s without a mask and 335 causal. In an earlier version of the kernel, which recomputed the
+    // addresses of copy operations for each block, the same tiles reached 330 causal. Tiles with blocks of 64 keys reached
+    // 369 without a mask and 341 causal in that version. Causal variants reach: 326 with one block of V in shared memory;
+    // 317 with one block of K and one of V; 295 with warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two
+    // CTAs share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
     // These tiles reach 347 TFLOP/s without a mask and 328 causal. Other tiles reach: 340 and 318 with one buffer for P; 344 and
     // 326 if each warp has 64 × 64 elements of the output; 323 and 308 with chunks of half the columns.
@@ -280,8 +281,8 @@ mod tests {
         // A lane has four bits of used keys for each group of 16 keys. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
-        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. So more slots than
-        // `chunks + 1` would stay unused.
+        // After a warp has read chunk `i` of a pass (main loop iteration), the warp starts to copy chunk `i + slots − 1`.
+        // This must be a chunk of the same pass or of the next pass, so the ring can use at most `chunks + 1` slots.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"

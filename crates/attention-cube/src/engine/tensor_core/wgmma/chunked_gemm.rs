@@ -109,15 +109,15 @@ impl Walk {
 /// The outputs are the registers of S. The inputs are, in this order:
 /// 1. The registers of the query chunks that stay in registers, which are the first chunks.
 /// 2. The descriptors of the queries and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`.
+/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the first chunk.
 ///
-/// Each chunk is freed after the wgmma of the next chunk are issued and its own wgmma are complete. The caller frees the last
-/// chunk, after it has waited for S.
+/// The PTX issues the wgmma of the next chunk, waits until the wgmma of the current chunk are complete, and then frees the
+/// current chunk. The caller frees the last chunk, after it has waited for S.
 ///
-/// With `frees_before`, two more inputs follow: the empty barrier of the last chunk of the preceding GEMM, and the `elected`
-/// flag for that barrier. The PTX issues the wgmma of this GEMM's first chunk, waits until the preceding GEMM is complete, and
-/// then frees that last chunk.
+/// With `frees_before`, the PTX also frees the last chunk of the preceding GEMM. It issues the wgmma of this GEMM's first
+/// chunk, waits until the preceding GEMM is complete, and frees the chunk. Two more inputs follow in this case: the chunk's
+/// empty barrier, and the `elected` flag for this barrier.
 fn chunked_scores_text(product: &ChunkedScores) -> String {
     let first_query = HALF_KEYS / 2;
     let after = first_query + product.query_fragment;
@@ -184,22 +184,22 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 }
 
 /// Emits the GEMM `sum += P V` over `chunks` chunks of V, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. The backward also uses this GEMM: its left operand is then P or dS, and a block of Q, K or dO takes
-/// the place of V.
+/// chunks that belong to the warpgroup. The backward uses this GEMM with P or dS as the left operand, and with a block of Q,
+/// K or dO in the place of V.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
 /// 2. The descriptors of P and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`.
+/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The stage and the parity of the other warpgroup's first chunk.
 ///
-/// Each chunk is freed after the wgmma of the next chunk are issued and its own wgmma are complete. The caller frees the last
-/// chunk, after it has waited for the sum.
+/// The PTX issues the wgmma of the next chunk, waits until the wgmma of the current chunk are complete, and then frees the
+/// current chunk. The caller frees the last chunk, after it has waited for the sum.
 ///
-/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. A warpgroup must not skip a phase of
-/// a full barrier. The phases before and after the skipped one have the same parity, so the warpgroup could mistake one for the
-/// other.
+/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. Without this wait, the warpgroup
+/// would skip a phase of the chunk's full barrier. The phases before and after the skipped phase have the same parity, so
+/// the warpgroup could mistake one for the other.
 fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
     let [
@@ -260,14 +260,14 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// The outputs are the registers of O. The inputs are, in this order:
 /// 1. The registers of O.
 /// 2. The descriptors of P and of the ring.
-/// 3. The first full barrier, the first empty barrier, and `elected`.
+/// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
 /// If the block's last chunk reuses the stage of its first chunk, the PTX also arrives once at the empty barrier of the
-/// warpgroup's first chunk. That barrier counts two arrivals per warp, so a second arrival must follow elsewhere. In the
-/// split-D forward, `share_first_chunk` makes the second arrival for the first warpgroup's first chunk.
-/// `free_own_first_chunk` makes it for the second warpgroup's first chunk.
+/// warpgroup's first chunk. The barrier counts two arrivals per warp of the warpgroup, so a second arrival must be made
+/// outside of this PTX. In the split-D forward, `share_first_chunk` makes the second arrival for the first chunk of the
+/// first warpgroup. `free_own_first_chunk` makes the second arrival for the first chunk of the second warpgroup.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -357,8 +357,8 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
 /// Starts the GEMM `S = left · rightᵀ` of a block. It works like `multiply_chunked_scores`, but no chunk of the left operand is
 /// in registers.
 ///
-/// If `product.frees_before` is true, this GEMM also frees the last chunk of the preceding GEMM, after it has issued the wgmma
-/// of its own first chunk. `before` is the empty barrier of that last chunk.
+/// If `product.frees_before` is true, this call also frees the last chunk of the preceding GEMM. It does so after it has
+/// issued the wgmma of the new GEMM's first chunk. `before` is the empty barrier of the freed chunk.
 #[cube]
 pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,

@@ -215,8 +215,8 @@ pub(super) fn forward(
 /// True if TMA can copy a tile's biases. TMA copies a rectangular box, so the bias tensor must have one element for each pair
 /// of a query and a key. Its precision must be that of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    // Biases that the kernel loads before S is ready are added to S before a score mod or a mask mod could run. A problem
-    // with such code therefore gets no boxes.
+    // The kernel loads biases from TMA's copy before S is ready, and adds them to S before a score mod or a mask mod could
+    // run. In a problem with a score mod or a mask mod, TMA therefore copies no biases.
     let bias = problem.bias.filter(|_| !problem.has_code());
     bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype

@@ -1,5 +1,5 @@
-//! Writes zeros over those rows of a block that no row of the tile sees. Such rows of V, K, Q or dO may hold NaN. Their P or dS
-//! is 0, but `0 · NaN` is NaN and would spoil the GEMM's sum.
+//! Writes zeros over those rows of a block that no row of the tile sees. Such rows of V, K, Q or dO may hold NaN. The
+//! elements of P or dS that multiply such a row are 0, but `0 · NaN` is NaN and would spoil the GEMM's sum.
 //!
 //! The *used* bits in shared memory have one bit for each row of a block. A warp sets the bit if one of the warp's own rows
 //! sees that row of the block. Each block has four *used words*. There are three sets of four words, which consecutive blocks
@@ -80,8 +80,9 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// True if the block has rows that no row of the tile sees. If `masked`, the used words of the `count`-th visited block decide
-/// this, and the used words of a later block are cleared. Otherwise the tile's visible range `run` decides.
+/// True if the block has rows that no row of the tile sees. If `masked`, the used words of the `count`-th visited block
+/// decide the result. The function then also clears the used words of a later block. If not `masked`, the tile's visible
+/// range `run` decides the result.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,

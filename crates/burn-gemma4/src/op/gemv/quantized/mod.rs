@@ -19,9 +19,9 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes, which must also lie within one quantization group. Adjacent units of
-/// a plane read inputs that are this many columns apart. With twice as many columns, each input load of a plane would touch
-/// twice as many cache lines. Then the cache would be the bottleneck, and not memory.
+/// The largest number of columns in a vector of codes. A vector must also lie within one quantization group. Adjacent units
+/// of a plane read inputs that are this many columns apart. With twice as many columns, each input load of a plane would
+/// touch twice as many cache lines. Then the cache would be the bottleneck, and not memory.
 const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight.
 const VECTORS_IN_FLIGHT: usize = 16;
@@ -31,8 +31,8 @@ const VECTORS_IN_FLIGHT: usize = 16;
 /// Decoding of one row on an H200, in tokens/s:
 /// - With 8, 16 and 32 words: 622, 677 and 676 for E2B in Q4_0.
 /// - With 16 and 32 words: 376 and 413 for E4B in Q4_0, 588 and 576 for E2B in Q8_0, 187 and 189 for 12B in Q8_0.
-/// - With 32 vectors of one word each in flight, which divide 12B's columns evenly: 193 for 12B in Q4_0, against 211 with 16
-///   words.
+/// - For 12B in Q4_0: 211 with 16 words, and 193 with 32 words. The 32 words were 32 vectors of one word each. Such vectors
+///   divide 12B's columns evenly.
 ///
 /// The other formats were not measured.
 fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {

@@ -7,7 +7,7 @@ use cubecl::prelude::*;
 
 /// The number of columns in a quantization group.
 pub(super) const GROUP: usize = 32;
-/// The number of columns in a step: two groups, whose scales fill one word.
+/// The number of columns in a step: two quantization groups. The scales of these two groups, for one row, fill one word.
 pub(super) const STEP: usize = 2 * GROUP;
 /// The number of codes that a thread reads per weight row in a step.
 const CODES: usize = STEP / 4;
@@ -43,8 +43,8 @@ impl Codes {
         }
     }
 
-    /// Returns a word with two equal 16-bit floats. Adding this float to the sum of the base and a code gives the code minus
-    /// the zero point.
+    /// Returns a word with two equal 16-bit floats. Each float is the negative sum of the base and the zero point. If it is
+    /// added to a number that contains the base and a code, the result is the code minus the zero point.
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }
@@ -83,8 +83,9 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract the base and the zero point, which are 128 each. A bf16 has only 7 mantissa bits, so `bits` lacks the top
-        // bit of an 8-bit code. If the top bit is 1, it adds 128, so subtract only 128 instead of 256.
+        // Subtract the base and the zero point, which are 128 each, so 256 together. A bf16 has only 7 mantissa bits, so
+        // `bits` lacks the top bit of an 8-bit code. If this top bit is 1, its value of 128 is missing in `bits`, so
+        // subtract only 128.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {

@@ -5,14 +5,14 @@
 //! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, its reductions add in the same order
 //! as those of `residual`, and give the same bits.
 //!
-//! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers also hold
-//! each thread's vectors of the stream, the block's output and the norms' weights. In the supported models a thread has one
-//! vector of each.
+//! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers also
+//! hold each thread's vectors of the stream, of the output that is added to the stream, and of the norms' weights. In the
+//! supported models a thread has one vector of each.
 //!
-//! Schedule: after the wait for the previous launch no read depends on another read. Before the products a CTA synchronizes
-//! twice, or three times if the sum has a norm. The epilogue synchronizes once more.
+//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes twice before the
+//! products, or three times if the sum has a norm. It synchronizes once more in the epilogue.
 //!
-//! Bound: latency. The fusion saves a launch. Every CTA reads the stream and the block's output in the time that it would take
+//! Bound: latency. The fusion saves a launch. Every CTA reads the stream and the added output in the time that it would take
 //! to read the finished row.
 
 use super::super::concat::{WeightMatrices, side_of_cube};

@@ -222,8 +222,9 @@ pub(super) fn multiply_after_residual(
         },
         vectors: columns / PIECE,
     };
-    // SAFETY: a thread accesses only vectors below `vectors` of the stream, the block's output and the norm weights, which all
-    // have `vectors` vectors. The reads of weights and the writes of `output` are those of `multiply`.
+    // SAFETY: a thread accesses only vectors below `vectors` of the stream, the block's output and the norm weights, which
+    // all have `vectors` vectors. The reads of weights and the writes of `output` stay in bounds for the same reasons as in
+    // `multiply`.
     unsafe {
         project_after_residual_pdl::launch_unchecked(
             &client,

@@ -4,7 +4,8 @@ use super::super::sums::ProjectPlan;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 use cubecl::prelude::*;
 
-/// The position of a thread in its team of warps and in the tensor-core fragments.
+/// The position of a thread in its team and in the tensor-core fragments. A team is a group of warps that computes a few
+/// outputs together.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Lane {

@@ -29,7 +29,8 @@ pub(super) struct Tuning {
     /// The target number of threads per multiprocessor. The inner dimension is divided among more warps until the GEMV reaches
     /// this number.
     pub threads: usize,
-    /// True if the kernel reads parameters before the previous launches have ended.
+    /// True if the kernel may read weights before the previous launches have ended. The kernel does so only if no launch
+    /// writes these weights.
     pub reads_ahead: bool,
 }
 
@@ -44,7 +45,7 @@ pub(super) enum AtOnce {
 
 /// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target is
 /// 1,024 threads per multiprocessor. After these runs, the PDL trigger was moved to a later point of the GEMV kernels;
-/// `docs/decode.md` has the numbers after that change. In tokens/s:
+/// `docs/decode.md` has the numbers after that change. The following numbers are tokens/s:
 /// - One sequence with 128 tokens of context: 504 with these settings, 483 with 512 threads, 490 with 8 vectors and 1,024
 ///   threads, 429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
 /// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on
@@ -70,11 +71,13 @@ pub(super) const WORDS: Tuning = Tuning {
 /// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
 /// recomputes the row of the residual stream, so large GEMVs are not fused. Two GEMVs stay within the limit: the gate of
 /// per-layer embeddings, and the query projection of sliding layers that share an earlier layer's KV cache. Projections with
-/// more heads have up to 2 CTAs per multiprocessor. The gate and up projections have more than 2.
+/// more heads launch up to 2 CTAs per multiprocessor, and gate and up projections launch more than 2. So the limit excludes
+/// both.
 ///
-/// E2B's shapes in bf16 on an H200, tokens/s at 128 and 8,192 tokens of context: 522.8 and 516.3 without fusion, 525.3 and 518.9
-/// with limit 1, 523.3 and 516.6 with limit 2, 522.7 and 516.2 if all are fused. Before launches overlapped, fusion was slower:
-/// 367 against 398 tokens/s.
+/// The decode speed was measured with E2B's shapes in bf16 on an H200. Each pair of numbers gives the tokens/s at 128 and at
+/// 8,192 tokens of context. The speeds were 522.8 and 516.3 without fusion, 525.3 and 518.9 with limit 1, 523.3 and 516.6
+/// with limit 2, and 522.7 and 516.2 if all GEMVs are fused. At a time when launches did not overlap yet, fusion was slower:
+/// 367 tokens/s with fusion, 398 without.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.

@@ -11,8 +11,8 @@
 //! words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows they also hold 2 sums, and the
 //! current and the next word of scales.
 //!
-//! Bound: memory bandwidth, unless unpacking takes longer. Every word is read once. The kernel converts its codes to half
-//! precision exactly, two at a time, once for all input rows.
+//! Bound: memory bandwidth, unless unpacking takes longer. Every word of codes is read once. The kernel converts the word's
+//! codes to half precision exactly, two at a time, and uses them for all input rows.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};

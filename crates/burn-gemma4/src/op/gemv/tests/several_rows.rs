@@ -38,8 +38,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks that each error is at most twice the rounding of the exact output to the dtype, plus 1e-5 of the largest output. The
-/// second term allows for the rounding of the f32 sums.
+/// Checks that no error is larger than the sum of two terms. The first term is twice the largest error of rounding the exact
+/// output to the dtype. The second term is 1e-5 of the largest output, and allows for the rounding of the f32 sums.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -54,8 +54,8 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// Checks all kinds of factors and the soft cap, once for each number of input rows in `numbers`. The numbers of outputs are not
-/// multiples of the tiles.
+/// Checks all variants of `Factors` and the soft cap, once for each number of input rows in `numbers`. The numbers of
+/// outputs are not multiples of the tile sizes.
 fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(usize) -> Matrix) {
     let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
     let columns = first.whole(DType::F32).dims()[1];

@@ -4,8 +4,8 @@
 //!
 //! The stationary side is the side whose rows a tile keeps, queries or keys. Blocks of the opposite side stream.
 
-/// The sizes of a tile that a table entry states. All other sizes follow from the device's fragments and the width of the
-/// output.
+/// The sizes that a table states for a tile. All other sizes of the tile follow from the device's fragments and the width of
+/// the output.
 pub(super) struct Shape {
     /// The widest output that the tile serves, in columns.
     pub width: usize,
@@ -46,7 +46,7 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
     // At head size 128, the forward runs at 161 TFLOP/s. Variants, in TFLOP/s: 109 with 256 units; 114 with the tile of
     // `HELD_FORWARD`, which has 512 units and 64 keys.
     shape(128, 128, 128, 32, 128),
-    // At head size 256, the forward runs at 141 TFLOP/s. The forward runs at 69 with 64 columns at a time and 64 keys.
+    // At head size 256, the forward runs at 141 TFLOP/s. Variant: 69 TFLOP/s with 64 columns at a time and 64 keys.
     shape(256, 256, 64, 32, 256),
     // The next tile needs 53 KB of shared memory.
     shape(64, 256, 64, 64, 64),
@@ -54,13 +54,15 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
 
 /// The tiles of the query's gradient if shared memory holds all operands of a block.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // At head size 64, the backward runs at 95 TFLOP/s with this tile. The backward runs at 108 if the kernel of keys and
-    // values also uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64 rows and 64 keys.
+    // At head size 64, the backward runs at 95 TFLOP/s with this tile. The backward runs at 108 TFLOP/s if the kernel for
+    // the gradients of keys and values also uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64
+    // rows and 64 keys.
     shape(64, 128, 128, 32, 64),
-    // At head size 128, the backward runs at 88 TFLOP/s with this tile. The backward runs at 131 if the kernel of keys and
-    // values also uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76 with 512 units.
+    // At head size 128, the backward runs at 88 TFLOP/s with this tile. The backward runs at 131 TFLOP/s if the kernel for
+    // the gradients of keys and values also uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76
+    // with 512 units.
     shape(128, 128, 128, 32, 128),
-    // At head size 256, the backward runs at 98 TFLOP/s if both of its kernels use `RESIDENT` tables. The backward runs at 68
+    // At head size 256, the backward runs at 98 TFLOP/s if both of its kernels use `RESIDENT` tables. Variant: 68 TFLOP/s
     // with 256 units and with only the stationary operands in shared memory.
     shape(256, 512, 64, 64, 256),
     // At head size 512, the kernel takes 209 KB of shared memory and spills 8 bytes, and the backward runs at 55 TFLOP/s.
@@ -83,7 +85,7 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     // At head size 128, the backward runs at 104 TFLOP/s with this tile. Variants, in TFLOP/s: 99 with 256 units and 32
     // queries; 101 with 512 units and 128 rows; 76 with 512 units and 64 rows.
     shape(128, 128, 64, 64, 128),
-    // At head size 256, the kernel takes 173 KB of shared memory, and the backward runs at 98 TFLOP/s. The backward runs at 79
+    // At head size 256, the kernel takes 173 KB of shared memory, and the backward runs at 98 TFLOP/s. Variant: 79 TFLOP/s
     // with 256 units.
     shape(256, 512, 64, 64, 256),
     // At head size 512, the backward runs at 58 TFLOP/s with this tile. Variants, in TFLOP/s: 48 with 512 units; 33 with the
@@ -108,8 +110,8 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
 ];
 
 /// The tiles of the gradients of keys and values if shared memory holds all columns of both stationary operands, and one
-/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s with such a tile. That is slower than with all
-/// operands in shared memory.
+/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s with such a tile. With all operands in
+/// shared memory, the backward is faster (see `RESIDENT_KEY_VALUE`).
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
     // The kernel takes 147 KB of shared memory with this tile and spills 48 bytes. The kernel spills 192 bytes with 512 units.
     shape(512, 256, 32, 64, 512),

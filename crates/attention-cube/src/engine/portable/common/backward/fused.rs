@@ -42,8 +42,8 @@ pub(crate) struct OperandPlaces {
     pub key: usize,
     pub value: usize,
     pub output_gradient: usize,
-    /// The number of elements from one row of the query or the key to the next row. The field `value_pitch` is the same number
-    /// for the value and the output's gradient.
+    /// The number of elements from the start of one row to the start of the next row, in the query and in the key. The field
+    /// `value_pitch` is the same number for the value and for the output's gradient.
     pub head_pitch: u32,
     pub value_pitch: u32,
     /// The number of elements in one partial gradient of the query.

@@ -57,7 +57,7 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
     // Run the key tiles in ascending order. Under a causal mask, more queries see the first keys than the last keys, so the
-    // first tiles take longest. In ascending order, the longest tiles start first.
+    // first tiles take longest. In ascending order, the longest tiles start first, and the tiles that start last are short.
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;

@@ -7,7 +7,7 @@
 //! |---|---|---|---|
 //! | `query` | queries | S, dP, dQ | `dq = Σ ds k` |
 //! | `key_value` | keys | S, dP, dV, dK | `dv = Σ pᵀ do`, `dk = Σ dsᵀ q`, summed over the heads of a group |
-//! | `fused` | keys | S, dP, dV, dK, dQ | all three, if few cubes are enough |
+//! | `fused` | keys | S, dP, dV, dK, dQ | all three gradients, on software drivers, where few cubes are enough |
 //!
 //! The kernels `query` and `key_value` both compute S and dP. Together they run 7 GEMMs, although S and dP need to be computed
 //! only once, which would give 5 GEMMs. Running only five GEMMs on many cubes would need atomic additions to dQ. Atomics are

@@ -56,7 +56,7 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 /// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
 ///
 /// If planes multiply fragments, both results are later rounded to half precision. To avoid underflow in this rounding, P is
-/// multiplied by `p_scale`, and the gradient is not multiplied by the scale of the scores.
+/// first multiplied by `p_scale`. For the same reason, the gradient is not yet multiplied by the scale of the scores.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,

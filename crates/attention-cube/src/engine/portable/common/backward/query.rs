@@ -107,9 +107,9 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The output's gradient is stationary operand 0, and the query is stationary operand 1. In this order, the keys are
-    // copied to shared memory after the values. The GEMM that computes the query's gradient then still finds the keys in
-    // shared memory.
+    // The output's gradient is stationary operand 0, and the query is stationary operand 1. The GEMM of operand 0 with the
+    // values comes first, and the GEMM of operand 1 with the keys second. The keys are thus copied to shared memory last.
+    // They are still in shared memory when a third GEMM computes the query's gradient from them.
     hold(
         &output_gradient,
         first_row,
@@ -230,8 +230,8 @@ struct RowsLseDelta {
 /// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the indices of the first query and the first key in
 /// the pair of a query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// If planes multiply fragments, the results are later rounded to half precision. To avoid underflow in this rounding, the
-/// results are not multiplied by the scale of the scores.
+/// If planes multiply fragments, the function does not multiply the gradients by the scale of the scores. In this case the
+/// gradients are rounded to half precision later, where the scale could make them underflow.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,

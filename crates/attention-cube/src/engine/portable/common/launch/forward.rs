@@ -50,8 +50,8 @@ pub(crate) fn launch(
 
     let mut blocks = Blocks::of_queries(&tiles);
     if packed {
-        // Make one query block of all queries. The rows of a packed tile are queries from the whole sequence, so the tile needs
-        // the segment bounds of all queries.
+        // Treat all queries of a sequence as one query block. The rows of a packed tile may be queries from anywhere in the
+        // sequence, so the tile needs the segment bounds of all queries.
         blocks.queries = q_len;
     }
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &[blocks]);
@@ -110,9 +110,9 @@ pub(crate) fn launch(
         .chain(optional_inputs.tensors()),
     );
     // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`, by their
-    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. The kernel writes
-    // `output` and `logsumexp` at queries below `q_len` and at indices below `parts` of the first dimension. The grid has as
-    // many heads and sequences as the tensors.
+    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. The kernel
+    // writes only at queries below `q_len`. In the first dimension, it writes `output` and each half of `logsumexp` only at
+    // indices below `parts`. The grid has as many heads and sequences as the tensors.
     unsafe {
         forward::launch_unchecked(
             &client,

@@ -40,8 +40,9 @@ pub(super) const TOGETHER: &[Shape] = &[
 
 /// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
-    // With the next tiles, the kernel loads operands from global memory without a copy in shared memory, as the backward does.
-    // The scores of forward and backward are then bitwise equal. If large scores differed even in the last bit, P would change.
+    // With the next tiles, the kernel loads operands from global memory without a copy in shared memory, as the backward
+    // does. The scores of forward and backward are then bitwise equal. If a large score of the backward differed from that
+    // of the forward even in the last bit, the backward would recompute another P.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
     // The next tiles are for GPUs.

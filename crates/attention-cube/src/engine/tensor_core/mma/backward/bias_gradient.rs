@@ -217,8 +217,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the stage that the warps multiply next. At the next barrier, all warps have read the stage
-    // before it, and this earlier stage may be refilled.
+    // `stage` is the address of the stage that the warps multiply next. After the next barrier, all warps have read the
+    // stage that precedes `stage`, so the preceding stage may be refilled.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));

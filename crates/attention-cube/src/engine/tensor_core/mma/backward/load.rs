@@ -1,4 +1,4 @@
-//! Copies of LSE and delta to shared memory, and the rows of an operand that belong to the CTA's tile.
+//! Copies LSE and delta to shared memory, and computes which rows of an operand belong to the CTA's tile.
 
 use crate::engine::tensor_core::common::stationary_tile::Stationary;
 use crate::engine::tensor_core::mma::forward::load::HeadRows;

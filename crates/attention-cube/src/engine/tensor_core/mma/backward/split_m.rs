@@ -22,11 +22,12 @@
 //! KB to compute each gradient. If the kernel computes only one gradient, warps have 32 rows, and each read of a block serves
 //! twice as many `mma`. Even with 32 rows, shared memory is the limit.
 //!
-//! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. At one barrier per
-//! block, all warps have read the previous block and the copies of the next block have completed. Between two barriers the
-//! warps do not synchronize, so one warp multiplies while another computes P and dS. Each block takes these steps: start S and
-//! dP, start the copies of the next block, compute P and dS, then compute both gradient GEMMs. If the GEMM for the gradient of
-//! V came before dP, fewer registers would be live at once. But ptxas moves dP ahead of that GEMM and spills registers.
+//! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. Each block has one
+//! barrier. When the warps pass this barrier, all of them have read the previous block, and the copies of the next block
+//! have completed. Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and
+//! dS. Each block takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both
+//! gradient GEMMs. If the GEMM for the gradient of V came before dP, fewer registers would be live at once. But ptxas moves
+//! dP ahead of that GEMM and spills registers.
 
 mod blocks;
 mod p_ds;

@@ -1,5 +1,5 @@
-//! The split-D forward, for value sizes up to 512. Warps divide a block's scores by rows and keys. They divide the tile's output
-//! by rows and columns.
+//! The split-D forward, for value sizes up to 512. Each warp computes some rows and some keys of a block's scores, and some
+//! rows and some columns of the tile's output.
 //!
 //! Tensors:
 //!
@@ -18,9 +18,10 @@
 //! clocks, since each warp computes 64 × 64 elements of O. The writes of the copies take 2,000 clocks. On gaming GPUs, the
 //! tensor core is slower and becomes the limit.
 //!
-//! Schedule. Keys and values pass through one ring of slots in shared memory, keys in chunks of columns and values in chunks of
-//! keys. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`. All warps copy and multiply. Each slot has two barriers: one signals
-//! that the slot is *full*, the other that the slot is *empty*.
+//! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns of
+//! all keys of a block. A chunk of V has values of some keys of a block. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`.
+//! All warps copy and multiply. Each slot has two barriers: one signals that the slot is *full*, the other that the slot is
+//! *empty*.
 //!
 //! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the current
 //! block's keys and stores the row maxima. The pass then multiplies P of the previous block by the values of the previous
@@ -150,7 +151,7 @@ pub(crate) fn forward_split_d<
             tiles,
             kind,
         );
-        // Wait until all warps have read the last rescale factors, since the results overwrite these factors.
+        // Wait until all warps have read the last rescale factors. `store_results` overwrites these factors.
         sync_cube();
         store_results::<AO>(&attended, &offsets, &roles, tiles);
         sync_cube();

@@ -10,8 +10,8 @@ use crate::types::refusal::Refusal;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The sizes of a tile of the bias gradient. Each warp computes the bias gradient for some queries of the tile and all its
-/// keys.
+/// The sizes of a tile of the bias gradient. Each warp computes the bias gradient for some of the tile's queries and all of
+/// the tile's keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientTiles {
     /// The number of columns of Q and K.

@@ -11,9 +11,10 @@ use cube_kit::nvidia::Half;
 /// memory. Some head sizes have no tiles of 64 rows in this table. For more than 32 rows, these head sizes use the table
 /// `FORWARD` in `plan.rs`.
 ///
-/// The speed depends on how many bytes each multiprocessor has in flight. This number must reach the multiprocessor's share
-/// of the memory bandwidth, times a latency of 800 ns. That is 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming
-/// GPU. If copy operations have to wait before they start, the kernel needs more bytes in flight.
+/// The speed depends on how many bytes each multiprocessor has in flight. The number must be at least the product of two
+/// factors: the memory bandwidth per multiprocessor, and a memory latency of 800 ns. This product is 30 KB for an H200, 12
+/// KB for an A100, and 5 KB for a gaming GPU. If copy operations have to wait before they start, the kernel needs more bytes
+/// in flight.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),

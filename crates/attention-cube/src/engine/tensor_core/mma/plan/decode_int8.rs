@@ -66,9 +66,9 @@ mod tests {
         decode_int8_tiles(rows, widths, [shared_memory, 1024], None)
     }
 
-    /// Checks that the table has int8 tiles for every head size at each size of shared memory. Head sizes up to 256 have tiles of
-    /// 16 and of 32 rows. Wider heads use two tiles of 16 rows for 32 rows. The warps divide all tiles without a remainder, as
-    /// the kernel assumes.
+    /// Checks that the table has int8 tiles for every head size at each size of shared memory. Head sizes up to 256 have
+    /// tiles of 16 and of 32 rows. Wider heads have only tiles of 16 rows, so 32 rows take two tiles. Each tile divides
+    /// evenly among its warps, as the kernel assumes.
     #[test]
     fn decode_int8_tiles_every_width_fits_and_divides_evenly() {
         for head_dim in (NARROWEST..=576).step_by(4) {
@@ -97,9 +97,9 @@ mod tests {
         }
     }
 
-    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles must. The least numbers are 60, 30 and 15 KB
-    /// per multiprocessor at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the one
-    /// that the warp multiplies.
+    /// Checks that the int8 tiles keep enough bytes in flight: at least 60, 30 and 15 KB per multiprocessor at 227, 163 and
+    /// 99 KB of shared memory. The bf16 tiles must keep the same numbers of bytes in flight. The stages in flight are all
+    /// stages of a warp except the one that the warp multiplies.
     #[test]
     fn decode_int8_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

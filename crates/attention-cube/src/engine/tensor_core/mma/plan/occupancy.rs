@@ -17,8 +17,8 @@ const REGISTERS_PER_THREAD: usize = 256;
 /// The bytes of shared memory that the driver reserves per CTA.
 const DRIVERS_BYTES: usize = 1024;
 
-/// Returns the number of CTAs whose shared memory fits a multiprocessor. A CTA takes `bytes` bytes. The device lets a CTA take
-/// at most `shared_memory` bytes.
+/// Returns the number of CTAs whose shared memory fits a multiprocessor. A CTA takes `bytes` bytes. The device lets a CTA
+/// take at most `shared_memory` bytes, and one CTA of this size is assumed to fill the multiprocessor.
 pub(super) const fn cubes_that_fit(bytes: usize, shared_memory: usize) -> usize {
     (shared_memory + DRIVERS_BYTES) / (bytes + DRIVERS_BYTES)
 }

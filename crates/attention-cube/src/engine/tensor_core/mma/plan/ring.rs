@@ -6,7 +6,7 @@ use cube_kit::ampere::BARRIER_BYTES;
 /// The sizes of a ring, and its byte offsets from the start of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ring {
-    /// The number of chunks per pass, which is one iteration of the main loop.
+    /// The number of chunks per pass. A pass is one iteration of the main loop.
     pub chunks: usize,
     /// The number of slots: at least 2, and at most one more than the number of chunks per pass.
     pub slots: usize,

@@ -66,8 +66,8 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns the shape with queries that do not stay in shared memory. They pass through the ring again with the keys of every
-/// block.
+/// Returns a copy of the shape in which the queries do not stay in shared memory. For every block of keys, the queries are
+/// copied through the ring of slots anew, together with the keys.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {

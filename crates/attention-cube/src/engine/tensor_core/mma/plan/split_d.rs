@@ -207,12 +207,14 @@ impl MmaSplitDTiles {
         self.ring().end()
     }
 
-    /// The number of threads per CTA, as a method for code that handles all kinds of tiles.
+    /// The number of threads per CTA. This is a method as in all other kinds of tiles, although the number is a constant
+    /// here.
     pub const fn units(&self) -> usize {
         Self::UNITS
     }
 
-    /// The lengths of the register vectors of S and O: first for one fragment, then for all fragments of a warp.
+    /// The lengths of four register vectors. The first two are S and O for one fragment. The last two are S and O for all
+    /// fragments of a warp.
     pub const fn vectors(&self) -> [usize; 4] {
         let o = self.value_steps() * STEP / 2;
         let fragments = [self.score_fragments(), self.output_fragments()];

@@ -77,7 +77,8 @@ impl MmaSplitMTiles {
         self.values_at() + Self::STAGES * self.value_bytes()
     }
 
-    /// The lengths of the register vectors of S, P and O: first for one fragment, then for all fragments of a warp.
+    /// The lengths of six register vectors. The first three are S, P and O for one fragment. The last three are S, P and O
+    /// for all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 6] {
         let [s, p, o] = self.warp().fragment_vectors();
         let [all_s, all_p, all_o] = self.warp().vectors();

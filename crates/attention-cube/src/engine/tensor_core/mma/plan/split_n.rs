@@ -147,8 +147,8 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of steps that one warp combines. A step is 16 columns of the output. In the columns of its steps, the warp adds
-    /// the outputs of all key groups.
+    /// The number of steps for which one warp combines the outputs of all key groups. A step is 16 columns of the output. In
+    /// these columns, the warp adds up the outputs that the key groups have computed.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }

@@ -81,8 +81,8 @@ const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 /// The number of chunks of `summed` per block that one warpgroup uses.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
-/// The named barrier of both consumer warpgroups. The warpgroups meet there twice per block: after both have read the previous
-/// dS (or P), and after both have written the next dS (or P).
+/// The named barrier at which the two consumer warpgroups wait for each other. They wait twice per block: first until both
+/// have read the previous dS (or P), and then until both have written the next dS (or P).
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

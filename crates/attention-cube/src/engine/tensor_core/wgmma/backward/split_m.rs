@@ -26,9 +26,10 @@
 //! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run the
 //! GEMMs of another.
 //!
-//! Bound. For each block, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores `rows · columns · head_dim / 2048` clocks.
-//! A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048`. The GEMMs of S and dP read both operands from
-//! shared memory. At 64 columns, these reads take as long as the GEMM itself.
+//! Bound. For each block, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores `rows · columns · head_dim / 2048`
+//! clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048` clocks. The tensor cores of a
+//! multiprocessor do 2048 multiply-adds per clock. The GEMMs of S and dP read both operands from shared memory. At 64
+//! columns, these reads take as long as the GEMM itself.
 
 mod p_ds;
 mod producer;
@@ -67,7 +68,8 @@ use cube_kit::nvidia::ptx::{shared_address, store_shared, uniform};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The named barrier of all consumer warps. The warps meet there before and after a block is zero-filled.
+/// The named barrier of all consumer warps. The warps wait for each other at this barrier before and after they fill rows of
+/// a block with zeros.
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -257,7 +259,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
         // `voted` combines values that the lanes of a warp have loaded: flags of far queries, or the LSE of rows. The call
-        // waits for these loads, so it comes after the start of the first GEMMs.
+        // waits for these loads. It comes after the start of the first GEMMs, so that the GEMMs run during the wait.
         let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,
@@ -304,8 +306,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs, because the other warpgroups
-            // wait during that turn.
+            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs. During the turn, this work
+            // would delay the other warpgroups, which wait for their own turns.
             let summed = block_operands(
                 operands.summed_q_or_k,
                 operands.summed_v_or_do,

@@ -22,9 +22,10 @@
 //! 3. Wait for S', and compute P' from S' while the tensor cores run `P V`.
 //! 4. Wait for O.
 //!
-//! A stage is free after one lane of every consumer warp has arrived at its empty barrier. With ping-pong, the warpgroups take
-//! turns to issue steps 1 and 2. A warpgroup that reaches step 1 during another warpgroup's turn must wait. To keep these waits
-//! short, each warpgroup does as much of its work as possible before its own turn.
+//! A stage is free after one lane of every consumer warp has arrived at its empty barrier. With ping-pong, the warpgroups
+//! take turns to issue steps 1 and 2. A warpgroup that reaches step 1 during another warpgroup's turn must wait for the end
+//! of that turn. Each warpgroup does as much work as possible before its own turn begins. Its turn is then short, and so are
+//! the waits of all other warpgroups.
 //!
 //! Bound. For a block of `keys` keys, the tensor cores take `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared memory
 //! takes a little less, since P stays in registers. From head size 128 on, the tensor cores limit the kernel. At head size 64,

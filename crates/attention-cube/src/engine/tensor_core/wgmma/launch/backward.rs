@@ -44,8 +44,8 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE and delta. For each of `columns` queries, a box holds the first `count` of the f32
-/// that are stored for that query.
+/// Builds the TMA tensor map of the LSE and delta. A box (the elements that one TMA instruction copies) covers `columns`
+/// queries. For each query, the LSE/delta tensor stores several f32, and the box holds the first `count` of them.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),

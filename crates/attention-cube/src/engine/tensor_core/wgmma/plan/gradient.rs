@@ -115,10 +115,10 @@ struct Row {
     value: Option<Shape>,
 }
 
-// The split-M table. The comments give TFLOP/s of the whole backward with a row's tiles, and in brackets with other tiles that
-// were tried. For example, `112 columns` means blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens
-// and heads × width = 4,096. Measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (width 64 on
-// 2026-11-22).
+// The split-M table. The comments give the speed of the whole backward in TFLOP/s. A speed outside of brackets is for the
+// tiles in the table, and the speeds in brackets are for other tiles that were tried. For example, `112 columns: 350` means
+// 350 TFLOP/s with blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens and heads × width = 4,096.
+// The speeds were measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (for width 64 on 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,
@@ -190,7 +190,8 @@ pub(crate) fn backward(
     WgmmaBackwardPlan::new(problem, device, layouts, (query, key, value))
 }
 
-/// The widest operands (in columns) for which a stationary tile of 64 rows and a ring of five chunks fit in shared memory.
+/// The largest number of operand columns for which a stationary tile of 64 rows and a ring of five chunks fit in shared
+/// memory.
 const WIDEST: usize = 512;
 
 /// The number of ring stages in a split-D kernel whose stationary tile holds rows of Q or K and rows of V or dO.

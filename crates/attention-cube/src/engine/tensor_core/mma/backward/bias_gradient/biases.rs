@@ -1,5 +1,5 @@
-//! The biases of a warp's scores. A CTA computes the scores of several query tiles, each in a visit of its own (see
-//! `block_range.rs`). All visits use the same biases.
+//! The biases of a warp's scores. A CTA has one tile of the bias, and visits all query tiles to whose scores this bias tile
+//! is added (see `block_range.rs`). So the biases are the same at each of these query tiles.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::{BiasWords, bias_words};

@@ -1,4 +1,6 @@
-//! The visits of a CTA. A visit is one triple of batch, head and query tile to whose scores the CTA's bias tile is added.
+//! The visits of a CTA, which computes the gradient of one bias tile. If the bias is broadcast, the forward adds the bias
+//! tile to the scores of several query tiles, heads and sequences. The CTA visits these one after the other: a visit is one
+//! triple of batch, head and query tile.
 
 use crate::engine::tensor_core::common::block_range::may_intersect;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -11,8 +13,8 @@ use crate::math::schedule::WorkTile;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The visits of the CTAs that share a bias tile: the triples of batch, head and query tile to whose scores this bias tile
-/// is added. Visits are numbered from 0.
+/// The visits of the CTAs that share a bias tile. A visit is one triple of batch, head and query tile, and the bias tile is
+/// added to the scores of this query tile. Visits are numbered from 0.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Visits {
@@ -20,9 +22,9 @@ pub(super) struct Visits {
     pub key_tile: i32,
     pub head: u32,
     pub batch: u32,
-    /// The number of query tiles to whose scores the bias tile is added. It is 1 if the bias is not broadcast along queries.
+    /// The number of query tiles that add the bias tile to their scores. It is 1 if the bias is not broadcast along queries.
     pub query_tiles: u32,
-    /// The number of query heads to whose scores the bias tile is added. It is 1 if the bias is not broadcast along heads.
+    /// The number of query heads that add the bias tile to their scores. It is 1 if the bias is not broadcast along heads.
     pub heads: u32,
     /// The number of query heads per KV head.
     pub group: u32,

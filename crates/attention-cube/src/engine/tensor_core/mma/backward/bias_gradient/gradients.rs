@@ -55,8 +55,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The weights are probabilities before dropout, so `weights` reads no keep bits. The keep bits passed to `weights`
-        // therefore cover 0 columns.
+        // The weights are probabilities before dropout, so the function `weights` reads no keep bits. The keep bits in its
+        // arguments therefore cover 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,

@@ -166,8 +166,9 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads one bit per column of a block, for the columns that this lane multiplies. A bit is set if P or dS is nonzero in the
-/// bit's column for some row of the warp's gradient.
+/// Loads a word with one bit for each of the block's columns that this lane multiplies in the gradient GEMM. The GEMM's left
+/// operand is P or dS. A bit is set if this operand is nonzero in the bit's column, in any row for which the warp computes
+/// the gradient.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

@@ -1,6 +1,6 @@
-//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. For S and dP,
-//! the block's Q or K and its V or dO come in chunks of columns. For the gradient GEMM, the right operand comes in chunks of
-//! rows.
+//! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. The GEMMs
+//! of S and dP read the block's operands (Q and dO, or K and V) in chunks of columns. The gradient GEMM reads its right
+//! operand in chunks of rows.
 
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit};
 use crate::engine::tensor_core::mma::backward::load::{copy_lse_delta, stationary_head};
@@ -198,8 +198,9 @@ pub(super) fn fill(
     }
 }
 
-/// Returns the address and the strides of a streamed operand's rows, in the `head`-th head that the tile visits. The returned
-/// range of existing rows is the tile's visible range, so copies write zeros for all other rows.
+/// Returns the address and the strides of a streamed operand's rows, in the `head`-th head that the tile visits. The result
+/// states the tile's visible range as the range of existing rows, so copies write zeros for rows outside of the visible
+/// range.
 #[cube]
 fn rows_of(
     operand: Passed,

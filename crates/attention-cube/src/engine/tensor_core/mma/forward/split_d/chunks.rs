@@ -39,9 +39,9 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a pass
-/// (an iteration of the main loop) to this slot. If `chunk` is past the last chunk of the pass, the chunk belongs to the next
-/// pass. If the chunk's block does not exist, nothing is copied, and the slot is full at once.
+/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a
+/// pass (an iteration of the main loop) to this slot. If `chunk` is past the last chunk of the pass, the chunk belongs to
+/// the next pass. If the chunk's block does not exist, nothing is copied, and the slot counts as full at once.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -186,8 +186,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
                     tiles,
                 );
             }
-            // Signal only after this warp has read the rescale factors of the previous block, since other warps may overwrite
-            // the factors after the signal.
+            // Wait until all lanes of this warp have read the rescale factors of the previous block. Then signal that the
+            // warp has stored its row maxima. After the signal, other warps may overwrite the factors.
             sync_plane();
             arrive_as_warp(offsets.meetings + TOLD);
         }
@@ -236,10 +236,10 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         if has_keys {
             if comptime!(tiles.shares == 1) {
-                // With one buffer for P, wait until all warps have finished the GEMM with the previous P before this warp
-                // overwrites the buffer. With two buffers, the warps last read this pass's buffer in the previous pass. A warp
-                // signals its row maxima of this pass only after these reads, and all warps have waited for that signal. So no
-                // barrier is needed with two buffers.
+                // There is only one buffer for P here. So wait until all warps have finished the GEMM with the previous P
+                // before this warp overwrites the buffer. Two buffers would need no barrier: the warps last read this pass's
+                // buffer in the previous pass. A warp signals its row maxima of this pass only after these reads, and this
+                // warp has already waited for the signals of all warps.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }
@@ -364,8 +364,8 @@ fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     s
 }
 
-/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts. P·V of the
-/// previous block is added next.
+/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts. The caller
+/// then adds P·V of the previous block to O.
 #[cube]
 fn rescaled_output<AO: Size>(
     o: Vector<f32, AO>,

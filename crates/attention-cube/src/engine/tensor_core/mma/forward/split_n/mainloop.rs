@@ -1,4 +1,4 @@
-//! The main loop of a warp over the blocks of its key group, the one or two warps that process every `key_groups`-th block.
+//! The main loop of a warp. A key group is one or two warps, which process every `key_groups`-th block of a tile.
 
 use super::pages::page_of_block;
 use super::scales::{column_scales, lane_scales, with_scales};
@@ -127,7 +127,7 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
 }
 
 /// The stage that precedes `stage` in the warp's circular buffer. The warp has finished the block in this preceding stage,
-/// which can be refilled.
+/// so the stage can be refilled.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(

@@ -1,9 +1,9 @@
 //! The merge of the outputs of the key groups (see `split_n.rs`).
 //!
-//! Each key group has an output and a row sum for every row. Both are relative to the group's own row maximum, which its online
-//! softmax subtracts. The merge rescales outputs and sums to the largest row maximum of all groups, as split-KV does with its
-//! partial outputs. Each warp then adds some columns of all groups, in the order of the groups, so results are bitwise equal in
-//! every run.
+//! Each key group has an output and a row sum for every row. Both are relative to the group's own row maximum, which its
+//! online softmax subtracts. The merge rescales outputs and sums to the largest row maximum of all groups, as split-KV does
+//! with its partial outputs. Each warp then adds the outputs of all groups for some of the columns. It adds them in the
+//! order of the groups, so results are bitwise equal in every run.
 
 use super::stages::Roles;
 use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};

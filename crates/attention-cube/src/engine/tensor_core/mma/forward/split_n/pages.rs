@@ -109,7 +109,7 @@ pub(super) fn page_of_block(
 
 /// If the operands lie in pages, returns the source of the head's rows in page `page`. Otherwise returns `source`. `source`
 /// must begin at page 0, and `page` must hold row `row` of the sequence. From the returned source, the caller may read only
-/// rows of this page. It indexes them by their row numbers in the sequence.
+/// rows of this page. The caller indexes each row by the row's number in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -121,8 +121,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // If the subtracted offset is larger than the rest, the u64 address wraps around. The caller then adds the offset of
-        // a row in this page, which wraps the address back.
+        // The subtracted offset may be larger than the sum before it. In this case the u64 address wraps around. The caller
+        // adds the offset of a row in this page, which wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

@@ -1,5 +1,6 @@
-//! The scales of int8 keys and values. Each lane loads the scales of one key and value of a block, one block ahead. Warp shuffles
-//! then give each lane the scales of the score columns that it holds.
+//! The scales of int8 keys and values. Each lane loads the scales of one key and of its value. The scales of the next block
+//! are loaded before the current block is computed. Warp shuffles later give each lane the scales of the score columns that
+//! it holds.
 
 use super::pages::{PageSources, page_of_block, paged_head};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;

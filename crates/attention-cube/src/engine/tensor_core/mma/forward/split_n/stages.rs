@@ -1,4 +1,4 @@
-//! The keys and columns of a tile that each warp computes, and the copies of the operands to the warp's stages.
+//! The keys and columns of a tile that each warp processes, and the copies of the operands to the warp's stages.
 //!
 //! A stage holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
 
@@ -15,7 +15,7 @@ use cube_kit::hopper::wgmma::STEP;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The keys and columns that a warp computes, and its addresses in shared memory.
+/// The keys and columns that a warp processes, and its addresses in shared memory.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Roles {
@@ -28,7 +28,8 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
-    /// The index of the first group of 16 output columns for which the warp adds the outputs of all key groups.
+    /// The first of the output steps that belong to the warp. A step is 16 output columns. For its steps, the warp adds the
+    /// outputs of all key groups.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
@@ -85,7 +86,8 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
-/// Reorders the columns of all queries for the GEMM with int8 codes. The copies of the queries must have completed.
+/// Reorders the columns of all queries, as the GEMM of queries and int8 codes needs them. The copies of the queries must
+/// have completed.
 #[cube]
 pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     let steps = comptime!(tiles.key_columns() / STEP);
@@ -101,7 +103,7 @@ pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     }
 }
 
-/// The keys and values of the tile's KV head, with their scales and pages, and the end of the tile's blocks.
+/// The keys and values of the tile's KV head, with their scales and pages, and the index at which the tile's blocks end.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Operands {
@@ -175,8 +177,8 @@ fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     }
 }
 
-/// Returns the size of the section that a warp copies of an operand block. The warp has `columns` of the operand's `width`
-/// columns.
+/// Returns the size of a warp's section, the part of an operand block that this warp copies. The section has `columns` of
+/// the operand's `width` columns.
 const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,

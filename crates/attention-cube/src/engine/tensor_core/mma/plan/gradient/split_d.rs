@@ -6,8 +6,8 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The choice of the tile's operands that stay in shared memory. Other operands of the tile pass through the ring again for
-/// every block.
+/// The choice of the tile's operands that stay in shared memory. An operand of the tile that does not stay is copied through
+/// the ring of slots anew for every streamed block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
     /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
@@ -116,8 +116,8 @@ impl MmaGradientSplitDTiles {
         self.width().div_ceil(STEP * self.column_groups())
     }
 
-    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. The row is padded with zeros to
-    /// the gradient columns of all warps.
+    /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row to the
+    /// number of columns that all warps together compute.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }

@@ -27,7 +27,7 @@ pub struct MmaGradientSplitMTiles {
     pub warps: usize,
     /// The number of 16-row fragments per warp: 1 or 2. With two fragments, each operand row that the warp loads serves both.
     pub fragments: usize,
-    /// The number of rows per streamed block, which are the columns of the scores: 16, 32 or 64.
+    /// The number of rows per streamed block: 16, 32 or 64. A row of the block belongs to a column of the scores.
     pub columns: usize,
 }
 
@@ -94,7 +94,7 @@ impl MmaGradientSplitMTiles {
         self.block_values_at() + self.value_bytes(self.columns)
     }
 
-    /// The bytes from one block to the next, rounded up to a multiple of a subtile row.
+    /// The bytes from one block to the next. They are rounded up to a multiple of the bytes of a subtile row.
     pub const fn block_bytes(&self) -> usize {
         (self.block_lse_delta_at() + self.term_bytes()).next_multiple_of(ROW_BYTES)
     }

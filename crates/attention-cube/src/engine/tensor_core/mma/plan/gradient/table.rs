@@ -192,12 +192,12 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Chooses the number of ring slots: at most the table's number, at most the number of chunks per block, and no more than fit
-/// `shared_memory`. Among these numbers from 3 on, the function takes the largest that divides the number of chunks per block.
-/// Each chunk then has the same slot in every block, known at compile time. If none of these numbers divides the number of
-/// chunks, the function takes as many slots as possible.
+/// Chooses the number of ring slots. The maximum is the smallest of three numbers: the table's number of slots, the number
+/// of chunks per block, and the number of slots that fit `shared_memory`. From 3 up to this maximum, the function takes the
+/// largest number that divides the number of chunks per block. With such a number, a chunk has the same slot in every block,
+/// known at compile time. If there is no such number, the function takes the maximum.
 ///
-/// A bias leaves room for fewer slots, since it needs one more f32 per query.
+/// With a bias, fewer slots fit than without a bias, since a bias needs one more f32 per query in shared memory.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -260,8 +260,9 @@ mod tests {
         }
     }
 
-    /// True if a subtile may start at byte offset `place`, which must be a multiple of eight rows. The swizzle permutes each
-    /// row in units of 16 bytes, by the row's number in its subtile modulo 8.
+    /// True if a subtile may start at byte offset `place`. The offset must be a multiple of the bytes of eight rows, because
+    /// the swizzle repeats every eight rows: it permutes each row in units of 16 bytes, by the row's number in its subtile
+    /// modulo 8.
     fn is_subtile(place: usize) -> bool {
         place.is_multiple_of(8 * ROW_BYTES)
     }
@@ -283,9 +284,9 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // The number of gradient rows per warp must be a multiple of the number of score rows per warp. All score rows of a
-        // warp share one set of bits that mark used columns. With such a multiple, these rows lie inside the gradient rows
-        // of one warp, so a set never covers rows of two row groups.
+        // A warp computes some rows of the scores, and stores one set of bits that marks the columns that any of these rows
+        // uses. For the gradient, the rows are divided into row groups. A set of bits must not cover rows of two row groups.
+        // The number of rows of a row group must therefore be a multiple of the number of score rows per warp.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");

@@ -47,7 +47,8 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaGradientSplitDTiles) -
     }
 }
 
-/// Copies the stationary tile. Then copies the chunks of every visited block, in the order in which the consumers need them.
+/// Copies the stationary tile. Then copies the chunks of every visited block (block that the tile sees), in the order in
+/// which the consumers need them.
 #[cube]
 pub(super) fn fetch<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,
@@ -104,8 +105,8 @@ pub(super) fn fetch<E: Float>(
                 tiles,
             );
             if comptime!(lse_delta) {
-                // Two buffers alternate, so this copy overwrites the LSE and delta of the block before the previous one. The
-                // consumers have already read them, since they have freed chunks of a block that came after that block.
+                // Two buffers alternate, so this copy overwrites the LSE and delta from two blocks ago. The consumers have
+                // already read them, since they have freed chunks of the previous block.
                 tma_load(
                     offsets.lse_delta + count % 2u32 * comptime!(tiles.term_bytes() as u32),
                     tensor_map_address(term_tma_tiles),

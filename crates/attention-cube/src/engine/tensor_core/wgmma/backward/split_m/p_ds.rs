@@ -149,7 +149,8 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         )
     } else {
         // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the stage. Without the
-        // fence, some loads returned data of the next write, in cases where the loads followed GEMMs that read shared memory.
+        // fence, some of these loads returned data of the next write. This happened when the loads followed GEMMs that read
+        // shared memory.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(

@@ -129,8 +129,8 @@ pub(super) fn exchange(
 
 /// Computes the warpgroup's half of P for the `count`-th visited block, and stores it to shared memory.
 ///
-/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then frees the chunks of V that this
-/// GEMM has read, from chunk `values` on.
+/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. In this case, the function also frees the chunks
+/// of V that this GEMM has read, from chunk `values` on.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

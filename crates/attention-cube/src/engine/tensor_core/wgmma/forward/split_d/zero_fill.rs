@@ -44,7 +44,8 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of K is freed first, because the last chunk of V may need the stage of that chunk.
+        // The last chunk of K is freed first, because the last chunk of V may need the ring stage that the last chunk of K
+        // occupies.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

@@ -15,8 +15,8 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the number of blocks that the
-/// CTA has visited before.
+/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the number of blocks that
+/// the CTA has processed before this block.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,

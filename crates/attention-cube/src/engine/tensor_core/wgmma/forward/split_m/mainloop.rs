@@ -38,8 +38,8 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// The number of blocks that a CTA has visited, and the number of those blocks that may have had keys hidden from the whole
-/// tile.
+/// Two counts of a CTA: the blocks that the CTA has visited, and among these the blocks in which some keys may be hidden
+/// from all queries of the tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockCounts {
@@ -166,8 +166,9 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // Before its turn to issue GEMMs, the warpgroup loads the biases and waits for the barriers. It does not do
-                // this during its turn, because the other warpgroups wait during that turn.
+                // The warpgroups take turns to issue GEMMs. The warpgroup loads the biases and waits for the barriers before
+                // its turn begins. During the turn, both would delay the other warpgroups, which wait for the end of the
+                // turn.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,
@@ -253,9 +254,10 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 elected,
                 tiles,
             );
-            // P' is rounded to half precision only after O is complete, when P has freed its registers. If P' were rounded
-            // earlier, its rounded form would need registers beside those of P. If a branch followed such an earlier rounding,
-            // ptxas would insert a wait after every wgmma (warning C7513).
+            // P' is the P of the next block. It is rounded to half precision only after the GEMM of P and V has finished,
+            // when the registers of P are free. If P' were rounded earlier, the rounded P' would need more registers, beside
+            // those of P. If a branch followed the earlier rounding, ptxas would insert a wait after every wgmma (warning
+            // C7513).
             p = packed::<F, NB, NS, NP>(made.exp_scores, next, rows, scoring, tiles, kind);
             if comptime!(kind.leaves_masked()) {
                 masked_count += u32::cast_from(may_have_masked);

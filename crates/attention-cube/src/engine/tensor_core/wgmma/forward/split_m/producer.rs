@@ -31,8 +31,9 @@ pub(super) struct SharedOffsets {
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// The address of three barriers, one for each set of used words (bits that tell which keys of a block the tile sees). Such
-    /// a barrier completes when all consumer warps have set the used bits of the keys that their rows see.
+    /// The address of three barriers. The *used bits* of a block tell which keys of the block the tile sees. Shared memory
+    /// holds the used bits of three blocks, and each of the three has one barrier. The barrier completes when all consumer
+    /// warps have set the bits of the keys that their rows see.
     pub used_ready: u32,
     /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
@@ -127,8 +128,8 @@ pub(super) fn fetch(
                         tiles,
                     );
                 } else {
-                    // The first keys are copied before the queries, because the consumers may still read the queries of the
-                    // previous tile.
+                    // The first keys are copied before the queries, because the buffer of the queries may still be in use:
+                    // the consumers may not have finished reading the queries of the previous tile.
                     fetch_queries(
                         sources.query,
                         steps,

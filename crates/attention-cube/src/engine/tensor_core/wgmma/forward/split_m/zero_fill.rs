@@ -17,11 +17,12 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// True if the block is fully visible apart from the bias, and a bias of −∞ hides a key from the tile's first query. Each
-/// lane checks only some keys of the block.
+/// True if the block is fully visible apart from the bias, and a bias of −∞ hides one of this lane's keys from the tile's
+/// first query. The lanes of a warp divide the keys of the block among them.
 ///
-/// A key that is hidden from all queries is also hidden from the first query. So each warp can find such keys from the biases
-/// of the first query, without the other warps.
+/// The caller needs to know whether the block may have a key that is hidden from all queries of the tile. Such a key is also
+/// hidden from the first query. So each warp checks only the biases of the first query, and needs no results of the other
+/// warps.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -68,7 +69,7 @@ pub(super) fn may_have_masked_in(
 }
 
 /// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait.
-/// `count` counts only blocks that may have keys hidden from the whole tile.
+/// `count` is the block's index among the blocks that may have keys hidden from the whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -86,7 +87,8 @@ pub(super) fn signal_used_keys_of<NP: Size>(
 /// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V` reads V.
 /// `last` is true for the tile's last block.
 ///
-/// If `may_have_masked`, the block is the `count`-th block of the CTA that may have keys hidden from the whole tile.
+/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. In this case, `count` is the
+/// index of the block among the blocks of the CTA that may have such keys.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,

@@ -35,7 +35,8 @@ pub struct WgmmaGradientSplitDTiles {
 impl WgmmaGradientSplitDTiles {
     /// The number of rows in a stationary tile.
     pub const ROWS: usize = WgmmaSplitDTiles::ROWS;
-    /// The number of rows in a streamed block, which are the columns of S. Each warpgroup computes half of these columns.
+    /// The number of rows in a streamed block. A row of the block belongs to a column of S. Each warpgroup computes half of
+    /// the columns of S.
     pub const COLUMNS: usize = WgmmaSplitDTiles::KEYS;
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     const TERM_STAGES: usize = 2;
@@ -69,8 +70,8 @@ impl WgmmaGradientSplitDTiles {
         self.own_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks, per block, of the right operand in the gradient's GEMM. The left operand is P or dS. The two
-    /// warpgroups use alternate chunks.
+    /// The number of chunks per block in the gradient's GEMM. The left operand of this GEMM is P or dS. The right operand is
+    /// a streamed block, which comes in chunks. The two warpgroups use alternate chunks.
     pub const fn sum_chunks(&self) -> usize {
         WgmmaSplitDTiles::WARPGROUPS * WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS
     }
@@ -133,8 +134,8 @@ impl WgmmaGradientSplitDTiles {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words tells whether some row of the tile
-    /// sees a certain column of a block.
+    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words belongs to one column of S in a
+    /// block, and tells whether some row of the tile sees this column.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.stages + 1)
     }

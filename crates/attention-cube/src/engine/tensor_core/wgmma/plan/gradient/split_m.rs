@@ -36,9 +36,10 @@ pub struct WgmmaGradientSplitMTiles {
     pub value_stages: usize,
     /// The number of spare warpgroups, which only give their registers to the consumers.
     ///
-    /// ptxas applies `setmaxnreg`, which reassigns registers, only in kernels that need more registers per thread than a thread
-    /// has at entry. In other kernels ptxas ignores `setmaxnreg` (warning C7508). Spare warpgroups add threads, which lowers
-    /// the number of registers per thread at entry.
+    /// ptxas applies `setmaxnreg`, which reassigns registers, only in kernels that need more registers per thread than a
+    /// thread has at entry. In other kernels ptxas ignores `setmaxnreg` (warning C7508). Spare warpgroups add threads, which
+    /// lowers the number of registers per thread at entry. The kernel then needs more registers than that, and ptxas applies
+    /// `setmaxnreg`.
     pub spare: usize,
     /// True if TMA copies the biases of each block to shared memory, together with the block's rows of Q or K.
     pub bias_boxes: bool,

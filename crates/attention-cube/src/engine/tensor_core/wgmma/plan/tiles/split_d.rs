@@ -66,15 +66,15 @@ impl WgmmaSplitDTiles {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
     }
 
-    /// True if TMA can store the output from the shared memory of the queries. This requires that the output fits there, and that
-    /// no subtile has columns of both warpgroups.
+    /// True if TMA can store the output from the shared memory of the queries. This requires that the output fits into the
+    /// memory of the queries, and that no subtile has columns of both warpgroups.
     pub const fn stores_output_by_tma(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
             && self.value_dim.is_multiple_of(8)
             && Self::WARPGROUPS * self.value_subtiles() <= self.key_chunks()
     }
 
-    /// The shape of the rows and columns of the output that a warpgroup computes.
+    /// The shape of the part of the output that one warpgroup computes.
     pub const fn output_shape(&self, stored_by_tma: bool) -> OutputShape {
         OutputShape {
             columns: self.value_columns(),
@@ -91,7 +91,8 @@ impl WgmmaSplitDTiles {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
-    /// True if a block's last chunk of V reuses the stage of the block's first chunk.
+    /// True if a block of V has more chunks than the ring has stages. The block's last chunk then reuses the stage of its
+    /// first chunk.
     pub const fn frees_first_chunk_at_once(&self) -> bool {
         self.value_chunks() > self.stages
     }
