@@ -37,7 +37,7 @@ const STEPS: usize = 3;
 /// The times of a step without graph capture, and of each part of the step, in seconds.
 #[derive(Clone, Copy, Serialize)]
 pub struct Parts {
-    /// The time of the whole step, launched without graph capture like the parts.
+    /// The time of the whole step. Like the parts, the step is launched without graph capture.
     step: f64,
     /// The time of the attention of all layers, forward and backward.
     attention: f64,

@@ -196,8 +196,8 @@ impl Worker {
     }
 }
 
-/// Checks all numbers below `count` in `jobs` worker processes, which get `bundle` numbers at a time, until `time` has passed.
-/// Each worker runs the test `test`, which calls [`work`].
+/// Checks the problems with the numbers below `count` in `jobs` worker processes. Stops when all are checked, or when `time` has
+/// passed. A worker gets `bundle` numbers at a time, and runs the test `test`, which calls [`work`].
 pub fn share(test: &str, count: u64, bundle: u64, jobs: usize, time: Option<Duration>) -> Tally {
     let (next, tally) = (AtomicU64::new(0), Mutex::new(Tally::default()));
     let deadline = time.map(|time| Instant::now() + time);

@@ -1,23 +1,24 @@
-//! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward.
+//! Computes the logsumexp (LSE) and `Δ = rowsum(do ∘ o) − dlse` of every query, before the backward pass.
 //!
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
-//! [`MULTIPLE`]. Kernels read rows 0 and 1 for every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of
-//! these rows is 0. The *reference score* of a query is the score that the softmax subtracted before `exp`. It is
-//! approximately the row maximum. The five rows of a head are:
+//! [`MULTIPLE`].
 //!
-//! - row 0: the LSE, or with [`LogsumexpForm::Apart`] only the reference score
+//! The *reference score* of a query is the score that the softmax subtracted before `exp`. It is approximately the row maximum.
+//! A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a head are:
+//!
+//! - row 0: the LSE. With [`LogsumexpForm::Apart`] it is only the reference score, and with [`LogsumexpForm::Marked`] a far query
+//!   has a mark instead.
 //! - row 1: Δ
-//! - row 2: the logarithm of the softmax sum relative to the reference score, if row 0 does not hold the LSE
-//! - row 3: the reference scores of far queries
-//! - row 4: flags
+//! - row 2: the logarithm of the softmax sum relative to the reference score, for each query whose LSE is not in row 0
+//! - row 3: the reference scores of far queries, with [`LogsumexpForm::Marked`]
+//! - row 4: one flag per [`ROWS`] queries, with [`LogsumexpForm::Marked`]. It is 1 if row 0 holds a mark for one of the queries.
 //!
-//! A query is *far* if the magnitude of its reference score is at least [`FAR`]. With [`LogsumexpForm::Marked`], row 0 holds a
-//! mark instead of the LSE of a far query, and row 3 holds the query's reference score. Kernels thus read one f32 per query for
-//! the LSE, unless they find a mark. Row 4 has one flag per [`ROWS`] queries, which is 1 if row 0 holds a mark for one of these
-//! queries. Kernels that stream blocks of queries look for marks only in tiles that find a flag of 1.
+//! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of the rows that they read
+//! is 0. With [`LogsumexpForm::Marked`], a kernel thus reads one f32 per query for the LSE, unless it finds a mark. A kernel that
+//! streams blocks of queries looks for marks only if a flag of its queries is 1.
 //!
 //! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of shared
-//! memory, and one vector of the output and of its gradient in registers. Bound: memory; the kernel reads the output and its
+//! memory, and in registers one vector of the output and one of its gradient. Bound: memory. The kernel reads the output and its
 //! gradient once.
 
 use crate::math::gradient::RowLseDelta;

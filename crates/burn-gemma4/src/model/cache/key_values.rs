@@ -30,7 +30,8 @@ impl KeyValues {
         }
     }
 
-    /// Creates a view of keys and values that share slots, `[batch, kv_heads, slots, width]`, without a copy.
+    /// Creates a view of compact keys and of values, without a copy. A slot holds the value of a token and, in part of the same
+    /// columns, its key.
     pub fn of_slots(slots: &Slots, keys: &CompactKeys, visible: Visible) -> Self {
         let (rotated, head_dim) = (keys.layout.rotated(), keys.layout.head_dim);
         Self {

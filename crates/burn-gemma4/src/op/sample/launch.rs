@@ -202,8 +202,8 @@ impl Rows {
         let summaries = self.words(SUMMARY);
         let records = self.rows * self.stretches * RECORD;
         assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
-        // SAFETY: the reads are those of the function `count`. Each cube writes only its own entry of `summaries`, which has
-        // one entry for each section of each row.
+        // SAFETY: this kernel reads the same elements as the kernel in `count`, for the reasons given there. Each cube writes only
+        // its own entry of `summaries`, which has one entry for each section of each row.
         unsafe {
             keep_pdl::launch_unchecked(
                 client,

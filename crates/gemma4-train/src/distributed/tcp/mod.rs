@@ -313,8 +313,8 @@ impl ControlPlane for Tcp {
     }
 
     fn end(&self) {
-        // Send errors are ignored. A peer that is gone has already sent its own farewell, so this peer does not need the
-        // message.
+        // Send errors are ignored. If a send fails because the receiving peer is gone, that peer has already sent its own farewell.
+        // It does not need this message.
         self.tell_all(&Message::Farewell);
     }
 }
