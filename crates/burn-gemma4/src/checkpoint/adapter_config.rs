@@ -49,9 +49,9 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods to initialize `A` and `B`. A method is supported if it leaves the base weights unchanged, or if
-/// PEFT applies the method anew whenever PEFT loads the adapter. The methods that are not in this list subtract the initial
-/// `B · A` from the base weights. The adapter then fits the changed weights, but not the original weights.
+/// The supported methods to initialize `A` and `B`. A method is supported if it leaves the base weights unchanged, or if PEFT
+/// applies it each time that PEFT loads the adapter. All other methods subtract the initial `B · A` from the base weights. An
+/// adapter of such a method fits the changed weights, but not the original ones.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate
 /// the buffers. During the warm-up runs, Burn's fusion and CubeCL also finish their autotuning. If a different computation
-/// ran just before, fusion must fuse the operations of this computation anew. This happens in the first warm-up run.
+/// ran just before, the first warm-up run is also the one in which fusion fuses the operations of this computation.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its

@@ -65,7 +65,7 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. The kernel binds 7 buffers, of which one holds CubeCL's own tensor metadata. Every
+/// Copies three sources to three targets. The kernel binds 7 buffers: the six tensors, and CubeCL's metadata of tensors. Every
 /// WebGPU device supports 8 buffers.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(

@@ -123,8 +123,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// Counts the bytes of a value that an instruction has created. A lazy sequence is converted to a list, because a lazy
-/// sequence computes its elements anew at each access.
+/// Counts the bytes of a value that an instruction has created. A lazy sequence computes its elements at each access, so it is
+/// converted to a list.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {

@@ -108,8 +108,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.delta[k] = of_row.delta;
     }
     // The output's gradient is stationary operand 0, and the query is stationary operand 1. The GEMM of operand 0 with the
-    // values comes first, and the GEMM of operand 1 with the keys second. The keys are thus copied to shared memory last.
-    // They are still in shared memory when a third GEMM computes the query's gradient from them.
+    // values comes first, and the GEMM of operand 1 with the keys second. The keys are thus copied to shared memory last, and stay
+    // there for a third GEMM, which computes the query's gradient from the keys.
     hold(
         &output_gradient,
         first_row,

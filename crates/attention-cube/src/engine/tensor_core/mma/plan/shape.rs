@@ -66,8 +66,8 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns a copy of the shape in which the queries do not stay in shared memory. For every block of keys, the queries are
-/// copied through the ring of slots anew, together with the keys.
+/// Returns a copy of the shape in which the queries do not stay in shared memory. The kernel then copies the queries through the
+/// ring of slots with every block of keys.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {

@@ -6,8 +6,8 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The choice of the tile's operands that stay in shared memory. An operand of the tile that does not stay is copied through
-/// the ring of slots anew for every streamed block.
+/// The choice of the tile's operands that stay in shared memory. For every streamed block, the kernel copies the tile's other
+/// operands through the ring of slots again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
     /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
