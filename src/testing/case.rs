@@ -94,7 +94,7 @@ impl Case {
             kv_len,
             head_dim,
             value_dim,
-            dtype: dtype(),
+            dtype: dtype_under_test().unwrap_or(DType::F32),
             scale: None,
             softcap: None,
             causal: None,
@@ -246,12 +246,16 @@ impl Case {
     }
 }
 
-/// Returns the default dtype of cases, which is the dtype in `ATTENTION_TEST_DTYPE`, or f32 if the variable is not set.
-fn dtype() -> DType {
+/// Returns the dtype in `ATTENTION_TEST_DTYPE`, or `None` if the variable is not set.
+///
+/// # Panics
+/// Panics if `ATTENTION_TEST_DTYPE` is not the name of a float dtype.
+pub fn dtype_under_test() -> Option<DType> {
     match std::env::var("ATTENTION_TEST_DTYPE").as_deref() {
-        Err(_) | Ok("f32") => DType::F32,
-        Ok("f16") => DType::F16,
-        Ok("bf16") => DType::BF16,
+        Err(_) => None,
+        Ok("f32") => Some(DType::F32),
+        Ok("f16") => Some(DType::F16),
+        Ok("bf16") => Some(DType::BF16),
         Ok(other) => panic!("ATTENTION_TEST_DTYPE={other}: expected f32, f16 or bf16"),
     }
 }

@@ -43,6 +43,7 @@ fn again(number: u64) -> String {
     let variables = [
         "ATTENTION_TEST_DEVICES",
         "ATTENTION_TEST_SIZES",
+        "ATTENTION_TEST_DTYPE",
         "ATTENTION_TEST_SEED",
     ];
     let set = variables

@@ -4,7 +4,7 @@
 mod check;
 mod patterns;
 
-use crate::case::{Case, Change, Extent, Hide};
+use crate::case::{Case, Change, Extent, Hide, dtype_under_test};
 use crate::dense::Layout;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
@@ -197,10 +197,10 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         Sizes::Small => vec![Crowd::Few],
         Sizes::Every => vec![Crowd::Few, Crowd::Few, Crowd::Few, Crowd::Tiles],
     };
-    let dtypes = match sizes {
-        Sizes::Small => vec![DType::F32, DType::F32, DType::F16, DType::BF16],
-        // Half precision has more kernels, so it is drawn more often.
-        Sizes::Every => [[DType::F32; 2], [DType::F16; 2], [DType::BF16; 2]].concat(),
+    let dtypes = match (dtype_under_test(), sizes) {
+        (Some(dtype), _) => vec![dtype],
+        (None, Sizes::Small) => vec![DType::F32, DType::F32, DType::F16, DType::BF16],
+        (None, Sizes::Every) => vec![DType::F32, DType::F16, DType::BF16],
     };
     (
         widths,
