@@ -6,9 +6,9 @@
 //! blocks that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks,
 //! even with many packed documents.
 //!
-//! Schedule: one unit copies one i32 or computes the bounds of one block. One cube computes the block range of one tile.
-//! Budget: no shared memory for copies and bounds, two i32 values per unit for block ranges, and a few registers. Bound:
-//! memory, with one to five values per token.
+//! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile. Budget: no
+//! shared memory for copies, at most eight i32 values per unit for bounds and block ranges, and a few registers. Bound: memory,
+//! with one to five values per token.
 
 use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
@@ -88,7 +88,11 @@ pub(crate) fn pack_intervals<I: Int>(
 /// to two intervals. For each interval, the kernel computes two ranges: the key blocks that may be visible, and the fully
 /// visible key blocks. See [`INTERVAL_BOUNDS`].
 ///
-/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`.
+/// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`. One
+/// cube handles one block.
+///
+/// If `spans`, the kernel also does the work of [`span_blocks`] for the query blocks. This requires a problem without
+/// segments.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_intervals(
     packed: &mut Tensor<i32>,
@@ -97,44 +101,60 @@ pub(crate) fn bound_intervals(
     length: u32,
     blocks: u32,
     count: u32,
+    counter: u32,
     kv_len: i32,
     #[comptime] block: u32,
     #[comptime] keys: i32,
+    #[comptime] spans: bool,
     #[comptime] structure: Structure,
+    #[comptime] units: u32,
 ) {
-    let index = ABSOLUTE_POS as u32;
-    if index < count {
-        let start = (index % blocks) * block;
-        let end = min(start + block, length);
-        let row = (index / blocks) * length;
-        let record = comptime!(structure.query_record() as u32);
-        #[unroll]
-        for interval in 0..structure.intervals {
-            let own = comptime!((structure.segments as usize + 2 * interval) as u32);
-            let mut smallest_first = kv_len;
-            let mut largest_first = 0i32;
-            let mut smallest_end = kv_len;
-            let mut largest_end = 0i32;
-            for query in start..end {
-                let at = (records + record * (row + query) + own) as usize;
-                let first = packed[at];
-                let last = packed[at + 1];
-                largest_first = max(largest_first, first);
-                smallest_end = min(smallest_end, last);
-                // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no key
-                // through the interval.
-                if first < last {
-                    smallest_first = min(smallest_first, first);
-                    largest_end = max(largest_end, last);
-                }
+    let index = CUBE_POS as u32;
+    if index >= count {
+        terminate!();
+    }
+    let start = (index % blocks) * block;
+    let end = min(start + block, length);
+    let row = (index / blocks) * length;
+    let record = comptime!(structure.query_record() as u32);
+    let at = bounds + comptime!(structure.query_block_bounds() as u32) * index;
+    let mut span_first = kv_len;
+    let mut span_end = 0i32;
+    #[unroll]
+    for interval in 0..structure.intervals {
+        let own = comptime!((structure.segments as usize + 2 * interval) as u32);
+        let mut smallest_first = kv_len;
+        let mut largest_first = 0i32;
+        let mut smallest_end = kv_len;
+        let mut largest_end = 0i32;
+        let mut query = start + UNIT_POS;
+        while query < end {
+            let at = (records + record * (row + query) + own) as usize;
+            let first = packed[at];
+            let last = packed[at + 1];
+            largest_first = max(largest_first, first);
+            smallest_end = min(smallest_end, last);
+            // Leave a query with an empty interval out of the range of visible key blocks, because the query sees no key
+            // through the interval.
+            if first < last {
+                smallest_first = min(smallest_first, first);
+                largest_end = max(largest_end, last);
             }
-            let per_block = comptime!(structure.query_block_bounds() as u32);
-            let at = bounds
-                + per_block * index
-                + comptime!((BLOCK_BOUNDS + INTERVAL_BOUNDS * interval) as u32);
+            query += units;
+        }
+        let smallest_first = reduced(smallest_first, Reduction::Smallest, units);
+        let largest_first = -reduced(-largest_first, Reduction::Smallest, units);
+        let smallest_end = reduced(smallest_end, Reduction::Smallest, units);
+        let largest_end = -reduced(-largest_end, Reduction::Smallest, units);
+        if UNIT_POS == 0u32 {
+            let first = smallest_first / keys;
+            let end = (largest_end + keys - 1i32) / keys;
+            span_first = min(span_first, first);
+            span_end = max(span_end, end);
+            let at = at + comptime!((BLOCK_BOUNDS + INTERVAL_BOUNDS * interval) as u32);
             let at = at as usize;
-            packed[at] = smallest_first / keys;
-            packed[at + 1] = (largest_end + keys - 1i32) / keys;
+            packed[at] = first;
+            packed[at + 1] = end;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
             // The last key block may be shorter than `keys`. The block counts as fully visible if the intervals of all queries
             // end at `kv_len`.
@@ -145,10 +165,51 @@ pub(crate) fn bound_intervals(
             );
         }
     }
+    if comptime!(spans) {
+        if UNIT_POS == 0u32 {
+            packed[(at + 3u32) as usize] = span_first;
+            packed[(at + 4u32) as usize] = span_end;
+            if index == 0u32 {
+                packed[counter as usize] = 0i32;
+            }
+        }
+    }
+}
+
+/// The operation of [`reduced`].
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reduction {
+    Smallest,
+    BitwiseOr,
+}
+
+/// Combines the values of all units of the cube. Unit 0 gets the result. All units must call this function, and `units` is a
+/// power of two.
+#[cube]
+fn reduced(value: i32, #[comptime] reduction: Reduction, #[comptime] units: u32) -> i32 {
+    let mut values = Shared::<[i32]>::new_slice(comptime!(units as usize));
+    let mut result = value;
+    values[UNIT_POS as usize] = result;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(units.ilog2()) {
+        let half = comptime!(units >> (step + 1));
+        if UNIT_POS < half {
+            let other = values[(UNIT_POS + half) as usize];
+            result = if comptime!(reduction == Reduction::Smallest) {
+                min(result, other)
+            } else {
+                result | other
+            };
+            values[UNIT_POS as usize] = result;
+        }
+        sync_cube();
+    }
+    result
 }
 
 /// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of all
-/// ids modulo 32.
+/// ids modulo 32. One cube handles one block.
 ///
 /// The segment ids start at index `ids` of `packed`, and each lies `record` elements after the previous one. The bounds start
 /// at index `bounds`, with `block_bounds` values per block.
@@ -163,25 +224,35 @@ pub(crate) fn bound_segments(
     #[comptime] block: u32,
     #[comptime] record: u32,
     #[comptime] block_bounds: u32,
+    #[comptime] units: u32,
 ) {
-    let index = ABSOLUTE_POS as u32;
-    if index < count {
-        let start = (index % blocks) * block;
-        let end = min(start + block, length);
-        let row = ids + (index / blocks) * length * record;
-        let mut smallest = packed[(row + start * record) as usize];
-        let mut largest = smallest;
-        let mut bits = 0u32;
-        for token in start..end {
-            let id = packed[(row + token * record) as usize];
-            smallest = min(smallest, id);
-            largest = max(largest, id);
-            bits |= 1u32 << (u32::reinterpret(id) % 32u32);
-        }
+    let index = CUBE_POS as u32;
+    if index >= count {
+        terminate!();
+    }
+    let start = (index % blocks) * block;
+    let end = min(start + block, length);
+    let row = ids + (index / blocks) * length * record;
+    let mut smallest = packed[(row + start * record) as usize];
+    let mut largest = smallest;
+    let mut bits = 0u32;
+    let mut token = start + UNIT_POS;
+    while token < end {
+        let id = packed[(row + token * record) as usize];
+        smallest = min(smallest, id);
+        largest = max(largest, id);
+        bits |= 1u32 << (u32::reinterpret(id) % 32u32);
+        token += units;
+    }
+    let smallest = reduced(smallest, Reduction::Smallest, units);
+    // The bitwise complement reverses the order of all i32, while the negation of the smallest i32 overflows.
+    let largest = !reduced(!largest, Reduction::Smallest, units);
+    let bits = reduced(i32::reinterpret(bits), Reduction::BitwiseOr, units);
+    if UNIT_POS == 0u32 {
         let at = (bounds + block_bounds * index) as usize;
         packed[at] = smallest;
         packed[at + 1] = largest;
-        packed[at + 2] = i32::reinterpret(bits);
+        packed[at + 2] = bits;
     }
 }
 

@@ -259,12 +259,16 @@ fn bound_blocks(
             (1, BLOCK_BOUNDS),
         );
     }
-    if structure.intervals > 0 {
-        bound_records(packed, offsets, problem, structure);
-    }
     let of_queries = (offsets.query_bounds, q_len.div_ceil(queries));
     let of_keys = (offsets.key_bounds, kv_len.div_ceil(keys));
     let counter = offsets.key_bounds + BLOCK_BOUNDS * batch * of_keys.1;
+    if structure.intervals > 0 {
+        let spans = !structure.segments && stationary_side == Side::Queries;
+        bound_records(packed, offsets, counter, spans, problem, structure);
+        if spans {
+            return;
+        }
+    }
     let (own, others) = match stationary_side {
         Side::Queries => (of_queries, of_keys),
         Side::Keys => (of_keys, of_queries),
@@ -378,11 +382,13 @@ fn pack_records(
     }
 }
 
-/// For each block of queries, writes the bounds that follow from the key intervals: two ranges of key blocks per interval.
-/// See `bound_intervals`.
+/// For each block of queries, writes the bounds that follow from the key intervals: two ranges of key blocks per interval. If
+/// `spans`, also does the work of [`span`] for the queries. See `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
+    counter: usize,
+    spans: bool,
     problem: &AttentionProblem,
     structure: Structure,
 ) {
@@ -392,7 +398,7 @@ fn bound_records(
     unsafe {
         bound_intervals::launch_unchecked(
             &packed.client,
-            cube_count(&packed.client, count.div_ceil(UNITS)),
+            cube_count(&packed.client, count),
             CubeDim::new_1d(UNITS as u32),
             packed.clone().into_tensor_arg(),
             offsets.query_ids as u32,
@@ -400,10 +406,13 @@ fn bound_records(
             problem.q_len as u32,
             blocks as u32,
             count as u32,
+            counter as u32,
             problem.kv_len as i32,
             offsets.blocks.queries as u32,
             offsets.blocks.keys as i32,
+            spans,
             structure,
+            UNITS as u32,
         );
     }
 }
@@ -463,7 +472,7 @@ fn bound(
     unsafe {
         bound_segments::launch_unchecked(
             &packed.client,
-            cube_count(&packed.client, count.div_ceil(UNITS)),
+            cube_count(&packed.client, count),
             CubeDim::new_1d(UNITS as u32),
             packed.clone().into_tensor_arg(),
             ids as u32,
@@ -474,6 +483,7 @@ fn bound(
             block as u32,
             record as u32,
             block_bounds as u32,
+            UNITS as u32,
         );
     }
 }

@@ -55,7 +55,7 @@ pub(crate) fn next_block_in_steps(
     #[comptime] kind: TileKind,
 ) -> i32 {
     let mut block = block;
-    if comptime!(kind.fragment.structure.has_bounds() || kind.sums_up_mask()) {
+    if comptime!(kind.skips_blocks()) {
         let tile_position = tile_position(tile);
         let mut searching = block < tile.end_block;
         while searching {

@@ -224,7 +224,7 @@ pub(crate) fn visit_from(
         head += 1u32;
         block = tile.first_block;
     }
-    if comptime!(kind.fragment.structure.has_bounds() || kind.sums_up_mask()) {
+    if comptime!(kind.skips_blocks()) {
         let mut searching = head < tile.heads;
         while searching {
             let tile_position = position_of(tile, head, kind.fragment.side);

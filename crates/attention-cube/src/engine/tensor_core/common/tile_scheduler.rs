@@ -29,6 +29,16 @@ impl TileKind {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
 
+    /// True if a tile may skip blocks between its first and its last visited block. The tile of queries of a problem with one
+    /// interval per query, and without segments and mask, visits every block of its block range.
+    pub(crate) const fn skips_blocks(&self) -> bool {
+        let structure = self.fragment.structure;
+        let is_one_range = structure.intervals == 1
+            && !structure.segments
+            && matches!(self.fragment.side, Side::Queries);
+        structure.has_bounds() && !is_one_range || self.sums_up_mask()
+    }
+
     /// True if the launch has precomputed a summary of the mask for every pair of a tile and a block. The summary tells whether
     /// the mask shows the block in full, in part or not at all.
     pub(crate) const fn sums_up_mask(&self) -> bool {
