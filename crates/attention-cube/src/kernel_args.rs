@@ -100,6 +100,7 @@ pub(crate) fn dropout_arguments(problem: &AttentionProblem) -> Option<DropoutArg
             threshold.bits << 16 | threshold.bits,
             if threshold.keeps_hits { 0 } else { u32::MAX },
             threshold.kept_scale() as f32,
+            (-1.0 / threshold.kept_scale()) as f32,
             problem.q_heads as u32,
         )
     })

@@ -15,6 +15,8 @@ pub(crate) struct DropoutArguments {
     pub drops_hits: u32,
     /// The factor by which kept probabilities are multiplied.
     pub kept: f32,
+    /// `-1 / kept`.
+    pub minus_inverse_kept: f32,
     /// The number of query heads per sequence.
     pub q_heads: u32,
 }

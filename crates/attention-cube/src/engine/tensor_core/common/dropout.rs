@@ -17,8 +17,9 @@ use cubecl::prelude::*;
 pub(crate) struct KeepBits {
     pub low: u32,
     pub high: u32,
-    /// The factor by which kept probabilities are multiplied.
-    pub kept: f32,
+    /// The factor by which delta is multiplied in [`gradient_minus_delta`]: `-1 / kept`, where `kept` is the factor by which
+    /// kept probabilities are multiplied.
+    pub minus_inverse_kept: f32,
 }
 
 /// Three selectors for [`permuted_bytes`]. The first joins the low halves of two words, and the second joins their high
@@ -39,61 +40,100 @@ fn exchanged(word: u32) -> u32 {
     permuted_bytes(word, word, EXCHANGED.runtime())
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns, one word for two registers. `column` is the first of
-/// these columns. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the
-/// second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
+/// Draws the random words of the thread's eight scores of 16 columns. `column` is the first of these columns, and the rows are
+/// queries.
 ///
-/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). If the rows are keys, the
-/// eight registers are halves of two cells. If the rows are queries, `shares_cells` tells whether the positions of the
-/// thread's two rows differ by 8, as in a tile of one head. If they do, the eight registers are one cell, and one draw
-/// serves all of them. Otherwise, each row needs its own draw.
+/// The random generator draws 64 bits at once for a cell of eight scores (see `math/dropout.rs`). `shares_cells` tells
+/// whether the positions of the thread's two rows differ by 8, as in a tile of one head. If they do, the eight scores are
+/// one cell: words 0 and 1 are those of the first and of the second row. Otherwise, each row needs its own draw. Words 0 and 2
+/// are then the words of the two rows, and each is followed by the remaining word of its cell.
 #[cube]
-fn keep_masks_of_step(
-    dropout: &DropoutArguments,
+pub(crate) fn draw_step<F: Float, NB: Size>(
+    scoring: &Scoring<F, NB>,
     rows: &RowPair,
     column: i32,
     #[comptime] shares_cells: bool,
-    #[comptime] side: Side,
 ) -> Vector<u32, Const<4>> {
-    let column = column as u32 + UNIT_POS % 4u32 * 2u32;
-    let first = rows.position_0 as u32;
-    let key_0 = head_key(dropout, rows.batch, rows.head_0);
-    let drawn = if comptime!(side == Side::Keys) {
-        cell(key_0, column, first)
-    } else {
-        cell(key_0, first, column)
-    };
-    let mut masks = Vector::<u32, Const<4>>::zeroed();
-    if comptime!(side == Side::Keys) {
-        let next = cell(key_0, column + 1u32, first);
-        let halves = select(
-            first % 2u32 == 1u32,
-            HIGH_HALVES.runtime(),
-            LOW_HALVES.runtime(),
-        );
-        let before = permuted_bytes(drawn.first, next.first, halves);
-        let after = permuted_bytes(drawn.second, next.second, halves);
-        masks.insert(0usize, keep_mask(before, after, dropout));
-        masks.insert(1usize, keep_mask(exchanged(before), after, dropout));
-        masks.insert(2usize, keep_mask(after, before, dropout));
-        masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
-    } else if comptime!(shares_cells) {
-        let (before, after) = (drawn.first, drawn.second);
-        masks.insert(0usize, keep_mask(before, after, dropout));
-        masks.insert(1usize, keep_mask(after, before, dropout));
-        masks.insert(2usize, keep_mask(exchanged(before), after, dropout));
-        masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
-    } else {
-        let second = rows.position_1 as u32;
-        let key_1 = head_key(dropout, rows.batch, rows.head_1);
-        let (own, other) = own_and_other(drawn, first);
-        masks.insert(0usize, keep_mask(own, other, dropout));
-        masks.insert(2usize, keep_mask(exchanged(own), other, dropout));
-        let (own, other) = own_and_other(cell(key_1, second, column), second);
-        masks.insert(1usize, keep_mask(own, other, dropout));
-        masks.insert(3usize, keep_mask(exchanged(own), other, dropout));
+    let mut words = Vector::<u32, Const<4>>::zeroed();
+    #[comptime]
+    match &scoring.dropout {
+        ComptimeOption::Some(dropout) => {
+            let column = own_column_pair(column);
+            let first = rows.position_0 as u32;
+            let drawn = cell(head_key(dropout, rows.batch, rows.head_0), first, column);
+            if comptime!(shares_cells) {
+                words.insert(0usize, drawn.first);
+                words.insert(1usize, drawn.second);
+            } else {
+                let (own, other) = own_and_other(drawn, first);
+                words.insert(0usize, own);
+                words.insert(1usize, other);
+                let second = rows.position_1 as u32;
+                let drawn = cell(head_key(dropout, rows.batch, rows.head_1), second, column);
+                let (own, other) = own_and_other(drawn, second);
+                words.insert(2usize, own);
+                words.insert(3usize, other);
+            }
+            words
+        }
+        ComptimeOption::None => words,
     }
+}
+
+/// Returns the keep masks of the thread's eight registers for 16 columns, one word for two registers, from the words of
+/// [`draw_step`]. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the
+/// second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
+#[cube]
+fn keep_masks(
+    words: Vector<u32, Const<4>>,
+    dropout: &DropoutArguments,
+    #[comptime] shares_cells: bool,
+) -> Vector<u32, Const<4>> {
+    // The first row's word and the remaining word of its cell, and the same two words of the second row.
+    let before = words.extract(0usize);
+    let before_other = words.extract(1usize);
+    let after = words.extract(comptime!(if shares_cells { 1usize } else { 2 }));
+    let after_other = words.extract(comptime!(if shares_cells { 0usize } else { 3 }));
+    let mut masks = Vector::<u32, Const<4>>::zeroed();
+    masks.insert(0usize, keep_mask(before, before_other, dropout));
+    masks.insert(1usize, keep_mask(after, after_other, dropout));
+    masks.insert(2usize, keep_mask(exchanged(before), before_other, dropout));
+    masks.insert(3usize, keep_mask(exchanged(after), after_other, dropout));
     masks
+}
+
+/// Returns the keep masks of the thread's eight registers for 16 columns if the rows are keys and the columns are queries. The
+/// eight registers are halves of two cells. The masks have the order of [`keep_masks`].
+#[cube]
+fn keep_masks_of_keys(
+    dropout: &DropoutArguments,
+    rows: &RowPair,
+    column: i32,
+) -> Vector<u32, Const<4>> {
+    let column = own_column_pair(column);
+    let first = rows.position_0 as u32;
+    let key = head_key(dropout, rows.batch, rows.head_0);
+    let drawn = cell(key, column, first);
+    let next = cell(key, column + 1u32, first);
+    let halves = select(
+        first % 2u32 == 1u32,
+        HIGH_HALVES.runtime(),
+        LOW_HALVES.runtime(),
+    );
+    let before = permuted_bytes(drawn.first, next.first, halves);
+    let after = permuted_bytes(drawn.second, next.second, halves);
+    let mut masks = Vector::<u32, Const<4>>::zeroed();
+    masks.insert(0usize, keep_mask(before, after, dropout));
+    masks.insert(1usize, keep_mask(exchanged(before), after, dropout));
+    masks.insert(2usize, keep_mask(after, before, dropout));
+    masks.insert(3usize, keep_mask(exchanged(after), before, dropout));
+    masks
+}
+
+/// Returns the first of the thread's two adjacent columns among the 16 columns from `column` on.
+#[cube]
+fn own_column_pair(column: i32) -> u32 {
+    column as u32 + UNIT_POS % 4u32 * 2u32
 }
 
 /// A cell has two words of random bits, one for each of its two queries. Returns first the word that belongs to `query`,
@@ -128,7 +168,12 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
             #[unroll]
             for step in 0..comptime!(columns / 16) {
                 let column = first_column + comptime!(16 * step as i32);
-                let masks = keep_masks_of_step(dropout, rows, column, true, side);
+                let masks = if comptime!(side == Side::Keys) {
+                    keep_masks_of_keys(dropout, rows, column)
+                } else {
+                    let words = draw_step::<F, NB>(scoring, rows, column, true);
+                    keep_masks(words, dropout, true)
+                };
                 #[unroll]
                 for i in 0..4usize {
                     let bits = masks.extract(i) & comptime!(0x1_0001u32 << (4 * (step % 4) + i));
@@ -142,33 +187,62 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
             KeepBits {
                 low,
                 high,
-                kept: dropout.kept,
+                minus_inverse_kept: dropout.minus_inverse_kept,
             }
         }
         ComptimeOption::None => KeepBits {
             low: u32::new(0),
             high: u32::new(0),
-            kept: f32::new(1.0),
+            minus_inverse_kept: f32::new(-1.0),
         },
+    }
+}
+
+/// The word of the keep bits that holds the bits of the `pair`-th register pair.
+#[cube]
+fn word_of_pair(keep: &KeepBits, #[comptime] pair: usize) -> u32 {
+    if comptime!(pair < 16) {
+        keep.low
+    } else {
+        keep.high
     }
 }
 
 /// True if a register's probability is kept.
 #[cube]
 fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
-    let word = if comptime!(register < 32) {
-        keep.low
-    } else {
-        keep.high
-    };
+    let word = word_of_pair(keep, comptime!(register / 2));
     word & comptime!(1u32 << (register / 2 % 16 + 16 * (register % 2))) != 0u32
 }
 
-/// Returns the factor by which dropout multiplies a register's probability. The factor is 0 if the probability is dropped, else
-/// `keep.kept`.
+/// Returns the register's `dp − delta`, whose product with the weight is dS. With dropout, returns
+/// `(keep ∘ dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability, else 1. This form saves a
+/// multiplication per score. The kernel multiplies the sums over dS by `kept` instead (see [`times_kept`]).
 #[cube]
-pub(crate) fn keep_factor_of(keep: &KeepBits, #[comptime] register: usize) -> f32 {
-    select(is_kept(keep, register), keep.kept, 0.0f32)
+pub(crate) fn gradient_minus_delta(
+    dp: f32,
+    delta: f32,
+    keep: &KeepBits,
+    #[comptime] register: usize,
+    #[comptime] has_dropout: bool,
+) -> f32 {
+    if comptime!(has_dropout) {
+        let kept_dp = select(is_kept(keep, register), dp, 0.0f32);
+        fma(delta, keep.minus_inverse_kept, kept_dp)
+    } else {
+        dp - delta
+    }
+}
+
+/// Multiplies `value` by the factor of kept probabilities, if the kernel has dropout. A value that was computed with
+/// [`gradient_minus_delta`] lacks this factor.
+#[cube]
+pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>) -> f32 {
+    #[comptime]
+    match dropout {
+        ComptimeOption::Some(dropout) => value * dropout.kept,
+        ComptimeOption::None => value,
+    }
 }
 
 /// Returns the factor by which the accumulated gradient of V is multiplied: `1 / p_scale`, because P was multiplied by
@@ -186,38 +260,35 @@ pub(crate) fn value_factor(
     }
 }
 
-/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. Kept probabilities stay
-/// unchanged, because their product with `kept_scale` could exceed the largest half-precision number. Instead, the kernel
-/// multiplies the result of the GEMM by `kept_scale`.
+/// A selector for [`permuted_bytes`]. The sign bits of the second and of the fourth byte fill the two halves of the result.
+const SIGNS_OF_HALVES: u32 = 0xBB99;
+
+/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. `packed` holds the two
+/// probabilities in half precision. Kept probabilities stay unchanged, because their product with `kept_scale` could exceed
+/// the largest half-precision number. Instead, the kernel multiplies the result of the GEMM by `kept_scale`.
 #[cube]
 pub(crate) fn dropped_pair(
-    values: Pair,
+    packed: u32,
     keep: &KeepBits,
     #[comptime] pair: usize,
     #[comptime] has_dropout: bool,
-) -> Pair {
+) -> u32 {
     if comptime!(has_dropout) {
-        Pair {
-            first: select(is_kept(keep, comptime!(2 * pair)), values.first, 0.0f32),
-            second: select(
-                is_kept(keep, comptime!(2 * pair + 1)),
-                values.second,
-                0.0f32,
-            ),
-        }
+        // The shift moves the two keep bits to the highest bits of the two halves.
+        let signs = word_of_pair(keep, pair) << comptime!(15 - (pair % 16) as u32);
+        packed & permuted_bytes(signs, signs, SIGNS_OF_HALVES.runtime())
     } else {
-        values
+        packed
     }
 }
 
-/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `column` is the first of these
-/// columns. If the kernel has dropout, dropped probabilities are 0. The output is later multiplied by `kept_scale`.
+/// Packs the thread's eight probabilities of 16 columns as the left operand of the GEMM `P V`. `words` are the random words of
+/// [`draw_step`]. If the kernel has dropout, dropped probabilities are 0. The output is later multiplied by `kept_scale`.
 #[cube]
 pub(crate) fn packed_step<F: Float, NB: Size>(
     values: Vector<f32, Const<8>>,
+    words: Vector<u32, Const<4>>,
     scoring: &Scoring<F, NB>,
-    rows: &RowPair,
-    column: i32,
     #[comptime] shares_cells: bool,
     #[comptime] half: Half,
 ) -> Vector<u32, Const<4>> {
@@ -230,9 +301,7 @@ pub(crate) fn packed_step<F: Float, NB: Size>(
     }
     #[comptime]
     match &scoring.dropout {
-        ComptimeOption::Some(dropout) => {
-            packed & keep_masks_of_step(dropout, rows, column, shares_cells, Side::Queries)
-        }
+        ComptimeOption::Some(dropout) => packed & keep_masks(words, dropout, shares_cells),
         ComptimeOption::None => packed,
     }
 }

@@ -6,7 +6,7 @@
 //! [`far`](super::far)).
 
 use crate::engine::tensor_core::common::block_mask::BlockMask;
-use crate::engine::tensor_core::common::dropout::{KeepBits, dropped_pair, keep_factor_of};
+use crate::engine::tensor_core::common::dropout::{KeepBits, dropped_pair, gradient_minus_delta};
 use crate::engine::tensor_core::common::far::{has_far, logsumexps_of_queries, rows_are_far};
 use crate::engine::tensor_core::common::mask::{PAIRS_PER_WORD, bits_of_word};
 use crate::engine::tensor_core::common::score_mod::{final_scores, times_derivatives};
@@ -216,8 +216,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             look_up_logsumexps(&mut logsumexps, lse_delta, pair, kind);
             let own = probabilities(scored.values, &logsumexps, arguments, false, kind);
             if comptime!(gives_p) {
-                let own = dropped_pair(own, keep, pair, kind.score.dropout);
-                p.insert(pair, packed_p(own, half));
+                let packed = packed_p(own, half);
+                p.insert(pair, dropped_pair(packed, keep, pair, kind.score.dropout));
             }
             let slopes = scored.slopes;
             if comptime!(kind.hides_single_keys()) {
@@ -341,8 +341,8 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
         }
         let own = probabilities(values, &logsumexps, arguments, far, kind);
         if comptime!(gives_p) {
-            let own = dropped_pair(own, keep, pair, kind.score.dropout);
-            p.insert(pair, packed_p(own, half));
+            let packed = packed_p(own, half);
+            p.insert(pair, dropped_pair(packed, keep, pair, kind.score.dropout));
         }
         // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
         // `sloped` therefore returns a weight of 0 for a probability of 0.
@@ -593,9 +593,8 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
 /// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
 /// the left operand of a GEMM.
 ///
-/// With dropout, each element of dP is multiplied by the keep factor of its probability: `dS = w ∘ (keep ∘ dP − Δ)`. The
-/// keep factor is 0 for a dropped probability. Otherwise it is the factor by which dropout multiplies all kept
-/// probabilities.
+/// With dropout, the result is dS divided by `kept`, the factor by which dropout multiplies kept probabilities. See
+/// [`gradient_minus_delta`].
 ///
 /// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 where a score is
 /// hidden.
@@ -622,9 +621,9 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
                 delta_1 = delta.second;
             }
             let first = w.extract(comptime!(2 * pair))
-                * (kept_gradient::<NS>(dp, keep, comptime!(2 * pair), kind) - delta_0);
+                * difference::<NS>(dp, delta_0, keep, comptime!(2 * pair), kind);
             let second = w.extract(comptime!(2 * pair + 1))
-                * (kept_gradient::<NS>(dp, keep, comptime!(2 * pair + 1), kind) - delta_1);
+                * difference::<NS>(dp, delta_1, keep, comptime!(2 * pair + 1), kind);
             ds.insert(pair, pack(first, second, half));
         }
     } else {
@@ -639,13 +638,11 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
             }
             let first = seen_gradient(
                 w.extract(comptime!(2 * pair)),
-                kept_gradient::<NS>(dp, keep, comptime!(2 * pair), kind),
-                delta_0,
+                difference::<NS>(dp, delta_0, keep, comptime!(2 * pair), kind),
             );
             let second = seen_gradient(
                 w.extract(comptime!(2 * pair + 1)),
-                kept_gradient::<NS>(dp, keep, comptime!(2 * pair + 1), kind),
-                delta_1,
+                difference::<NS>(dp, delta_1, keep, comptime!(2 * pair + 1), kind),
             );
             ds.insert(pair, pack(first, second, half));
         }
@@ -653,22 +650,25 @@ pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     ds
 }
 
-/// Returns dP of a register, multiplied by the keep factor of its probability if the kernel has dropout.
+/// Returns [`gradient_minus_delta`] of a register.
 #[cube]
-pub(crate) fn kept_gradient<NS: Size>(
+fn difference<NS: Size>(
     dp: Vector<f32, NS>,
+    delta: f32,
     keep: &KeepBits,
     #[comptime] register: usize,
     #[comptime] kind: FragmentKind,
 ) -> f32 {
-    if comptime!(kind.score.dropout) {
-        dp.extract(register) * keep_factor_of(keep, register)
-    } else {
-        dp.extract(register)
-    }
+    gradient_minus_delta(
+        dp.extract(register),
+        delta,
+        keep,
+        register,
+        kind.score.dropout,
+    )
 }
 
 #[cube]
-fn seen_gradient(weight: f32, dp: f32, delta: f32) -> f32 {
-    select(weight == 0.0f32, 0.0f32, weight * (dp - delta))
+fn seen_gradient(weight: f32, difference: f32) -> f32 {
+    select(weight == 0.0f32, 0.0f32, weight * difference)
 }

@@ -47,7 +47,7 @@ use self::mainloop::sum;
 use self::ring::{Operands, copy_stationary, passed, stationary_rows};
 use self::warp_roles::{Roles, assign_roles};
 use super::part::alike;
-use crate::engine::tensor_core::common::dropout::value_factor;
+use crate::engine::tensor_core::common::dropout::{times_kept, value_factor};
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -155,7 +155,7 @@ pub(crate) fn backward_split_d<
                     &tile,
                     &roles,
                     &masking.seq_lens,
-                    scoring.arguments.scale,
+                    times_kept(scoring.arguments.scale, &scoring.dropout),
                     tiles,
                     kind,
                 );

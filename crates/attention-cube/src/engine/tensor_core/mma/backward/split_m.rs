@@ -35,7 +35,7 @@ mod p_ds;
 use self::blocks::{copy_block, copy_stationary};
 use self::p_ds::compute_p_ds;
 use super::part::{Part, alike, lse_delta_of_warp, seen_by_warp};
-use crate::engine::tensor_core::common::dropout::value_factor;
+use crate::engine::tensor_core::common::dropout::{times_kept, value_factor};
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::output::{OutputPart, without_blind};
 use crate::engine::tensor_core::common::scoring::Scoring;
@@ -133,7 +133,7 @@ pub(crate) fn backward_split_m<
                     &tile,
                     row,
                     &masking.seq_lens,
-                    scoring.arguments.scale,
+                    times_kept(scoring.arguments.scale, &scoring.dropout),
                     kind.fragment,
                 );
                 let own = fragment_of::<AD, ND>(sums.q_or_k, fragment);

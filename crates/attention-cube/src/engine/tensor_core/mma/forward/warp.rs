@@ -5,7 +5,7 @@ use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
 use crate::engine::tensor_core::common::block_mask::{BlockMask, block_mask};
 use crate::engine::tensor_core::common::block_range::TilePosition;
-use crate::engine::tensor_core::common::dropout::packed_step;
+use crate::engine::tensor_core::common::dropout::{draw_step, packed_step};
 use crate::engine::tensor_core::common::score::score;
 use crate::engine::tensor_core::common::scoring::{Masking, Scoring};
 use crate::engine::tensor_core::common::softmax::{
@@ -244,11 +244,16 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
                 values.insert(i, times_scale(values.extract(i), scale));
             }
         }
-        let packed = packed_step::<F, NB>(
-            values,
+        let words = draw_step::<F, NB>(
             scoring,
             rows,
             first_column + comptime!(16 * step as i32),
+            comptime!(kind.heads == 1),
+        );
+        let packed = packed_step::<F, NB>(
+            values,
+            words,
+            scoring,
             comptime!(kind.heads == 1),
             warp.half,
         );

@@ -35,7 +35,7 @@ mod producer;
 use self::producer::{SharedOffsets, fetch, offsets};
 use crate::engine::tensor_core::common::block_mask::block_mask;
 use crate::engine::tensor_core::common::columns_end;
-use crate::engine::tensor_core::common::dropout::{keep_bits, value_factor};
+use crate::engine::tensor_core::common::dropout::{keep_bits, times_kept, value_factor};
 use crate::engine::tensor_core::common::far::voted;
 use crate::engine::tensor_core::common::gradient::{
     dot_gradients, lse_delta_of_block, p_scale, weights,
@@ -169,7 +169,7 @@ pub(crate) fn backward_split_d<
                 &tile, row, lse_delta, &scoring, &offsets, warpgroup, tiles, kind,
             );
             let factor = if comptime!(tiles.sums.has_q_or_k()) {
-                scoring.arguments.scale
+                times_kept(scoring.arguments.scale, &scoring.dropout)
             } else {
                 value_factor(&scoring.dropout, comptime!(p_scale(tiles.half)))
             };
@@ -289,6 +289,10 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             own_lse_delta,
             WgmmaGradientSplitDTiles::COLUMNS,
         );
+        // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
+        let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
+            + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
+        let keep = keep_bits::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
         // This call leaves at most one wgmma group in flight. Each chunk of dP is one group. So the call waits for S, and for all
         // chunks of dP except the last.
         let s = take_fragment::<NS>(
@@ -297,9 +301,6 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
             used,
             comptime!(usize::from(tiles.sums.has_q_or_k())),
         );
-        let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
-            + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
-        let keep = keep_bits::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
         let made = weights::<F, NB, NS, NP>(
             s,
             &block_lse_delta,

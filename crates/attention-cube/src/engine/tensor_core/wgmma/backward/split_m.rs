@@ -43,7 +43,7 @@ use self::products::{
     start_s,
 };
 use self::zero_fill::zero_fill_block;
-use crate::engine::tensor_core::common::dropout::value_factor;
+use crate::engine::tensor_core::common::dropout::{times_kept, value_factor};
 use crate::engine::tensor_core::common::far::voted;
 use crate::engine::tensor_core::common::gradient::p_scale;
 use crate::engine::tensor_core::common::scoring::GradientGrid;
@@ -167,7 +167,7 @@ pub(crate) fn backward_split_m<
             let split = comptime!(kind.split);
             let kind = comptime!(kind.fragment);
             if comptime!(tiles.sums.has_q_or_k()) {
-                let scale = scoring.arguments.scale;
+                let scale = times_kept(scoring.arguments.scale, &scoring.dropout);
                 let factors = row_factors(lse_delta, &tile, row, &masking.seq_lens, scale, kind);
                 let target = OutputTarget {
                     staging: offsets.stationary_qk + staging,

@@ -2,8 +2,8 @@
 
 use super::biases::WarpBiases;
 use crate::engine::tensor_core::common::bias::add_words;
-use crate::engine::tensor_core::common::dropout::keep_bits;
-use crate::engine::tensor_core::common::gradient::{LseDelta, kept_gradient, weights};
+use crate::engine::tensor_core::common::dropout::{gradient_minus_delta, keep_bits, times_kept};
+use crate::engine::tensor_core::common::gradient::{LseDelta, weights};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
 use crate::engine::tensor_core::mma::backward::part::{WarpLseDelta, WarpSeen};
@@ -126,7 +126,14 @@ pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
             let register = comptime!(fragment * tiles.vectors()[0] + i);
             let delta = delta_of(&own_lse_delta, i);
             let own = p.extract(register);
-            let ds = own * (kept_gradient::<NS>(own_dp, &keep, i, kind.fragment) - delta);
+            let difference = gradient_minus_delta(
+                own_dp.extract(i),
+                delta,
+                &keep,
+                i,
+                kind.fragment.score.dropout,
+            );
+            let ds = times_kept(own * difference, &scoring.dropout);
             sums.insert(
                 register,
                 sums.extract(register) + select(own == 0.0f32, 0.0f32, ds),

@@ -4,7 +4,7 @@
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::packed_step;
+use crate::engine::tensor_core::common::dropout::{draw_step, packed_step};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
@@ -139,11 +139,16 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
         #[unroll]
         for step in 0..comptime!(MmaSplitDTiles::SCORE_KEYS / 16) {
             let part = exp_scores::<NS>(made.s, made.row_max.shift, scale_log2, step, false);
-            let p = packed_step::<F, NB>(
-                part.values,
+            let words = draw_step::<F, NB>(
                 scoring,
                 own_rows,
                 first_key + comptime!(16 * step as i32),
+                comptime!(kind.heads == 1),
+            );
+            let p = packed_step::<F, NB>(
+                part.values,
+                words,
+                scoring,
                 comptime!(kind.heads == 1),
                 tiles.half,
             );

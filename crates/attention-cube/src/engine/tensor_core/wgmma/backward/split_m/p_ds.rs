@@ -93,6 +93,9 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     let used = comptime!(tiles.columns / 2);
     let fragment = comptime!(tiles.fragments()[0]);
     let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
+    // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
+    let first_column = block * comptime!(tiles.columns as i32);
+    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);
     let s = take_fragment::<NS>(
         s,
         used,
@@ -111,8 +114,6 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     } else {
         s
     };
-    let first_column = block * comptime!(tiles.columns as i32);
-    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);
     let weights = weights::<F, NB, NS, NP>(
         s,
         &lse_delta,

@@ -4,7 +4,7 @@
 use super::producer::SharedOffsets;
 use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::packed_step;
+use crate::engine::tensor_core::common::dropout::{draw_step, packed_step};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, quad_max, rescaled, softmax_state, thread_row_max,
@@ -176,11 +176,16 @@ pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
             step,
             comptime!(kind.leaves_masked()),
         );
-        let p = packed_step::<F, NB>(
-            part.values,
+        let words = draw_step::<F, NB>(
             scoring,
             rows,
             first_column + comptime!(16 * step as i32),
+            comptime!(kind.heads == 1),
+        );
+        let p = packed_step::<F, NB>(
+            part.values,
+            words,
+            scoring,
             comptime!(kind.heads == 1),
             tiles.half,
         );

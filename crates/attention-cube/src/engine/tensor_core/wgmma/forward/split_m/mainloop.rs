@@ -3,7 +3,7 @@
 use super::biases::biases_of;
 use super::producer::SharedOffsets;
 use super::products::{take_output, take_scores};
-use super::softmax::{packed, softmax};
+use super::softmax::{draw_block, packed, softmax};
 use super::zero_fill::{
     first_row_hides, may_have_masked_in, signal_used_keys_of, zero_fill_values,
 };
@@ -111,6 +111,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         );
         let hides = first_row_hides::<F, NB>(&scoring.bias, tile, block, seen.whole, tiles, kind);
         let biases = biases_of::<F, NB>(scoring, rows, block, count, offsets, thread, tiles, kind);
+        let words = draw_block::<F, NB, NP>(block, rows, scoring, tiles, kind);
         let s = take_scores::<NS>(
             started,
             offsets.key_empty + 8u32 * slot.stage,
@@ -136,7 +137,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
         // O is still 0 after the first block's softmax, so O needs no rescale.
         running.moved = false.runtime();
         running.factor = pair(1.0f32, 1.0f32);
-        let mut p = packed::<F, NB, NS, NP>(made.exp_scores, block, rows, scoring, tiles, kind);
+        let mut p =
+            packed::<F, NB, NS, NP>(made.exp_scores, words, block, rows, scoring, tiles, kind);
         let mut masked_count = visited.masked;
         if comptime!(kind.leaves_masked()) {
             if may_have_masked {
@@ -229,6 +231,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                     kind,
                 );
             }
+            let words = draw_block::<F, NB, NP>(next, rows, scoring, tiles, kind);
             let s = take_scores::<NS>(
                 started,
                 offsets.key_empty + 8u32 * next_slot.stage,
@@ -258,7 +261,7 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             // when the registers of P are free. If P' were rounded earlier, the rounded P' would need more registers, beside
             // those of P. If a branch followed the earlier rounding, ptxas would insert a wait after every wgmma (warning
             // C7513).
-            p = packed::<F, NB, NS, NP>(made.exp_scores, next, rows, scoring, tiles, kind);
+            p = packed::<F, NB, NS, NP>(made.exp_scores, words, next, rows, scoring, tiles, kind);
             if comptime!(kind.leaves_masked()) {
                 masked_count += u32::cast_from(may_have_masked);
                 may_have_masked = may_have_masked_in(&seen, hides, kind);

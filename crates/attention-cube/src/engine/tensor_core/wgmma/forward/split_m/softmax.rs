@@ -1,7 +1,7 @@
 //! The online softmax of a block in split-M. The module also packs P as the left operand of the GEMM `P V`.
 
 use crate::engine::tensor_core::common::RowPair;
-use crate::engine::tensor_core::common::dropout::packed_step;
+use crate::engine::tensor_core::common::dropout::{draw_step, packed_step};
 use crate::engine::tensor_core::common::scoring::Scoring;
 use crate::engine::tensor_core::common::softmax::{
     SoftmaxState, exp_scores, rescaled, softmax_state, thread_row_max,
@@ -57,10 +57,45 @@ pub(super) fn softmax<NS: Size>(
     }
 }
 
+/// Draws the random words of dropout for the thread's scores of block `block`, four words for each 16 columns. The words do not
+/// depend on the scores, so the warpgroup draws them while the tensor cores compute the scores.
+///
+/// If a tile has several heads, all four words of a step are in use. The words of a block would then need too many registers,
+/// and [`packed`] draws them instead.
+#[cube]
+pub(super) fn draw_block<F: Float, NB: Size, NP: Size>(
+    block: i32,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
+    #[comptime] tiles: WgmmaSplitMTiles,
+    #[comptime] kind: TileKind,
+) -> Vector<u32, NP> {
+    let mut words = Vector::<u32, NP>::zeroed();
+    if comptime!(draws_ahead(kind)) {
+        #[unroll]
+        for step in 0..comptime!(tiles.keys / 16) {
+            let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
+            let own = draw_step::<F, NB>(scoring, rows, column, true);
+            #[unroll]
+            for i in 0..4usize {
+                words.insert(comptime!(4 * step + i), own.extract(i));
+            }
+        }
+    }
+    words
+}
+
+/// True if the kernel draws the random words of dropout before the scores are ready.
+const fn draws_ahead(kind: TileKind) -> bool {
+    kind.fragment.score.dropout && kind.heads == 1
+}
+
 /// Packs P of block `block` as the left operand of the GEMM `P V`. If the kernel has dropout, dropped probabilities are 0.
+/// `words` are the random words of [`draw_block`].
 #[cube]
 pub(super) fn packed<F: Float, NB: Size, NS: Size, NP: Size>(
     exp_scores: Vector<f32, NS>,
+    words: Vector<u32, NP>,
     block: i32,
     rows: &RowPair,
     scoring: &Scoring<F, NB>,
@@ -75,11 +110,21 @@ pub(super) fn packed<F: Float, NB: Size, NS: Size, NP: Size>(
         for i in 0..8usize {
             values.insert(i, exp_scores.extract(comptime!(8 * step + i)));
         }
+        let mut own_words = Vector::<u32, Const<4>>::zeroed();
+        if comptime!(draws_ahead(kind)) {
+            #[unroll]
+            for i in 0..4usize {
+                own_words.insert(i, words.extract(comptime!(4 * step + i)));
+            }
+        } else {
+            let column = block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32);
+            let shares_cells = comptime!(kind.heads == 1);
+            own_words = draw_step::<F, NB>(scoring, rows, column, shares_cells);
+        }
         let own = packed_step::<F, NB>(
             values,
+            own_words,
             scoring,
-            rows,
-            block * comptime!(tiles.keys as i32) + comptime!(16 * step as i32),
             comptime!(kind.heads == 1),
             tiles.half,
         );
