@@ -204,8 +204,7 @@ fn report(pass: &str, seconds: f64, operations: f64, errors: Option<Errors>) -> 
 /// The results of a training step's forward pass.
 struct Loss {
     inputs: [Tensor<4>; 3],
-    /// The loss per element, `[batch, heads, queries, columns]`. The elements are not summed here, because Burn's `backward` of
-    /// a tensor already differentiates the sum of the tensor's elements.
+    /// The loss per element, `[batch, heads, queries, columns]`. Burn's `backward` differentiates the sum of all elements.
     loss: Tensor<4>,
 }
 

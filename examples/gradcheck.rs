@@ -24,9 +24,9 @@ use clap::{Parser, ValueEnum};
 use std::{collections::BTreeMap, process::ExitCode};
 
 /// Check output, logsumexp and gradients of fused attention. Each number in the table is an error against the definition in
-/// f64, as a relative root mean square. The number after the slash is the error of unfused attention in the same dtype on the
-/// same device. An exclamation mark means that the error is more than twice the error of unfused attention, and that rounding
-/// does not explain it. Such an error makes the exit code 1.
+/// f64, as a relative root mean square. The number after the slash is the error of unfused attention. An exclamation mark
+/// means that the error is more than twice the error of unfused attention, and that rounding does not explain the
+/// difference. Such an error makes the exit code 1.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -94,8 +94,8 @@ enum Feature {
     All,
 }
 
-/// The number of queries and the number of keys per sequence. Both numbers exceed the size of a tile and are not multiples of
-/// that size, so that partial tiles are checked too.
+/// The number of queries and the number of keys per sequence. Neither number is a multiple of the tile size, so that partial
+/// tiles are checked too.
 const LENGTHS: [usize; 2] = [66, 70];
 
 impl Feature {
@@ -110,8 +110,7 @@ impl Feature {
             1..=8 => head_dim + 8,
             _ => head_dim / 2,
         };
-        // The ends of the documents are chosen so that some causal windows of 20 keys lie within one document and others span
-        // two documents.
+        // Some causal windows of 20 keys lie within one document, and others span two documents.
         let documents = |length: usize| {
             let of_one = |ends: [usize; 2]| {
                 (0..length)
@@ -217,8 +216,7 @@ impl Feature {
     }
 }
 
-/// The results that the table shows. Each entry has the result's name, as in `Comparison::name`, and the title of its column
-/// in the table.
+/// The results in the table, each as its name in `Comparison::name` and the title of its column.
 const RESULTS: [(&str, &str); 7] = [
     ("output", "output"),
     ("logsumexp", "logsumexp"),
@@ -251,8 +249,7 @@ fn run(cli: &Cli, chosen: &Chosen) -> Result<bool, Error> {
         true => Feature::value_variants(),
         false => &cli.options,
     };
-    // On a software driver, fewer cases are checked by default. Every row of the table needs its own kernels, and such a
-    // driver takes seconds to compile a kernel.
+    // A software driver takes seconds to compile a kernel, so fewer cases are checked by default.
     let compiles_slowly = chosen.software && chosen.name != DeviceName::Flex;
     let asked = match cli.dtypes.is_empty() && compiles_slowly {
         true => &[Dtype::F32],

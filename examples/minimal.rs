@@ -15,8 +15,8 @@ fn main() {
         "output [batch, heads, queries, columns]: {:?}",
         output.dims()
     );
-    // With a causal mask, no query sees a later key. The first query of head 0 therefore sees only the first key. The query's
-    // output is the first row of the value tensor in head 0.
+    // With a causal mask, the first query sees only the first key. So the first output row of head 0 is the first value row
+    // of head 0.
     let first = |tensor: Tensor<4>| tensor.slice([0..1, 0..1, 0..1, 0..4]).into_data();
     println!("first output: {}", first(output));
     println!("first value:  {}", first(value));

@@ -1,9 +1,10 @@
 //! Measures the errors of attention results against a reference implementation in f64.
 //!
-//! The memory and time of the reference implementation grow with the square of the length, so only a sample is compared. The
-//! sample consists of one sequence and one or two of its key heads, with all keys of these heads. Of the queries that attend
-//! to these key heads, the sample contains only some. Before a comparison of gradients, the output gradient is set to zero
-//! outside the sample. The gradients of the sample's queries, keys and values then depend on the sample alone.
+//! Only a sample is compared, because the time and memory of the reference implementation grow with the square of the
+//! length. The sample consists of some queries of one sequence, and all keys of one or two key heads.
+//!
+//! Before a comparison of gradients, the output gradient is set to zero outside the sample. The sample's gradients then
+//! depend on the sample alone.
 
 use crate::{
     Error,
@@ -26,8 +27,8 @@ pub struct Errors {
 }
 
 impl Errors {
-    /// True if the error is at most twice the error of the reference implementation in the same dtype. In f32, the error
-    /// depends on the order of additions, so an error of a few units in the last place is always allowed.
+    /// True if the error is at most twice the error of the reference implementation in the same dtype. In f32, an error of a
+    /// few units in the last place is always allowed.
     pub fn is_good(&self) -> bool {
         self.error <= (2.0 * self.same_dtype).max(2e-6)
     }
@@ -139,9 +140,9 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// Returns the errors of the worst gradient. The worst gradient has the largest ratio of its error to the error of the
-    /// reference implementation. The output gradient must have been masked by [`gradient_mask`](Self::gradient_mask) before the
-    /// gradients were computed.
+    /// Returns the errors of the gradient with the largest ratio of its error to the error of the reference implementation
+    /// in the same dtype. The gradients must come from an output gradient that [`gradient_mask`](Self::gradient_mask) has
+    /// masked.
     ///
     /// # Errors
     /// Returns an error if the gradients cannot be read.
@@ -293,15 +294,15 @@ fn values(tensor: Tensor<4>) -> Result<Vec<f64>, Error> {
 
 /// True if no element is NaN or infinite.
 fn is_finite(tensor: &Tensor<4>) -> Result<bool, Error> {
-    // A small tensor is read to the host and checked there. On a software driver, a reduction kernel on the device would take
-    // seconds to compile and tune.
+    // A small tensor is checked on the host. On a software driver, a reduction kernel would take seconds to compile and
+    // tune.
     if tensor.shape().num_elements() <= 1 << 22 {
         return Ok(values(tensor.clone())?
             .iter()
             .all(|value| value.is_finite()));
     }
-    // A large tensor is summed on the device. A NaN or infinite element makes the sum NaN or infinite. The sum of finite
-    // elements stays finite, because the results here are far too small for the sum to overflow f32.
+    // A large tensor is summed on the device. A NaN or infinite element makes the sum NaN or infinite. Finite elements here
+    // are too small for the sum to overflow f32.
     let sum: f32 = tensor
         .clone()
         .cast(DType::F32)

@@ -1,7 +1,7 @@
 //! Shared code of the examples, tests and benchmarks.
 //!
-//! The crate contains attention problems with random data, a timer, and the measurement of errors against a reference
-//! implementation in f64. The crate also contains models with random weights and helpers for tests.
+//! The crate contains attention problems and models with random data, a timer, the measurement of errors against a reference
+//! implementation in f64, and helpers for tests.
 
 pub mod accuracy;
 #[cfg(test)]

@@ -26,8 +26,7 @@ fn packages() -> Vec<Value> {
         .clone()
 }
 
-/// Checks that the workspace's `rust-version` equals Burn's. Burn does not compile with older compilers, so a lower version
-/// here would promise too much.
+/// Checks that the workspace's `rust-version` equals Burn's. Burn does not compile with older compilers.
 #[test]
 fn rust_version_of_own_packages_equals_burns() {
     let packages = packages();

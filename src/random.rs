@@ -11,7 +11,7 @@ use std::path::Path;
 /// Creates a model with random weights on `device`, in its default dtype.
 ///
 /// If the per-layer embedding table stays on the host, the model is saved to files in `folder` and loaded from these files.
-/// Quantized weights are created one at a time, so that the unquantized weights are never all in memory at once.
+/// Quantized weights are created one at a time to save memory.
 ///
 /// # Errors
 /// Returns an error if the files cannot be written or read.

@@ -5,14 +5,13 @@ use burn::backend::read_sync;
 use burn::tensor::{DType, Device, ProfileOptions, Tensor, TimingMethod};
 use std::time::{Duration, Instant};
 
-/// The pause before the single launches on a GPU. The warm-up or earlier measurements may have brought the GPU to its power
-/// cap, at which the GPU is 3 to 5 % slower. After the pause, the single launches are so few that the GPU stays below the
-/// cap. The mean over back-to-back launches, in contrast, includes the effect of the cap.
+/// The pause before the single launches on a GPU. Earlier work may have brought the GPU to its power cap, at which the GPU
+/// is 3 to 5 % slower.
 const REST: Duration = Duration::from_secs(1);
 
-/// The number of ballast launches before each single launch. Ballast is work that keeps the GPU busy. Ballast is needed
-/// because the host takes milliseconds to launch a backward through autodiff, and a GPU takes milliseconds to raise its
-/// clock. With 4, 16 and 48 ballast launches, the backward with head dimension 256 measured 437, 446 and 462 TFLOP/s.
+/// The number of ballast launches before each single launch. Ballast keeps the GPU busy while the host prepares the timed
+/// launch, because an idle GPU lowers its clock. With 4, 16 and 48 ballast launches, the backward with head dimension 256
+/// measured 437, 446 and 462 TFLOP/s.
 const BALLAST: usize = 48;
 
 /// The effort of a measurement: the numbers of launches, and a time limit.
@@ -22,8 +21,7 @@ pub struct Effort {
     pub launches: usize,
     /// The number of launches in the back-to-back measurement.
     pub sustained: usize,
-    /// The time limit, in seconds, of the measurement of single launches and of the back-to-back measurement. A measurement
-    /// that would exceed the limit has fewer launches.
+    /// The time limit of each measurement, in seconds. A measurement that would exceed the limit has fewer launches.
     pub seconds: f64,
 }
 
@@ -141,9 +139,8 @@ impl Timer {
         Ok((2 * elements * dtype.burn().size()) as f64 / copy.median)
     }
 
-    /// Calls `run` until its kernels are compiled, memory pools are filled and clocks are raised. Burn tunes its operators and
-    /// tries fusions over several launches. The warm-up therefore ends only when half a second has passed and a launch takes
-    /// less than 1.5 times the fastest earlier launch. The maximum is 50 launches.
+    /// Calls `run` until its kernels are compiled, memory pools are filled and clocks are raised. The warm-up lasts at least
+    /// half a second. It ends when a launch takes less than 1.5 times the fastest earlier launch, or after 50 launches.
     fn warm_up<O>(&self, mut run: impl FnMut() -> O) -> Result<(), Error> {
         const ENOUGH: Duration = Duration::from_millis(500);
         const MOST: usize = 50;
@@ -167,7 +164,7 @@ impl Timer {
     }
 
     /// Enqueues work on the device and flushes the queue. Without the flush, a lazy backend would collect the work until the
-    /// next sync. Such a backend would also skip results that are dropped before that sync.
+    /// next sync.
     fn flushed<O>(&self, run: impl FnOnce() -> O) -> Result<(), Error> {
         let output = run();
         self.device.flush()?;
@@ -185,9 +182,8 @@ impl Timer {
             drop(output);
             return Ok(time.as_secs_f64());
         }
-        // When the device itself measures the time, the measurement begins as soon as the device has finished earlier work.
-        // On an idle device, the measurement would begin before the host has launched the timed work, and would include the
-        // launch time of the host. So ballast is launched first.
+        // On an idle device, the device's timer would start before the host has launched the timed work. The time would then
+        // include the launch time of the host. So ballast is launched first.
         if let Some(ballast) = &self.ballast {
             for _ in 0..BALLAST {
                 self.flushed(|| ballast.clone().add_scalar(1.0))?;

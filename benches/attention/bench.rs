@@ -1,5 +1,5 @@
-//! Runs the benchmark's cases and collects the report. Each case runs with this project's attention and with the peers. The
-//! peers are other implementations of attention.
+//! Runs the benchmark's cases and collects the report. Each case also runs with the peers, other implementations of
+//! attention.
 
 use crate::cases::{Case, Scale};
 use crate::ceilings::ceilings;
@@ -111,9 +111,8 @@ impl<'a> Bench<'a> {
             .map(|device| device.name.clone());
 
         for peer in Peer::ALL {
-            // A case with int8 keys or with a limit on the number of valid keys (`kv_length`) runs without peers. Neither
-            // Burn's attention nor the reference implementation supports int8 keys, and Burn's attention does not support
-            // `kv_length`.
+            // A case with int8 keys or with `kv_length` (a limit on the number of valid keys) runs without peers. No other
+            // implementation supports int8 keys, and Burn's attention does not support `kv_length`.
             let only_ours = self.only_ours || workload.int8 || workload.kv_length.is_some();
             if only_ours && peer != Peer::Ours {
                 continue;
@@ -229,8 +228,7 @@ impl Row {
     }
 }
 
-/// Returns true if Burn's GEMM runs on the device. On Vulkan, Mesa's lavapipe crashes the process when it compiles that GEMM
-/// from SPIR-V.
+/// Returns true if Burn's GEMM runs on the device. Mesa's lavapipe (Vulkan) crashes when it compiles that GEMM from SPIR-V.
 fn runs_burns_products(chosen: &Chosen) -> bool {
     !(chosen.software && chosen.name == DeviceName::Vulkan)
 }

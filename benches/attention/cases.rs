@@ -156,9 +156,8 @@ pub const CASES: [Case; 55] = [
         "decode-d256-32k-int8",
         decode("decode-d256-32k", [8, 32, 16, 32768, 256]),
     ),
-    // A row is one query of one of the query heads that share a key head. For up to 32 rows per key head, the few-rows
-    // kernels read int8 directly. This case has 40 rows per key head, so the operator first dequantizes keys and values into
-    // temporary tensors.
+    // A row is one query of one query head of a GQA group. The kernels read int8 directly for up to 32 rows per key head.
+    // This case has 40 rows, so the operator first dequantizes keys and values.
     rows_d128("rows-d128-40", 5),
     int8("rows-d128-32-int8", rows_d128("rows-d128-32", 4)),
     int8("rows-d128-40-int8", rows_d128("rows-d128-40", 5)),

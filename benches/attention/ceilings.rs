@@ -28,10 +28,9 @@ pub fn ceilings(
     let layer = Linear {
         weight: Weight::Whole(Param::from_tensor(random([side, side]))),
     };
-    // In half precision the benchmark times the GEMM of burn-gemma4's `Linear`. This GEMM is Burn's, except on Hopper. On
-    // Hopper, Burn's GEMM reaches only a tenth of the GPU's speed until Burn has tuned it. In f32 the benchmark times Burn's
-    // GEMM directly. On NVIDIA GPUs, `Linear` splits an f32 GEMM into several GEMMs to avoid rounding to tf32, which would
-    // lower the measured peak.
+    // In half precision the benchmark times the GEMM of burn-gemma4's `Linear`. On Hopper, Burn's own untuned GEMM would
+    // reach only a tenth of the GPU's speed. In f32 the benchmark times Burn's GEMM. On NVIDIA GPUs, `Linear` splits an f32
+    // GEMM into several GEMMs to avoid tf32, which would lower the measured peak.
     let product = timer.singles(
         effort,
         || left.clone(),

@@ -1,5 +1,5 @@
-//! Performance cliffs: cases with layouts, shapes or options that once made attention many times slower than in a similar case.
-//! The similar case is the counterpart. The benchmark times each cliff together with its counterpart.
+//! Performance cliffs: cases in which attention was once many times slower than in a similar case, the counterpart. The
+//! benchmark times each cliff together with its counterpart.
 
 use crate::report::Pass::{self, Backward, Forward};
 use attention_cube::paged::try_paged_attention;
@@ -26,8 +26,8 @@ pub struct Attention {
     causal: bool,
     /// The number of tokens per document, or `None` if a sequence is a single document.
     document: Option<usize>,
-    /// True if intervals of visible keys replace the causal mask. With these intervals, each fourth block of 256 tokens is
-    /// an image, whose tokens all see each other.
+    /// True if intervals of visible keys replace the causal mask. Each fourth block of 256 tokens is an image, whose tokens
+    /// all see each other.
     images: bool,
     /// The storage of prompts that have the different lengths in [`RAGGED`], or `None` if all prompts have one length.
     ragged: Option<Rows>,
@@ -42,8 +42,7 @@ pub struct Attention {
     /// True if the bias needs a gradient.
     trained_bias: bool,
     mask: Option<Mask>,
-    /// True if all columns of a query are equal. The tensor of queries then stores a single column, which is expanded with
-    /// stride 0.
+    /// True if all columns of a query are equal. The tensor of queries stores a single column, expanded with stride 0.
     flat_queries: bool,
     /// One flag each for the queries, the keys and the values, in this order. A flag is true if the tensor needs a gradient.
     trained: [bool; 3],
@@ -61,15 +60,15 @@ enum Mask {
 /// The storage of prompts that have different lengths.
 #[derive(Clone, Copy)]
 enum Rows {
-    /// Each prompt is padded to the length of the longest prompt. `query_lengths` and `kv_lengths` hold the number of valid
-    /// rows of each prompt.
+    /// Prompts padded to the length of the longest prompt. `query_lengths` and `kv_lengths` hold each prompt's number of
+    /// valid rows.
     Padded,
     /// All prompts follow each other without padding, and `cu_seqlens` holds the index of the first row of each prompt.
     Packed,
 }
 
-/// A cliff: a case with its counterpart. The benchmark reports a failure if the case takes more than `limit` times as long as
-/// the counterpart.
+/// A case with its counterpart (see the module). The benchmark reports a failure if the case takes more than `limit` times
+/// as long.
 pub struct Cliff {
     pub name: &'static str,
     pub pass: Pass,
@@ -132,8 +131,8 @@ const fn cliff(
     }
 }
 
-/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has 2,048 queries and 2,048 keys,
-/// which give the same number of scores.
+/// Creates a cliff that times the backward of 65,536 queries over 64 keys. The counterpart has as many scores, with 2,048
+/// queries and 2,048 keys.
 const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
     let square = Attention {
         kv_heads,
@@ -148,7 +147,7 @@ const fn few_keys(name: &'static str, kv_heads: usize, width: usize) -> Cliff {
 }
 
 /// Creates a cliff that times the backward of few queries over 131,072 keys. The counterpart is the forward of the same
-/// attention problem.
+/// problem.
 const fn few_queries(name: &'static str, kv_heads: usize, length: usize, width: usize) -> Cliff {
     let case = Attention {
         kv_heads,
@@ -177,8 +176,7 @@ const fn packed(name: &'static str, pass: Pass, documents: usize, width: usize) 
     )
 }
 
-/// Creates a cliff that passes the image blocks of Gemma's prompts as intervals of visible keys. The counterpart is plain
-/// causal attention.
+/// Creates a cliff with image blocks of Gemma's prompts as intervals of visible keys. The counterpart is causal attention.
 const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> Cliff {
     let plain = attention([1, heads, 8192, width], true);
     let case = Attention {
@@ -189,8 +187,8 @@ const fn images(name: &'static str, pass: Pass, heads: usize, width: usize) -> C
     cliff(name, pass, case, plain, 1.15)
 }
 
-/// Groups of sequences of equal length. Each pair holds the number of sequences in a group, and their length. Under a causal
-/// mask, all groups have about the same number of visible query-key pairs.
+/// Groups of sequences of equal length: the number of sequences, and their length. Under a causal mask, all groups have
+/// about the same number of visible query-key pairs.
 const RAGGED: [(usize, usize); 4] = [(1, 4096), (4, 2048), (16, 1024), (64, 512)];
 
 /// Returns the length of each sequence of [`RAGGED`].
@@ -201,8 +199,7 @@ fn ragged_lengths() -> Vec<i32> {
     lengths.collect()
 }
 
-/// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has the same number of tokens in
-/// sequences of 1,024.
+/// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has sequences of 1,024 tokens.
 ///
 /// The counterpart has 0.94 times as many visible query-key pairs as the case. The limit is 1.18, so that the FLOP/s of the
 /// case are at least 90 % of the counterpart's FLOP/s.
@@ -229,8 +226,7 @@ const fn ragged(name: &'static str, pass: Pass, rows: Rows, heads: usize, width:
     cliff(name, pass, case, equal, 1.18)
 }
 
-/// Creates a cliff that decodes 8 sequences of 32,768 keys, which are stored in pages of 64 keys. The counterpart has
-/// contiguous keys.
+/// Creates a cliff that decodes 8 sequences of 32,768 keys in pages of 64 keys. The counterpart has contiguous keys.
 const fn paged(name: &'static str, width: usize) -> Cliff {
     let contiguous = Attention {
         kv_heads: 1,
@@ -556,9 +552,8 @@ impl Prepared {
             options,
             bias: attention.bias.map(random),
             page_table: pages.map(|[count, _]| {
-                // From one entry to the next, the page index grows by 7919 modulo the number of pages. Neighboring entries
-                // thus name distant pages. 7919 shares no factor with the number of pages, so every page occurs exactly
-                // once.
+                // The page index grows by 7919 modulo the number of pages, so neighboring entries name distant pages. 7919
+                // shares no factor with the number of pages, so every page occurs exactly once.
                 let entries = (0..count).map(|entry| (entry * 7919 % count) as i32);
                 let data = TensorData::new(entries.collect::<Vec<_>>(), [batch, count / batch]);
                 Tensor::from_data(data, device)
@@ -584,17 +579,15 @@ impl Prepared {
     }
 
     fn forward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
-        // A failed launch reports its error only when its output is read, and the timed launches do not read their output.
-        // One output is therefore read before the timing.
+        // Read one output before the timing, because a failed launch reports its error only when its output is read.
         let attend = || self.attend(self.operands.clone(), self.bias.clone());
         attend()?.slice([0..1, 0..1, 0..1, 0..1]).try_into_data()?;
         let run = |_| attend().map_err(drop);
         Ok(timer.singles(effort, || (), run)?.median)
     }
 
-    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. A backward
-    /// of this loss also takes time to differentiate the product with `g`. To measure this time, the function times the
-    /// backward of the same loss with a leaf tensor in place of the output, and subtracts the result.
+    /// Returns the time of attention's backward in seconds. The loss is `Σ output · g` with a random tensor `g`. The time to
+    /// differentiate the loss alone is measured with a leaf tensor in place of the output, and subtracted.
     fn backward(&self, timer: &Timer, effort: Effort) -> Result<f64, Error> {
         let loss = || -> Result<_, Error> {
             let mut leaves = Vec::new();

@@ -1,19 +1,16 @@
 //! Benchmarks attention against Burn's own attention and plain operators: `cargo bench --bench attention`.
 //!
 //! The rate of the forward counts `2 · visible pairs · (head_dim + value_dim)` operations, and the rate of the backward 2.5
-//! times as many. A visible pair is a query with a key that the query sees. The rate of decoding counts the bytes of keys and
-//! values.
+//! times as many. A visible pair is a query with a key that the query sees. The rate of decoding counts the bytes of keys
+//! and values.
 //!
 //! The loss is `Σ output · g` with a random tensor `g`. The time of the backward excludes the time to differentiate this
-//! loss. The benchmark measures the excluded time separately: it runs the backward of the same loss with a leaf tensor in
-//! place of attention's output.
+//! loss.
 //!
-//! The sustained time is the time per launch when launches follow back to back. For the backward, the benchmark launches
-//! whole training steps, forward and backward, back to back. From the mean time of a step, it subtracts the times of the
-//! forward and of the loss.
+//! The sustained time is the time per launch when launches follow back to back. For the backward, it is the time of a
+//! training step (forward and backward) minus the times of the forward and of the loss.
 //!
-//! The module `cliffs` lists cases in which attention was once many times slower than in a similar case, the counterpart.
-//! The benchmark times each of these cases together with its counterpart.
+//! The module `cliffs` lists cases in which attention was once many times slower than in a similar case.
 
 mod bench;
 mod cases;
@@ -35,8 +32,7 @@ use cliffs::{CLIFFS, Cliff};
 use report::{Pass, print_cliff_header, print_header};
 use std::{env, path::PathBuf, process::ExitCode};
 
-/// The environment variable that restricts the operator's engines, as the option `--engine` does. `SHARED_MEMORY` restricts the
-/// shared memory of a cube, as `--shared-memory` does.
+/// The environment variable for the option `--engine`. `SHARED_MEMORY` is the variable for `--shared-memory`.
 const ENGINES: &str = "ATTENTION_ENGINES";
 const SHARED_MEMORY: &str = "ATTENTION_SHARED_MEMORY";
 
@@ -119,8 +115,7 @@ fn restrict(cli: &Cli) {
     }
 }
 
-/// Returns a text that names the allowed engines and the shared memory limit, which the options or the environment set. The
-/// first line of the output contains this text.
+/// Returns a text for the first line of the output. The text names the allowed engines and the shared memory limit.
 fn restriction() -> String {
     let said = |name| env::var(name).ok();
     let engines = said(ENGINES).map(|engines| format!(", engines {engines}"));

@@ -1,5 +1,4 @@
-//! Measures the time and the errors of one pass (forward or backward) of one case, with one peer. A peer is an implementation
-//! of attention.
+//! Measures the time and the errors of one forward or backward with one peer. A peer is an implementation of attention.
 
 use crate::bench::Bench;
 use crate::peers::{Peer, Prepared};
@@ -26,7 +25,7 @@ struct Times {
     single: f64,
     launches: usize,
     /// The time per launch in seconds when launches follow back to back. The time of the backward is a difference of
-    /// measured times. The field is `None` if noise makes this difference zero or negative.
+    /// measured times, and is `None` if noise makes the difference zero or negative.
     sustained: Option<f64>,
     errors: Option<Errors>,
 }
@@ -34,8 +33,8 @@ struct Times {
 /// A training step whose forward and loss are done, so that only the backward remains.
 struct Step {
     inputs: Triple,
-    /// The elementwise product of the output and its gradient. The product is not summed here, because Burn's `backward` of a
-    /// tensor already differentiates the sum of the tensor's elements.
+    /// The elementwise product of the output and its gradient. Burn's `backward` of a tensor differentiates the sum of its
+    /// elements, so the product needs no sum.
     loss: Tensor<4>,
 }
 
@@ -100,8 +99,8 @@ impl Bench<'_> {
     }
 
     fn forward(&self, entry: &Entry, prepared: &Prepared) -> Result<Times, Error> {
-        // A failed launch reports its error only when its output is read, and the timed launches do not read their output.
-        // The oracle, if there is one, therefore reads an output before the timing.
+        // Before the timing, the oracle (if any) reads one output. A failed launch reports its error only when its output is
+        // read.
         let output = prepared.forward(prepared.plain())?;
         let errors = entry
             .oracle
@@ -141,8 +140,8 @@ impl Bench<'_> {
         let gradients = |step: Result<Step, Error>| step.and_then(Step::gradients).map_err(drop);
         let singles = self.timer.singles(effort, step, gradients)?;
 
-        // This closure computes the loss from a leaf tensor in place of the output. The backward of this loss contains no
-        // attention, so its time is the time to differentiate the loss alone.
+        // This closure computes the loss from a leaf tensor in place of the output. The backward of this loss takes the time
+        // to differentiate the loss alone.
         let loss = || {
             let leaf = gradient.clone().autodiff().require_grad();
             (leaf.clone(), leaf * gradient.clone().autodiff())

@@ -32,8 +32,7 @@ pub struct Prepared<'a> {
     pub inputs: Inputs,
     /// The explicit mask, which is true for hidden keys, or `None` if the implementation needs no explicit mask.
     hidden: Option<Tensor<4, Bool>>,
-    /// A note that says how the inputs were converted for this implementation, or `None` without a conversion. The timing
-    /// excludes the conversion.
+    /// A note on the conversion of the inputs for this implementation, or `None`. The timing excludes the conversion.
     pub note: Option<String>,
 }
 
@@ -77,8 +76,8 @@ impl<'a> Prepared<'a> {
 
     /// Estimates the bytes that a pass allocates beyond its inputs and outputs, for an implementation that stores all scores.
     pub fn memory(workload: &Workload, backward: bool) -> f64 {
-        // The forward stores three tensors of the size of the scores: the scores, the probabilities and a temporary. For the
-        // backward, autodiff also keeps the result of every operation, which doubles the number of tensors.
+        // The forward stores the scores, the probabilities and a temporary of the same size. For the backward, autodiff
+        // keeps every result, which doubles the number of tensors.
         workload.score_bytes() * if backward { 6.0 } else { 3.0 }
     }
 
@@ -118,8 +117,8 @@ impl<'a> Prepared<'a> {
         self.plain().map(|tensor| tensor.autodiff().require_grad())
     }
 
-    /// Returns the gradients of the original key and value heads. If key and value heads were repeated, the gradient of an
-    /// original head is the sum of the gradients of its repetitions.
+    /// Returns the gradients of the key and value heads before their repetition. The gradient of a head is the sum over its
+    /// repetitions.
     pub fn folded(&self, [query, key, value]: Triple) -> Triple {
         let heads = self.workload.kv_heads;
         let fold = |tensor: Tensor<4>| {
@@ -146,8 +145,7 @@ fn repeated(tensor: &Tensor<4>, group: usize) -> Tensor<4> {
         .reshape([batch, heads * group, length, width])
 }
 
-/// Returns the mask that hides the keys before the window. Keys after the query need no mask, because Burn's causal option
-/// hides them.
+/// Returns the mask that hides the keys before the window. Burn's causal option hides the keys after the query.
 fn hidden(problem: &AttentionProblem, inputs: &Inputs) -> Tensor<4, Bool> {
     let (rows, columns) = (problem.q_len, problem.kv_len);
     let left = problem.window_left.unwrap_or(columns);

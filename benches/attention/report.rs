@@ -56,8 +56,7 @@ pub struct Row {
     pub workload: Workload,
     pub pass: Pass,
     pub peer: Peer,
-    /// The name of the engine that computes the pass. If a peer (another implementation of attention) computes the pass,
-    /// this is the name of the peer.
+    /// The name of the engine that computes the pass, or of the peer (another implementation of attention).
     pub kernel: String,
     /// The engine's plan with its tile sizes, or `None` for a peer.
     pub plan: Option<String>,
@@ -79,8 +78,7 @@ pub enum Outcome {
 pub struct Measured {
     pub milliseconds: f64,
     pub launches: usize,
-    /// The time per launch if the launches follow each other without a pause, or `None` if noise makes this time
-    /// unmeasurable.
+    /// The time per launch when launches follow back to back, or `None` if noise makes this time unmeasurable.
     pub sustained_milliseconds: Option<f64>,
     /// The rate in bytes per second for decoding, and in FLOP/s otherwise.
     pub rate: f64,

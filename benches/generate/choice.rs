@@ -26,8 +26,8 @@ impl Choice {
         }
     }
 
-    /// Runs a decode step on `tokens`, and returns the next token of each sequence on the host. The caller sets `goes_on` to
-    /// true if another step follows. The decoder may then start the following step early.
+    /// Runs a decode step on `tokens`, and returns the next token of each sequence on the host. If `goes_on` is true,
+    /// another step follows, and the decoder may start that step early.
     pub(crate) fn after(
         &mut self,
         decoder: &mut Decoder<'_>,

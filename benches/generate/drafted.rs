@@ -1,5 +1,5 @@
-//! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over the last token and
-//! its draft tokens. The benchmark measures the time of a pass and the number of tokens that a pass generates.
+//! Measures speculative decoding at a forced acceptance rate. A pass is one forward of the target model over the last token
+//! and its draft tokens.
 
 use crate::launches::{Launches, observe};
 use attention_workspace::Error;
@@ -34,22 +34,21 @@ pub struct Drafted {
     pub tokens: usize,
     /// True if a drafter model computes the draft tokens. If false, the draft tokens are arbitrary and cost no time.
     pub by_drafter: bool,
-    /// The measured acceptance rate: the number of accepted draft tokens divided by the number of compared draft tokens. A pass
-    /// compares its draft tokens up to the first rejected draft token.
+    /// The number of accepted draft tokens divided by the number of compared draft tokens. A pass compares its draft tokens
+    /// up to the first rejected draft token.
     pub acceptance: f64,
     /// The mean number of tokens that a pass generates.
     pub tokens_per_pass: f64,
     /// The time of a pass, including the computation of its draft tokens.
     pub pass_milliseconds: f64,
-    /// The time to compute the draft tokens of a pass, without the rest of the pass. The host waits for the draft tokens in
-    /// this measurement, although it does not wait for them within a pass.
+    /// The time to compute the draft tokens of a pass. The host waits for the draft tokens in this measurement, but not in a
+    /// pass.
     pub guess_milliseconds: f64,
     /// The number of generated tokens per second.
     pub decode_rate: f64,
     /// The execution mode of the decoder.
     pub mode: String,
-    /// The kernel launches of a pass, including the computation of its draft tokens. Graph capture is off while the launches
-    /// are recorded.
+    /// The kernel launches of a pass and its draft tokens. Graph capture is off while the launches are recorded.
     pub launches: Option<Launches>,
 }
 
@@ -78,8 +77,7 @@ impl std::fmt::Display for Drafted {
     }
 }
 
-/// Continues the sequence in `cache` with `token`, and measures speculative decoding. Some warm-up passes run before the timed
-/// passes.
+/// Continues the sequence in `cache` with `token`, and measures speculative decoding after some warm-up passes.
 pub fn measure(
     model: &Gemma4Model,
     drafter: Option<&Drafter>,

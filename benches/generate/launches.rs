@@ -1,5 +1,4 @@
-//! Records the kernels that a closure launches, and the device time of each kernel. The recorder does not wait for the device
-//! between launches.
+//! Records the kernels that a closure launches, and the device time of each kernel. Recording does not wait for the device.
 
 use serde::Serialize;
 

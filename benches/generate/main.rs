@@ -1,13 +1,14 @@
 //! Benchmarks generation with random weights: `cargo bench --bench generate`.
 //!
 //! Prefill is the time from a prompt on the host to the first token on the host. In decoding, each token reaches the host
-//! before the benchmark requests the next token. When a token reaches the host, the device may already run the forward of
-//! the next token, as in the program `generate`. The floor is a lower bound of a token's time: the time to read weights,
-//! keys and values from memory once. The floor assumes the bandwidth of an elementwise operation over a large tensor.
+//! before the benchmark requests the next token. Meanwhile the device may already run the forward of the next token, as in
+//! the program `generate`.
 //!
-//! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The waits
-//! take time themselves. The times of the parts therefore show each part's share of a token's time, but their sum is not the
-//! token's time.
+//! The floor is a lower bound of a token's time: the time to read weights, keys and values from memory once. The floor
+//! assumes the bandwidth of an elementwise operation over a large tensor.
+//!
+//! The parts of a token, such as attention, are timed in a separate run that waits for the device after each part. The times
+//! show the share of each part, but their sum is not the token's time.
 
 mod choice;
 mod drafted;
@@ -261,8 +262,8 @@ impl Bench {
         let prompt = prompt(model, batch, context);
         let mut fastest = f64::INFINITY;
         let mut last = None;
-        // One more prefill runs than requested, because the first prefill also compiles and tunes kernels. Only the time of the
-        // fastest prefill is reported.
+        // One more prefill runs than requested, because the first prefill also compiles and tunes kernels. The fastest time
+        // is reported.
         for _ in 0..=self.prefills {
             drop(last.take());
             self.device.sync()?;
@@ -290,8 +291,7 @@ impl Bench {
         if self.launch_each {
             decoder = decoder.without_graph_capture();
         }
-        // The warm-up tokens are excluded from the reported times, because they compile and tune kernels and capture the CUDA
-        // graph.
+        // The warm-up tokens compile and tune kernels and capture the CUDA graph, so they are not timed.
         let warm_up = self.tokens.div_ceil(8).max(6);
         let mut times = Vec::with_capacity(warm_up + self.tokens);
         for index in 1..=warm_up + self.tokens {
@@ -337,8 +337,8 @@ impl Bench {
             .sum();
         let bits_of_key = match self.kv {
             Kv::Model => bits,
-            // The int8 elements of one token and one head share a 32-bit scale. In a head of 256 columns, the scale adds 32 /
-            // 256 = 0.125 bits per element.
+            // The int8 elements of one token and one head share a 32-bit scale. For 256 columns, the scale adds 32 / 256 =
+            // 0.125 bits per element.
             Kv::Q8 => 8.125,
         };
         let read = weights as f64 * bits_of_weight + keys as f64 * bits_of_key;
@@ -418,8 +418,8 @@ impl Bench {
     }
 }
 
-/// Returns the number of padding tokens of each sequence. If `ragged` is true, the numbers grow from 0 to at most half the
-/// context. Otherwise all numbers are 0.
+/// Returns the number of padding tokens of each sequence. If `ragged`, the numbers grow from 0 to at most half the context.
+/// Otherwise all numbers are 0.
 fn padding(batch: usize, context: usize, ragged: bool) -> Vec<usize> {
     let of_row = |row| {
         if ragged {

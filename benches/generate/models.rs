@@ -1,5 +1,4 @@
-//! Defines the shapes of the models. Counts the weights and the elements of keys and values that a decode step reads from
-//! memory.
+//! Defines the shapes of the models. Counts the weights and KV cache elements that a decode step reads.
 
 use burn_gemma4::{DrafterConfig, Gemma4Config, LayerType, OrderedEmbeddings};
 
@@ -100,9 +99,8 @@ fn small() -> Gemma4Config {
     }
 }
 
-/// Returns the number of weights that a decode step multiplies. `all` is the number of all parameters of the model.
-/// Embedding tables are excluded, because a step reads only one row of a table per token. A table that is also the output
-/// head is included. Experts that the router does not select are excluded too.
+/// Returns the number of weights that a decode step multiplies, out of `all` parameters of the model. Experts that the
+/// router does not select are included. Embedding tables are excluded, unless the table is also the output head.
 pub fn weights_read(config: &Gemma4Config, all: usize) -> usize {
     let layers = config.num_layers();
     let per_layer_embeddings = match config.has_per_layer_embeddings() {

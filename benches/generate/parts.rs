@@ -13,8 +13,8 @@ pub struct Parts(BTreeMap<String, Time>);
 
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Time {
-    /// The total time of all occurrences of the part in a token. The benchmark waits for the device after each occurrence.
-    /// The time that such a wait takes even for an idle device is subtracted.
+    /// The time of all occurrences of the part in a token. The benchmark waits for the device after each occurrence, and
+    /// subtracts the time of a wait for an idle device.
     pub milliseconds: f64,
     /// The number of times that the part occurs in a token.
     pub places: usize,

@@ -14,8 +14,7 @@ pub struct Report {
     pub device: String,
     pub dtype: Dtype,
     pub quantize: Option<WeightForm>,
-    /// True if the cache stored only the rotated channels of keys, in the layers that compute their values from the key
-    /// projection.
+    /// True if the cache stored only the rotated channels of keys, in the layers whose values come from the key projection.
     pub compact_keys: bool,
     /// The storage format of keys and values.
     pub kv: Kv,

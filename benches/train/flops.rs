@@ -1,5 +1,4 @@
-//! Counts the floating-point operations of a training step. With this count, results with different amounts of work can be
-//! compared.
+//! Counts the floating-point operations of a training step.
 
 use crate::parts::{attention_kinds, matrix_kinds};
 use burn_gemma4::Gemma4Model;
@@ -7,17 +6,17 @@ use burn_gemma4::Gemma4Model;
 /// The number of floating-point operations in one multiply-add.
 const MULTIPLY_ADD: f64 = 2.0;
 
-/// The number of operations of attention's forward and backward together, in units of the forward. The backward alone has 2.5
-/// times as many operations as the forward.
+/// The operations of attention's forward and backward, in units of the forward. The backward alone has 2.5 times as many as
+/// the forward.
 const ATTENTION_PASSES: f64 = 3.5;
 
-/// Returns the number of floating-point operations of the GEMMs and the attention in one training step. The step has `[batch,
-/// length]` tokens, and its loss covers the last `last` positions of each sequence.
+/// Returns the number of floating-point operations of the GEMMs and the attention in one training step with
+/// `[batch, length]` tokens. The loss covers the last `last` positions of each sequence.
 ///
-/// Recomputation, norms and activations are not counted. A trained weight has three GEMMs: one in the forward and two in the
-/// backward. A frozen weight has two GEMMs, because its own gradient is not computed.
+/// Recomputation, norms and activations are not counted. A trained weight has one GEMM in the forward and two in the
+/// backward. A frozen weight has no GEMM for its own gradient.
 ///
-/// Returns `None` for a mixture of experts, because its number of GEMMs depends on the experts that the router selects.
+/// Returns `None` for a mixture of experts.
 pub fn flops(
     model: &Gemma4Model,
     [batch, length, last]: [usize; 3],

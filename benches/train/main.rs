@@ -1,15 +1,14 @@
 //! Benchmarks training steps of models with random weights: `cargo bench --features training --bench train`.
 //!
-//! The rate in tokens per second is measured by the wall clock over whole steps, which are forward, backward and optimizer. The
-//! loss covers only the last positions of each sequence, as in training on long documents that the model reads in full.
-//! Gradient clipping, the optimizer and `--checkpointing` have the same defaults as in the programs `train` and `finetune`.
+//! The rate in tokens per second is measured by the wall clock over whole steps: forward, backward and optimizer. The loss
+//! covers only the last positions of each sequence, as in training on long documents. Gradient clipping, the optimizer and
+//! `--checkpointing` have the defaults of the programs `train` and `finetune`.
 //!
-//! The memory in use is polled every few milliseconds, during the warm-up steps and one more untimed step, and the peak is
-//! reported. Tuning kernels takes more memory than a step, so run the benchmark twice and take the peak of the second run.
+//! The reported memory is the peak over the warm-up steps and one untimed step, polled every few milliseconds. Tuning
+//! kernels takes more memory than a step, so take the peak of a second run of the benchmark.
 //!
-//! The parts of a step, such as attention, are timed separately with the step's shapes and number of layers. The parts are
-//! compared with a step without graph capture, because that step has the same launch overhead as the parts. The rest of that
-//! step is norms, activations, embeddings and recomputation.
+//! The parts of a step, such as attention, are timed separately. The parts are compared with a step without graph capture,
+//! because the parts have launch overhead too. The rest of the step is norms, activations, embeddings and recomputation.
 
 mod flops;
 mod memory;
@@ -277,9 +276,8 @@ fn measure(cli: &Cli, mut training: Training, length: usize) -> Result<(Outcome,
     let last = cli.last.min(length);
     let plain = training.model().device().inner();
     let text = Text::random(training.model().config(), [cli.batch, length, last], &plain);
-    // Poll the memory during the warm-up steps and during one untimed step after the timed steps. Polling during the timed
-    // steps would slow them down. The timed steps need no more memory than the measured peak: the first step captures the
-    // CUDA graph, and the graph's memory stays in use from then on.
+    // Poll the memory only during untimed steps, because polling slows a step down. The timed steps need no more memory than
+    // the untimed steps.
     let watch = Watch::start(&plain);
     for _ in 0..cli.warmup {
         (training, _) = training.step(&text)?;

@@ -1,8 +1,5 @@
-//! Times each part of a training step separately, and a whole step without graph capture.
-//!
-//! The kernels of a part are launched one by one, so the parts are compared with a step without graph capture. A captured step
-//! has no launch overhead between kernels, but the parts have it. The sum of the parts could therefore exceed the time of a
-//! captured step.
+//! Times each part of a training step separately, and a whole step without graph capture. Graph capture would remove the
+//! launch overhead that the parts have.
 
 use crate::training::{Text, Training, median};
 use attention_cube::{AttentionOptions, fused_attention};
@@ -20,15 +17,14 @@ use gemma4_train::args::StepArguments;
 use serde::Serialize;
 use std::{collections::BTreeMap, time::Instant};
 
-/// The number of warm-up runs per part. One run is not enough, because Burn compiles and tunes kernels and explores fusions
-/// over several runs.
+/// The number of warm-up runs per part. Burn compiles and tunes kernels and explores fusions over several runs.
 const WARMUP: usize = 3;
 
 /// The number of timed batches of runs. The median of the batches' times is reported.
 const BATCHES: usize = 3;
 
-/// The number of runs per batch. The runs of a batch are launched back to back, so that the host runs ahead of the device as in
-/// a training step.
+/// The number of runs per batch. The runs are launched back to back, so that the host runs ahead of the device as in
+/// training.
 const RUNS: usize = 4;
 
 /// The number of timed steps without graph capture. The median of their times is reported.
@@ -42,7 +38,7 @@ pub struct Parts {
     /// The time of the attention of all layers, forward and backward.
     attention: f64,
     /// The time of the GEMMs with the weights of all layers. A trained weight has one GEMM in the forward and two in the
-    /// backward. A frozen weight also has one GEMM in the forward, but only one in the backward.
+    /// backward. A frozen weight has one GEMM in the forward and one in the backward.
     products: f64,
     /// The time of the language model head and the loss, forward and backward.
     loss: f64,
@@ -51,8 +47,8 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Times a step and its parts. The step has `[batch, length]` tokens of `text`, and its loss covers the `last` positions of
-    /// each sequence. Returns the times, and the model after the optimizer has updated it several times.
+    /// Times a step with `[batch, length]` tokens of `text`, and the parts of the step. The loss covers the last `last`
+    /// positions of each sequence. Returns the times, and the model after several updates.
     pub fn measure(
         training: Training,
         text: &Text,
@@ -77,7 +73,7 @@ impl Parts {
     }
 
     /// Formats the time of each part and its share of the step. The rest of the step is norms, activations, embeddings and
-    /// recomputation. The rest is negative if the separately timed parts take longer in sum than the step.
+    /// recomputation. The rest is negative if the sum of the parts exceeds the step.
     pub fn line(&self) -> String {
         let step = self.step;
         let rest = step - self.attention - self.products - self.loss - self.optimizer;
@@ -114,8 +110,7 @@ fn step(
     Ok((median(times.split_off(WARMUP)), training))
 }
 
-/// Returns the time of one run of `work` in seconds. After the warm-up, the time is the median over `BATCHES` batches of `RUNS`
-/// runs.
+/// Returns the time of one run of `work` in seconds, the median over `BATCHES` batches of `RUNS` runs after the warm-up.
 fn seconds<O>(device: &Device, mut work: impl FnMut() -> O) -> Result<f64, Error> {
     let device = device.clone().inner();
     for _ in 0..WARMUP {
@@ -142,7 +137,7 @@ fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct AttentionKind {
     is_full: bool,
-    /// The number of queries per sequence. A layer that uses the KV cache of an earlier layer computes only the queries of the
+    /// The number of queries per sequence. A layer that uses an earlier layer's KV cache computes only the queries of the
     /// last positions.
     pub queries: usize,
 }
@@ -157,8 +152,7 @@ impl AttentionKind {
     }
 }
 
-/// Returns the kinds of attention layers over sequences of `length` tokens. Each kind maps to the index of an example layer and
-/// the number of layers of this kind.
+/// Returns the kinds of attention layers. Each kind maps to the index of an example layer and the number of its layers.
 pub fn attention_kinds(
     config: &Gemma4Config,
     [length, last]: [usize; 2],
@@ -234,8 +228,8 @@ fn matrices<'a>(
     there.collect()
 }
 
-/// Returns the kinds of GEMMs with a model's weights, keyed by `[rows, input columns, output columns]`. Each kind maps to an
-/// example of a weight matrix and the number of weight matrices of this kind.
+/// Returns the shapes of the GEMMs with a model's weights: `[rows, input columns, output columns]`. Each shape maps to an
+/// example of a weight matrix and the number of weight matrices with this shape.
 pub fn matrix_kinds(
     model: &Gemma4Model,
     [all, last]: [usize; 2],

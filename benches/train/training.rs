@@ -40,8 +40,8 @@ pub struct Step {
 }
 
 impl Text {
-    /// Creates random tokens for the sizes `[batch, length, last]`. Only the last `last` positions have targets. The target
-    /// of a position is the token after this position.
+    /// Creates random tokens for the sizes `[batch, length, last]`. The target of each of the last `last` positions is the
+    /// next token.
     pub fn random(
         config: &Gemma4Config,
         [batch, length, last]: [usize; 3],
@@ -64,8 +64,8 @@ pub fn median(mut seconds: Vec<f64>) -> f64 {
     seconds[seconds.len() / 2]
 }
 
-/// A visitor that initializes all weights at once. Without this visitor, Burn would initialize a weight only when the weight is
-/// first read.
+/// A visitor that initializes all weights at once. Without this visitor, Burn initializes a weight when the weight is first
+/// read.
 struct Draw;
 
 impl ModuleVisitor for Draw {
@@ -111,8 +111,7 @@ impl Training {
         Memory::of(self.model(), arguments.optimizer, is_f16)
     }
 
-    /// Runs one training step. The step consumes `self`, because a second handle to the model would keep the old weights in
-    /// memory.
+    /// Runs one training step. The step consumes `self`, because a second handle would keep the old weights in memory.
     pub fn step(mut self, text: &Text) -> Result<(Self, Step), Error> {
         let Text { input, targets } = text;
         let model = &self.model.model;

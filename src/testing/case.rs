@@ -12,8 +12,8 @@ use burn::tensor::DType;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// The extent of a mask or a bias: one flag for each dimension of the scores, `[batch, q_heads, q_len, kv_len]`. A mask or a
-/// bias has its full size in the dimensions with `true`, and the size 1 in the dimensions with `false`.
+/// The extent of a mask or a bias: one flag for each dimension of the scores, `[batch, q_heads, q_len, kv_len]`. A dimension
+/// with `false` has the size 1.
 pub type Extent = [bool; 4];
 /// The extent that has the full size in all four dimensions.
 pub const FULL: Extent = [true; 4];
@@ -57,8 +57,8 @@ pub struct Case {
     /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence. `None` means no
     /// segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An element holds one interval for every query, as two lists: the first visible keys, and
-    /// the ends (one past the last visible key). Both lists go sequence after sequence.
+    /// The intervals of visible keys. An element holds one interval for every query of every sequence, as two lists: the
+    /// first visible keys, and the ends (one past the last visible key).
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
     /// The dropout probability and the dropout seed, or `None` without dropout.
     pub dropout: Option<(f64, u64)>,
@@ -74,8 +74,7 @@ pub struct Case {
     pub lse_gradient: bool,
     /// The memory layouts of the query, the keys, the values and the output gradient.
     pub layouts: [Layout; 4],
-    /// True if every optional tensor is expanded with stride 0 before the call. Before the expansion, the mask and the bias
-    /// have the sizes of their extents, the sinks have one head, and the lengths and segments have one sequence.
+    /// True if every optional tensor is expanded with stride 0 before the call.
     pub expanded: bool,
     /// The factor by which the random queries and keys are multiplied.
     pub amplitude: f64,
@@ -144,8 +143,8 @@ impl Case {
     /// Returns random inputs, which depend only on the case and on `seed`.
     pub fn seeded(&self, seed: u64) -> Inputs {
         let mut hasher = DefaultHasher::new();
-        // The hash of the case seeds the random numbers. Absent options are left out of the hash, so that the inputs of
-        // existing cases stay the same when the operator gets a new option.
+        // The hash of the case seeds the random numbers. Absent options are left out of the hash, so that a new option does
+        // not change the inputs of existing cases.
         let absent = [
             "query_lengths: None, ",
             "dropout: None, ",
@@ -217,8 +216,8 @@ impl Case {
         self.check_inputs(&inputs, &inputs);
     }
 
-    /// Checks like [`check`](Self::check), but with different inputs: the devices get `given`, and the reference implementation
-    /// gets `equivalent`. Correct results must not depend on the differences between `given` and `equivalent`.
+    /// Checks like [`check`](Self::check), but the devices get `given`, and the reference implementation gets `equivalent`.
+    /// Correct results must not depend on the differences between `given` and `equivalent`.
     ///
     /// # Panics
     /// Panics like [`check`](Self::check).

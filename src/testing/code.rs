@@ -29,7 +29,7 @@ pub enum Hide {
 }
 
 /// A score mod that depends on score, head, query, key and sequence, and whose slope varies:
-/// `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the table's entry for the head.
+/// `factor · x + x / (1 + |x|) − (query + 2 · key + batch) mod 3`, where `factor` is the entry of `table` for the head.
 pub struct Bent;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -46,7 +46,7 @@ impl ScoreMod for Bent {
 }
 
 /// A mask mod that hides about a quarter of all keys, by sequence, head, query and key. A key is hidden if
-/// `query + 3 · key + head + batch` modulo 4 equals the number in the table.
+/// `query + 3 · key + head + batch` modulo 4 equals the number in `table`.
 pub struct Sieve;
 
 #[cfg_attr(feature = "cube", cube)]
@@ -58,7 +58,7 @@ impl MaskMod for Sieve {
 }
 
 /// A mask mod that hides every fourth key from all queries. A key is hidden if `key + batch` modulo 4 equals the number in
-/// the table.
+/// `table`.
 pub struct KeySieve;
 
 #[cfg_attr(feature = "cube", cube)]

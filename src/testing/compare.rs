@@ -4,15 +4,13 @@
 //! baseline, both in root mean square and at the worst element. The following rounding errors are allowed in addition, where ε
 //! is the precision of a dtype:
 //!
-//! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. Each of the `n` roundings
-//!   is relative to a partial sum, and partial sums grow like a random walk. Allowed: `4·ε·√n`.
+//! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. Allowed: `4·ε·√n`.
 //! - Terms cancel in softmax gradients: `dp − Δ` has an error of `ε·dp`, even if the difference is small. Allowed: `4·ε` times
 //!   the size of the terms, which the caller provides.
 //! - The result is rounded once to the storage dtype. Allowed: a quarter of the storage dtype's ε in root mean square, and
 //!   half of this ε at the worst element.
-//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. Allowed: half of the storage
-//!   dtype's ε, times the size of the terms that contain Δ. The baseline does not have this error, because the reference
-//!   implementation never rounds the output before its gradient.
+//! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. Allowed: half of the
+//!   storage dtype's ε, times the size of the terms that contain Δ.
 //!
 //! For f32 and a few hundred terms, the allowed error is 10⁻⁵. Wrong mathematics causes errors of 10⁻³ and above.
 
@@ -76,8 +74,8 @@ pub struct Comparison {
     pub allowed: Deviation,
     /// The element with the largest error, as its index, its value and the expected value.
     pub worst: (usize, f64, f64),
-    /// The first element whose error rounding cannot explain, as its index, its value and the expected value. Such an
-    /// element is infinite or NaN although the expected value is finite, or it differs from an infinite expected value.
+    /// The first element whose error rounding cannot explain, as its index, its value and the expected value. The value or
+    /// the expected value is infinite or NaN.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 
@@ -129,9 +127,9 @@ impl Comparison {
         let compute = 4.0 * precision.compute();
         let sums = compute * (precision.terms as f64).sqrt();
         let cancelled = compute * exact.magnitude + precision.storage() / 2.0 * exact.stored;
-        // For the worst element, the error of cancelling terms is multiplied by `peak`, which is at least 4. The minimum is
-        // 4, because the largest of many normally distributed errors is a few times their root mean square. If a few rows of
-        // the result have nearly all of its magnitude, the largest error is larger still, and so is `peak`.
+        // For the worst element, the error of cancelling terms is multiplied by `peak`. `peak` is at least 4, because the
+        // largest of many normally distributed errors is a few times their root mean square. `peak` is larger if a few rows
+        // have nearly all of the result's magnitude.
         let peak = (largest / size.max(f64::MIN_POSITIVE)).max(4.0);
         let allowed = Deviation {
             mean: explained(baseline.mean) + (sums + precision.storage() / 4.0) * size + cancelled,
@@ -182,8 +180,7 @@ impl std::fmt::Display for Comparison {
     }
 }
 
-/// Asserts that the error of `got` is at most the error that `baseline` and the dtype allow. The documentation of the module
-/// `compare` defines the allowed error.
+/// Asserts that the error of `got` is at most the error that `baseline` and the dtype allow.
 ///
 /// # Panics
 /// Panics with `context` and the error if the error is larger than allowed.

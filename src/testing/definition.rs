@@ -1,5 +1,5 @@
-//! The expected results of a case: runs the reference implementation in f64 on the CPU, and compares a device's results with
-//! it.
+//! Runs the reference implementation of a case in f64 on the CPU, and compares a device's results with these expected
+//! results.
 
 use super::case::Case;
 use super::compare::{Comparison, Deviation, Named};
@@ -9,8 +9,7 @@ use super::run::Operator;
 use burn::tensor::{DType, Device};
 use std::cell::OnceCell;
 
-/// The largest accepted ratio of an error to the allowed error, for random data. An error above the allowed error is accepted
-/// only if the unfused operator has a similar error. [`Definition::random_faults`] explains why.
+/// The largest accepted ratio of an error to the allowed error, for random data. See [`Definition::random_faults`].
 const STORED: f64 = 4.0;
 
 /// The results of the reference implementation for a case.
@@ -18,8 +17,7 @@ pub struct Definition<'a> {
     case: &'a Case,
     inputs: &'a Inputs,
     exact: Vec<Named>,
-    /// The baseline, which is the results of the reference implementation in the case's dtype. The baseline is computed when a
-    /// comparison first needs it.
+    /// The baseline, which is the results of the reference implementation in the case's dtype.
     baseline: OnceCell<Vec<Named>>,
     /// The results of the unfused operator in the case's dtype. Unlike the reference implementation, this operator stores
     /// output and logsumexp between forward and backward.
@@ -55,13 +53,15 @@ impl<'a> Definition<'a> {
             .collect()
     }
 
-    /// Returns the faults like [`faults`](Self::faults), for results on random data. Larger rounding errors are accepted here.
+    /// Returns the faults like [`faults`](Self::faults), for results on random data. Larger rounding errors are accepted
+    /// here.
     ///
-    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that the rounding
-    /// of an f32 logsumexp hides their differences. In such cases, the allowed errors of [`compare`](super::compare)
-    /// underestimate the effect of rounding the stored results. The unfused backward in the same dtype also rounds the stored
-    /// results, so its error shows this effect. An error of up to four times the allowed error is therefore accepted on one
-    /// condition. The error must be at most twice the error of the unfused backward, plus the allowed rounding errors.
+    /// In random data, a few rows may have nearly all of the output's magnitude. Scores may also be so large that an f32
+    /// logsumexp hides their differences. The allowed errors of [`compare`](super::compare) are too small for these two
+    /// cases.
+    ///
+    /// An error of up to four times the allowed error is therefore accepted, if the error of the unfused backward in the
+    /// same dtype is similar.
     ///
     /// # Panics
     /// Panics like [`faults`](Self::faults).
@@ -85,17 +85,15 @@ impl<'a> Definition<'a> {
         Comparison::new(&got[index], &self.exact[index], &baseline[index], precision)
     }
 
-    /// Compares the results in `got` with the exact results. `got` may have only the first few of the results, in the same
-    /// order as the exact results. Returns the errors that exceed the allowed errors.
+    /// Compares the results in `got` with the first exact results. Returns the errors that exceed the allowed errors.
     pub fn far_among(&self, got: &[Named]) -> Vec<String> {
         let far = self.further_off(got, got.len()).into_iter();
         far.map(|far| far.to_string()).collect()
     }
 
     fn further_off(&self, got: &[Named], count: usize) -> Vec<Comparison> {
-        // The first comparison uses the exact results as the baseline, so it allows only the rounding errors. Most results
-        // pass. The real baseline is computed only if a result fails, because computing it takes as long as all other work
-        // together.
+        // The first comparison uses the exact results as the baseline. The real baseline takes as long as all other work
+        // together, so the real baseline is computed only if a result fails.
         let far = |index: &usize| !self.compare(*index, got, &self.exact).is_close();
         (0..count)
             .filter(far)
@@ -117,9 +115,8 @@ impl<'a> Definition<'a> {
         case.run(inputs, &Device::flex(), case.dtype, operator)
     }
 
-    /// Returns a fault if a row that must be exactly zero is not zero, and `None` otherwise. If a query sees no key, its output
-    /// and its gradient are zero. If no query sees a key, the gradients of the key and its value are zero. The check also
-    /// covers rows that are zero only because the output gradient is zero.
+    /// Returns a fault if a row that must be exactly zero is not zero, and `None` otherwise. If a query sees no key, its
+    /// output and its gradient are zero. If no query sees a key, the gradients of the key and its value are zero.
     fn not_zero(&self, got: &[Named]) -> Option<String> {
         if self.case.layouts != [Layout::Contiguous; 4] {
             return None;

@@ -130,8 +130,7 @@ pub enum Layout {
     HeadsLast,
     /// Stored as `[batch, heads, columns, length]`, so the last dimension is not contiguous.
     Transposed,
-    /// A slice of a larger tensor. The larger tensor has one more row before the slice, two more rows after it, and columns
-    /// before and after each row. All elements outside the slice are NaN.
+    /// A slice of a larger tensor, which has more rows and columns around the slice. All elements outside the slice are NaN.
     Sliced {
         /// The number of columns before the slice.
         before: usize,
@@ -231,8 +230,8 @@ impl Layout {
         }
     }
 
-    /// Computes the loss `Σ output ∘ weights`, so that `weights` is the output's gradient. The operations are chosen so that
-    /// autodiff passes this gradient to the operator in this memory layout.
+    /// Computes the loss `Σ output ∘ weights`, so that `weights` is the output's gradient. Autodiff passes this gradient to
+    /// the operator in this memory layout.
     ///
     /// # Panics
     /// Panics for slices, because a gradient is never a slice.

@@ -30,8 +30,8 @@ pub struct Inputs {
     pub query_lengths: Option<Vec<i64>>,
     /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An element holds one interval for every query, as two lists: the first visible keys, and
-    /// the ends (one past the last visible key). Both lists go sequence after sequence.
+    /// The intervals of visible keys. An element holds one interval for every query of every sequence, as two lists: the
+    /// first visible keys, and the ends (one past the last visible key).
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
@@ -126,7 +126,7 @@ impl Extras {
 }
 
 /// Creates a tensor of sequence lengths. If all lengths fit in 32 bits, the tensor has the device's default integer dtype.
-/// Longer lengths need 64-bit integers. If the device does not support 64-bit integers, the lengths are clamped to 32 bits.
+/// Longer lengths have 64 bits, or are clamped to 32 bits if the device has no 64-bit integers.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

@@ -29,8 +29,7 @@ impl From<Output> for Ended {
 
 /// Returns the command that runs the example `name`. The command has no input, and its output is captured.
 ///
-/// `cargo test` builds the examples before it runs a test. `cargo test --test …` does not build the examples, so the test
-/// runs the examples of an earlier build.
+/// `cargo test --test …` does not build the examples, so the test runs the examples of an earlier build.
 ///
 /// # Panics
 /// Panics if the example is not built in the profile of the calling test.
@@ -40,8 +39,7 @@ pub fn example(name: &str) -> Command {
 
 /// Returns the command that runs a subcommand of `gemma4`, such as `run`. The command has no input, and its output is captured.
 ///
-/// `cargo test --workspace` builds the program, because its package has an integration test. `cargo test` with other
-/// arguments may not build the program. The test then runs the program of an earlier build.
+/// Only `cargo test --workspace` is sure to build the program. Otherwise the program may come from an earlier build.
 ///
 /// # Panics
 /// Panics if the program is not built in the profile of the calling test.
@@ -68,8 +66,7 @@ fn built(folder: &str, name: &str, build: &str) -> Command {
     command
 }
 
-/// Runs the test `test` of the calling test program in a new process with the environment variables `variables`. The variables
-/// tell the test that it runs in the new process.
+/// Runs the test `test` of the calling test program in a new process with the environment variables `variables`.
 ///
 /// # Panics
 /// Panics if the test fails. The message contains `what`.

@@ -288,9 +288,8 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The magnitudes of the terms that cancel in gradients. The score gradient is the difference `ds = p (do·v − Δ)`. The terms of
-/// this difference have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient. The gradient
-/// of the values does not contain `ds`. Every other gradient is `ds` multiplied by another tensor.
+/// The magnitudes of the terms that cancel in gradients. The score gradient is the difference `ds = p (do·v − Δ)`. The terms
+/// of this difference have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient.
 struct Magnitudes {
     score: f64,
     difference: f64,
@@ -320,8 +319,8 @@ impl Magnitudes {
             .abs();
         let dot = (case.value_dim as f64).sqrt() * finite(&inputs.output_gradient);
         let queries = (case.q_len * case.q_heads / case.kv_heads.max(1)) as f64;
-        // If heads or sequences share one stored tensor, the gradients of all these heads or sequences are added up. The sum
-        // has the magnitude of one gradient, times the square root of the number of gradients.
+        // If heads or sequences share one stored tensor, their gradients are added up. The sum has the magnitude of one
+        // gradient, times the square root of the number of gradients.
         let shared = |layout, heads: usize| match layout {
             Layout::SharedHeads => (heads as f64).sqrt(),
             Layout::SharedBatch => (case.batch as f64).sqrt(),

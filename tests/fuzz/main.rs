@@ -1,10 +1,11 @@
-//! Fuzzes all file formats that this project reads. Reading a randomly broken file must end with a result or an error. The
-//! reader must not panic, abort, allocate more than 1 GB, or take more than half a minute.
+//! Fuzzes all file formats that this project reads. A broken file must give a result or an error. The reader must not panic,
+//! abort, allocate more than 1 GB, or take more than half a minute.
 //!
-//! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process first reads
-//! the files of the corpus. Then it reads randomly mutated files for `--seconds`. Under `cargo test` this time is 0, and
-//! `cargo xtask fuzz` sets a longer time. The process records each input before reading it, so the input that caused a crash
-//! is known. The input of a crash is kept in Cargo's target folder. Whoever fixes the crash adds this input to the corpus.
+//! A target is a format with a corpus in `tests/fuzz/corpus`. Each target runs in its own process. The process reads the
+//! files of the corpus, and then randomly mutated files for `--seconds`. This time is 0 under `cargo test`, and longer under
+//! `cargo xtask fuzz`.
+//!
+//! An input that causes a crash is kept in Cargo's target folder. Whoever fixes the crash adds this input to the corpus.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("models are loaded on Burn's flex backend: enable the feature `flex`");
@@ -108,8 +109,7 @@ fn supervise(targets: &[&Target], arguments: &Arguments) -> bool {
     let cores = thread::available_parallelism().map_or(1, usize::from);
     thread::scope(|scope| {
         let threads: Vec<_> = (0..cores).map(|_| scope.spawn(one_by_one)).collect();
-        // Collecting the results into a list joins every thread. Without the list, `all` would stop joining at the first failed
-        // thread.
+        // `all` stops at the first failed thread. So a list of the results is collected first, to join every thread.
         let held: Vec<bool> = threads
             .into_iter()
             .map(|thread| thread.join().expect("the supervisor does not panic"))

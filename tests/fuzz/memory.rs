@@ -10,8 +10,7 @@ const LIMIT: usize = 1 << 30;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator with the limit [`LIMIT`]. An allocation beyond the limit fails. Code that does not handle this
-/// failure aborts the process, and the fuzzer reports a crash.
+/// The system's allocator with the limit [`LIMIT`]. An allocation beyond the limit fails.
 pub struct Bounded;
 
 /// Adds `size` to the number of allocated bytes if the sum stays within the limit. Returns true on success.

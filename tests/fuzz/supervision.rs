@@ -90,8 +90,8 @@ pub fn run(target: &Target, seconds: u64, seed: u64) -> bool {
         report(target, fault, &said, Note::input(&state), &folder);
     }
     for path in [state, errors] {
-        // If the file cannot be removed, the error is ignored. The remaining file does no harm, because its name contains
-        // the process id, so no later run reads the file.
+        // If the file cannot be removed, the error is ignored. No later run reads the file, because the name contains the
+        // process id.
         let _ = fs::remove_file(path);
     }
     fault.is_none()

@@ -154,7 +154,7 @@ fn safetensors() -> Read {
     Box::new(move |input| load(&folder, "model.safetensors", input))
 }
 
-/// Returns a reader of GGUF checkpoints. The reader loads the model and computes logits. Then it uses the checkpoint's chat
+/// Returns a reader of GGUF checkpoints. The reader loads the model, computes logits, and uses the checkpoint's chat
 /// template and tokenizer.
 fn gguf() -> Read {
     let folder = TempDir::new().expect("a temporary folder");
@@ -360,7 +360,7 @@ fn template() -> Read {
         let rendered = said(template.render(&conversation, ChatOptions::default()))?;
         said(template.render(&conversation[1..2], ChatOptions::default()))?;
         // The description is a run of letters as long as the rendered text, up to a limit. So texts of different lengths
-        // have different descriptions, and the worker keeps an input for each new length.
+        // have different descriptions.
         Ok("a".repeat(rendered.len().min(1 << 10)))
     })
 }

@@ -59,9 +59,8 @@ pub fn run(target: &Target, state: &Path, seconds: u64, seed: u64) {
     let mut random = StdRng::seed_from_u64(seed ^ fingerprint(target.name));
     let end = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < end {
-        // About half of the new inputs are mutations of files in the corpus. The other half starts from any known input. The
-        // kept inputs are broken already. Mutating only the kept inputs would give files that are ever further from valid
-        // files.
+        // About half of the new inputs are mutations of files in the corpus. Mutating only kept inputs, which are broken
+        // already, would give files that are ever further from valid files.
         let known = match random.random_bool(0.5) {
             true => &inputs[..of_corpus],
             false => &inputs[..],

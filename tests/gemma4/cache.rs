@@ -1,6 +1,5 @@
-//! Tests that a text in the KV cache gives the same logits regardless of whether it is prefilled at once or in portions. The
-//! portions are single tokens, chunks, and padded batches. The texts are longer than the sliding window, and longer than the
-//! number of slots by which buffers grow. The tests also cover caches with compact keys, which take less memory.
+//! Tests that a text in the KV cache gives the same logits whether it is prefilled at once or in portions. The portions are
+//! single tokens, chunks, and padded batches. The texts exceed the sliding window and the first allocation of the buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, on_every_device, tokens, values};
@@ -16,8 +15,8 @@ const CACHES: [(&str, NewCache); 2] = [
     ("compact cache", Gemma4Model::compact_cache),
 ];
 
-/// Returns both kinds of cache if the model computes values from the key projection. In other models, compact keys store
-/// everything, so only the ordinary cache is returned.
+/// Returns both kinds of cache if the model computes values from the key projection. In other models, compact keys save no
+/// memory, so only the ordinary cache is returned.
 fn caches(gemma: &Gemma4) -> &'static [(&'static str, NewCache)] {
     match gemma.config().attention_k_eq_v {
         true => &CACHES,
@@ -80,8 +79,7 @@ fn cache_read_by_portions_gives_the_logits_of_one_pass() {
 }
 
 /// A forward that computes only the last positions gives the same logits for these positions as a forward over all
-/// positions. In such a forward, layers that use the keys and values of an earlier layer skip all positions but the last
-/// ones.
+/// positions.
 #[test]
 fn cache_logits_of_last_positions_equal_the_whole() {
     on_every_device(|fixture, gemma, device| {
@@ -162,8 +160,7 @@ fn padded_batch(fixture: &Fixture, gemma: &Gemma4, cache: NewCache, device: &Dev
     }
 }
 
-/// The logits stay the same when the cache's buffers grow. The sequence needs more slots than a buffer first allocates, so each
-/// buffer moves to a larger one.
+/// The logits stay the same when the cache's buffers grow.
 #[test]
 fn cache_growing_past_its_blocks_keeps_the_logits() {
     for device in devices() {
@@ -185,8 +182,7 @@ fn cache_growing_past_its_blocks_keeps_the_logits() {
     }
 }
 
-/// Sliding layers store the keys and values of one window. Shared KV layers store no keys and values, because they use those of
-/// an earlier layer.
+/// Sliding layers store the keys and values of one window. Shared KV layers store no keys and values.
 #[test]
 fn cache_bytes_equal_window_and_block_sizes() {
     let device = Device::flex();
@@ -226,8 +222,8 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
     cache.bytes()
 }
 
-/// The ring buffer of a sliding layer has one slot for each key of the window. If the model has fewer positions than the window
-/// has keys, the ring buffer has one slot for each position.
+/// The ring buffer of a sliding layer has one slot for each key of the window, but at most one for each position of the
+/// model.
 #[test]
 fn cache_window_beyond_the_positions_allocates_the_positions() {
     let device = Device::flex();

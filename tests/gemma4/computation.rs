@@ -38,8 +38,8 @@ impl Observer for Comparison<'_> {
                 reference.assert_close(tensor(), &what);
                 self.compared += 1;
             }
-            // transformers returns the last layer's output only after the final norm. The fixture therefore lacks the output
-            // before the norm, and the test does not compare this tensor.
+            // transformers returns the last layer's output only after the final norm. So the test does not compare the
+            // output before the norm.
             None => assert!(name.starts_with("layer."), "{what} is not in the reference"),
         }
     }

@@ -1,5 +1,5 @@
 //! Tests `config.json` files with values that no model has. Each such value gives one clear error before any allocation,
-//! indexing or division uses it.
+//! indexing or division uses the value.
 
 use crate::fixture::folder;
 use burn_gemma4::{Gemma4Config, Gemma4Error};

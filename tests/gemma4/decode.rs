@@ -1,7 +1,6 @@
-//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases decode by the
-//! decode kernels or by the model's layers, with and without CUDA graph capture. The batches have one or several sequences
-//! of equal or different lengths. The texts exceed the window and the allocated buffers, both in ordinary caches and in
-//! caches with compact keys.
+//! Tests that decoding a text token by token gives the same logits as one forward over the text. The cases decode with the
+//! decode kernels or with the model's layers, and with or without CUDA graph capture. The batches have one or several
+//! sequences of equal or different lengths. The texts exceed the window and the allocated buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -23,8 +22,8 @@ fn has_kernels(device: &Device) -> bool {
     *device != Device::flex()
 }
 
-/// Prefills `cache` with the first `prefix` columns of `rows` in one forward, and decodes the remaining columns. Returns the
-/// logits of each step, `[batch · vocabulary]`, and the execution mode of each step.
+/// Prefills `cache` with the first `prefix` tokens of each sequence in `rows` in one forward, and decodes the remaining
+/// tokens. Returns the logits of each step, `[batch · vocabulary]`, and the execution mode of each step.
 fn decode(
     gemma: &Gemma4,
     mut cache: Cache,
@@ -120,8 +119,8 @@ fn decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// Left-padded sequences of a batch give the same logits as each sequence alone. No kernel may read the padding. The padding
-/// consists of ordinary tokens, so a kernel that reads it would change the logits.
+/// Left-padded sequences of a batch give the same logits as each sequence alone. The padding consists of ordinary tokens, so
+/// a kernel that reads padding would change the logits.
 #[test]
 fn decode_left_padded_batch_equals_single_sequences() {
     for device in devices() {
@@ -157,7 +156,7 @@ fn decode_left_padded_batch_equals_single_sequences() {
             let mut found: Vec<Vec<f32>> = Vec::new();
             let mut modes = Vec::new();
             // Between the runs of the two decoders, one step runs the model's layers without the decode kernels. The layers
-            // must find the cache columns that the first decoder wrote.
+            // must find the keys and values that the first decoder wrote.
             for (start, end) in [(prefix, prefix + 6), (prefix + 7, whole.len())] {
                 let mut decoder = model.decoder(&mut cache);
                 for column in start..end {

@@ -1,6 +1,6 @@
 //! Tests speculative decoding in batches: every text equals the text without draft tokens. The sequences have different
-//! lengths, accept different numbers of draft tokens, continue at their own positions, and end separately. Some texts are
-//! greedy, and others are sampled. Some passes have few enough rows for the decode kernels, and others have too many.
+//! lengths, accept different numbers of draft tokens, and end separately. Texts are greedy or sampled. Some passes have few
+//! enough rows for the decode kernels, and others have too many.
 
 use crate::devices::devices;
 use crate::drafts;
@@ -17,9 +17,8 @@ fn generate(gemma: &Gemma4, prompts: &[Vec<u32>], options: &GenerateOptions) -> 
         .expect("the generations succeed")
 }
 
-/// Returns four prompts. The lookup takes draft tokens from earlier text. It finds many draft tokens after the first prompt,
-/// because this prompt contains its own answer. It finds some after the second prompt, because the model repeats itself. It
-/// finds few after the last two prompts.
+/// Returns four prompts. The lookup in earlier text finds many draft tokens after the first prompt, some after the second,
+/// and few after the last two.
 fn prompts_of(fixture: &Fixture) -> Vec<Vec<u32>> {
     let (prompt, generated) = (&fixture.prompt[..], &fixture.generated[..]);
     vec![
@@ -114,8 +113,8 @@ fn drafted_batch_of_many_sequences_drafts_only_with_draft_tokens() {
     }
 }
 
-/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only. Tests on
-/// GPUs would add nothing, because the host samples the tokens whenever a pass has several rows per sequence.
+/// With the same seed, a batch samples the same tokens with draft tokens as without. The test runs on the CPU only, because
+/// the host samples these tokens on every device.
 #[test]
 fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -142,8 +141,8 @@ fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     }
 }
 
-/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token. The stop token may lie between
-/// accepted draft tokens. The ended sequence stays in the batch until all other sequences have ended.
+/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token between accepted draft
+/// tokens. The ended sequence stays in the batch until all other sequences have ended.
 #[test]
 fn drafted_batch_sequences_end_separately() {
     for device in devices() {
@@ -172,9 +171,9 @@ fn drafted_batch_sequences_end_separately() {
     }
 }
 
-/// Batches with a drafter give the same texts as without a drafter. The first model writes a fixed chain of tokens, and its
-/// drafter knows the chain. So this model accepts draft tokens in all sequences. Each sequence begins at another position of
-/// the chain. The other models and drafters have random weights, so they reject most draft tokens.
+/// Batches with a drafter give the same texts as without a drafter. The first model accepts draft tokens in all sequences,
+/// because its drafter knows the model's text. The other models reject most draft tokens, because their drafters have random
+/// weights.
 #[test]
 fn drafted_batch_with_drafter_equals_texts_without() {
     let chain = Folder::that_writes(&WRITING);

@@ -1,7 +1,6 @@
 //! Tests drafters, the small models that compute draft tokens. The draft tokens and hidden states equal the results of
-//! transformers on the same tiny checkpoints. The drafters have either kind of output head, with or without groups of
-//! tokens. A text generated with a drafter equals the text without it. A drafter that does not fit the model is refused, and
-//! the error names the difference.
+//! transformers on the same tiny checkpoints. A text generated with a drafter equals the text without it. A drafter that
+//! does not fit the model is refused, and the error names the difference.
 
 mod refused;
 
@@ -15,8 +14,7 @@ use burn_gemma4::{
 };
 use std::{collections::HashMap, ops::ControlFlow};
 
-/// The drafters with their target models. The output head of the first drafter searches groups of tokens, and the output head
-/// of the second drafter has no groups.
+/// The drafters with their target models. Only the output head of the first drafter searches groups of tokens.
 const PAIRS: [(&str, &str); 2] = [
     ("assistant-ple", "dense-ple"),
     ("assistant-keqv", "dense-keqv"),
@@ -37,9 +35,8 @@ fn whole(numbers: &Reference) -> Vec<u32> {
     numbers.values.iter().map(|number| *number as u32).collect()
 }
 
-/// A drafter gives the draft tokens and hidden states of transformers. The reference file has results for two windows: the
-/// exact sliding window, and a window with one more key, which transformers uses. The test compares with the results of the
-/// exact window (`strict_window`), because this project's queries see exactly the keys of the window.
+/// A drafter gives the draft tokens and hidden states of transformers. The test compares with the results for the exact
+/// window (`strict_window`), because the window of transformers has one key more.
 #[test]
 fn drafter_tokens_and_hidden_states_equal_transformers() {
     for device in devices() {
@@ -62,8 +59,8 @@ fn drafter_tokens_and_hidden_states_equal_transformers() {
                         .expect("the step succeeds");
                     let mut decoder = model.decoder(&mut cache);
                     if spare > 0 {
-                        // The decoder processes four tokens and forgets their cache columns again. The next step must not
-                        // depend on the forgotten columns.
+                        // The decoder processes four tokens, which the cache then forgets. The next step must not depend on
+                        // the forgotten tokens.
                         decoder
                             .read(&[*last, 50, 60, 70])
                             .expect("the pass succeeds");
@@ -156,11 +153,11 @@ fn replay(gemma: &Gemma4, fixture: &Fixture, spare: usize, compact: bool, what: 
     }
 }
 
-/// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay on the device
-/// until the model's pass. In the second way, the host reads the draft tokens and gives them to the model. One decoder
-/// processes a text in the first way, and another decoder processes the same text in the second way. The text is longer than
-/// the window. After each pass, the test itself chooses the row that counts as the last accepted token. Both decoders
-/// continue from the hidden state of that row and forget the rows after it.
+/// The model verifies draft tokens in two ways with the same results. In the first way, the draft tokens stay on the device.
+/// In the second way, the host reads the draft tokens and gives them to the model.
+///
+/// After each pass, the test itself chooses the row that counts as the last accepted token. Both decoders continue from the
+/// hidden state of that row.
 #[test]
 fn drafter_tokens_on_device_equal_those_from_the_host() {
     for device in devices() {

@@ -1,6 +1,5 @@
 //! Tests speculative decoding: the generated text equals the text without draft tokens. A draft token is a guess of a next
-//! token, which the model's next pass accepts or rejects. Texts are greedy or sampled, and some texts stop between accepted
-//! draft tokens.
+//! token, which the model's next pass accepts or rejects.
 
 use crate::fixture::{Fixture, greedy, on_every_device, tokens, values};
 use burn::tensor::{DType, Device};
@@ -28,7 +27,7 @@ fn drafted(options: &GenerateOptions, draft_tokens: Option<usize>) -> GenerateOp
 }
 
 /// Returns the fixture's prompt and answer, then the prompt a second time, then the first eight tokens of the answer. The
-/// lookup in earlier text can therefore take draft tokens from the rest of the first answer.
+/// lookup can take draft tokens from the first answer.
 pub fn repeated(fixture: &Fixture) -> Vec<u32> {
     [
         &fixture.prompt[..],
@@ -139,8 +138,8 @@ fn drafts_seed_gives_the_tokens_without_drafts() {
 }
 
 /// Sampled texts with draft tokens have the model's distribution. Pearson's chi-square test compares the counts of the
-/// second and third token of many texts with the expected counts. The expected counts follow from the probabilities that the
-/// model gives each token after the tokens before it. All but five tokens of the vocabulary are suppressed.
+/// second and third token of many texts with the model's probabilities. All but five tokens of the vocabulary are
+/// suppressed.
 #[test]
 fn drafts_sampled_tokens_have_the_models_distribution() {
     const TEXTS: usize = 1500;
@@ -294,7 +293,7 @@ fn drafts_text_ends_between_accepted_tokens() {
 }
 
 /// Generates a text with draft tokens, and asserts that its tokens are `expected`. The callback stops the generation after
-/// `most` tokens. The function also asserts that the session can continue after the generated tokens.
+/// `most` tokens.
 #[track_caller]
 fn ends(
     gemma: &Gemma4,

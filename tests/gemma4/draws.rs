@@ -1,7 +1,6 @@
 //! Tests that sampling kernels draw the same tokens as the host's sampler with the same seeds. The cases have every cut
-//! (top-k, top-p, min-p), every dtype, and difficult logits such as ties and NaN. Another test checks the distribution of
-//! the drawn tokens. The tests also compare whole texts that kernels and host sample: with and without graph capture, with
-//! penalties, alone and in batches.
+//! (top-k, top-p, min-p), every dtype, and difficult logits such as ties and NaN. Other tests check the distribution of the
+//! drawn tokens, and compare whole texts.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, greedy};
@@ -141,8 +140,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently. A token is drawn if the random number lies in the token's
-            // interval. Rounding moves the boundary between two intervals by a millionth, so a single draw may differ.
+            // Devices may round exponentials differently. Rounding moves the boundary between the intervals of two tokens by
+            // a millionth, so a single draw may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",
@@ -252,8 +251,8 @@ fn sampling_kernel_keeps_the_tokens_of_the_host() {
     }
 }
 
-/// The drawn tokens have the distribution that the logits define. Pearson's chi-square statistic must stay below a limit. By
-/// chance, the statistic exceeds this limit in one of a million runs.
+/// The drawn tokens have the distribution that the logits define. By chance, Pearson's chi-square statistic exceeds the
+/// limit in one of a million runs.
 #[test]
 fn sampling_draws_have_the_right_distribution() {
     const ROWS: usize = 2_500;

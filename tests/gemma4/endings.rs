@@ -1,6 +1,5 @@
 //! Tests how texts end, and whether each piece of a text counts as answer, thought or tool call. The tests cover stop
-//! strings that begin or end inside tokens, and cancellation during the prefill. Thoughts and tool calls must be separated
-//! from the answer.
+//! strings that begin or end inside tokens, and cancellation during the prefill.
 
 use crate::fixture::{Fixture, greedy};
 use crate::programs::folder::{Folder, WRITING, written};

@@ -1,6 +1,6 @@
-//! Tests that a mixture of experts (MoE) gives the same results with kernels as on the host. The sizes are no multiples of a
-//! tile. The tests compare the selected experts (even if probabilities are equal), the logits of one forward and of decode
-//! steps, and every gradient. Experts that no token selects have gradients of zero. Two runs give bitwise equal results.
+//! Tests that a mixture of experts (MoE) gives the same results with kernels as on the host: the selected experts (even if
+//! probabilities are equal), the logits, and every gradient. The sizes are no multiples of a tile. Two runs give bitwise
+//! equal results.
 
 use crate::{
     devices::devices,
@@ -80,8 +80,8 @@ impl Case {
     /// Returns a model that has the same parameters on every device.
     fn model(&self, device: &Device) -> Gemma4Model {
         let config = Gemma4Config {
-            // All sizes except the sizes of the experts equal the sizes of the fixture `moe`. The tests that use this
-            // fixture have already compiled and tuned the kernels for its sizes, so this test reuses these kernels.
+            // All sizes except those of the experts equal the sizes of the fixture `moe`. So this test reuses the kernels
+            // that other tests have compiled.
             vocab_size: VOCABULARY,
             vocab_size_per_layer_input: VOCABULARY,
             hidden_size: 64,
@@ -216,8 +216,8 @@ fn moe_logits_experts_and_gradients_equal_the_host() {
                     continue;
                 }
             };
-            // A softmax over a single element has a gradient of 0 except for rounding errors. A bound relative to this gradient
-            // would be 0, so the bound also has an absolute term.
+            // A softmax over a single element has a gradient of 0 except for rounding errors, so the bound has an absolute
+            // term.
             let error = norm(found.iter().zip(expected).map(|(a, b)| a - b));
             let bound = 1e-4 * norm(expected.iter().copied()) + 1e-6 * most;
             assert!(
@@ -269,8 +269,8 @@ fn moe_decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// If the model has more experts than the router kernel supports, a training step is not captured as a CUDA graph. The reason
-/// is that the host then computes a part of the step.
+/// If the model has more experts than the router kernel supports, a training step is not captured as a CUDA graph, because
+/// the host then computes a part of the step.
 #[test]
 fn moe_with_too_many_experts_is_not_captured() {
     let case = Case {

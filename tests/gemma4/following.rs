@@ -1,7 +1,6 @@
 //! Tests `Decoder::follow`, which launches the next pass before the host has the tokens of the current pass. The launched
-//! pass is called a pass ahead. Regardless of what the caller does between passes, the tokens equal the tokens of separate
-//! steps. A discarded pass ahead leaves no trace in the cache. The texts exceed the window and the allocated buffers, use
-//! spare slots, and have sequences at different positions. Some texts are decoded greedily, and others are sampled.
+//! pass is called a pass ahead. The tokens equal the tokens of separate steps. A discarded pass ahead leaves no trace in the
+//! cache. The texts exceed the window and the allocated buffers.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, assert_close, greedy, tokens, values};
@@ -93,8 +92,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                 }
                 samplers
             };
-            // The first run uses separate steps, and the second run uses passes ahead. Some passes ahead are discarded, because
-            // the caller does not continue or continues differently.
+            // The first run uses separate steps. The second run uses `follow`, which launches the next pass early. Some of
+            // these passes are discarded, because the caller continues differently or not at all.
             let mut texts: Vec<Vec<Vec<u32>>> = Vec::new();
             let mut after: Vec<Vec<f32>> = Vec::new();
             for by_passes in [false, true] {
@@ -130,8 +129,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         text.push(next);
                         assert_eq!(decoder.cache().len(), start + column + 1, "{what}");
                         if spare > 0 && column == 22 {
-                            // The caller forgets one column and continues with the tokens that the pass ahead has read. This
-                            // step is therefore one column earlier than the pass ahead.
+                            // The caller forgets one token, so this step is one position earlier than the pass that was
+                            // launched early.
                             let last = text.last().expect("the text is not empty").clone();
                             decoder.forget(1).expect("the cache has a spare column");
                             let next = match by_passes {
@@ -175,8 +174,8 @@ fn proceed(_: &Token<'_>) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// A session can go back to an earlier position of its text even if its ring buffers are nearly full. Discarded passes ahead
-/// do not shorten the distance that the session can go back.
+/// A session can go back to an earlier position of its text even if its ring buffers are nearly full. Discarded passes do
+/// not shorten the distance that the session can go back.
 #[test]
 fn session_goes_back_after_discarded_passes() {
     for device in devices() {
@@ -189,9 +188,8 @@ fn session_goes_back_after_discarded_passes() {
             let options = greedy(&gemma, answer);
             let first = session.generate(prompt.to_vec(), &options, proceed);
             let first = first.expect("the generation succeeds");
-            // The session then gets two more prompts. The prompt `other` begins with the first half of the first prompt, and
-            // differs from the session's text after this half. The prompt `longer` is the first prompt with the generated
-            // answer.
+            // The session then gets two more prompts. The prompt `other` begins with the first half of the first prompt. The
+            // prompt `longer` is the first prompt with the generated answer.
             let other = [&prompt[..prompt.len() / 2], &fixture.generated[..3]].concat();
             let longer = [prompt, &first.tokens[..]].concat();
             for next in [other, longer] {

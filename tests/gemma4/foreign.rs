@@ -1,5 +1,5 @@
-//! Tests checkpoints and adapters in formats that are not supported. The error for each of them names the format, not merely
-//! the first unexpected field or tensor.
+//! Tests checkpoints and adapters in formats that are not supported. The error names the format, not merely the first
+//! unexpected field or tensor.
 
 use crate::fixture::{folder, values};
 use crate::programs::folder::Folder;
@@ -141,9 +141,8 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The error names the GGUF file and its format in each of three situations: the file is loaded by its path, lies in a
-/// folder with or without a configuration, or has the misleading name `model.safetensors`. The GGUF file of this test is
-/// only a header.
+/// The error names the GGUF file and its format if the file is loaded by its path, lies in a folder, or has the misleading
+/// name `model.safetensors`. The GGUF file of this test is only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();
@@ -305,8 +304,8 @@ fn adapter_of_infinite_alpha_or_without_tensors_is_refused() {
     );
 }
 
-/// Adapters of unsupported kinds are refused. For some of these kinds, PEFT computes something else than
-/// `weight + alpha / r · B · A`. For other kinds, PEFT changes the base weights before it adds the product.
+/// Adapters of unsupported kinds are refused. For these kinds, PEFT computes something else than
+/// `weight + alpha / r · B · A`.
 #[test]
 fn adapter_of_unsupported_kind_is_refused() {
     for (field, value) in [
@@ -429,8 +428,7 @@ fn adapter_scale_with_rslora_and_patterns_equals_peft() {
             ],
             [3.0, 0.5],
         ),
-        // The configuration's `r` of 64 is not the rank of the matrices A and B. This is no error here, because `rank_pattern`
-        // gives every module the rank of its matrices.
+        // The configuration's `r` of 64 is no error, because `rank_pattern` gives every module the rank of its matrices.
         (
             vec![
                 ("lora_alpha", json!(6)),
@@ -534,8 +532,8 @@ fn adapter_of_a_compiled_model_is_loaded() {
     }
 }
 
-/// Shared KV layers have no key and value matrices. Some programs still write LoRA matrices A and B for these layers. The
-/// loader ignores the matrices.
+/// Some programs write LoRA matrices A and B for the keys and values of shared KV layers, which have no key and value
+/// matrices. The loader ignores these LoRA matrices.
 #[test]
 fn adapter_factors_of_shared_kv_layers_are_ignored() {
     for (module, is_unread) in [

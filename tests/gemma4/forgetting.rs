@@ -1,6 +1,6 @@
 //! Tests caches that forget columns, as after rejected draft tokens. A column is one token position of every sequence. The
-//! cases combine forgetting with padding, with buffers that grow, and with passes that have more tokens than the ring buffer
-//! has spare slots. In other cases, ring buffers wrap around, or a text is forgotten completely.
+//! cases combine forgetting with padding, growing buffers, wrapped ring buffers, and passes with more tokens than spare
+//! slots.
 
 use crate::devices::devices;
 use crate::drafts::repeated;
@@ -20,9 +20,8 @@ fn read(decoder: &mut Decoder<'_>, tokens: &[u32]) -> Vec<f32> {
     next.logits().expect("the logits are readable")
 }
 
-/// Some forgotten columns lie before the end of a buffer's first allocation, and some after it. The logits of a padded batch
-/// must still be correct. The buffer has grown and keeps its size after the columns are forgotten, so the padding mask must
-/// cover the spare slots too.
+/// Some forgotten columns lie before the end of a buffer's first allocation, and some after it. The grown buffer keeps its
+/// size, so the padding mask of a batch must cover the spare slots too.
 #[test]
 fn cache_forget_over_a_block_keeps_padded_batches() {
     let device = Device::flex();
@@ -93,8 +92,7 @@ fn cache_pass_longer_than_the_spare_slots_keeps_the_logits() {
     }
 }
 
-/// If a decoder's cache has forgotten all columns, the decoder starts a new text, and the decode kernels continue this new
-/// text.
+/// If the cache forgets all tokens, the decoder starts a new text, and the decode kernels continue this new text.
 #[test]
 fn cache_forget_everything_starts_again() {
     for device in devices() {
@@ -117,9 +115,8 @@ fn cache_forget_everything_starts_again() {
     }
 }
 
-/// Each pass computes accepted and rejected tokens, and the cache then forgets the rejected tokens. The logits equal the logits
-/// of one forward over the accepted tokens. Windows have 8 and 16 tokens, so every ring buffer wraps around with rejected
-/// tokens in it.
+/// Each pass computes accepted and rejected tokens, and the cache then forgets the rejected tokens. The logits equal the
+/// logits of one forward over the accepted tokens. Every ring buffer wraps around with rejected tokens in it.
 #[test]
 fn cache_forgotten_tokens_leave_no_trace() {
     for device in devices() {

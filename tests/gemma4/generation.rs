@@ -41,8 +41,7 @@ fn generate_greedy_tokens_equal_transformers() {
 }
 
 /// The size of the prefill chunks does not change a text. The texts are longer than the window, and longer than the first
-/// allocation of a full layer's buffers. The cases are single prompts, texts with draft tokens, and batches of prompts of
-/// equal and unequal lengths.
+/// allocation of a full layer's buffers.
 #[test]
 fn generate_prefill_chunks_leave_the_texts_unchanged() {
     for fixture in Fixture::all() {

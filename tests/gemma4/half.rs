@@ -1,5 +1,5 @@
-//! Tests half precision. The half-precision logits are as close to the f32 logits of transformers as the half-precision
-//! logits of transformers are.
+//! Tests half precision: the logits are as close to the f32 logits of transformers as transformers' own half-precision
+//! logits are.
 
 use crate::{
     devices::devices,
@@ -19,8 +19,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// An observer that finds the first position at which rounding makes the router select other experts than in f32. From that
-/// position on, logits differ by arbitrary amounts, here and in transformers. The comparison therefore excludes this
-/// position and all later positions.
+/// position on, logits differ by arbitrary amounts and are not compared.
 struct Routing<'a> {
     fixture: &'a Fixture,
     probabilities: Vec<f32>,
@@ -46,8 +45,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Another expert may be selected only if rounding explains it. The gap between the last selected and the
-                    // first unselected probability must then be at most twice the rounding error.
+                    // Rounding explains another expert only if the gap between the last selected and the first unselected
+                    // probability is at most twice the rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));
@@ -68,8 +67,8 @@ impl Observer for Routing<'_> {
 }
 
 /// The error of half-precision logits is their distance from the f32 logits of transformers. The limit for bf16 is 1.5 times
-/// the error that transformers has in bf16, because two correct orders of summation differ by rounding. f16 has three bits
-/// of precision more than bf16, so the limit for f16 is just the bf16 error of transformers.
+/// the error that transformers has in bf16, because two correct orders of summation differ by rounding. The limit for f16,
+/// which is more precise, is the bf16 error of transformers.
 #[test]
 fn half_precision_logits_are_as_close_to_f32_as_transformers() {
     for device in devices() {
@@ -120,7 +119,7 @@ fn half_precision_logits_are_as_close_to_f32_as_transformers() {
 }
 
 /// The logits with compact keys have at most 1.5 times the error of the logits with separate keys. Compact keys share
-/// columns with the values, so they are rounded at another point of the computation than separate keys.
+/// columns with the values, so rounding differs.
 #[test]
 fn half_precision_compact_keys_are_as_close_to_f32_as_separate_keys() {
     for device in devices() {

@@ -21,9 +21,8 @@ fn load_both_config_dialects_give_the_same_model() {
     }
 }
 
-/// A multimodal checkpoint gives the same logits as the checkpoint of its text model. The two checkpoints differ in their
-/// tensor names and dtypes. The multimodal checkpoint also contains key and value weights of shared KV layers, which no
-/// layer uses.
+/// A multimodal checkpoint gives the same logits as the checkpoint of its text model. The multimodal checkpoint also
+/// contains key and value weights of shared KV layers, which no layer uses.
 #[test]
 fn load_multimodal_file_gives_its_text_model() {
     let device = Device::flex();
@@ -250,8 +249,8 @@ fn load_compiled_model_ignores_orig_mod() {
     assert!(twice.error().to_string().contains("twice"));
 }
 
-/// The written dtype of a checkpoint is the dtype of most of its elements, not of every tensor. Training programs often
-/// leave the embedding, a norm or a router in f32, although all other tensors are in bf16.
+/// The written dtype of a checkpoint is the dtype of most of its elements. Training programs often leave the embedding, a
+/// norm or a router in f32.
 #[test]
 fn load_written_dtype_is_that_of_most_numbers() {
     let halved = |tensor: &mut (String, Dtype, Vec<usize>, Vec<u8>)| {

@@ -1,6 +1,5 @@
 //! Tests checkpoint folders whose weights are packed by the Python package compressed-tensors. The dequantized weights equal
-//! the weights of the unpacked checkpoints bit for bit, and the generated texts are the same. The script
-//! `tests/fixtures/compressed/make.py` made the folders with this package.
+//! the weights of the unpacked checkpoints bit for bit, and the generated texts are the same.
 
 use crate::fixture::{self, assert_close, greedy, values};
 use crate::programs::folder::{Folder, tensors};
@@ -13,9 +12,8 @@ use serde_json::{Value, json};
 use std::{collections::BTreeMap, fs, ops::ControlFlow, path::PathBuf};
 use tempfile::TempDir;
 
-/// The folders of packed checkpoints. The first folder has 4-bit weights with one scale per group of columns. The second
-/// folder has 4-bit and 8-bit weights, with and without zero points, and with one scale per group or per row. The third
-/// folder stores each expert in its own tensors.
+/// The folders of packed checkpoints. The checkpoints have 4-bit and 8-bit weights, scales per group of columns or per row,
+/// zero points or none, and experts in separate tensors.
 const FOLDERS: [&str; 3] = ["w4a16-grouped", "mixed", "experts"];
 
 /// The expected results of a checkpoint folder.

@@ -1,8 +1,5 @@
 //! Tests packed documents: each document has the same logits and gradients in a packed row as alone. In half precision,
 //! neither packed documents nor padding make a gradient NaN.
-//!
-//! The results of single documents are computed only once, on the CPU, because a GPU would compile new kernels for every
-//! length.
 
 use crate::{
     devices::devices,

@@ -1,7 +1,6 @@
 //! Tests the table of per-layer embeddings in three places: on the host, on the device in one buffer, and on the device in
 //! several buffers. All three give bitwise equal embeddings and the same texts. By default, the table is on the device if it
-//! fits, and otherwise on the host. If a file is truncated, or its table has a wrong shape or dtype, the file is refused
-//! before the table is read.
+//! fits, and otherwise on the host.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, tokens, values};
@@ -166,8 +165,8 @@ fn per_layer_table_gives_equal_bits_and_texts_everywhere() {
                 assert_eq!(bits(embeddings(split.model(), &prompt)), expected, "{what}");
                 assert_eq!(text(&split), expected_text, "{what}");
                 if case.1 == Quantization::Q8 {
-                    // The table on the host stores the elements as they were before quantization. Its embeddings therefore
-                    // differ from the embeddings of a table on the device.
+                    // The table on the host stores the unquantized elements. So its embeddings differ from the embeddings of
+                    // a table on the device.
                     continue;
                 }
                 assert_eq!(

@@ -1,7 +1,6 @@
 //! Tests the subcommands of `gemma4` as from a command line: their output, their exit codes, and their files.
 //!
-//! `cargo test --workspace` builds the program before the tests run. `cargo test --test gemma4` does not build the program,
-//! so the tests run the program of an earlier build.
+//! `cargo test --test gemma4` does not build the program, so the tests run the program of an earlier build.
 
 mod answers;
 pub mod folder;
@@ -300,8 +299,8 @@ fn start(name: &str, folder: &Folder, arguments: &[&str]) -> Child {
     command.spawn().expect("the process starts")
 }
 
-/// Writes `text` to the standard input of a program. A program that refuses its arguments exits without reading its input. A
-/// broken pipe is therefore no error here, and the caller checks the exit code.
+/// Writes `text` to the standard input of a program. A program that refuses its arguments exits without reading its input,
+/// so a broken pipe is no error here.
 fn write(child: &mut Child, text: impl AsRef<[u8]>) {
     let input = child.stdin.as_mut().expect("stdin is piped");
     match input.write_all(text.as_ref()) {

@@ -15,8 +15,8 @@ use burn_gemma4::{Adapter, DecodeMode, Gemma4Model, LoadOptions, Logits, Quantiz
 use std::collections::BTreeMap;
 use tempfile::TempDir;
 
-/// The checkpoints with their quantization options. The cases cover all bit widths, and quantization both with and without
-/// zero points and block minima. They also cover experts, per-layer embeddings and tied output heads.
+/// The checkpoints with their quantization options. The cases cover all bit widths, zero points, block minima, experts,
+/// per-layer embeddings and tied output heads.
 const CASES: [(&str, Quantization); 7] = [
     ("dense-ple", Quantization::Q4),
     ("moe", Quantization::Q8),

@@ -1,6 +1,5 @@
 //! Tests models whose weights stay quantized. These models give the same results as models with the dequantized weights, and
-//! need only the memory of the packed weights. Quantized weights are not trained. The file `qlora.rs` tests adapters over
-//! quantized weights.
+//! need only the memory of the packed weights.
 
 use crate::devices::devices;
 use crate::fixture::{self, Fixture, TOLERANCE, greedy, largest, tokens, values};
@@ -172,9 +171,8 @@ impl ModuleVisitor for Words {
     }
 }
 
-/// A quantized model takes the bytes of its packed rows and of its unquantized weights. A row has 64 columns. These columns
-/// take 16 words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of 4
-/// words.
+/// A quantized model takes the bytes of its packed rows and of its unquantized weights. The 64 columns of a row take 16
+/// words of 8-bit codes or 8 words of 4-bit codes, and one word with two scales. The row is padded to a multiple of 4 words.
 #[test]
 fn quantized_model_bytes_are_those_of_the_packed_rows() {
     for (form, words) in [(Quantization::Q8, 20), (Quantization::Q4, 12)] {
@@ -192,8 +190,8 @@ fn quantized_model_bytes_are_those_of_the_packed_rows() {
             load("dense-ple", &Device::flex(), Quantization::Stored).expect("the model is valid");
         whole.model().visit(&mut of_whole);
         assert_eq!(whole.model().parameter_bytes(), of_whole.whole);
-        // A row of the per-layer table has 16 columns, which are fewer than the columns of a block. So the table stays
-        // unquantized. Every packed row replaces at least 64 elements of the dequantized model.
+        // A row of the per-layer table is shorter than a block, so the table stays unquantized. Every packed row replaces at
+        // least 64 elements of the dequantized model.
         let saved = of_whole.whole - held.whole;
         assert!(all * 64 <= saved * words, "{all} bytes for {saved}");
         let kept: Vec<&str> = ["router", "norm", "layer_scalar"].into();
@@ -354,8 +352,8 @@ fn quantized_model_merge_dequantizes_the_adapters_matrices() {
     assert_eq!(logits(&loaded), expected);
 }
 
-/// A quantized model gives the same hidden states on a device with autodiff as on a device without autodiff, with and without
-/// gradient checkpointing. Autodiff treats the dequantized weights as constants.
+/// A quantized model gives the same hidden states on a device with autodiff as on a device without autodiff, with and
+/// without gradient checkpointing.
 #[test]
 fn quantized_model_on_autodiff_device_gives_equal_states() {
     let plain = Device::flex();

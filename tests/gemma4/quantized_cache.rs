@@ -1,7 +1,6 @@
-//! Tests the int8 KV cache. The logits stay close to the logits with the full-precision cache. The tests cover prefill in
+//! Tests the int8 KV cache, whose logits stay close to the logits with the full-precision cache. The tests cover prefill in
 //! portions, decode kernels, graph capture, batches of sequences of different lengths, compact keys, draft tokens, and
-//! session files. The int8 cache takes less memory than the full-precision cache. Head sizes that cannot be packed are
-//! refused.
+//! session files. Head sizes that cannot be packed are refused.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy, largest, on_every_device, tokens, values};
@@ -14,9 +13,8 @@ use std::{fs, ops::ControlFlow, path::Path};
 use tempfile::TempDir;
 
 /// The maximum root mean square difference between the logits with the int8 cache and the logits with the full-precision
-/// cache, relative to the logits. An int8 code errs by at most a 254th of its row's largest element. The root mean square of
-/// these errors is about 1/180 of the standard deviation of the row's elements. In the test models, which have random
-/// weights, the scores have a standard deviation of 8. The errors therefore change the probabilities by about 5 %.
+/// cache, relative to the logits. The int8 codes of a row have an error of about 1/180 of the standard deviation of the row.
+/// The scores of the test models have a standard deviation of 8, so the error changes the probabilities by about 5 %.
 const BOUND: f32 = 0.06;
 
 /// The maximum difference between the results of two ways to compute with the same int8 keys. If an element lies midway
@@ -89,8 +87,8 @@ fn compactions(gemma: &Gemma4) -> &'static [bool] {
 }
 
 /// The logits with the int8 cache are near the logits with the full-precision cache, and do not depend on how the prefill is
-/// divided into portions. Devices with kernels compile new kernels for every number of rows, so the test runs only the
-/// fixture with the most complex cache on these devices.
+/// divided into portions. Devices with kernels compile new kernels for every number of rows, so these devices run only one
+/// fixture.
 #[test]
 fn int8_cache_logits_stay_near_full_precision() {
     on_every_device(|fixture, gemma, device| {
@@ -122,8 +120,7 @@ fn int8_cache_logits_stay_near_full_precision() {
 }
 
 /// Over the int8 cache, the decode kernels give the same logits as the model's layers. The sequences of a batch have equal
-/// or different lengths, and exceed the window and the allocated buffers. The logits of each sequence are compared with a
-/// forward of the layers over this sequence alone.
+/// or different lengths, and exceed the window and the allocated buffers.
 #[test]
 fn int8_cache_decode_kernels_equal_the_layers() {
     for device in devices() {
@@ -315,8 +312,8 @@ fn int8_cache_session_of_wrong_dtype_is_malformed() {
     );
 }
 
-/// An int8 session is refused if it was computed in another dtype than the dtype of the model. The packed keys do not reveal
-/// the dtype of the computation, so the file records this dtype.
+/// An int8 session is refused if it was computed in another dtype than the dtype of the model. The file records the dtype of
+/// the computation.
 #[test]
 fn int8_cache_session_computed_in_another_dtype_is_refused() {
     let fixture = Fixture::open("dense-ple");
@@ -333,8 +330,8 @@ fn int8_cache_session_computed_in_another_dtype_is_refused() {
     assert!(text.contains("computed in f32"), "{text}");
 }
 
-/// A key or value element takes one byte. The elements of a head in one slot are a row, and each row takes 4 more bytes for its
-/// scale. Keys and values have separate rows, but a compact key shares the row of its value.
+/// A key or value element takes one byte. Each head in a slot takes 4 more bytes for the scale of its key, and 4 for the
+/// scale of its value. A compact key shares the scale of its value.
 #[test]
 fn int8_cache_bytes_are_one_a_number_and_four_a_row() {
     let device = Device::flex();

@@ -1,6 +1,6 @@
 //! Tests the program `quantize` and its library function. The written weights equal the weights of a model that is quantized
-//! while it is loaded. The written bytes equal the output of each format's own program. The output appears only when it is
-//! complete. The error for an unsupported input names the problem.
+//! while loading. The written bytes equal the output of each format's own program. The output appears only when it is
+//! complete.
 
 use crate::{
     fixture,
@@ -221,8 +221,8 @@ fn quantize_program_reports_the_cost() {
     for (out, to, most) in [("w8", "q8", 0.01), ("w4.gguf", "q4", 0.1)] {
         let out = path(out);
         let ended = succeed(&mut quantize(Path::new(embedded), to, &out, &arguments));
-        // The rows of `per_layer_projection` have 8 columns, which is less than a block. The matrix stays unquantized, and the
-        // program names it.
+        // The rows of `per_layer_projection` have 8 columns, which is less than a block. So the matrix stays unquantized,
+        // and the program names the matrix.
         assert!(
             ended.stderr.contains("layers.0.per_layer_projection"),
             "{ended:?}"
@@ -276,8 +276,7 @@ fn quantize_unsupported_input_is_refused_by_name() {
             tensor.bytes[40..44].copy_from_slice(&number.to_le_bytes());
         });
         let words = ["layers.1.mlp.up_proj", "no finite number"];
-        // The finite number 1e38 is refused only for GGUF. A GGUF file stores scales in f16, which cannot represent a scale of
-        // this size. A folder stores scales in f32.
+        // 1e38 is refused only for GGUF. A GGUF file stores scales in f16, which cannot represent a scale of this size.
         let outs = if number.is_finite() {
             &outs[..1]
         } else {
@@ -343,7 +342,7 @@ fn quantize_unsupported_input_is_refused_by_name() {
 }
 
 /// The output's folder may contain other files, such as temporary files of a killed run. `quantize` still writes its output,
-/// and does not overwrite these files. It does not follow a symbolic link.
+/// does not overwrite these files, and does not follow a symbolic link.
 #[test]
 fn quantize_leaves_other_files_unchanged() {
     let from = fixture::folder("dense-ple");
@@ -376,8 +375,7 @@ fn quantize_leaves_other_files_unchanged() {
     }
 }
 
-/// The output has the usual permissions. The temporary files from which it is made are readable only by their owner, so the
-/// program must set the permissions.
+/// The output has the usual permissions, although the temporary files are readable only by their owner.
 #[cfg(unix)]
 #[test]
 fn quantize_output_has_the_usual_permissions() {
@@ -410,8 +408,8 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     }
 }
 
-/// A folder without any packable weights is refused. The rows of all matrices are shorter than a block. The table of per-layer
-/// embeddings has whole blocks (2 layers with 16 columns each), but a folder does not pack tables.
+/// A folder without any packable weights is refused. The rows of all matrices are shorter than a block, and a folder does
+/// not pack tables of per-layer embeddings.
 #[test]
 fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {
@@ -475,8 +473,8 @@ fn quantize_towers_are_kept_in_folders_and_reported_for_gguf() {
     let out = folder.path().join("out.gguf");
     base.set("generation_config.json", "eos_token_id", json!([1, 77]));
     base.set("generation_config.json", "max_new_tokens", 5);
-    // The generation defaults have a repetition penalty but disable sampling. GGUF readers and the converter use all sampling
-    // options or none. The program must therefore report that it leaves the sampling options out.
+    // The generation defaults have a repetition penalty but disable sampling. GGUF readers use all sampling options or none,
+    // so the program must report that the sampling options are left out.
     base.set("generation_config.json", "do_sample", false);
     base.set("generation_config.json", "repetition_penalty", 1.5);
     let ended = succeed(&mut quantize(base.path(), "q4", &out, &[]));

@@ -1,6 +1,6 @@
-//! Tests training steps that are captured as CUDA graphs. A replay gives the same results as separate launches, regardless of
-//! what runs between the replays and of where the optimizer writes the parameters. The cases train whole models and adapters,
-//! on packed and plain rows, and with a per-layer table on the host.
+//! Tests training steps that are captured as CUDA graphs. A replay gives the same results as separate launches, regardless
+//! of what runs between the replays. The cases train whole models and adapters, on packed and plain rows, and with a
+//! per-layer table on the host.
 
 use crate::{
     devices::devices,
@@ -19,8 +19,8 @@ use burn_gemma4::{
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The maximum relative difference between a replay and separate launches. Both may use different kernels, because tuning may
-/// have chosen differently.
+/// The maximum relative difference between a replay and separate launches. Tuning may have chosen different kernels for the
+/// replay.
 const TOLERANCE: f64 = 1e-5;
 
 const POSITIONS: usize = 24;

@@ -1,7 +1,6 @@
 //! Tests sessions, which keep the KV cache between prompts. A session prefills only the tokens after the common beginning of
-//! the new and the old text, even if the template changes earlier turns. The generated text equals the text of a new session.
-//! Ring buffers are restored from checkpoints, also from a session file. Session files of other models, and files of another
-//! kind, are refused.
+//! the new and the old text. The generated text equals the text of a new session. Ring buffers are restored from
+//! checkpoints, also from a session file.
 
 use crate::devices::devices;
 use crate::fixture::{Fixture, folder, greedy};
@@ -38,9 +37,8 @@ fn text(seed: u32, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// If a prompt branches off from a session's text, the session prefills it from the last checkpoint before the branch. The
-/// prompts continue the text, branch off after the first checkpoint or before it, or repeat the previous prompt. The caches
-/// have ring buffers of different sizes.
+/// If a prompt branches off from a session's text, the session prefills the prompt from the last checkpoint before the
+/// branch. The caches have ring buffers of different sizes.
 #[test]
 fn session_branch_is_read_from_the_last_checkpoint() {
     for device in devices() {
@@ -150,8 +148,8 @@ fn session_full_ring_buffer_is_restored_from_disk() {
     }
 }
 
-/// A session with a window of one column continues from its file. Each ring buffer has one slot, so it stores no earlier
-/// column. The decode kernels overwrite the slot in place.
+/// A session with a window of one token continues from its file. Each ring buffer has one slot, which the decode kernels
+/// overwrite in place.
 #[test]
 fn session_window_of_one_column_is_restored_from_disk() {
     let copy = Folder::copy("dense-ple");
@@ -179,8 +177,7 @@ fn session_window_of_one_column_is_restored_from_disk() {
 }
 
 /// The chat templates of the test. The first template only appends turns. The second template begins an answer with an empty
-/// thought, and omits this thought from earlier answers. The third template formats the last question differently from earlier
-/// questions.
+/// thought, and omits this thought from earlier answers. The third template formats the last question differently.
 const TEMPLATES: [&str; 3] = [
     // The empty string stands for the template of the checkpoint.
     "",
@@ -224,9 +221,8 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 // The next prompt contains this answer, whose tokens differ from the generated tokens in the session's cache.
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
-                // The third template rewrites a question when the next question follows. The session then goes back to the
-                // checkpoint of the previous turn, which is in the question before the rewritten one. The first two turns
-                // may have no such checkpoint.
+                // The third template rewrites a question when the next question follows. The session then goes back to an
+                // earlier checkpoint, which the first two turns may not have.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {

@@ -1,5 +1,5 @@
-//! Tests chat templates from unknown sources. The loader finds them in the same files as transformers does, and bounds their
-//! computation and output.
+//! Tests chat templates from unknown sources. The loader finds templates in the same files as transformers does, and bounds
+//! the computation and the output of a template.
 
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4Error, Message};
 use serde_json::{Value, json};
@@ -187,8 +187,8 @@ fn template_with_a_circular_value_is_refused() {
             &["namespace"],
         );
     }
-    // A list may contain another list twice. But each step that nests a list in this way doubles the number of elements, so
-    // a template with forty of these steps is refused.
+    // A list may contain another list twice. Forty such steps double the number of elements forty times, so the template is
+    // refused.
     let double = "{% set list = [list, list] %}".repeat(40);
     assert_refused(
         &format!("{{% set list = [1] %}}{double}{{{{ list == [list] }}}}"),

@@ -73,8 +73,7 @@ fn generation_of_long_texts_keeps_only_the_full_layers_keys() {
         let positions = PROMPT + 20 + count;
         assert_eq!(cache.len(), positions, "{}", device.name);
         // The bound counts the slots of both layers. The sliding layer has as many slots as its window. The full layer has
-        // at most as many slots as positions, rounded up to a multiple of 1024, plus 1024 more slots. A slot has a key and a
-        // value of `HEAD_DIM` f32 elements each.
+        // at most as many slots as positions, rounded up to a multiple of 1024, plus 1024 more slots.
         let slots = WINDOW + positions.next_multiple_of(1024) + 1024;
         assert!(
             cache.bytes() <= 2 * 4 * HEAD_DIM * slots,

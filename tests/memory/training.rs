@@ -52,7 +52,7 @@ fn kept(model: &Gemma4Model, device: &Device) -> Option<usize> {
         .expect("the tokens are in the vocabulary");
     let kept = in_use()?.checked_sub(before)?;
     // Burn keeps the autodiff graph until the backward has run. This backward frees the graph, so that the next measurement
-    // does not count it.
+    // does not count the graph.
     drop(hidden.sum().backward());
     Some(kept as usize)
 }
@@ -76,8 +76,8 @@ fn adapter_backward_keeps_mlp_activations_unless_recomputed() {
         let mut found = Vec::new();
         for anew in [false, true] {
             let model = model.clone().with_mlp_recompute(anew);
-            // The first run is not measured. This run compiles kernels and initializes weights. A measurement would count
-            // the memory of these kernels and weights as kept.
+            // The first run is not measured, because the compiled kernels and initialized weights would count as kept
+            // memory.
             let _ = kept(&model, &device.device);
             let Some(kept) = kept(&model, &device.device) else {
                 continue;

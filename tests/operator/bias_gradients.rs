@@ -68,8 +68,8 @@ fn bias_gradient_with_softcap_matches_reference() {
 #[test]
 fn bias_gradient_skipped_tiles_are_zero() {
     for extent in [FULL, [false, false, true, true], [false, true, false, true]] {
-        // Skipped tiles have two causes here. The second sequence has no keys, and the last queries of the first sequence see
-        // no key.
+        // Skipped tiles have two causes here: the second sequence has no keys, and the last queries of the first sequence
+        // see no key.
         Case {
             bias: Some(extent),
             causal: Some(CausalAlignment::TopLeft),
@@ -115,8 +115,8 @@ fn bias_gradient_partial_tiles_match_reference() {
     }
 }
 
-/// Checks a bias of −∞ on pairs of neighboring keys, whose biases kernels load at once. The bias hides both keys of a pair, one
-/// key, or no key. One query sees no key at all.
+/// Checks a bias of −∞ on pairs of neighboring keys, whose biases kernels load at once. The bias hides both keys of a pair,
+/// one key, or no key.
 #[test]
 fn bias_gradient_bias_of_minus_infinity_hides_keys() {
     for head_dim in [64, 128] {

@@ -1,5 +1,4 @@
-//! Tests of the kernel plans for layouts and shapes that once ran ten times slower than similar layouts and shapes. The tests
-//! ensure that such performance cliffs do not return.
+//! Tests of the kernel plans for layouts and shapes that once ran ten times slower than similar layouts and shapes.
 
 use crate::case::Case;
 use crate::dense::read;
@@ -62,7 +61,7 @@ fn plan_unaligned_head_dim_selects_wgmma() {
             let selection = chosen(&problem([4, 16, 2048, width]), &hopper(), pass);
             let engine = selection.kernel.engine();
             assert_eq!(engine, Engine::Wgmma, "{width}, {pass:?}: {selection:?}");
-            // The operator copies inputs to aligned rows if their head size is not a multiple of 8. The plan lists these
+            // If the head size is not a multiple of 8, the operator copies the inputs to aligned rows. The plan lists these
             // inputs.
             let are_copied = !width.is_multiple_of(8);
             let copies = format!("query: {are_copied}, key: {are_copied}, value: {are_copied}");
@@ -84,8 +83,8 @@ fn plan_head_dim_below_eight_selects_unit() {
     }
 }
 
-/// Checks that broadcast queries, which have a stride of 0, also run on the fastest engine, wgmma. TMA cannot load such
-/// queries. The plan therefore copies the queries, but no other input.
+/// Checks that broadcast queries, which have a stride of 0, also run on the fastest engine, wgmma. The plan copies only the
+/// queries, because TMA cannot load a stride of 0.
 #[test]
 fn plan_broadcast_queries_copies_queries_only() {
     let problem = problem([4, 16, 2048, 128]);
@@ -141,8 +140,7 @@ fn plan_packed_segments_selects_dynamic_scheduler() {
 }
 
 /// Checks that the unit engine computes the gradient of a broadcast bias on a software driver. Such a driver silently ends a
-/// loop that is too long, so the engine refuses problems with such a loop. If a single unit summed over the broadcast
-/// dimensions, its loop would be too long. The plan therefore divides the sum among many units.
+/// loop that is too long. So the plan divides the sum over the broadcast dimensions among many units.
 #[test]
 fn plan_broadcast_bias_on_software_driver_selects_unit() {
     let software = DeviceProfile {
@@ -171,7 +169,7 @@ fn plan_broadcast_bias_on_software_driver_selects_unit() {
 }
 
 /// Checks the gradient of a bias that is constant over the keys. This gradient is the sum of the scores' gradients over the
-/// keys. The cases have sinks or none, and the queries of the second sequence see no key.
+/// keys.
 #[test]
 fn bias_gradient_constant_over_keys_matches_reference() {
     for extent in [
@@ -242,8 +240,7 @@ fn hopper_backward_launches_only_requested_gradients() {
     }
 }
 
-/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs. On a GPU, one kernel computes
-/// the gradients of keys and values. On a software driver, one kernel computes all three gradients.
+/// Checks that the unit backward launches no kernel whose gradients belong only to frozen inputs.
 #[test]
 fn unit_backward_launches_only_requested_gradients() {
     let card = DeviceProfile {

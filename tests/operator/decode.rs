@@ -55,8 +55,7 @@ fn decode_large_groups_match_reference() {
     }
 }
 
-/// Checks the tiles of 16, 32 and 64 rows that half precision uses, full or partly filled. Depending on the head size, a warp
-/// computes all output columns of a head, half of the columns, or a part of each dot product. Each tile is tested with all
+/// Checks the tiles of 16, 32 and 64 rows that half precision uses, full or partly filled. Each tile is tested with all
 /// options that hide keys, and keys past a sequence's length are NaN.
 #[test]
 fn decode_half_precision_tiles_match_reference() {

@@ -1,6 +1,6 @@
-//! Tests that two runs of the same call give the same bits, in the output and in every gradient. With
-//! `ATTENTION_TEST_REPEATS=1000` the test runs each call a thousand times. With this variable set, the test also runs wide
-//! heads, and cases with more tiles than a GPU has multiprocessors.
+//! Tests that two runs of the same call give the same bits, in the output and in every gradient.
+//! `ATTENTION_TEST_REPEATS=1000` repeats each call a thousand times, and adds cases with wide heads or with more tiles than
+//! a GPU has multiprocessors.
 
 use crate::case::{Case, FULL};
 use crate::devices::devices;

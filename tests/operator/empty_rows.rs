@@ -1,5 +1,5 @@
-//! Tests of queries that see no key, for every reason why a query may see none. Such a query has an output of 0, a logsumexp of
-//! −∞ (or its sink), and gradients of 0. NaN in such a query, or in the gradient of its output, changes no other result.
+//! Tests of queries that see no key. Such a query has an output of 0, a logsumexp of −∞ (or its sink), and gradients of 0.
+//! NaN in such a query, or in the gradient of its output, changes no other result.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Dense, read};
@@ -11,7 +11,7 @@ use attention_cube::CausalAlignment::{BottomRight, TopLeft};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 /// Checks that queries that see no key may hold NaN. The devices get NaN in the queries that `blind` selects, and in the
-/// output gradients of these queries. The reference gets the inputs `clean`, without NaN.
+/// output gradients of these queries.
 fn check_blind(case: &Case, clean: &Inputs, blind: impl Fn([usize; 3]) -> bool) {
     case.check_inputs(clean, clean);
     let mut given = clean.clone();
@@ -161,8 +161,7 @@ fn empty_row_with_sink_of_minus_infinity_ignores_nan() {
         let sinks = inputs.sinks.as_mut().expect("the case has sinks");
         sinks.values[1] = f64::NEG_INFINITY;
         let mask = inputs.mask.as_mut().expect("the case has a mask");
-        // The mask hides all keys from every other query, so both heads have queries that see no key and queries that see all
-        // keys.
+        // The mask hides all keys from every other query.
         for (index, visible) in mask.values.iter_mut().enumerate() {
             *visible = f64::from(index % 2 == 0);
         }
@@ -197,9 +196,8 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Checks queries that see no key beside queries that see NaN. Every second query sees no key, and the other queries see all
-/// keys. Some keys and their values are NaN. A query that sees no key must have an output of 0, a gradient of 0, and a
-/// logsumexp of −∞ or its sink.
+/// Checks queries that see no key beside queries that see NaN. Some keys and their values are NaN. A query that sees no key
+/// must have an output of 0, a gradient of 0, and a logsumexp of −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -273,8 +271,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// Checks the gradients of a reference call without keys or without queries. The reference computes its output of zeros from
-/// the query. Autodiff therefore gives the query a gradient of zeros instead of none, even for a query of NaN.
+/// Checks the gradients of a reference call without keys or without queries. Autodiff must give the query a gradient of
+/// zeros instead of none, even for a query of NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

@@ -1,6 +1,6 @@
 //! Tests of tensors without elements: no sequence, no head, no query or no key. Output and gradients are 0. The logsumexp of
-//! a query without keys is its sink, or −∞ without sinks. Only the gradient of a sink may differ from 0. It is the sum of
-//! the logsumexp gradients of all queries of its head.
+//! a query without keys is its sink, or −∞ without sinks. Only the gradient of a sink may differ from 0: it is the sum of
+//! the head's logsumexp gradients.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, devices};

@@ -1,4 +1,4 @@
-//! Tests that wrong calls are refused. The error names the argument, its actual shape, dtype or value, and the expected one.
+//! Tests that wrong calls are refused. The error names the argument, the actual shape, dtype or value, and the expected one.
 //! The panicking functions panic with the same text, and the `try_` functions never panic.
 
 use crate::devices::{cube_devices, devices};

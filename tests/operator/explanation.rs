@@ -1,5 +1,5 @@
-//! Tests of `explain`, which names the engine that serves a problem, and the reason why each faster engine refused it. The
-//! operator never falls back without such a reason.
+//! Tests of `explain`, which names the engine that serves a problem, and the reason why each faster engine refused the
+//! problem.
 
 use crate::devices::{cube_devices, devices};
 use attention_cube::internals::device::{DeviceProfile, Feature, FragmentSupport};
@@ -252,9 +252,8 @@ fn select_long_loops_on_software_driver_are_refused() {
 }
 
 /// Checks the field `parts` of the plan for a software driver, on which one kernel can compute all gradients. `parts` is the
-/// number of partial sums into which this kernel divides the query's gradient. The kernel has a buffer of operands and a
-/// buffer of gradients. If the gradients would exceed the largest buffer of the device, `parts` is smaller. If even one
-/// partial sum does not fit, `parts` is `None`, and a separate kernel computes the query's gradient.
+/// number of partial sums into which this kernel divides the query's gradient. All partial sums must fit in the device's
+/// largest buffer. If not even one fits, `parts` is `None`, and a separate kernel computes the query's gradient.
 #[test]
 fn plan_joint_gradients_fit_the_largest_buffer() {
     let parts = |heads: usize, megabytes: usize| {
@@ -319,8 +318,8 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks that a device runs the next engine if an engine is disabled, and that the refusal names the reason. The next engine
-/// is the reference here.
+/// Checks that a device runs the next engine (here the reference) if an engine is disabled, and that the refusal names the
+/// reason.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {
@@ -392,8 +391,8 @@ fn select_engine_not_built_names_the_feature() {
                 assert_eq!(refusal, Some(&Refusal::NotBuilt("cuda")), "{selection:?}");
             }
         }
-        // The runtime of this device is not CUDA, so enabling the Cargo feature would not help. The refusal names the missing
-        // feature of the GPU instead.
+        // The runtime of this device is not CUDA, so the refusal names the missing feature of the GPU instead of the Cargo
+        // feature.
         let selection = choose(&elsewhere);
         for engine in [Engine::Wgmma, Engine::Mma] {
             let refusal = refusal_of(engine, &selection);

@@ -1,7 +1,6 @@
 //! Tests of the cmma engine, which multiplies matrices in fragments (tiles in the registers of a warp). On devices without
-//! such fragments, the tests emulate them in f16. The cases run forward and backward. They cover partly filled tiles, rows
-//! without keys, and row maxima that change or stay the same between blocks. They also cover every option that hides keys,
-//! head sizes that no fragment divides, GQA groups, and decode. The last tests check that each refusal names its reason.
+//! fragments, the tests emulate fragments in f16. The cases cover partly filled tiles, rows without keys, every option that
+//! hides keys, head sizes that no fragment divides, GQA groups, and decode.
 //!
 //! A process supports one shape of fragments only, so each test runs itself in a new process for every shape.
 
@@ -23,8 +22,7 @@ use std::env;
 /// The environment variable that is set in the new process of a test, in which fragments are emulated.
 const EMULATED: &str = "ATTENTION_TEST_EMULATED";
 
-/// A shared memory size in bytes that permits the smallest tiles only. A software driver compiles kernels with these tiles
-/// fastest.
+/// A shared memory size in bytes that permits the smallest tiles only, which compile fastest on a software driver.
 const LITTLE: usize = 16 << 10;
 
 /// A shared memory size in bytes that holds a block of queries, keys and values at the same time, if the heads are narrow.
@@ -117,7 +115,7 @@ fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
 }
 
 /// Checks a call with all options that hide keys at the same time, and also with a bias and sinks. Hidden keys are NaN, and
-/// so are the queries of the sequence without keys. The scores grow along the keys, so that row maxima change.
+/// so are the queries of the sequence without keys.
 #[test]
 fn fragments_all_options_ignore_hidden_nan() {
     let shapes = [("8x8x8", LITTLE), ("8x8x8", ENOUGH)];
@@ -152,8 +150,8 @@ fn fragments_all_options_ignore_hidden_nan() {
     );
 }
 
-/// Checks rows whose first blocks have the lowest finite number as scores. The scores of later blocks are so much higher
-/// that the contributions of the first blocks to the row sum must vanish.
+/// Checks rows whose first blocks have the lowest finite number as scores. Later blocks have so much higher scores that the
+/// first blocks must add nothing to the row sum.
 #[test]
 fn fragments_lowest_bias_before_larger_scores_matches_reference() {
     emulated(
@@ -180,7 +178,6 @@ fn fragments_lowest_bias_before_larger_scores_matches_reference() {
 }
 
 /// Checks kernels that stage queries, keys and values in f32, for devices on which f16 fragments accumulate less accurately.
-/// The head sizes are odd.
 #[test]
 fn fragments_operands_widened_to_f32_match_reference() {
     emulated(
@@ -219,8 +216,8 @@ fn select_int8_with_f16_fragments_is_refused() {
         let (layouts, card) = (Layouts::contiguous(&problem), card([16, 16, 16], dtype));
         let selection = select(&problem, Some(&card), layouts, Pass::Forward);
         assert_eq!(selection.kernel.engine(), engine, "{selection:?}");
-        // This GPU has fragments, but lacks the features that the mma engine requires. The mma engine therefore refuses
-        // because of a missing feature. The other engines refuse because the keys and values are int8.
+        // The mma engine refuses because this GPU lacks a feature. The other engines refuse because the keys and values are
+        // int8.
         let is_told = |(engine, refusal): &(Engine, Refusal)| match engine {
             Engine::Mma => matches!(refusal, Refusal::MissingFeature(_)),
             _ => matches!(refusal, Refusal::Quantized(_)),

@@ -1,5 +1,5 @@
-//! Tests of attention between elementwise operations that Burn fuses. The result must equal that of a run without fusion, in
-//! which every tensor is read to the host and written back.
+//! Tests of attention between elementwise operations that Burn fuses. The result must equal the result of a run without
+//! fusion, in which every tensor is read to the host and written back.
 
 use crate::dense::{Dense, read};
 use crate::devices::devices;
@@ -7,8 +7,8 @@ use attention_cube::{AttentionOptions, fused_attention};
 use burn::tensor::{DType, Tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
-/// Reads a tensor to the host and writes it back. Burn then runs all pending operations, so it cannot fuse them with later
-/// operations.
+/// Reads a tensor to the host and writes it back. Burn then runs all pending operations, so Burn cannot fuse these
+/// operations with later ones.
 fn materialised(tensor: Tensor<4>) -> Tensor<4> {
     let device = tensor.device();
     let dtype = tensor.dtype();

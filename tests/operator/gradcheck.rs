@@ -38,8 +38,8 @@ fn gradcheck_prints_a_row_per_requested_case() {
         ended.stdout.contains("16 rows, all within tolerance"),
         "{ended:?}"
     );
-    // A row of the table has five errors: those of the output, the logsumexp, dq, dk and dv. If the row's option includes a
-    // bias or sinks, the row also has the error of the bias gradient or the sink gradient.
+    // A row of the table has five errors: those of the output, the logsumexp, dq, dk and dv. A row with a bias or sinks also
+    // has the error of the bias gradient or the sink gradient.
     for (option, numbers) in [("causal", 5), ("bias", 6), ("sinks", 6), ("all", 7)] {
         let of_option = rows.iter().filter(|row| row[1] == option);
         for row in of_option {

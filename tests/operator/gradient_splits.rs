@@ -1,5 +1,5 @@
-//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles, which
-//! would leave most of the device idle. Kernels therefore split the sum of each tile over several cubes.
+//! Tests of gradients with few keys and many queries, and with few queries and many keys. Such problems have few tiles, so
+//! kernels split the sum of each tile over several cubes to fill the device.
 
 use crate::case::{Case, FULL};
 use crate::cliffs::{chosen, hopper, problem};
@@ -184,9 +184,8 @@ fn gradient_splits_uneven_match_reference() {
     }
 }
 
-/// Checks splits without visible keys. In the first case, one sequence has no keys, and the keys of the other sequence end in
-/// the first of many splits. In the second case, the queries see a single block of keys, because the causal mask is aligned
-/// top-left.
+/// Checks splits without visible keys. In the first case, the keys of a sequence end in the first of many splits. In the
+/// second case, the causal mask shows a single block of keys.
 #[test]
 fn gradient_splits_without_keys_match_reference() {
     let [.., few_queries] = uneven_shapes();
@@ -257,8 +256,8 @@ fn gradient_splits_lengths_and_segments_match_reference() {
     });
 }
 
-/// Checks that repeated calls give the same bits. Other attention calls run in between, so that the memory of the workspaces
-/// contains other data each time.
+/// Checks that repeated calls give the same bits. Other calls run in between, so that the workspaces contain other data each
+/// time.
 #[test]
 fn gradient_splits_repeats_after_other_work_are_equal() {
     for case in shapes(64) {

@@ -1,6 +1,5 @@
-//! Tests of attention inside an autodiff graph. In some tests the loss depends on the output or the logsumexp alone, few inputs
-//! require gradients, or two calls share their keys. The tests run under both checkpointing strategies, with other operations
-//! before and after attention.
+//! Tests of attention inside an autodiff graph, under both checkpointing strategies. In some tests the loss depends on the
+//! output or the logsumexp alone, few inputs require gradients, or two calls share their keys.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -47,9 +46,8 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// Checks gradients of scores in the hundreds, where the last bits of a dot product change the probability. The backward must
-/// therefore accumulate each dot product in the same order as the forward, at every head size, even if another engine ran the
-/// forward.
+/// Checks gradients of scores in the hundreds, where the last bits of a dot product change the probability. The backward
+/// must accumulate each dot product in the same order as the forward, even if another engine ran the forward.
 #[test]
 fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     for (dtype, head_dim, value_dim) in [
@@ -290,8 +288,8 @@ fn gradient_of_one_tracked_input_matches_reference() {
     }
 }
 
-/// Checks gradients that each fit in the largest buffer of a small device, but do not fit in one buffer together. A software
-/// driver is such a device. The last head must get the same gradients as in a call with this head alone.
+/// Checks gradients that each fit in the device's largest buffer, but do not fit in one buffer together. The last head must
+/// get the same gradients as in a call with this head alone.
 #[test]
 fn gradients_that_exceed_one_buffer_together_match_a_single_head() {
     const HEADS: usize = 64;

@@ -1,6 +1,5 @@
-//! Tests of calls whose launches are captured in a CUDA graph and replayed. A replay must give the same bits as a direct call,
-//! in the forward and in every gradient. Other calls run between the replays. The tests run on CUDA only, because other devices
-//! and the CUDA emulator have no CUDA graphs.
+//! Tests of calls whose launches are captured in a CUDA graph and replayed. A replay must give the same bits as a direct
+//! call, in the forward and in every gradient. The tests run on CUDA only, because other devices have no CUDA graphs.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -13,8 +12,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// The environment variable that is set in a new process in which a test captures a graph. During a capture, no other thread of
-/// the process may allocate device memory or wait for the device, so other tests must not run in that process.
+/// The environment variable that is set in a new process in which a test captures a graph. No other test may run in that
+/// process: during a capture, no other thread may allocate device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
 /// The environment variable that is set if the tests run on an emulated CUDA GPU.
@@ -136,8 +135,7 @@ fn check<O>(
     let dispatch = device.device.as_dispatch();
     Dispatch::graph_prepare(dispatch).expect("the device supports CUDA graphs");
     for _ in 0..WARM_UPS {
-        // The warm-up runs use the operands `other`. The memory that the graph writes thus does not contain the expected
-        // results yet.
+        // The warm-up runs use the operands `other`, so that the graph's memory does not contain the expected results yet.
         let results = call(&other);
         Dispatch::sync(dispatch).expect("the device synchronizes");
         drop(results);
@@ -202,8 +200,8 @@ fn cases() -> Vec<Case> {
             segments: Some((ids(140), ids(270))),
             ..plain.clone()
         },
-        // The rows of these inputs do not start at multiples of 16 bytes. The operator copies the inputs before the kernels
-        // run, so the graph contains the copy operations too.
+        // The rows of these inputs do not start at multiples of 16 bytes, so the graph also contains the operator's copies
+        // of the inputs.
         Case {
             head_dim: 100,
             value_dim: 33,

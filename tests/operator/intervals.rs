@@ -1,5 +1,5 @@
-//! Tests of intervals of keys per query (`visible_between`). A query sees a key if at least one of its intervals contains the
-//! key, and if all other options also show the key. The reference gets the equivalent mask instead of intervals.
+//! Tests of intervals of keys per query (`visible_between`). A query sees a key if at least one of the query's intervals
+//! contains the key and all other options show the key. The reference gets the equivalent mask instead of intervals.
 
 use crate::case::{Case, FULL};
 use crate::dense::Dense;
@@ -181,8 +181,8 @@ fn intervals_of_few_queries_equal_a_mask() {
     }
 }
 
-/// Checks the head sizes for which matrix units have kernels. The dtype is bf16, so software Vulkan, which does not support
-/// bf16, skips the test. Software Vulkan would take seconds to compile each of these kernels.
+/// Checks the head sizes for which matrix units have kernels. The dtype is bf16 to exclude software Vulkan, which does not
+/// support bf16 and would take seconds to compile each kernel.
 #[test]
 fn intervals_of_wide_heads_in_bf16_equal_a_mask() {
     let length = 300;

@@ -223,8 +223,8 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with several blocks, as `(head_dim, length, extra)`. Some blocks are fully visible. Only the engines with matrix
-/// units treat a fully visible block differently from a block with hidden scores.
+/// Cases with several blocks, as `(head_dim, length, extra)`. The engines with matrix units treat fully visible blocks
+/// differently from blocks with hidden scores.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),
     (64, 256, Extra::Mask),
@@ -241,8 +241,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
             continue;
         }
         let on = &device.device.clone().autodiff();
-        // Only half precision runs on matrix units. Software Vulkan would take seconds to compile each of these kernels. It
-        // does not support bf16, so the condition on bf16 excludes it.
+        // Only half precision runs on matrix units. The condition on bf16 excludes software Vulkan, which would take seconds
+        // to compile each kernel.
         let has_matrix_units = dtype != DType::F32 && device.supports(DType::BF16);
         let long = LONG.iter().filter(|_| has_matrix_units);
         for (head_dim, length, extra) in SHORT.iter().chain(long).copied() {
@@ -259,8 +259,8 @@ fn check_on_devices(dtype: DType, tolerance: f64) {
     }
 }
 
-/// Checks a single far query, that is, a query whose scores are too large for a precise f32 logsumexp. The far query is in the
-/// last head and the last sequence, after many queries of zeros. The kernels therefore find a far query in one block only.
+/// Checks a single far query, that is, a query whose scores are too large for a precise f32 logsumexp. The far query comes
+/// after many queries of zeros, so the kernels find a far query in one block only.
 fn check_one_far_query(dtype: DType, tolerance: f64) {
     const LENGTH: usize = 1100;
     const FAR_QUERY: usize = 1090;

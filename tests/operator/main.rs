@@ -1,10 +1,12 @@
 //! Tests of the attention operator on every device of this build against the f64 reference. Each module covers one kind of
 //! input or option that kernels may get wrong.
 //!
-//! The enabled features decide the devices; `ATTENTION_TEST_DEVICES=cuda,flex` restricts them. With
-//! `ATTENTION_TEST_DTYPE=bf16`, cases that name no dtype run in bf16 instead of f32, on the devices that support it, and random
-//! problems have only this dtype. The kernels that run in bf16 are not those that run in f32. The data are random but equal in
-//! every run; `ATTENTION_TEST_SEED=1` draws other data.
+//! The enabled features decide the devices. Environment variables change the tests:
+//!
+//! - `ATTENTION_TEST_DEVICES=cuda,flex` restricts the devices.
+//! - `ATTENTION_TEST_DTYPE=bf16` runs random problems, and cases that name no dtype, in bf16 on the devices that support
+//!   bf16.
+//! - `ATTENTION_TEST_SEED=1` draws other random data. Without this variable, the data are equal in every run.
 
 #[cfg(not(feature = "flex"))]
 compile_error!("the oracle runs on Burn's flex backend: enable the feature `flex`");

@@ -209,8 +209,7 @@ fn bias_of_minus_infinity_hides_nan() {
     }
 }
 
-/// Checks the number [`AttentionProblem::visible_pairs`] against a count by loops over queries and keys. The number of
-/// floating-point operations follows from this number.
+/// Checks the number [`AttentionProblem::visible_pairs`] against a count by loops over queries and keys.
 #[test]
 fn visible_pairs_equal_a_count_by_loops() {
     let windows = [

@@ -1,6 +1,5 @@
 //! Tests of the modules with fused attention against the modules of burn-nn with the same parameters. The modules of burn-nn
-//! run in f64 to give exact results, and in f32 to give a baseline. The error of a fused module may be twice the error of this
-//! baseline.
+//! run in f64 for exact results, and in f32 for a baseline. A fused module may have twice the error of the baseline.
 
 mod attention;
 mod cache;
@@ -19,8 +18,7 @@ const LENGTH: usize = 12;
 const D_MODEL: usize = 32;
 const HEADS: usize = 4;
 
-/// Replaces parameters by random numbers in `dtype` on `device`. Two modules with parameters of the same shapes and order get
-/// the same numbers, whatever the dtype and the device are.
+/// Replaces parameters by random numbers in `dtype` on `device`.
 struct Randomize {
     rng: StdRng,
     device: Device,
@@ -125,8 +123,7 @@ fn assert_as_exact(case: &str, found: &Results, baseline: &Results, exact: &Resu
     assert_eq!(found.len(), exact.len(), "{case}");
     for ((name, found), ((_, baseline), (_, exact))) in found.iter().zip(baseline.iter().zip(exact))
     {
-        // The exact gradient of the key bias is 0, so a slack in proportion to this gradient would be 0 too. The slack
-        // therefore has a lower limit.
+        // The exact gradient of the key bias is 0, so the slack needs a lower limit above 0.
         let slack = 2e-6 * rms(exact).max(1.0);
         let allowed = 2.0 * distance(baseline, exact) + slack;
         let error = distance(found, exact);

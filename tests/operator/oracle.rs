@@ -44,8 +44,7 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
             .collect();
         let sink = inputs.sinks.as_ref().map(|sinks| sinks.at([0, h, 0, 0]));
         let all = seen.iter().map(|(_, score)| *score).chain(sink);
-        // The largest score is subtracted from all scores, so that the exponentials do not overflow. The subtraction cancels in
-        // the result.
+        // The largest score is subtracted from all scores, so that the exponentials do not overflow.
         let reference = all.clone().fold(f64::NEG_INFINITY, f64::max);
         if reference == f64::NEG_INFINITY {
             logsumexp.push(reference);
@@ -77,9 +76,8 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
 /// probability is dropped. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
-    // A call of the generator gives two words of four bytes each, for eight scores. The first word belongs to query i, the
-    // second word to query i + 8. The four bytes of a word belong to the keys j + 8, j, j + 9 and j + 1, in this order,
-    // where j is even.
+    // A call of the generator gives two words for eight scores. The first word belongs to query i, the second word to query
+    // i + 8. The four bytes of a word belong to the keys j + 8, j, j + 9 and j + 1 for an even j.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -99,9 +97,8 @@ fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     }
 }
 
-/// The rule by which dropout keeps or drops a probability. The rule takes 16 random bits as an f16 number. If `keeps_hits`
-/// is true, a number above the threshold keeps the probability. If `keeps_hits` is false, a number above the threshold drops
-/// the probability.
+/// The rule by which dropout keeps or drops a probability. The rule takes 16 random bits as an f16 number. A number above
+/// the threshold keeps the probability if `keeps_hits` is true, and otherwise drops the probability.
 struct Drops {
     threshold: f16,
     keeps_hits: bool,
@@ -109,9 +106,8 @@ struct Drops {
 }
 
 impl Drops {
-    /// Returns the rule for a dropout probability. A random number above the threshold drops a probability. The threshold is
-    /// the highest f16 number with enough numbers above it. If even −∞ has too few numbers above it, a number above the
-    /// threshold keeps a probability instead, and every other number drops it.
+    /// Returns the rule for a dropout probability. A random number above the threshold drops a probability. If even a
+    /// threshold of −∞ drops too rarely, a number above the threshold keeps a probability instead.
     fn of(probability: f64) -> Self {
         let mut numbers: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
         numbers.retain(|number| !number.is_nan());
@@ -301,9 +297,8 @@ fn reference_forward_equals_loops() {
     }
 }
 
-/// Checks the reference on random problems with all data that the contract allows: biases and sinks of −∞ or of the lowest
-/// finite number, queries that see no key, and huge lengths. The forward must agree with plain loops. The gradients by autodiff
-/// must agree with the gradients of the explicit backward.
+/// Checks the reference on random problems with all data that the contract allows. The forward must agree with plain loops.
+/// The gradients by autodiff must agree with the gradients of the explicit backward.
 #[test]
 fn reference_on_random_problems_equals_loops_and_explicit_backward() {
     let mut faults = Vec::new();

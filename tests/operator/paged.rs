@@ -1,6 +1,5 @@
-//! Tests of keys and values in pages. Attention over shuffled pages must give the same bits as attention over contiguous keys
-//! and values, if the same kernel runs. Pages that no query sees hold NaN, and unused entries of the page table hold any
-//! number.
+//! Tests of keys and values in pages. Attention over shuffled pages must give the same bits as attention over contiguous
+//! keys and values, if the same kernel runs.
 
 use crate::case::{Case, FULL};
 use crate::cliffs::hopper;
@@ -98,8 +97,7 @@ fn values(results: (Tensor<4>, Tensor<3>)) -> Vec<f64> {
 
 /// Checks that results over pages have the same bits as results over contiguous keys.
 ///
-/// If a page size makes a device choose another kernel, that kernel sums over the keys in another order. The results may then
-/// differ by some roundings of the dtype.
+/// If a page size makes a device choose another kernel, the results may differ by some roundings of the dtype.
 #[track_caller]
 fn check_equal(
     found: &[f64],
@@ -151,8 +149,8 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // The contiguous keys are built as pages that hold a whole sequence each, so they have the same NaN as the tested
-        // pages. `in_order` then puts the pages in the order of the sequences.
+        // Each page of the contiguous keys holds a whole sequence, so the contiguous keys have the same NaN as the tested
+        // pages.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
             let order = Tensor::<1, Int>::from_data(

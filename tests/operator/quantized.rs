@@ -1,7 +1,6 @@
 //! Tests of attention over int8 keys and values against the f64 reference over the dequantized numbers. Kernels for few rows
 //! read the packed int8 in place, and kernels for many rows read a dequantized copy. The cases cover every option, lengths
-//! that fill no tile, views, and rows that hold zeros or tiny, huge, NaN or infinite numbers. Hidden keys may have NaN
-//! scales. Other tests cover the quantizer's error, the query's gradient, and wrong arguments.
+//! that fill no tile, views, and rows with extreme numbers. Hidden keys may have NaN scales.
 
 mod case;
 mod many_rows;
@@ -48,7 +47,7 @@ pub fn check_in_fragments(device: &TestDevice) {
 }
 
 /// Checks few rows and many rows, where the number of rows is the queries times the heads of a group. Few rows share a tile.
-/// For many rows, keys and values are first dequantized to a copy. In some cases the keys are split.
+/// For many rows, keys and values are first dequantized to a copy.
 #[test]
 fn int8_few_and_many_rows_match_reference() {
     for (q_heads, kv_heads, q_len, kv_len) in [
@@ -178,9 +177,8 @@ fn int8_hidden_rows_are_not_read() {
     }
 }
 
-/// Checks keys and values that are views of one larger tensor of codes and one larger tensor of scales. In memory, both tensors
-/// have the order `[batch, length, heads, columns]`. Keys are the columns 32 to 95 and values the columns 0 to 63 of the same
-/// rows.
+/// Checks keys and values that are views of one larger tensor in the order `[batch, length, heads, columns]`. Keys are the
+/// columns 32 to 95 and values the columns 0 to 63 of the same rows.
 #[test]
 fn int8_views_match_reference() {
     for TestDevice { name, device } in devices() {
@@ -216,8 +214,8 @@ fn int8_views_match_reference() {
     }
 }
 
-/// Checks the quantizer in every dtype and with two memory layouts. Each code times its row's scale differs from the original
-/// number by at most half a scale. The dequantized number is the code times the scale.
+/// Checks the quantizer in every dtype and with two memory layouts. The dequantized number, which is the code times the
+/// row's scale, differs from the original number by at most half a scale.
 #[test]
 fn quantized_rows_err_by_at_most_half_a_scale() {
     for device in devices() {
@@ -321,14 +319,14 @@ fn int8_attention_is_near_the_unquantized() {
         let output = quantized_attention(query, key, value, options());
         let size = read(whole.clone().powi_scalar(2).mean())[0].sqrt();
         let error = read((output - whole).powi_scalar(2).mean())[0].sqrt();
-        // The standard deviation of a code's rounding error is the scale / √12. A scale is about three standard deviations of
-        // the elements / 127, so the error is less than a hundredth of a standard deviation.
+        // The standard deviation of a code's rounding error is the scale / √12. A scale is a 127th of the largest element,
+        // which is about three standard deviations of the elements. So the error is less than a hundredth of a standard
+        // deviation.
         assert!(error < 0.02 * size, "{name}: {error} of {size}");
     }
 }
 
-/// Checks that packed codes and scales have no gradients, even if the codes and scales come from an autodiff device. Codes and
-/// scales also have no checkpointing strategy that could differ from the query's strategy.
+/// Checks that packed codes and scales have no gradients, even if the codes and scales come from an autodiff device.
 #[test]
 fn int8_parts_are_detached_from_autodiff() {
     for TestDevice { name, device } in devices() {

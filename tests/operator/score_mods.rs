@@ -274,9 +274,8 @@ fn ready_score_mods_equal_their_bias() {
         let weights = Tensor::<2>::from_data(weights, (&device, DType::F32));
         let code = AttentionOptions::new()
             .score_mod::<DistanceBias>(Some(DistanceBias::t5_table(weights, true, 16)));
-        // Buckets 0 to 3 are for the query's own key and the keys before it, and buckets 4 to 7 are for later keys. The
-        // distances 0 and 1 have a bucket each. Larger distances share two buckets with logarithmic bounds: one for 2 to 5,
-        // and one for 6 and more.
+        // Buckets 0 to 3 are for the query's own key and the keys before it, and buckets 4 to 7 are for later keys. In each
+        // half, the buckets are for the distances 0, 1, 2 to 5, and 6 and more.
         let bucket = |distance: i64| match distance.unsigned_abs() {
             below @ 0..2 => below as usize,
             2..6 => 2,

@@ -1,6 +1,5 @@
 //! Tests of devices whose default bool and integer dtypes are configured. Masks, lengths and segment ids then have these
-//! dtypes. The reference must give the same results with any of these dtypes, called directly and as the fallback of the
-//! operator.
+//! dtypes. The reference must give the same results with any of these dtypes.
 //!
 //! A device is configured once in a process, so each test runs itself in a new process for every dtype.
 
@@ -25,8 +24,8 @@ fn config(dtype: DType) -> DeviceConfig {
     }
 }
 
-/// Runs `check` on every device, in one new process for each dtype in `dtypes` that the device supports. The operator falls
-/// back to the reference in the new process. `test` is the name of the calling test.
+/// Runs `check` on every device, in one new process for each dtype in `dtypes` that the device supports. `test` is the name
+/// of the calling test.
 fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     let own = env::var(CONFIGURED).ok();
     for device in devices() {
@@ -52,8 +51,8 @@ fn configured(test: &str, dtypes: &[DType], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks the number of keys that each query sees under all options that hide keys. The queries are zeros, so all scores are 0
-/// and the logsumexp is the logarithm of that number.
+/// Checks the number of keys that each query sees under all options that hide keys. All scores are 0, so the logsumexp is
+/// the logarithm of that number.
 fn check_counts(device: &TestDevice) {
     let (q_len, kv_len) = (170, 150);
     let ids = |length: i64| (0..2 * length).map(|i| i % length / 60).collect();
@@ -89,8 +88,8 @@ fn check_counts(device: &TestDevice) {
     }
 }
 
-/// Checks masks in every bool store. A bool store is the type in which a tensor stores bools. The masks have the bool store
-/// for which the device is configured. Comparisons inside the reference may give masks with another bool store.
+/// Checks masks in every bool store, the type in which a tensor stores bools. Comparisons inside the reference may give
+/// masks with another bool store than the device's.
 #[test]
 fn settings_masks_of_every_bool_store_hide_the_same_keys() {
     let stores = [BoolStore::Native, BoolStore::U8, BoolStore::U32].map(DType::Bool);

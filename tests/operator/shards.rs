@@ -68,8 +68,8 @@ fn normal(salt: u64, index: u64) -> f64 {
     (0..12).map(uniform).sum::<f64>() - 6.0
 }
 
-/// Returns the first key and the end of the keys that query `i` sees. The first queries see no key of the last shards, and
-/// query 5 sees no key at all.
+/// Returns the first key and the end (one past the last key) of the keys that query `i` sees. The first queries see no key
+/// of the last shards, and query 5 sees no key at all.
 fn keys_of(i: usize) -> (usize, usize) {
     match i {
         5 => (0, 0),
@@ -234,10 +234,8 @@ fn check(device: &TestDevice, dtype: DType) {
         let found = run(&problem, method, &device.device, dtype);
         let names = ["output", "logsumexp", "query", "key", "value", "sinks"];
         for (index, name) in names.into_iter().enumerate() {
-            // The allowed error is twice the error of one call over all keys, plus a slack. The error of that call may be 0
-            // by chance, so the slack is at least one f32 rounding. The gradients of the few sinks get more slack than this.
-            // The first reason is that the addends of their sums cancel. The second reason is that the output of each shard
-            // is rounded, in addition to the merged output.
+            // The allowed error is twice the error of one call over all keys. That error may be 0 by chance, so a slack is
+            // added. The gradients of the few sinks get more slack, because the addends of these gradients cancel.
             let scale = error(&exact[index], &vec![0.0; exact[index].len()]);
             let slack = match (name, dtype) {
                 ("sinks", DType::F32) => 1e-6,
@@ -367,8 +365,8 @@ fn shards_that_do_not_fit_are_refused() {
     assert!(refused);
 }
 
-/// Tests the explicit backward of shards with a bias that has one element per query. The sum of the shards' bias gradients must
-/// equal the bias gradient that autodiff computes.
+/// Tests the explicit backward of shards with a bias that is constant over the keys. The sum of the shards' bias gradients
+/// must equal the bias gradient that autodiff computes.
 #[test]
 fn shards_backward_bias_of_queries_equals_autodiff() {
     for device in devices() {
@@ -420,8 +418,8 @@ fn shards_backward_bias_of_queries_equals_autodiff() {
                     .expect("there is a bias"),
             )
         });
-        // The gradient over all keys is 0 for a bias that is constant over the keys, but the gradient from a single shard is
-        // not. The test would be useless if the gradient from a shard were 0 too.
+        // The gradient over all keys is 0 for a bias that is constant over the keys. The test would be useless if the
+        // gradient from a shard were 0 too.
         assert!(found[0].iter().any(|x| x.abs() > 1e-3), "{}", device.name);
         for (index, expected) in expected.into_iter().enumerate() {
             let sum: f64 = found.iter().map(|shard| shard[index]).sum();

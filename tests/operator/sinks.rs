@@ -1,5 +1,5 @@
-//! Tests of sinks as large as the largest scores. Beside such a sink, the keys add so little to the row sum that a logsumexp in
-//! one f32 loses their contribution.
+//! Tests of sinks as large as the largest scores. Beside such a sink, a logsumexp in one f32 loses what the keys add to the
+//! row sum.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -53,8 +53,8 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
 }
 
 /// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the key's
-/// probability. The value is 0, so the output does not show that the query sees a key. In half precision the case has a
-/// bias, with which the backward stores the row maximum and the logarithm of the row sum separately.
+/// probability. In half precision the case has a bias, with which the backward stores the row maximum and the logarithm of
+/// the row sum separately.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());
@@ -91,8 +91,7 @@ fn sink_above_a_key_keeps_the_value_gradient() {
 }
 
 /// Checks gradients of a key whose score is so far below the sink that f32 loses the key's contribution to the row sum. The
-/// gradients are small but not 0. The value is 0, so the output equals that of a query without keys, and only the saved
-/// logsumexp distinguishes the two cases.
+/// gradients are small but not 0.
 #[test]
 fn sink_far_above_a_key_keeps_small_gradients() {
     const WEIGHT: f64 = 16384.0;

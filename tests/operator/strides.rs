@@ -1,6 +1,5 @@
-//! Tests of inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last dimension
-//! that is not contiguous. The result must equal the result for contiguous copies of the inputs, and every gradient must have
-//! its input's shape.
+//! Tests of inputs and gradients that are not contiguous: permuted, sliced, broadcast with stride 0, or with a last
+//! dimension that is not contiguous. The result must equal the result for contiguous copies of the inputs.
 
 use crate::case::{Case, FULL};
 use crate::dense::{Layout, read};

@@ -1,6 +1,6 @@
-//! Tests of lengths that are not multiples of a tile's size, and of the memory around the data. This memory contains keys past
-//! a sequence's length, and rows and columns around a slice. The memory around the data is NaN or infinite here, and no result
-//! may depend on it.
+//! Tests of lengths that are not multiples of a tile's size, and of the memory around the data: keys past a sequence's
+//! length, and rows and columns around a slice. The memory around the data is NaN or infinite here, and no result may depend
+//! on it.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};
@@ -151,8 +151,8 @@ fn kv_lengths_equal_trimmed_sequences() {
                 let size = got.values.len() / LENGTHS.len();
                 let mut got = got.clone();
                 got.values = got.values[batch * size..][..exact.values.len()].to_vec();
-                // This slice is the part of the results that belongs to one sequence. The case has one key head, so the
-                // gradients of the trimmed keys are the first rows of this part.
+                // This slice holds the results of one sequence. The case has one key head, so the gradients of the trimmed
+                // keys are the first rows of the slice.
                 let precision = Precision {
                     dtype: case.dtype,
                     terms: 101,

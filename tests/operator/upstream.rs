@@ -1,5 +1,5 @@
-//! Tests of faults in Burn's own operations that affect a gradient of attention. The document `docs/upstream.md` reports them.
-//! A test of a fault passes as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
+//! Tests of faults in Burn's own operations that affect a gradient of attention (`docs/upstream.md`). A test passes as long
+//! as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
@@ -40,8 +40,7 @@ fn sum_of_a_permuted_tensor_of_rank_4_is_wrong_in_burn() {
     }
 }
 
-/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The computation contains no attention. The fault is
-/// in a sum over a permuted tensor.
+/// Checks that Burn's gradient of `x.sum_dim(1).permute(…) * w` is wrong. The fault is in a sum over a permuted tensor.
 #[test]
 fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
     let flex = Device::flex();
@@ -65,8 +64,7 @@ fn gradient_of_a_permuted_sum_is_wrong_in_burn() {
 }
 
 /// Checks that sums of permuted tensors with three dimensions are correct in Burn. The Gemma model's own sums of permuted
-/// tensors therefore need no workaround. These sums have at most three dimensions, or are over contiguous columns (see the next
-/// test).
+/// tensors therefore need no workaround.
 #[test]
 fn sum_of_a_permuted_tensor_of_rank_3_is_right_in_burn() {
     let orders = [

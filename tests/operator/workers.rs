@@ -1,6 +1,5 @@
-//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, and compiling takes
-//! longer than running, so several processes are faster. All workers use the same device. A worker that ends or hangs at a
-//! problem is replaced by a new worker.
+//! Distributes numbered problems among worker processes. A process compiles only one kernel at a time, so several processes
+//! are faster. All workers use the same device. A worker that ends or hangs at a problem is replaced by a new worker.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -110,8 +109,7 @@ impl Worker {
             .env(WORKER, "1")
             // One thread computes the reference, because there is a worker for each processor core.
             .env("RAYON_NUM_THREADS", "1")
-            // The worker often frees and allocates tensors. Without these settings, glibc would return the memory to the system
-            // each time.
+            // Without these settings, glibc would return memory to the system each time the worker frees a tensor.
             .envs([
                 ("MALLOC_ARENA_MAX", "1"),
                 ("MALLOC_MMAP_MAX_", "0"),
@@ -137,8 +135,8 @@ impl Worker {
     }
 
     /// Sends the range `numbers` to the worker and waits for its verdicts. Returns the range that the worker left unchecked.
-    /// Returns `None` if the worker ends or hangs before its first problem, although the deadline has not passed. Such a
-    /// worker probably cannot start.
+    /// Returns `None` if the worker ends or hangs before its first problem and before the deadline. Such a worker probably
+    /// cannot start.
     fn check(
         &mut self,
         numbers: Range<u64>,
@@ -172,8 +170,8 @@ impl Worker {
                 }
             }
         }
-        // No further answer came. If the worker ended or hung at a problem, that problem counts as wrong, unless the deadline
-        // has passed. A worker that ended between two problems leaves the rest to the worker that replaces it.
+        // If the worker ended or hung at a problem before the deadline, that problem counts as wrong. If the worker ended
+        // between two problems, a new worker gets the rest.
         let in_time = left().is_none_or(|left| !left.is_zero());
         if let Some(problem) = begun.filter(|_| in_time) {
             let fault = match self.process.try_wait() {

@@ -133,8 +133,8 @@ fn documentation() -> Result<()> {
     )
 }
 
-/// Packs the crates that are published. One command packs all of them, because a crate may depend on a version of another crate
-/// that is not published yet. The packed crates are not built, because that would compile every dependency once more.
+/// Packs the crates that are published. One command packs all of them, because a crate may depend on an unpublished version
+/// of another crate. The packed crates are not built, to save time.
 fn packages() -> Result<()> {
     process::run(process::cargo().args([
         "package",
@@ -148,8 +148,7 @@ fn packages() -> Result<()> {
     ]))
 }
 
-/// Fuzzes each format for 10 seconds, which is a sixth of the time of `cargo xtask fuzz`. With this shorter time, all checks
-/// finish within an hour on a new machine.
+/// Fuzzes each format for 10 seconds, so that all checks finish within an hour on a new machine.
 fn broken_files() -> Result<()> {
     fuzz::run(&["--seconds", "10"].map(String::from))
 }

@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// The file names under which programs load the CUDA driver and the CUDA C++ compiler. The name `libcuda.so.1` is left out,
-/// because the real compiler loads a driver under that name. That driver must have functions that the emulator lacks.
+/// because the real compiler loads a driver under that name and needs functions that the emulator lacks.
 const NAMES: [&str; 2] = ["libcuda.so", "libnvrtc.so"];
 
 /// The cargo options of the build.

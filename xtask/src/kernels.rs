@@ -1,8 +1,8 @@
 //! `cargo xtask kernels`: compiles kernels for GPUs that this machine does not have, and writes tables of the results.
 //!
-//! The library emits kernels without a GPU. For NVIDIA, the library emits CUDA C++ of the mma engine, which `nvcc` compiles.
-//! For AMD, CubeCL's own compiler generates machine code of the cmma and unit engines. The tables of registers, shared memory
-//! and spills go into `docs`. A spill is hot if it is executed in a loop with multiply instructions.
+//! For NVIDIA, the library emits CUDA C++ of the mma engine, which `nvcc` compiles. For AMD, CubeCL's own compiler generates
+//! machine code of the cmma and unit engines. The tables of registers, shared memory and spills go into `docs`. A spill is
+//! hot if it is executed in a loop with multiply instructions.
 
 mod amd;
 mod nvidia;

@@ -43,7 +43,7 @@ pub fn run(args: &[String]) -> Result<u8> {
 /// Builds the whole suite, runs it and returns an exit code.
 ///
 /// A software driver compiles kernels on one thread, so the operator's tests leave CPU cores idle. All other tests therefore
-/// run at the same time. The output of the other tests is printed after the output of the operator's tests.
+/// run at the same time.
 fn run_suite(prepare: &dyn Fn(&mut Command)) -> Result<u8> {
     let cargo_test = |targets: &[&str]| {
         let mut command = process::test_workspace();

@@ -13,8 +13,7 @@ use burn_cubecl::{CubeBackend, cubecl, tensor::CubeTensor};
 use cubecl::prelude::TensorArg;
 
 /// True if kernels can load the rows in vectors of `size` elements. Every row must be contiguous and start at a multiple of
-/// `size` elements, and its length must be a multiple of `size` elements. The start of the tensor needs no check, because Burn
-/// aligns every view to the device's buffer alignment, which is a multiple of the vector's size.
+/// `size` elements, and its length must be a multiple of `size` elements. Burn aligns the start of the tensor.
 pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -23,8 +22,8 @@ pub(crate) fn is_in_vectors(tensor: &CubeTensor, size: usize) -> bool {
         && (0..3).all(|dim| shape[dim] == 1 || strides[dim].is_multiple_of(size))
 }
 
-/// The number of leading dimensions of `[batch, heads, len, dim]` that TMA can read with a stride of 0 (broadcast). The number
-/// is 1 for queries (the batch). It is 2 for keys and values (batch and heads).
+/// The number of leading dimensions of `[batch, heads, len, dim]` that may have a stride of 0 (broadcast) for TMA: 1 for
+/// queries, 2 for keys and values.
 pub(crate) const BROADCAST_QUERIES: usize = 1;
 pub(crate) const BROADCAST_KEYS: usize = 2;
 
@@ -54,8 +53,7 @@ pub(crate) fn collapse_broadcast_dims(tensor: &CubeTensor, dims: usize) -> CubeT
     tensor
 }
 
-/// True if Hopper's copy engine (TMA) can read boxes of the tensor in place. The tensor's first `broadcast` dimensions may
-/// have a stride of 0.
+/// True if Hopper's TMA can read boxes of the tensor in place. The first `broadcast` dimensions may have a stride of 0.
 pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -123,8 +121,8 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The (head, sequence) pairs are
-/// divided into groups of `together` pairs. All cubes of one group have lower indices than the cubes of the next group.
+/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. Groups of `together` (head,
+/// sequence) pairs run one after another.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,

@@ -1,6 +1,6 @@
 //! Fused attention for [Burn](https://burn.dev), forward and backward, written once in
 //! [CubeCL](https://github.com/tracel-ai/cubecl). One operator has every option and serves any head size from 1 to 1024. Its
-//! memory grows linearly with the sequence length. The operator runs on every device that Burn's CubeCL backend reaches.
+//! memory grows linearly with the sequence length.
 //!
 //! ```
 //! use attention_cube::{AttentionOptions, fused_attention};
@@ -21,9 +21,9 @@
 //! `h / (q_heads / kv_heads)` (GQA). The dtypes are f32, f16 and bf16, on devices that have them. f64 is served on devices
 //! that run the [reference](mod@reference).
 //!
-//! Scores are f32 for every input dtype. The operations on a score are, in order: × scale, softcap, [score mod](score_mod), + bias,
-//! visibility, sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is rounded to the input's
-//! dtype. The softmax and all sums are f32.
+//! Scores are f32 for every input dtype. The operations on a score are, in order: scale, softcap, [score mod](score_mod),
+//! bias, visibility, sink (if any) and softmax. The probabilities are then multiplied with the values, and the output is
+//! rounded to the input's dtype. The softmax and all sums are f32.
 //!
 //! | case | result |
 //! |---|---|
@@ -32,10 +32,10 @@
 //! | NaN or infinity in keys or values that some queries see | may reach other queries of the same query head, and queries of other query heads that read the same key head; never reaches a query that sees no key |
 //! | a bias of −∞ | hides its key |
 //! | a bias equal to the dtype's lowest finite number | is added to the score like any other bias |
-//! | scores of any magnitude | as exact as f32 scores: the gradients use the logsumexp in two parts, the score that the softmax subtracts (about the row maximum) and the logarithm of the softmax sum |
-//! | elements of V beyond `f32::MAX / (256 · kv_len)` | may give an infinite output, because kernels sum the weighted rows of V before they divide by the softmax's denominator |
+//! | scores of any magnitude | as exact as f32 scores |
+//! | elements of V beyond `f32::MAX / (256 · kv_len)` | may give an infinite output, because kernels sum the weighted rows of V before they divide by row_sum |
 //! | a sink of −∞ | same as no sink |
-//! | contiguous, permuted, sliced or broadcast (stride 0) inputs of any size | same result. Kernels read the inputs through their strides. Inputs that TMA or another hardware copy cannot read are first copied to contiguous tensors. The debug log of a call lists these copies; [`explain`] assumes contiguous inputs |
+//! | contiguous, permuted, sliced or broadcast (stride 0) inputs of any size | same result. Inputs that TMA or another hardware copy cannot read are first copied to contiguous tensors. The debug log of a call lists these copies; [`explain`] assumes contiguous inputs |
 //! | f16 with scale 1 and a large head size | finite: scores never pass through f16 |
 //! | f16 gradients on matrix units (wgmma, mma, and cmma with f16 operands) | kernels round the score gradients `P ∘ (dP − Δ)` to f16. Beyond 65,504 the gradients of query and keys become infinite, even if their own values would fit f16; [`explain`] warns |
 //! | a shape, dtype, device or checkpointing strategy that does not fit | [`AttentionError`] naming the argument |
@@ -44,9 +44,8 @@
 //! Int8 keys and values have a separate module, [`quantized`]. Packed sequences have the module [`varlen`], and keys in pages
 //! the module [`paged`]. The modules of `burn-nn` with fused attention are in [`nn`].
 //!
-//! Gradients are first-order. They flow from the output and the logsumexp to the query, the keys, the values, the bias and
-//! the sinks. Both checkpointing strategies of Burn's autodiff are supported. No gradient is computed for inputs that
-//! autodiff does not track.
+//! Gradients are first-order. Gradients flow from the output and the logsumexp to the query, the keys, the values, the bias
+//! and the sinks. Both checkpointing strategies of Burn's autodiff are supported.
 
 #![warn(missing_docs, clippy::undocumented_unsafe_blocks)]
 #![cfg_attr(
@@ -124,7 +123,7 @@ pub fn fused_attention(
     }
 }
 
-/// Computes [`fused_attention`], but returns an error in the cases in which that function panics.
+/// Computes [`fused_attention`], but returns an error where that function panics.
 ///
 /// # Shapes
 /// The shapes are the ones of [`fused_attention`].

@@ -8,10 +8,9 @@ use burn::tensor::{Bool, Int, Tensor};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CausalAlignment {
-    /// The last query sees the last key: query `i` sees the keys `j ≤ i + kv_len − q_len`. With
-    /// [`kv_lengths`](AttentionOptions::kv_lengths), the number of keys of each sequence replaces `kv_len`. With
-    /// [`query_lengths`](AttentionOptions::query_lengths), the number of queries of each sequence replaces `q_len`. Decoding
-    /// with a KV cache needs this alignment.
+    /// The last query sees the last key: query `i` sees the keys `j ≤ i + kv_len − q_len`. Decoding with a KV cache needs
+    /// this alignment. [`kv_lengths`](AttentionOptions::kv_lengths) and [`query_lengths`](AttentionOptions::query_lengths)
+    /// replace `kv_len` and `q_len` for each sequence.
     #[default]
     BottomRight,
     /// The first query sees the first key: query `i` sees the keys `j ≤ i`.
@@ -36,8 +35,8 @@ impl Dropout {
 /// The options of [`fused_attention`](crate::fused_attention), built by chaining.
 ///
 /// The score of query `i` and key `j` is computed in f32. It is `q·k` times `scale`, then `softcap · tanh(score / softcap)`,
-/// then `+ bias`. Keys that the query does not see are left out of the softmax. A key is visible if *all* of causal mask,
-/// window, mask, both kinds of lengths, segments and intervals allow it.
+/// then `+ bias`. A query sees a key if *all* options allow it: causal mask, window, mask, lengths, segments and intervals.
+/// All other keys are left out of the softmax.
 ///
 /// ```
 /// use attention_cube::AttentionOptions;
@@ -122,22 +121,21 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the number of valid keys per sequence, `[batch]`. In a sequence with `n` valid keys, no query sees the keys from
-    /// position `n` on, whatever these keys contain. Lengths are clamped to `0..=kv_len`.
+    /// Sets the number of valid keys per sequence, `[batch]`. No query sees the keys from this number on, whatever these
+    /// keys contain. Lengths are clamped to `0..=kv_len`.
     pub fn kv_lengths(mut self, kv_lengths: Tensor<1, Int>) -> Self {
         self.kv_lengths = Some(kv_lengths);
         self
     }
 
-    /// Sets the number of queries per sequence, `[batch]`, so that one call serves sequences with different numbers of queries
-    /// (ragged queries). An example is a batch of prompt chunks and single tokens.
+    /// Sets the number of queries per sequence, `[batch]` (ragged queries). An example is a batch of prompt chunks and
+    /// single tokens.
     ///
-    /// A sequence with `n` queries has them in its first `n` rows. The rows after them see no key, whatever they contain. The
-    /// output and the gradients of these rows are 0. Tiles with only such rows cost almost nothing. Lengths are clamped to
-    /// `0..=q_len`.
+    /// The queries of a sequence are its first rows. All further rows see no key, and their output and gradients are 0.
+    /// Lengths are clamped to `0..=q_len`.
     ///
-    /// If the causal mask or the window is aligned at the bottom right, query `n − 1` of the sequence sees the last of the
-    /// sequence's [`kv_lengths`](Self::kv_lengths) keys: `n` replaces `q_len`.
+    /// With alignment at the bottom right, the sequence's last query sees the last of the sequence's
+    /// [`kv_lengths`](Self::kv_lengths) keys.
     ///
     /// ```
     /// use attention_cube::{AttentionOptions, fused_attention};
@@ -163,9 +161,8 @@ impl AttentionOptions {
     /// Promises that the [`kv_lengths`](Self::kv_lengths) are written before the CUDA graph that contains this call starts.
     /// No launch of the graph may write them.
     ///
-    /// Kernels with programmatic dependent launch (PDL) then read the lengths immediately, before the previous launch has
-    /// ended. If the promise is broken, results are wrong. The promise has no effect with
-    /// [`query_lengths`](Self::query_lengths), because a launch of the graph then writes both kinds of lengths into one buffer.
+    /// Kernels with programmatic dependent launch (PDL) then read the lengths before the previous launch has ended. If the
+    /// promise is broken, results are wrong. The promise has no effect with [`query_lengths`](Self::query_lengths).
     #[cfg(feature = "internals")]
     #[doc(hidden)]
     pub fn kv_lengths_ahead(mut self, ahead: bool) -> Self {
@@ -174,8 +171,7 @@ impl AttentionOptions {
     }
 
     /// Sets the segment ids of packed documents: `[batch, q_len]` for the queries, `[batch, kv_len]` for the keys. A query
-    /// sees only keys with the query's own id. Ids must fit in 32 bits. Kernels skip the most blocks if the tokens of each
-    /// document are contiguous.
+    /// sees only keys with the query's own id. Ids must fit in 32 bits.
     pub fn segments(mut self, query: Tensor<2, Int>, key: Tensor<2, Int>) -> Self {
         self.segments = Some((query, key));
         self
@@ -191,18 +187,17 @@ impl AttentionOptions {
     }
 
     /// Adds one interval of keys per query: query `i` of sequence `b` sees the keys `start[b, i] <= j < end[b, i]`. A second
-    /// call adds a second interval. A query then sees the keys that lie in at least one of its two intervals.
+    /// call adds a second interval. A query then sees the keys of its two intervals.
     ///
     /// Intervals describe image blocks with bidirectional attention, prefix-LM masks, packed documents and windows of any
-    /// shape, with memory that is linear in the length. A tile of neighbouring queries skips the blocks of keys outside of
-    /// the range that contains the intervals of all these queries. An interval with `end <= start` is empty. `start` and
+    /// shape. Kernels skip blocks of keys outside of the intervals. An interval with `end <= start` is empty. `start` and
     /// `end` are clamped to `0..=kv_len`.
     ///
-    /// Like all options, intervals only hide keys. With [`causal`](Self::causal), a query therefore also needs the key to be at
-    /// or before its own position. If some queries must see later keys, express the causal mask in the intervals instead.
+    /// Like all options, intervals only hide keys. If some queries must see later keys, do not set [`causal`](Self::causal),
+    /// but express the causal mask in the intervals.
     ///
     /// # Shapes
-    /// `start [batch, q_len]`, `end [batch, q_len]`. The tensors of both intervals all have one int dtype.
+    /// `start [batch, q_len]`, `end [batch, q_len]`. All tensors have one int dtype.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
@@ -220,25 +215,23 @@ impl AttentionOptions {
         self
     }
 
-    /// Sets the sinks, `[q_heads]`. A sink is an additional score per query head. The sink takes part in the softmax but has no
-    /// row of V.
+    /// Sets the sinks, `[q_heads]`. A sink is an additional score per query head. The sink takes part in the softmax but has
+    /// no row of V.
     ///
-    /// Sinks are differentiable. Their dtype is the query's dtype or f32. Scale, softcap and bias do not apply to them. The
+    /// Sinks are differentiable. Their dtype is the query's dtype or f32. Scale, softcap and bias do not apply to sinks. The
     /// logsumexp includes the sink.
     pub fn sinks(mut self, sinks: Tensor<1>) -> Self {
         self.sinks = Some(sinks);
         self
     }
 
-    /// Drops probabilities at random, as for attention weights in training. Each probability becomes 0 with the chance
-    /// `probability`. The kept probabilities are multiplied by one factor, so that the mean stays the same.
+    /// Drops probabilities at random, for training. Each probability becomes 0 with the chance `probability`. The kept
+    /// probabilities are multiplied by a factor that preserves the mean.
     ///
-    /// The random bits depend only on the seed and on the score's sequence, head, query and key. They are the same on every
-    /// device and in the backward. Use another seed in each call. Shards of the keys also need different seeds, because each of
-    /// the [`shards`](crate::shards) counts its keys from 0. Each replay of a captured CUDA graph uses the same seed.
+    /// The random bits depend only on the seed and on the score's sequence, head, query and key. Use another seed in each
+    /// call, and in each of the [`shards`](crate::shards). All replays of a captured CUDA graph use one seed.
     ///
-    /// `probability` must be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶. The logsumexp does not depend on the
-    /// dropout.
+    /// `probability` must be from 0 to 0.99, and is rounded to a multiple of 2⁻¹⁶.
     ///
     /// ```
     /// use attention_cube::AttentionOptions;
@@ -252,8 +245,8 @@ impl AttentionOptions {
         self
     }
 
-    /// Changes each score by code that is compiled into the kernels: FlexAttention's `score_mod`. The code runs after the softcap
-    /// and before the bias. It reads `table`, `[any size]`, which gets no gradient.
+    /// Changes each score by code that is compiled into the kernels: FlexAttention's `score_mod`. The code runs after the
+    /// softcap and before the bias. The code can read `table`.
     ///
     /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
     ///
@@ -261,7 +254,7 @@ impl AttentionOptions {
     /// `table [n]` of any size, f32 or the query's dtype.
     ///
     /// # Panics
-    /// The attention call panics if autodiff tracks the table, because the table would get no gradient.
+    /// The attention call panics if autodiff tracks the table.
     pub fn score_mod<M: ScoreMod>(mut self, table: Option<Tensor<1>>) -> Self {
         self.score_mod = Some(ScoreCode::of::<M>());
         self.score_table = table;
@@ -270,10 +263,8 @@ impl AttentionOptions {
 
     /// Hides keys by code that is compiled into the kernels: FlexAttention's `mask_mod`. The code reads `table`.
     ///
-    /// Like all options, the code only hides keys: a key is visible if all other options allow it, too. Kernels run the code
-    /// for each score, and cannot skip blocks by it. If the code hides most keys, also set the range of keys that each query
-    /// may see, by [`window`](Self::window) or [`visible_between`](Self::visible_between), so that kernels skip the blocks
-    /// outside of this range.
+    /// Kernels run the code for each score, and skip no blocks by the code. If the code hides most keys, also set
+    /// [`window`](Self::window) or [`visible_between`](Self::visible_between), so that kernels skip blocks.
     ///
     /// The module [`score_mod`](crate::score_mod) explains how to write the code, and has ready-made types.
     ///
@@ -281,7 +272,7 @@ impl AttentionOptions {
     /// `table [n]` of any size, f32 or the query's dtype.
     ///
     /// # Panics
-    /// The attention call panics if autodiff tracks the table, because the table would get no gradient.
+    /// The attention call panics if autodiff tracks the table.
     pub fn mask_mod<M: MaskMod>(mut self, table: Option<Tensor<1>>) -> Self {
         self.mask_mod = Some(MaskCode::of::<M>());
         self.mask_table = table;

@@ -1,6 +1,6 @@
 //! Keys and values in pages, the KV cache of a server (PagedAttention, block tables).
 //!
-//! All sequences share one tensor of pages. A page table lists the pages of each sequence. Sequences thus grow without copies,
+//! All sequences share one tensor of pages. A page table lists the pages of each sequence. Sequences grow without copies,
 //! and may share the pages of a common prefix.
 //!
 //! ```
@@ -33,8 +33,7 @@
 //!
 //! Pages may also have the token dimension before the head dimension: `[pages, page_len, kv_heads, columns]`. Pass
 //! `pages.swap_dims(1, 2)`, which kernels read through its strides. The pages of burn-lm have this layout. Pass burn-lm's
-//! `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and its `lengths` as `kv_lengths`. A lane of burn-lm is
-//! a sequence in this module.
+//! `gather_idx.reshape([lanes, blocks_per_lane])` as the page table, and burn-lm's `lengths` as `kv_lengths`.
 //!
 //! # Contract
 //! Pages are `[pages, kv_heads, page_len, columns]`, and the page table is `[batch, pages of a sequence]`, in any integer
@@ -45,9 +44,9 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the rows of each sequence in order, with every option of [`AttentionOptions`]. The results are bitwise equal to a call over contiguous keys, unless the page size makes the device choose another kernel |
-//! | pages whose size is a multiple of the kernel's block of keys | the portable engines read pages in place, and so does the decode kernel of the mma engine. The decode kernel serves up to 32 query rows at head sizes up to 256, and up to 16 query rows at larger head sizes. The number of query rows is `q_len` times the number of query heads per key head. The blocks of the decode kernel have 16 or 32 keys. The blocks of the portable engines are larger. Most of their block sizes divide every page size that is a multiple of 128 keys |
-//! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only rows that queries see by causal mask, window and length are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
-//! | a query under autodiff | all pages in the page table are copied, because the copy must be differentiable |
+//! | pages whose size is a multiple of the kernel's block of keys | the portable engines and the decode kernel of the mma engine read pages in place. The decode kernel serves up to 32 query rows (`q_len` times the number of query heads per key head) at head sizes up to 256, and up to 16 query rows at larger head sizes. The blocks of the decode kernel have 16 or 32 keys. Most block sizes of the portable engines divide 128 keys |
+//! | all other kernels and page sizes | kernels read a contiguous copy, allocated for `kv_len` keys of every sequence. On devices with kernels, only visible rows are copied. [`Selection::copies_pages`](crate::Selection::copies_pages) tells if a forward without autodiff copies |
+//! | a query under autodiff | all pages in the page table are copied |
 //! | entries of the page table for keys that no query sees | may be any integer |
 //! | entries outside of `0..pages` for keys that a query sees | count as the nearest page, so no access leaves the tensors |
 //! | NaN in rows that no query sees | never reaches the output |
@@ -70,11 +69,9 @@ use burn::tensor::{Int, Tensor};
 pub struct Places {
     /// The page table, `[batch, pages of a sequence]`.
     pub page_table: Tensor<2, Int>,
-    /// The position of each sequence's first new row, `[batch]`. This is the number of rows that the sequence already has.
-    /// Negative positions count as 0.
+    /// The position of each sequence's first new row, `[batch]`. Negative positions count as 0.
     pub starts: Tensor<1, Int>,
-    /// The number of rows to write for each sequence, `[batch]`. `append` skips the rows of a sequence that exceed this
-    /// number. `None` means that `append` writes all rows.
+    /// The number of rows to write for each sequence, `[batch]`. `None` means that `append` writes all rows.
     pub counts: Option<Tensor<1, Int>>,
 }
 
@@ -155,9 +152,8 @@ pub fn try_paged_quantized_attention(
 /// Otherwise the function first copies all pages. To avoid this copy, keep no clone of the pages, and continue with the
 /// returned tensor.
 ///
-/// A row is not written if its position lies past the sequence's pages. A row is also not written if its page table entry is
-/// not the index of a page, such as −1. If two new rows have the same slot, each element of the slot comes from one of the two
-/// rows.
+/// A row is not written if its position lies past the sequence's pages, or if its page table entry is not the index of a
+/// page, such as −1. If two new rows have the same slot, the slot may mix elements of the two rows.
 ///
 /// # Shapes
 /// `pages [pages, kv_heads, page_len, columns]`, `rows [batch, kv_heads, new, columns]`.

@@ -20,8 +20,7 @@ pub struct AttentionProblem {
     pub batch: usize,
     /// The number of query heads, a multiple of `kv_heads`.
     pub q_heads: usize,
-    /// The number of key heads, which is also the number of value heads. Query head `h` reads key and value head
-    /// `h / (q_heads / kv_heads)`.
+    /// The number of key and value heads. Query head `h` reads key and value head `h / (q_heads / kv_heads)`.
     pub kv_heads: usize,
     /// The number of queries per sequence.
     pub q_len: usize,
@@ -68,11 +67,10 @@ pub struct AttentionProblem {
     pub score_mod: Option<ScoreCode>,
     /// The code that hides keys, or `None`. See [`AttentionOptions::mask_mod`](crate::AttentionOptions::mask_mod).
     pub mask_mod: Option<MaskCode>,
-    /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged). An engine
-    /// whose kernels cannot read these pages reads a contiguous copy.
+    /// The number of keys per page, or `None` if the keys of a sequence are contiguous. See [`paged`](crate::paged).
     pub page_len: Option<usize>,
-    /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8 directly, selection returns the
-    /// reference implementation. The call then dequantizes keys and values, and selects a kernel for the unquantized problem.
+    /// True if keys and values are [quantized](crate::quantized). If no kernel can read int8, the call dequantizes keys and
+    /// values, and selects a kernel for the unquantized problem.
     pub quantized: bool,
 }
 
@@ -110,15 +108,14 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the shape `[2 · batch, q_heads, q_len]` of the logsumexp in two parts, as a backend returns it. The first
-    /// `batch` entries are the reference scores, the scores that the softmax subtracted (about the row maxima). The last
-    /// `batch` entries are the logarithms of the softmax sums relative to these reference scores.
+    /// Returns the shape `[2 · batch, q_heads, q_len]` of the logsumexp in two parts: first the reference scores that the
+    /// softmax subtracted (about the row maxima), then the logarithms of the softmax sums.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the largest number of keys that a query sees to the right of its own position, or `None` if there is no limit.
-    /// The causal mask counts as a window whose right side is 0.
+    /// Returns the largest number of keys that a query sees to the right of its own position, or `None` if there is no
+    /// limit. A causal mask gives 0.
     pub fn right(&self) -> Option<usize> {
         match self.causal {
             Some(_) => Some(0),
@@ -131,8 +128,7 @@ impl AttentionProblem {
         self.kv_lengths || self.query_lengths
     }
 
-    /// True if the problem has segments or intervals. Kernels then read bounds of blocks. With these bounds, they skip blocks
-    /// that are hidden from a whole tile.
+    /// True if the problem has segments or intervals. Kernels then read bounds of blocks, and skip hidden blocks.
     pub(crate) fn has_bounds(&self) -> bool {
         self.segments || self.intervals > 0
     }
@@ -142,8 +138,7 @@ impl AttentionProblem {
         self.causal.unwrap_or_default() == CausalAlignment::BottomRight
     }
 
-    /// Returns an upper bound of the number of keys that `queries` neighbouring queries see under the causal mask and the
-    /// window.
+    /// Returns an upper bound of the number of keys that `queries` neighbouring queries see by causal mask and window.
     pub(crate) fn visible_keys(&self, queries: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -154,8 +149,7 @@ impl AttentionProblem {
         }
     }
 
-    /// Returns an upper bound of the number of queries that see any of `keys` neighbouring keys under the causal mask and the
-    /// window.
+    /// Returns an upper bound of the number of queries that see any of `keys` neighbouring keys by causal mask and window.
     pub(crate) fn visible_queries(&self, keys: usize) -> usize {
         match (self.window_left, self.right()) {
             (Some(left), Some(right)) => left
@@ -166,7 +160,7 @@ impl AttentionProblem {
         }
     }
 
-    /// Counts the (query, key) pairs that the causal mask and the window leave visible, over the batch and all query heads.
+    /// Counts the (query, key) pairs that causal mask and window leave visible, over the batch and all query heads.
     /// Benchmarks compute operation counts from this number.
     pub fn visible_pairs(&self) -> u64 {
         let (q_len, kv_len) = (self.q_len as i64, self.kv_len as i64);
@@ -175,7 +169,7 @@ impl AttentionProblem {
         } else {
             0
         };
-        // A window side that is open, or wider than the sequences, is clamped to a distance larger than any distance of two
+        // A window side that is open, or wider than the sequences, becomes a number larger than any distance of two
         // positions.
         let side = |side: Option<usize>| {
             let beyond = self.q_len + self.kv_len;

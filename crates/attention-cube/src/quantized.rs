@@ -27,13 +27,13 @@
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
-//! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. A score is an f32 dot product with the exact codes, multiplied by the key's scale. The scale of a row of V is multiplied into the probability of that row |
+//! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. The key's scale multiplies the score, and the scale of a row of V multiplies the probability |
 //! | forward with up to 32 query rows in bf16 on matrix units | the codes and their QK products stay exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
-//! | more than 32 query rows, devices without kernels, or a query under autodiff | attention reads a dequantized copy of the call's keys and values, in the query's dtype. The copy adds one rounding. On devices with kernels, only rows that queries see by causal mask, window and length are copied |
+//! | more than 32 query rows, devices without kernels, or a query under autodiff | attention reads a dequantized copy of the call's keys and values, in the query's dtype. The copy adds one rounding. On devices with kernels, only visible rows are copied |
 //! | [`QuantizedRows::new`] | the scale is the row's largest magnitude / 127, and each code is the nearest multiple of the scale. The error is at most half of the scale, plus one f32 rounding |
 //! | a row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |
-//! | a row with NaN or infinity | the scale is NaN. Queries that see the row may get NaN. Queries that do not see it may also get NaN, in every query head that uses the row's key head. A row that no query sees has no effect |
-//! | elements of the query | magnitudes up to 2¹⁰⁰ are supported. Kernels sum `q · code` before they multiply by the scale, so larger magnitudes could overflow |
+//! | a row with NaN or infinity | the scale is NaN. If some query sees the row, all queries of the query heads that read the row's key head may get NaN. A row that no query sees has no effect |
+//! | elements of the query | magnitudes up to 2¹⁰⁰ are supported. Larger magnitudes could overflow in the sum of `q · code` |
 //! | gradients | the query (through the dequantized copy), the bias and the sinks receive gradients; keys and values receive none |
 
 use crate::backend::{AttentionBackend, check_backend};
@@ -131,8 +131,7 @@ impl QuantizedRows {
             &[(DType::F32, "one scale per row")],
         )?;
         check_place("scales", scales.device(), &words.device())?;
-        // Autodiff is removed from words and scales, because their gradient checkpointing strategy might differ from the
-        // query's, which is an error.
+        // The gradient checkpointing strategy of words and scales might differ from the query's, which is an error.
         Ok(Self {
             words: words.without_autodiff(),
             scales: scales.without_autodiff(),

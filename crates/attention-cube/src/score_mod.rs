@@ -1,8 +1,8 @@
 //! Scores and masks as code that is compiled into the kernels, like FlexAttention's `score_mod` and `mask_mod`.
 //!
 //! A type that implements [`ScoreMod`] changes each score, and a type that implements [`MaskMod`] hides keys. The attribute
-//! `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns the functions into code for GPUs. Every kernel runs this code,
-//! forward and backward. Memory stays linear in the length, because no tensor of scores exists.
+//! `#[cube]` of [CubeCL](https://github.com/tracel-ai/cubecl) turns the functions into code for GPUs. Memory stays linear in
+//! the length.
 //!
 //! ```
 //! # #[cfg(feature = "cube")] mod example {
@@ -60,15 +60,15 @@
 //!   CubeCL's functions that exist on GPUs only, such as `f32::cast_from`, panic in plain Rust.
 //! - The functions must be pure. Gradients are wrong if [`derivative`](ScoreMod::derivative) is not the derivative of
 //!   [`score`](ScoreMod::score).
-//! - Kernels may also call the functions at a place past the end of the queries or keys, and ignore the result.
-//! - A table can be read at any index. An index past the end of the table reads its last element. In the code, the elements
-//!   are f32, whatever the table's dtype is.
+//! - Kernels may also call the functions at positions past the end of the queries or keys, and ignore the result.
+//! - An index past the end of a table reads the table's last element. In the code, the elements are f32, whatever the
+//!   table's dtype is.
 //! - Scores should stay finite. Use a [`MaskMod`] to hide keys.
 //! - No gradient flows to a table. [`fused_attention`](crate::fused_attention) panics if autodiff tracks the table. For learned
 //!   scores, add a [`bias`](crate::AttentionOptions::bias) instead.
 //! - The code computes in f32, also for f64 inputs.
-//! - [`varlen`](crate::varlen) refuses code, because the code would see positions of the packed rows. In one of the
-//!   [`shards`](crate::shards), the code counts keys from the shard's first key.
+//! - [`varlen`](crate::varlen) refuses code. In one of the [`shards`](crate::shards), the code counts keys from the shard's
+//!   first key.
 //!
 //! # Ready-made types
 //! | type | code |

@@ -20,13 +20,13 @@ pub struct Selection<K = Kernel> {
     pub refusals: Vec<(Engine, Refusal)>,
     /// The respects in which the chosen kernel falls short of the contract in the crate's documentation.
     pub warnings: Vec<Warning>,
-    /// True if keys and values lie in pages that the chosen kernel cannot read in place. A launch then first copies the visible
-    /// rows to contiguous tensors.
+    /// True if the chosen kernel cannot read keys and values from pages. A launch then first copies the visible rows to
+    /// contiguous tensors.
     pub copies_pages: bool,
 }
 
-/// Returns the engines in selection order: first the engines with priority for the problem, then the remaining engines in the
-/// order of `WITH_KERNELS`.
+/// Returns the engines in selection order: first the engines with priority for the problem, then all others in the order of
+/// `WITH_KERNELS`.
 fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engine> {
     let all = || Engine::WITH_KERNELS.iter().copied();
     let first = all().filter(move |engine| engine.goes_first(problem, pass));
@@ -34,11 +34,8 @@ fn engines(problem: &AttentionProblem, pass: Pass) -> impl Iterator<Item = Engin
     first.chain(rest)
 }
 
-/// Refuses int8 keys and values if the engine cannot read them directly, or if the problem has so many query rows that a
-/// dequantized copy is cheaper.
-///
-/// With many query rows, one dequantized copy of keys and values costs less than dequantizing keys and values again for each
-/// tile.
+/// Refuses int8 keys and values if the engine cannot read them directly. Also refuses them if the problem has so many query
+/// rows that a dequantized copy is cheaper.
 fn check_quantized(engine: Engine, problem: &AttentionProblem, pass: Pass) -> Result<(), Refusal> {
     if !problem.quantized {
         return Ok(());
@@ -153,8 +150,8 @@ fn first_plan<K>(
 
 /// Refuses a plan whose kernels are not compiled into this build.
 ///
-/// On NVIDIA, a missing Cargo feature can also look like a missing device feature. Without the feature `cuda`, CubeCL
-/// compiles through LLVM, which has neither asynchronous copies nor TMA.
+/// Without the Cargo feature `cuda`, CubeCL compiles through LLVM, which has neither asynchronous copies nor TMA. A missing
+/// Cargo feature can therefore look like a missing device feature.
 fn if_built<K>(
     engine: Engine,
     device: &DeviceProfile,

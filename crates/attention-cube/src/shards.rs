@@ -1,19 +1,15 @@
-//! Attention over shards of the keys, as in ring attention, in context parallelism and with a KV cache that is divided into
-//! pieces.
+//! Attention over shards of the keys, as in ring attention and context parallelism.
 //!
 //! Each shard has some of the keys and values, and all queries. [`attention_with_lse`](crate::attention_with_lse) on a shard
 //! gives an output and a logsumexp (LSE). [`merge`] turns the results of all shards into the result over all keys. Autodiff
-//! differentiates this whole computation.
+//! can differentiate the whole computation.
 //!
 //! A ring that passes keys from device to device cannot keep its forward in one autodiff graph. In this case, [`backward`]
-//! computes a shard's gradients from the merged output and logsumexp. The resulting gradients of keys and values are complete
-//! for the keys of the shard. The query gradients of all shards must be added.
+//! computes a shard's gradients from the merged output and logsumexp. The query gradients of all shards must be added.
 //!
-//! In a call on a shard, key positions count from the shard's first key. A causal mask over all keys must therefore be
-//! translated: by [`visible_between`](AttentionOptions::visible_between), pass the end of each query's visible keys in the
-//! shard. The code of a [score mod](crate::score_mod) also counts keys from the shard's first key. If the code needs
-//! positions over all keys, pass the position of the shard's first key in the table that the code reads. Pass sinks to one
-//! shard only.
+//! In a call on a shard, key positions count from the shard's first key, also in the code of a [score
+//! mod](crate::score_mod). Replace a causal mask by [`visible_between`](AttentionOptions::visible_between), with the end of
+//! each query's visible keys in the shard. Pass sinks to one shard only.
 //!
 //! The method is the one of ring attention (Liu et al., 2023, arXiv:2310.01889).
 
@@ -28,8 +24,8 @@ use burn::tensor::{DType, Device, Tensor};
 
 /// Merges the attention outputs and logsumexps of disjoint shards of the keys into the output and logsumexp over all keys.
 ///
-/// The result is differentiable, and the gradients flow to the outputs and logsumexps of all shards. A query that sees no key
-/// of any shard has the output 0 and the logsumexp −∞. The sums are f32, or f64 for f64 outputs.
+/// The result is differentiable. A query that sees no key of any shard has the output 0 and the logsumexp −∞. The sums are
+/// f32, or f64 for f64 outputs.
 ///
 /// # Shapes
 /// Per shard: `output [batch, q_heads, q_len, value_dim]`, `logsumexp [batch, q_heads, q_len]`. The results have the same shapes.
@@ -136,12 +132,12 @@ pub struct ShardGradients {
 
 /// Computes the gradients of one shard of the keys from the results over all keys.
 ///
-/// The function recomputes only the scores of the shard. Autodiff does not track the results.
+/// Autodiff does not track the results.
 ///
-/// The scores of one shard and the logsumexp may come from kernels that sum `q·k` in different orders. For scores beyond some
-/// hundreds, the probabilities then lose a few of f32's digits.
+/// For scores beyond some hundreds, the probabilities may lose a few of f32's digits, because forward and backward kernels
+/// may sum `q·k` in different orders.
 ///
-/// NaN in the shard's keys, in its values or in the output's gradient may also reach the gradients of queries that see no key
+/// NaN in the shard's keys or values, or in the output's gradient, may also reach the gradients of queries that see no key
 /// of the shard.
 ///
 /// # Shapes
@@ -163,9 +159,8 @@ pub fn backward(
     check_backend(&query.device())?;
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
-    // For a bias that is constant over keys, kernels do not sum dS. They compute the bias gradient from the LSE gradient of
-    // each query, which accounts for the keys of all shards and not only for this shard. The bias is therefore expanded over
-    // the shard's keys, so that kernels sum dS. The gradient of the expanded bias is summed over these keys afterwards.
+    // For a bias that is constant over keys, kernels compute the bias gradient from the LSE gradient, which covers the keys
+    // of all shards. The bias is therefore expanded over the shard's keys, so that kernels sum dS of this shard only.
     let constant = options
         .bias
         .as_ref()
@@ -184,8 +179,8 @@ pub fn backward(
         lse_of_all_shards: true,
     };
     let logsumexp = merged.logsumexp.without_autodiff();
-    // The backward of a kernel recognizes a query that sees no key by a logarithm of −0 in the second part of the logsumexp.
-    // All other logarithms are +0, because the first part of the logsumexp holds the whole logsumexp.
+    // A logarithm of −0 marks a query that sees no key. All other logarithms are +0, because the first part holds the whole
+    // logsumexp.
     let sees_no_key = logsumexp.clone().equal_elem(f64::NEG_INFINITY);
     let logarithms = logsumexp.zeros_like().mask_fill(sees_no_key, -0.0);
     let gradient = merged.logsumexp_gradient.map(|gradient| {

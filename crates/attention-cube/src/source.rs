@@ -5,8 +5,7 @@
 //! KERNELS="forward-128-128-mask decode-64-64" cargo test --features rocm --lib portable::common::source -- --ignored --nocapture
 //! ```
 //!
-//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`]. The module [`nvidia`] writes CUDA
-//! C++, and the module [`amd`] writes machine code.
+//! A kernel's name consists of the pass, head_dim, value_dim, and the options of [`Wanted`].
 
 #[cfg(feature = "rocm")]
 pub(crate) mod amd;

@@ -1,7 +1,7 @@
 //! Attention over packed sequences of different lengths (varlen): one call without padding.
 //!
 //! The tokens of all sequences lie one after another. Cumulative lengths, FlashAttention's `cu_seqlens`, state where each
-//! sequence starts and ends. Causal mask and window are aligned within each sequence, as in a call with only this sequence.
+//! sequence starts and ends. Causal mask and window are aligned within each sequence.
 //!
 //! ```
 //! use attention_cube::AttentionOptions;
@@ -19,28 +19,26 @@
 //! # }
 //! ```
 //!
-//! [`Sequences::options`] computes the keys of each query once, for the calls of all layers of a model. A binary search on the
-//! device turns the cumulative lengths into an [interval of keys](AttentionOptions::visible_between) per query. The memory is
-//! linear in the number of tokens, and the host does not wait for the device.
+//! [`Sequences::options`] turns the cumulative lengths into an [interval of keys](AttentionOptions::visible_between) per
+//! query, once for all layers of a model. The host does not wait for the device.
 //!
 //! # Contract
 //! | case | result |
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the tokens of each sequence alone |
-//! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences, just as it may reach other queries within one sequence |
+//! | NaN or infinity in a key or value that a query sees | may reach queries of other sequences |
 //! | dropout | the random bits depend on the positions in the packed rows |
 //! | a mask or a bias | covers the packed rows, `[1, q_heads, q_len, kv_len]` |
 //! | a sequence without keys | its queries see no key |
-//! | rows before the first or after the last sequence | queries in these rows see no key, no query sees keys in these rows, and the rows may contain NaN |
+//! | rows before the first or after the last sequence | these queries see no key, no query sees these keys, and the rows may contain NaN |
 //! | cumulative lengths out of range | are clamped to the number of rows |
 //! | cumulative lengths that decrease | the affected queries see unspecified keys, or none |
-//! | [`kv_lengths`](AttentionOptions::kv_lengths), [`query_lengths`](AttentionOptions::query_lengths) and [`visible_between`](AttentionOptions::visible_between) | are refused, because the cumulative lengths take their place |
-//! | [`score_mod`](AttentionOptions::score_mod) and [`mask_mod`](AttentionOptions::mask_mod) | are refused, because the code would see positions of the packed rows |
+//! | [`kv_lengths`](AttentionOptions::kv_lengths), [`query_lengths`](AttentionOptions::query_lengths) and [`visible_between`](AttentionOptions::visible_between) | are refused |
+//! | [`score_mod`](AttentionOptions::score_mod) and [`mask_mod`](AttentionOptions::mask_mod) | are refused, because the code would see positions in the packed rows |
 //!
 //! # Speed
-//! Tiles of queries skip the keys of other sequences, forward and backward. A tile with queries of several sequences visits the
-//! keys of all these sequences. For decoding, where a tile would hold many sequences, use
-//! [`query_lengths`](AttentionOptions::query_lengths) or [pages](crate::paged).
+//! Tiles of queries skip the keys of other sequences, forward and backward. For decoding, where a tile would hold many
+//! sequences, use [`query_lengths`](AttentionOptions::query_lengths) or [pages](crate::paged).
 
 use crate::call::attend;
 use crate::error::AttentionError;
@@ -56,8 +54,7 @@ use burn::tensor::{DType, Int, Shape, Tensor};
 /// Sequence `s` has the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1]`, and the keys `cu_seqlens_k[s] .. cu_seqlens_k[s + 1]`.
 #[derive(Clone, Debug)]
 pub struct Sequences {
-    /// The index of each sequence's first query, followed by the end of the last sequence: `[sequences + 1]`, in ascending
-    /// order.
+    /// The index of each sequence's first query, and the end of the last sequence: `[sequences + 1]`, in ascending order.
     pub cu_seqlens_q: Tensor<1, Int>,
     /// The index of each sequence's first key, followed by the end of the last sequence: `[sequences + 1]`, in ascending order.
     pub cu_seqlens_k: Tensor<1, Int>,
@@ -75,14 +72,13 @@ impl Sequences {
         }
     }
 
-    /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence, and only the keys
-    /// that `options` leave visible.
+    /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence that `options`
+    /// leave visible.
     ///
-    /// Set causal mask and window in `options`. If they were set on the result, they would count positions of the packed rows.
-    /// All layers with the same causal mask and window can share a clone of the result.
+    /// Set causal mask and window in `options`, not on the result, where they would count positions in the packed rows.
     ///
     /// # Shapes
-    /// `q_len` and `kv_len` are the numbers of packed rows. With the result, call [`fused_attention`](crate::fused_attention)
+    /// `q_len` and `kv_len` are the numbers of packed rows. Pass the result to [`fused_attention`](crate::fused_attention)
     /// with a query `[1, q_heads, q_len, head_dim]` and keys `[1, kv_heads, kv_len, head_dim]`.
     ///
     /// # Errors
@@ -164,8 +160,7 @@ impl Sequences {
         let first = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 0, sequences);
         let end = |bounds: &Tensor<1, Int>| bounds.clone().narrow(0, 1, sequences);
 
-        // The query in packed row `r` has the same position within its sequence as the key in row `r + shift` of the packed
-        // keys.
+        // The query in packed row `r` has the position of the key in packed row `r + shift`.
         let shift = match options.causal.unwrap_or_default() {
             CausalAlignment::BottomRight => end(&key_bounds) - end(&query_bounds),
             CausalAlignment::TopLeft => first(&key_bounds) - first(&query_bounds),
@@ -173,17 +168,16 @@ impl Sequences {
         let index = count_bounds(rows.clone(), query_bounds.clone(), q_len);
         let zero = Tensor::<1, Int>::zeros([1], (&device, DType::from(INTS)));
         let of_rows = |of_sequences: Tensor<1, Int>| {
-            // The table has one entry per sequence. An additional first entry is for rows before all sequences, and an
-            // additional last entry is for rows after all sequences. These rows see no key, because their range of keys
-            // begins and ends at 0.
+            // The table has an additional first entry for rows before all sequences, and an additional last entry for rows
+            // after all sequences. These rows see no key: their range of keys is `0..0`.
             let table = Tensor::cat(vec![zero.clone(), of_sequences, zero.clone()], 0);
             table.select(0, index.clone())
         };
         let position = rows + of_rows(shift);
         let mut start = of_rows(first(&key_bounds));
         let mut stop = of_rows(end(&key_bounds));
-        // A window that reaches beyond all rows shows all keys. Its size is reduced to a size that still reaches beyond all
-        // rows, so that the sum of a position and the size cannot overflow.
+        // A window that reaches beyond all rows shows all keys. Its size is reduced, so that position plus size cannot
+        // overflow.
         let reach = |keys: usize| keys.min(q_len + kv_len) as i64;
         if let Some(left) = options.window_left {
             start = start.max_pair(position.clone() - reach(left));
@@ -199,13 +193,12 @@ impl Sequences {
     }
 }
 
-/// Returns, for each row, the number of elements of the ascending `bounds` that are less than or equal to the row's index. The
-/// function uses a binary search.
+/// Returns, for each row, the number of elements of the ascending `bounds` that are less than or equal to the row's index.
 fn count_bounds(rows: Tensor<1, Int>, bounds: Tensor<1, Int>, q_len: usize) -> Tensor<1, Int> {
     let [count] = bounds.dims();
     let steps = usize::BITS - count.leading_zeros();
-    // Each step of the search reads one entry of the table, even past the last of the `count` bounds. The table is therefore
-    // filled up to a power of two with bounds that are above all rows.
+    // The binary search may read entries past the last of the `count` bounds. The table is therefore filled up to a power of
+    // two with bounds above all rows.
     let place = (&rows.device(), DType::from(INTS));
     let above = Tensor::full([(1 << steps) - count], q_len as i64, place);
     let bounds = Tensor::cat(vec![bounds, above], 0);

@@ -33,8 +33,8 @@ impl Cancellation {
         Self::default()
     }
 
-    /// Sets the flag. All generations whose options contain the flag stop as soon as possible. Generations that start later
-    /// stop too, until [`reset`](Self::reset) clears the flag.
+    /// Sets the flag. All generations whose options contain the flag stop as soon as possible. Later generations also stop,
+    /// until [`reset`](Self::reset) clears the flag.
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -50,8 +50,7 @@ impl Cancellation {
     }
 }
 
-/// Two `Cancellation` values are equal if they are clones of the same flag. Two separately created flags are never equal, even
-/// if both are set.
+/// Two `Cancellation` values are equal if they are clones of one flag.
 impl PartialEq for Cancellation {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

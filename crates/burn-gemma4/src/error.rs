@@ -58,8 +58,7 @@ pub enum Gemma4Error {
         /// The value that the argument has, and the values that are valid.
         reason: String,
     },
-    /// The caller wanted to train all weights of a model that has [quantized weights](crate::model::layer::Weight). Only LoRA
-    /// adapters can be trained on such a model.
+    /// The caller wanted to train all weights of a model that has [quantized weights](crate::model::layer::Weight).
     #[error(
         "cannot train quantized weights: attach a LoRA adapter, or load the model unquantized for full fine-tuning"
     )]
@@ -165,8 +164,7 @@ impl Gemma4Error {
     }
 }
 
-/// Escapes a path for a message. The path may come from the index of a checkpoint's weight files, and that index is not
-/// trusted.
+/// Escapes a path for a message. The path may come from an untrusted file.
 fn escaped_path(path: &Path) -> Escaped<std::path::Display<'_>> {
     Escaped::line(path.display())
 }
@@ -189,8 +187,7 @@ pub(crate) fn existing(folder: &Path, name: &str) -> Result<Option<PathBuf>, Gem
     }
 }
 
-/// Joins the first five problems into one text, and adds the number of further problems. A list of all problems could be very
-/// long, because each layer may have one.
+/// Joins the first five problems into one text, and adds the number of further problems.
 fn list(problems: &[TensorProblem]) -> String {
     const SHOWN: usize = 5;
     let mut text = problems
@@ -205,11 +202,9 @@ fn list(problems: &[TensorProblem]) -> String {
     text
 }
 
-/// Runs `work`. If `work` panics, returns the panic's message as an error. Drivers and Burn's operators panic if a device is
-/// missing or out of memory, or if an operation is not supported.
+/// Runs `work`. If `work` panics, returns the panic's message as an error.
 ///
-/// While `work` runs, a panic hook that prints nothing replaces the process's panic hook. The replacement also affects other
-/// threads.
+/// While `work` runs, panics in all threads of the process print nothing.
 ///
 /// # Errors
 /// Returns the message of the panic.

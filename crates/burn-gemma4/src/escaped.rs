@@ -1,10 +1,10 @@
-//! Escapes text from files before the text is shown in messages. Without the escapes, control characters in a checkpoint's
-//! files could control the user's terminal.
+//! Escapes text from files for display. Control characters in a checkpoint's files could otherwise control the user's
+//! terminal.
 
 use std::fmt::{self, Display, Write};
 
-/// A text for display, in which some characters are replaced by escapes such as `\u{1b}`. The replaced characters are control
-/// characters and characters that change the direction of text.
+/// A text for display. Escapes such as `\u{1b}` replace control characters and characters that change the direction of
+/// text.
 ///
 /// ```
 /// use burn_gemma4::Escaped;
@@ -62,8 +62,8 @@ impl Write for Escaping<'_, '_> {
     }
 }
 
-/// True if a terminal acts on the character instead of showing it. Such characters are control characters, line separators and
-/// marks of writing direction.
+/// True for control characters, line separators and marks of writing direction. A terminal does not show these
+/// characters.
 fn is_obeyed(character: char) -> bool {
     const DIRECTIONS: [char; 12] = [
         '\u{61c}', '\u{200e}', '\u{200f}', '\u{202a}', '\u{202b}', '\u{202c}', '\u{202d}',

@@ -55,10 +55,10 @@ pub struct Gemma4 {
 /// The prompt of a generation: a text, a conversation or tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// A text to continue. Special tokens in the text are encoded as special tokens. The BOS token is prepended unless the text
-    /// already begins with this token.
+    /// A text to continue. Special tokens in the text are encoded as special tokens. The BOS token is prepended if it is
+    /// missing.
     Text(String),
-    /// A conversation to answer. The checkpoint's chat template renders it. Special tokens in the messages are encoded as plain
+    /// A conversation, which the checkpoint's chat template renders. Special tokens in the messages are encoded as plain
     /// text, unless [`ChatOptions::special_tokens`] is set.
     Chat(Vec<Message>),
     /// Token ids to continue. The ids are passed to the model unchanged.
@@ -158,7 +158,7 @@ impl Gemma4 {
     }
 
     /// Loads the small model that is embedded in this crate. The model has 1.4 million parameters and was trained on this
-    /// project's Rust and Markdown files. Its output looks like these files but makes little sense.
+    /// project's Rust and Markdown files.
     ///
     /// # Errors
     /// Returns an error if the device does not support the requested dtype.
@@ -190,8 +190,7 @@ impl Gemma4 {
         Ok(Self { model, ..self })
     }
 
-    /// Adds the LoRA adapter in `folder` to the model. For quantized weights the adapter stays separate. For all other weights
-    /// the adapter is merged into the weights.
+    /// Adds the LoRA adapter in `folder` to the model. The adapter is merged into the weights that are not quantized.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4Model::attach_adapter`].
@@ -209,8 +208,7 @@ impl Gemma4 {
         Ok(Self { model, ..self })
     }
 
-    /// Loads the drafter in `folder`, in the model's dtype and on the model's device. A generation uses the drafter if its
-    /// options select [`Drafts::Drafter`].
+    /// Loads the drafter in `folder`. A generation uses the drafter if the options select [`Drafts::Drafter`].
     ///
     /// # Errors
     /// Passes on the errors of [`Drafter::load`]. Returns an error if the drafter's sizes do not fit this model.
@@ -272,8 +270,8 @@ impl Gemma4 {
         self.model.device()
     }
 
-    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. If the checkpoint has no limit,
-    /// the limit is 256 tokens.
+    /// Returns options with the checkpoint's sampling settings, stop tokens and token limit. The default limit is 256
+    /// tokens.
     pub fn options(&self) -> GenerateOptions {
         let positions = self.config().max_position_embeddings;
         let (max_tokens, max_length) =
@@ -304,11 +302,8 @@ impl Gemma4 {
         }
     }
 
-    /// Returns [`options`](Self::options) for answers in a conversation. The token that ends a turn, `<turn|>`, stops an
-    /// answer, even if the checkpoint does not list it among its stop tokens.
-    ///
-    /// The checkpoint of a base model lists only `<eos>` as a stop token. A model that was fine-tuned from this base model on
-    /// conversations ends its answers with `<turn|>`.
+    /// Returns [`options`](Self::options) for answers in a conversation. `<turn|>` stops an answer, even if the
+    /// checkpoint does not list this token among its stop tokens.
     pub fn chat_options(&self) -> GenerateOptions {
         let mut options = self.options();
         let end_of_turn = self.tokenizer.id(END_OF_TURN);
@@ -325,8 +320,8 @@ impl Gemma4 {
         self.tokens_until(prompt, chat, None)
     }
 
-    /// Encodes a prompt like [`tokens`](Self::tokens). If `cancellation` is cancelled while the chat template renders, returns
-    /// an error immediately.
+    /// Encodes a prompt like [`tokens`](Self::tokens). Returns an error if `cancellation` is cancelled while the chat
+    /// template renders.
     pub(crate) fn tokens_until(
         &self,
         prompt: &Prompt,
@@ -368,8 +363,8 @@ impl Gemma4 {
         }
     }
 
-    /// Generates a continuation of a prompt. `on_token` receives each token as soon as it is generated, and can return `Break`
-    /// to stop the generation.
+    /// Generates a continuation of a prompt. `on_token` receives each generated token, and can return `Break` to stop the
+    /// generation.
     ///
     /// # Errors
     /// Returns an error if the prompt or the options do not fit the model, or if the device fails.
@@ -420,8 +415,8 @@ impl Gemma4 {
         )
     }
 
-    /// Generates a continuation of a single prompt. The caller must have checked the prompt and the options. `cache` may
-    /// already hold the first tokens of the prompt.
+    /// Generates a continuation of a single prompt, which the caller must have checked. `cache` may already hold the
+    /// first tokens of the prompt.
     pub(crate) fn run(
         &self,
         tokens: Vec<u32>,
@@ -449,8 +444,8 @@ impl Gemma4 {
         }
     }
 
-    /// Starts a session, which keeps its KV cache between generations. Two consecutive prompts often begin with the same
-    /// tokens, as in the turns of a conversation. For these tokens a generation reuses the cache.
+    /// Starts a session, which keeps its KV cache between generations. If a prompt begins with the tokens of the previous
+    /// prompt, the session reuses their keys and values.
     pub fn session(&self) -> Session<'_> {
         Session::new(self)
     }

@@ -1,9 +1,7 @@
 //! Gemma 4 in [Burn](https://burn.dev). The crate loads checkpoints from Hugging Face and GGUF files without conversion,
 //! generates text and trains models.
 //!
-//! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model alone. On every device
-//! that [`attention_cube::fused_attention`] supports, all attention runs through that function, at head sizes 256 and 512
-//! alike.
+//! [`Gemma4`] is a loaded checkpoint that generates text. [`Gemma4Model`] is the differentiable model alone.
 
 mod cancellation;
 mod checkpoint;
@@ -59,8 +57,8 @@ pub use train::graph_capture::{GradientRecorder, TrainBatch};
 pub use train::packing::Packing;
 
 pub mod update {
-    //! The last part of a training step, which updates the parameters: the sum of squares for the global gradient norm, the
-    //! clipping factor, and AdamW in f32. On a GPU one fused launch replaces Burn's separate operations.
+    //! The last part of a training step: the global gradient norm, the clipping factor, and AdamW in f32. A GPU runs one
+    //! fused launch.
 
     pub use crate::op::adamw::{AdamW, ParamUpdate, SumOfSquares, rounded};
 }

@@ -1,5 +1,4 @@
-//! Building blocks of CubeCL kernels for Burn. For any device, the crate has [launches](launch), [rounding] and [programmatic
-//! dependent launch](pdl).
+//! Building blocks of CubeCL kernels for Burn: [launches](launch), [rounding] and [programmatic dependent launch](pdl).
 //!
 //! For NVIDIA GPUs, the crate has items common to all tensor cores ([nvidia]), the instructions of [Ampere](ampere) and
 //! [Hopper](hopper), and a [GEMM](hopper::gemm) for Hopper.

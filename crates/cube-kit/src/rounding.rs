@@ -1,7 +1,7 @@
 //! Rounds f32 numbers to the element type of an output: to the nearest number, with ties to even.
 //!
-//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. f32 numbers are therefore
-//! first rounded to bf16 by integer operations, so that the conversion is exact.
+//! Vulkan lets the driver choose the rounding of a conversion to bf16, and NVIDIA's driver truncates. Integer operations
+//! therefore round to bf16 before the conversion, which is then exact.
 
 #![allow(
     missing_docs,
@@ -54,8 +54,8 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let is_nan = (bits & 0x7fff_ffffu32) > 0x7f80_0000u32;
     let to_nearest = bits + 0x7fffu32 + ((bits >> 16u32) & 1u32);
-    // Makes a NaN quiet before the lower 16 bits are cleared. Otherwise a NaN whose set mantissa bits are all among the lower
-    // 16 would become infinity.
+    // Make a NaN quiet before the lower 16 bits are cleared. Otherwise a NaN with mantissa bits only among the lower 16
+    // would become infinity.
     let kept = select(is_nan, bits | 0x0040_0000u32, to_nearest);
     f32::reinterpret(kept & 0xffff_0000u32)
 }
@@ -65,8 +65,8 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // If the f16 result is subnormal, rounds to multiples of 2⁻²⁴. The rounding uses integers, because compilers would
-    // remove the alternative with floats, which adds a number and then subtracts the same number.
+    // If the f16 result is subnormal, round to multiples of 2⁻²⁴ with integers. The float version adds a number and
+    // subtracts the same number, which compilers would remove.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// `None` as long as the session belongs to the file that `--cache` names. If another program has written that file
-    /// since this program read it, the session is in a new file. This field then holds the path that `--cache` names.
+    /// The path that `--cache` names, if the session is in a new file, and otherwise `None`. The session is in a new file if
+    /// another program has written the named file since this program read it.
     taken: Option<PathBuf>,
 }
 
@@ -54,8 +54,7 @@ impl Identity {
 }
 
 impl CacheFile {
-    /// Opens the file at a path. The file may not exist yet. If the path is a symbolic link, reads and writes use the link's
-    /// target, and the link stays.
+    /// Opens the file at a path, which may not exist yet. Writes through a symbolic link change the link's target.
     ///
     /// # Errors
     /// Returns [`WrongArgument`] if the path is a folder, or if the file's folder is not writable.
@@ -67,8 +66,7 @@ impl CacheFile {
         if path.is_dir() {
             return Err(refuse(&path, "is a folder; expected a file".into()));
         }
-        // Create a temporary file in the folder, to check that the folder is writable. Each write of the session will create a
-        // new file there.
+        // Create a temporary file, to check that the folder is writable. Each write of the session creates a new file there.
         tempfile::Builder::new()
             .prefix("partial-")
             .tempfile_in(folder_of(&path))
@@ -102,8 +100,8 @@ impl CacheFile {
         Ok((gemma.resume(saved), messages))
     }
 
-    /// Replaces the file. If another program has written the file since this program read it, the file is left unchanged. The
-    /// session is then written to a new file in the same folder, and a note names that file.
+    /// Replaces the file. If another program has written the file since this program read it, writes a new file in the same
+    /// folder instead, and prints a note that names the new file.
     ///
     /// # Errors
     /// Returns the errors of [`Session::save`].

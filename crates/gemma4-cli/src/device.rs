@@ -100,7 +100,7 @@ const GPUS: [DeviceName; 5] = [
 
 /// Returns the best device of the backend `name`.
 ///
-/// A software driver such as Mesa's lavapipe is chosen only if its backend is named, because flex is faster.
+/// A software driver is chosen only if its backend is named, because flex is faster.
 ///
 /// # Errors
 /// Returns an error if this build lacks the backend's feature, or if the machine lacks such a device.
@@ -155,8 +155,8 @@ fn has_nvidia_driver() -> bool {
     traces.iter().any(|trace| Path::new(trace).exists())
 }
 
-/// Enables CubeCL's cache of compiled kernels, in addition to the settings of a `cubecl.toml`. The cache identifies each kernel
-/// by its source code. So a kernel of another build is used only if its source code is the same.
+/// Enables CubeCL's cache of compiled kernels, in addition to the settings of a `cubecl.toml`. The cache identifies each
+/// kernel by its source code, so changed kernels are compiled.
 #[cfg(all(feature = "persistence", feature = "cube"))]
 fn keep_kernels() {
     use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
@@ -167,8 +167,8 @@ fn keep_kernels() {
     CubeClRuntimeConfig::try_set(config);
 }
 
-/// Returns the devices with the given numbers. These devices are of the same kind as the chosen device. If the chosen device is
-/// the CPU, every number means the CPU.
+/// Returns the devices with the given numbers, of the same kind as the chosen device. On the CPU, every number means the
+/// CPU.
 ///
 /// # Errors
 /// Returns an error if no device has one of the numbers.
@@ -343,7 +343,7 @@ fn listed(name: DeviceName, kind: DeviceType, drivers: Drivers) -> Result<Chosen
 #[cfg(feature = "cube")]
 const SOFTWARE: usize = 4;
 
-/// Returns the rank of a device in the order of preference. Rank 0 is the most preferred. Discrete GPUs come first, and
+/// Returns the rank of a device in the order of preference, from 0, the most preferred. Discrete GPUs come first, and
 /// software drivers last.
 #[cfg(feature = "cube")]
 fn rank(device: &Device) -> usize {

@@ -1,5 +1,5 @@
-//! Finds models by their names on the Hugging Face Hub. The program does not download a model. The model must already be in the
-//! Hub's cache on this machine, for example because `hf download` has downloaded it.
+//! Finds models by their names in this machine's cache of the Hugging Face Hub. The program downloads nothing: `hf download`
+//! fills the cache.
 
 use crate::{Error, terminal::WrongArgument, terminal::note};
 use std::{
@@ -7,11 +7,12 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Resolves the argument `--model` to a folder or file. If the argument is a model's folder in the Hub's cache, or a name
-/// `organisation/name`, returns the folder of the model's snapshot. Any other path is returned unchanged.
+/// Resolves the argument `--model` to a folder or file. A model's folder in the Hub's cache, or a name `organisation/name`,
+/// gives the folder of the model's snapshot. Any other path is returned unchanged.
 ///
 /// # Errors
-/// Returns [`WrongArgument`] if the path is a safetensors file or if the cache lacks the model. The error says how to proceed.
+/// Returns [`WrongArgument`] if the path is a safetensors file or if the cache lacks the model. The error says how to
+/// proceed.
 pub fn resolve(model: &Path) -> Result<PathBuf, Error> {
     resolve_in(model, cache_folder().as_deref())
 }
@@ -82,8 +83,7 @@ fn name_on_hub(model: &Path) -> Option<&str> {
     (is_part(organisation) && is_part(name) && !is_file).then_some(text)
 }
 
-/// Returns the folder in which the Hub's own programs keep models. The rules for finding this folder are those of
-/// `huggingface_hub`.
+/// Returns the folder in which the Hub's own programs keep models, by the rules of `huggingface_hub`.
 fn cache_folder() -> Option<PathBuf> {
     let of = |name: &str| {
         env::var_os(name)
@@ -103,8 +103,8 @@ fn snapshot(folder: &Path) -> Result<PathBuf, String> {
     let snapshots = folder.join("snapshots");
     if let Ok(commit) = fs::read_to_string(folder.join("refs/main")) {
         let commit = commit.trim();
-        // Only an alphanumeric name is accepted. The contents of `refs/main` are untrusted, and a path in them could lead out
-        // of the folder.
+        // Accept only an alphanumeric name. The contents of `refs/main` are untrusted, and a path could lead out of the
+        // folder.
         let is_name = !commit.is_empty() && commit.chars().all(|one| one.is_ascii_alphanumeric());
         let path = snapshots.join(commit);
         if is_name && path.is_dir() {
@@ -132,8 +132,8 @@ mod tests {
     use super::*;
     use tempfile::TempDir;
 
-    /// Creates a Hub cache with one model. `snapshots` are the names of the model's snapshots, and `main` is the contents of
-    /// its file `refs/main`. Returns the cache and the model's folder.
+    /// Creates a Hub cache with one model, which has these `snapshots`. `main` is the contents of `refs/main`. Returns the
+    /// cache and the model's folder.
     fn cache(snapshots: &[&str], main: Option<&str>) -> (TempDir, PathBuf) {
         let cache = TempDir::new().expect("a folder");
         let folder = cache.path().join("models--google--gemma-4-E2B-it");

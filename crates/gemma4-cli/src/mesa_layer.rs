@@ -1,13 +1,11 @@
 //! A workaround for messages that graphics drivers print when a program starts.
 
-/// Restarts the program without Mesa's Vulkan layer that sorts devices. This layer contacts a display server. Without a display
-/// server, the layer prints a message on standard error each time devices are listed. The program does not need the layer's
-/// order of devices.
+/// Restarts the program without Mesa's Vulkan layer that sorts devices. Without a display server, this layer prints a
+/// message on standard error each time devices are listed. The program does not need the layer's order of devices.
 ///
-/// The restart is necessary because the layer is disabled by an environment variable, and a running program must not change
-/// its environment. The function does nothing if the layer is disabled already. It also does nothing if `XDG_RUNTIME_DIR` is
-/// set. This variable names the folder of a display server, and with a display server the layer prints no message. If the
-/// restart fails, the program continues.
+/// An environment variable disables the layer, and a running program must not change its environment. The function does
+/// nothing if the layer is disabled already, or if `XDG_RUNTIME_DIR` indicates a display server. If the restart fails, the
+/// program continues.
 pub fn leave_out_device_selection() {
     #[cfg(target_os = "linux")]
     {

@@ -36,8 +36,8 @@ pub struct ModelArguments {
     /// quantized weights [default: the checkpoint's format].
     #[arg(long, value_enum, value_name = "FORM")]
     pub quantize: Option<WeightForm>,
-    /// Memory that holds the per-layer embedding table, which is half of a small model's weights. Each token needs one row of
-    /// it.
+    /// Memory that holds the per-layer embedding table, which is half of a small model's weights. Each token needs one row
+    /// of the table.
     #[arg(
         long,
         value_enum,
@@ -72,8 +72,8 @@ impl From<Table> for PerLayerTable {
 }
 
 impl Table {
-    /// Prints where a model's per-layer embedding table is placed. A small table on the device is not mentioned, unless the
-    /// user chose this placement.
+    /// Prints where a model's per-layer embedding table is placed. A small table on the device is mentioned only if the user
+    /// chose this placement.
     pub fn tell(self, model: &Gemma4Model) {
         /// The smallest table size in bytes for which the placement is printed.
         const LARGE: usize = 1 << 28;
@@ -221,7 +221,7 @@ pub fn tell_length(gemma: &Gemma4, generation: &Generation) {
 /// Returns a progress bar of bytes, which is shown on standard error if that is a terminal.
 ///
 /// # Errors
-/// Returns an error if the bar's template is invalid. The template is constant and valid, so this does not happen.
+/// Returns an error if the bar's constant template is invalid, which does not happen.
 pub fn progress_bar() -> Result<ProgressBar, Error> {
     let style = "{bar:30} {bytes}/{total_bytes} {bytes_per_sec} {wide_msg}";
     Ok(ProgressBar::new(0).with_style(ProgressStyle::with_template(style)?))
@@ -261,8 +261,8 @@ pub struct GenerationArguments {
     /// these layers then takes five eighths of the memory.
     #[arg(long, help_heading = "Memory")]
     pub compact_keys: bool,
-    /// KV cache type: the model's dtype, or int8 with one scale per token and head. Int8 takes half of the memory of bf16. If
-    /// the session in --cache has another type, its text is processed again.
+    /// KV cache type: the model's dtype, or int8 with one scale per token and head. Int8 takes half of the memory of bf16.
+    /// If the session in --cache has another type, the session's text is processed again.
     #[arg(
         long,
         value_enum,
@@ -275,9 +275,8 @@ pub struct GenerationArguments {
     /// CPU 512].
     #[arg(long, help_heading = "Memory", value_name = "COUNT", allow_negative_numbers = true, value_parser = positive)]
     pub chunk: Option<usize>,
-    /// Use speculative decoding by prompt lookup. The program looks for an earlier occurrence of the last tokens in the text,
-    /// and proposes the tokens after it as draft tokens. The generated text stays the same. Decoding is faster if answers repeat
-    /// parts of the prompt.
+    /// Use speculative decoding by prompt lookup. The draft tokens are those after an earlier occurrence of the text's last
+    /// tokens. The generated text stays the same. Decoding is faster if answers repeat parts of the prompt.
     #[arg(long, help_heading = "Speculative decoding", group = "drafts")]
     pub lookup: bool,
     /// Folder of a drafter for speculative decoding. A drafter is a small model that was trained for the chosen model.
@@ -291,9 +290,9 @@ pub struct GenerationArguments {
     /// Number of draft tokens per decode step, 1 to 8; 8 is slower than 7 [default: adaptive, 1 to 7].
     #[arg(long, help_heading = "Speculative decoding", value_name = "COUNT", allow_negative_numbers = true, value_parser = positive, requires = "drafts")]
     pub draft_tokens: Option<usize>,
-    /// File that stores the session between runs. It is read at the start, so that only new text must be processed, and is
-    /// written at the end. A chat also stores its conversation, and writes the file after each answer. For E2B in bf16, the file
-    /// has 12 MB plus 6 KB per token.
+    /// File that stores the session between runs. The file is read at the start, so that only new text must be processed,
+    /// and written at the end. A chat also stores its conversation, and writes the file after each answer. For E2B in bf16,
+    /// the file has 12 MB plus 6 KB per token.
     #[arg(long, help_heading = "Memory", value_name = "FILE")]
     pub cache: Option<PathBuf>,
     /// Let the model think before it answers. Thoughts are printed on standard error.
@@ -345,7 +344,7 @@ impl GenerationArguments {
         })
     }
 
-    /// Opens the file of `--cache`. Commands call this method before they load the model, so that errors appear early.
+    /// Opens the file of `--cache`. Commands open the file before they load the model, so that errors appear early.
     ///
     /// # Errors
     /// Returns the errors of [`CacheFile::open`].
@@ -353,9 +352,8 @@ impl GenerationArguments {
         self.cache.as_deref().map(CacheFile::open).transpose()
     }
 
-    /// Returns the generation options: the values of the arguments, and the checkpoint's values for missing arguments. A note
-    /// names each argument that has no effect. If `is_chat` is true, the prompts are conversations, and the end of a turn stops
-    /// an answer.
+    /// Returns the generation options: the values of the arguments, and otherwise those of the checkpoint. A note names each
+    /// argument that has no effect. If `is_chat` is true, the end of a turn stops an answer.
     pub fn options(&self, gemma: &Gemma4, is_chat: bool) -> GenerateOptions {
         let config = gemma.config();
         let mut layers = 0..config.num_layers();
@@ -391,8 +389,8 @@ impl GenerationArguments {
     }
 
     fn sampling(&self, defaults: &GenerationDefaults) -> Sampling {
-        // An argument that restricts the candidate tokens enables sampling, even if the checkpoint disables it. The other
-        // settings then have the checkpoint's values.
+        // An argument that restricts the candidate tokens enables sampling, even if the checkpoint disables it. All other
+        // settings keep the checkpoint's values.
         let draws = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
         let checkpoint = GenerationDefaults {
             do_sample: defaults.do_sample || draws || self.temperature.is_some(),

@@ -1,7 +1,7 @@
 //! Handles signals that request the end of a program, and defines the exit code for each signal.
 //!
-//! Unix has three such signals: `SIGINT` (Ctrl-C), `SIGTERM` (sent by Slurm, `docker stop` and `torchrun`) and `SIGHUP` (sent by
-//! a terminal that closes). Windows has only Ctrl-C.
+//! Unix has three of these signals: `SIGINT` (Ctrl-C), `SIGTERM` (sent by Slurm, `docker stop` and `torchrun`) and `SIGHUP`
+//! (sent by a terminal that closes). Windows has only Ctrl-C.
 
 use crate::Error;
 use std::{
@@ -51,8 +51,8 @@ pub fn first() -> Option<Signal> {
     Signal::from_number(FIRST.load(Ordering::SeqCst).into())
 }
 
-/// The error of a program that has saved its state after a signal stopped it. The program exits with the signal's exit code and
-/// prints no error.
+/// The error of a program that has saved its state after a signal. The program exits with the signal's exit code and prints
+/// no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped(pub Signal);
 
@@ -64,8 +64,8 @@ impl fmt::Display for Stopped {
 
 impl std::error::Error for Stopped {}
 
-/// Returns [`Stopped`] if this process has received a signal, and `Ok` otherwise. A program calls this function after its last
-/// work, which a signal may have ended early.
+/// Returns [`Stopped`] if this process has received a signal, and `Ok` otherwise. A program calls this function after its
+/// last work, which a signal may have ended early.
 ///
 /// # Errors
 /// Returns [`Stopped`].
@@ -76,8 +76,8 @@ pub fn end_of_stopped() -> Result<(), Error> {
     }
 }
 
-/// Calls `handler` for each signal that is received. The handler runs on its own thread, so it may call any function. If the
-/// process has ignored `SIGHUP` since its start, as under `nohup`, then `SIGHUP` stays ignored.
+/// Calls `handler` for each received signal, on a thread of its own. If the process ignored `SIGHUP` at its start, as under
+/// `nohup`, `SIGHUP` stays ignored.
 ///
 /// # Errors
 /// Returns an error if the system cannot install the handler.
@@ -108,8 +108,8 @@ fn listen(mut handler: impl FnMut(Signal) + Send + 'static) -> Result<(), Error>
 #[cfg(unix)]
 pub fn ignores_hang_up() -> bool {
     let mut action = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. If the call returns 0, it has
-    // written the current action to `action`, which has room for one `sigaction`. Only in this case is `action` read.
+    // SAFETY: `sigaction` changes no handler, because the pointer to the new action is null. `action` has room for one
+    // `sigaction`, and is read only if the call returns 0 and so has written it.
     unsafe {
         libc::sigaction(libc::SIGHUP, std::ptr::null(), action.as_mut_ptr()) == 0
             && action.assume_init().sa_sigaction == libc::SIG_IGN

@@ -33,8 +33,8 @@ impl Display for WrongArgument {
 
 impl std::error::Error for WrongArgument {}
 
-/// Runs a program, prints its error if it fails, and returns its exit code. The code is 0 for success, 2 for wrong arguments,
-/// and the signal's code if a signal [`Stopped`] the program. For all other failures the code is 1.
+/// Runs a program, prints its error if it fails, and returns its exit code: 0 for success, 2 for wrong arguments, the
+/// signal's code if a signal [`Stopped`] the program, and 1 otherwise.
 pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
     leave_out_device_selection();
     install_logger();
@@ -49,7 +49,7 @@ pub fn exit_code(program: impl FnOnce() -> Result<(), Error>) -> ExitCode {
 }
 
 /// Installs a logger, which prints the log records of training like the program's own notes and errors. Log records of other
-/// crates are printed only if `RUST_LOG` selects them, because drivers log errors from which they then recover.
+/// crates need `RUST_LOG`, because drivers log errors from which they recover.
 fn install_logger() {
     let others =
         std::env::var_os("RUST_LOG").map(|_| env_logger::Builder::from_default_env().build());
@@ -111,21 +111,20 @@ pub fn code_of(error: &Error) -> u8 {
 /// The rank of this process. Only the process with the rank 0 prints notes.
 static RANK: AtomicUsize = AtomicUsize::new(0);
 
-/// Sets the rank of this process in a run of several processes. The error messages of this process then name the rank, and only
-/// the process with rank 0 prints notes.
+/// Sets the rank of this process in a run of several processes. Error messages then name the rank, and only rank 0 prints
+/// notes.
 pub fn speak_as(rank: usize) {
     RANK.store(rank, Ordering::Relaxed);
 }
 
-/// Joins the lines of an error's text to one line. Drivers report errors in several paragraphs, but a message here has one
-/// line.
+/// Joins the lines of an error's text to one line. Drivers report errors in several paragraphs.
 fn one_line(text: &str) -> String {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
     lines.collect::<Vec<_>>().join(" ")
 }
 
-/// Prints a note on standard error, if this process has the rank 0. Unlike `eprintln!`, this function does not panic if
-/// standard error is closed.
+/// Prints a note on standard error, if this process has rank 0. Unlike `eprintln!`, this function does not panic if standard
+/// error is closed.
 pub fn note(line: impl Display) {
     if RANK.load(Ordering::Relaxed) == 0 {
         say(format!("{}\n", Escaped::lines(line)));
@@ -163,8 +162,8 @@ pub fn read_input() -> Result<String, Error> {
     Ok(text)
 }
 
-/// Reads all of standard input like [`read_input`]. Returns `None` if the input does not end within `patience`, because the
-/// parent process may have left a pipe open without writing to it.
+/// Reads all of standard input like [`read_input`]. Returns `None` if the input does not end within `patience`, because a
+/// parent process may leave a pipe open without writing.
 ///
 /// # Errors
 /// Returns the errors of [`read_input`].
@@ -227,8 +226,8 @@ impl Output {
         self.fault.is_some()
     }
 
-    /// Prints the text while `generate` generates it. The answer is printed on standard output, and thoughts and tool calls on
-    /// standard error. Generation stops early on Ctrl-C, and if standard output is closed.
+    /// Prints the text while `generate` generates it: the answer on standard output, thoughts and tool calls on standard
+    /// error. Generation stops on Ctrl-C, or if standard output is closed.
     ///
     /// # Errors
     /// Returns the errors of `generate`.
@@ -255,9 +254,8 @@ impl Output {
                 interrupt.flow()
             })
         })?;
-        // Prints the text that the callback has not printed yet. The callback is called once per token. At the end of the
-        // generation, a last piece of text may become complete without a further token, so the callback does not get that
-        // piece.
+        // Prints the text that the callback has not printed yet. The callback is called once per token, but the last piece
+        // of text may become complete after the last token.
         let rest = |text: &str, written| text.get(written..).unwrap_or_default().to_owned();
         let calls = generation.tool_calls.concat();
         apart.write(TextKind::Thought, &rest(&generation.thoughts, thought));
@@ -318,9 +316,11 @@ impl Apart {
     }
 }
 
-/// The handling of signals that request the end of the program, in three phases. During work, the first signal cancels the
-/// work, and a second signal ends the program. After the work, the program saves its state. In this phase, a signal is only
-/// stored, and [`rest`](Self::rest) returns it at the end of the phase. At rest, a signal ends the program at once.
+/// The handling of signals that request the end of the program, in three phases:
+///
+/// - During work, the first signal cancels the work, and a second signal ends the program.
+/// - After the work, the program saves its state. A signal is only stored, and [`rest`](Self::rest) returns the signal.
+/// - At rest, a signal ends the program at once.
 pub struct Interrupt {
     state: Arc<Mutex<State>>,
     cancellation: Cancellation,
@@ -329,8 +329,8 @@ pub struct Interrupt {
 /// The phase of the program, and the signal that it has received.
 struct State {
     phase: Phase,
-    /// The signal that was received since the work began. `SIGTERM` and `SIGHUP` replace an earlier Ctrl-C, but Ctrl-C replaces
-    /// no other signal.
+    /// The signal that was received since the work began. `SIGTERM` and `SIGHUP` replace an earlier Ctrl-C, but not the
+    /// reverse.
     received: Option<Signal>,
 }
 

@@ -14,8 +14,8 @@ use gemma4_train::{
 };
 use std::{process::ExitCode, sync::Arc};
 
-/// Runs a program that may be one of several processes, and returns its exit code like [`terminal::exit_code`]. If one process
-/// fails, all other processes end with the error of the failed process.
+/// Runs a program that may be one of several processes, and returns its exit code like [`terminal::exit_code`]. If one
+/// process fails, all other processes end with the error of the failed process.
 pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) -> ExitCode {
     terminal::exit_code(|| {
         let rank = Rank::of_process()?;
@@ -28,19 +28,19 @@ pub fn exit_code(program: impl FnOnce(&Arc<ProcessGroup>) -> Result<(), Error>) 
     })
 }
 
-/// Ends a stopped run after every process has saved its state. The wait is needed because a launcher may kill all processes as
-/// soon as one of them exits with a signal's exit code.
+/// Ends a stopped run after every process has saved its state. A launcher may kill all processes as soon as one exits with a
+/// signal's exit code.
 ///
 /// # Errors
-/// Returns [`Stopped`] if this process received the signal. Returns an error if another process is gone.
+/// Returns [`Stopped`] if this process received the signal, and another error if a process is gone.
 pub fn end_of_stopped(group: &ProcessGroup) -> Result<(), Error> {
     group.wait_for_all()?;
     signals::end_of_stopped()
 }
 
-/// Installs the signal handlers of training. The first signal stops the run after the current step, with a checkpoint. A Ctrl-C
-/// after the first signal ends the program at once. A further `SIGHUP` or `SIGTERM` has no effect, because the shell and the
-/// kernel may both send `SIGHUP` when a terminal closes.
+/// Installs the signal handlers of training. The first signal stops the run after the current step, with a checkpoint. A
+/// later Ctrl-C ends the program at once. A later `SIGHUP` or `SIGTERM` has no effect, because a closing terminal may send
+/// `SIGHUP` twice.
 ///
 /// # Errors
 /// Returns an error if the system cannot install the handlers.
@@ -52,11 +52,11 @@ pub fn stop_on_signal(stop: Stop) -> Result<(), Error> {
     })
 }
 
-/// Returns the devices of the process with this rank. The model is created on the first of these devices. If a run has several
+/// Returns the devices of the process with this rank. The model is created on the first device. In a run of several
 /// processes, each process has one device.
 ///
 /// # Errors
-/// Returns an error if one of these devices does not exist.
+/// Returns an error if a device does not exist.
 pub fn choose_devices(
     name: DeviceName,
     arguments: &TrainingArguments,

@@ -1,5 +1,5 @@
-//! Tests that run the program `gemma4` as a process. Cargo builds a package's program if the package has an integration test such
-//! as this file. The workspace's other tests then run the same program.
+//! Tests that run the program `gemma4` as a process. Because of this integration test, Cargo builds the program, which the
+//! workspace's other tests also run.
 
 use std::process::{Command, Output};
 

@@ -24,8 +24,8 @@ pub struct TrainingArguments {
     /// Batches per step, on each device. The gradient of a step is the mean over all tokens of the step.
     #[arg(long, value_name = "BATCHES", default_value_t = 1, value_parser = positive)]
     pub accumulate: usize,
-    /// Peak learning rate, reached at the end of the warmup. A cosine decay then lowers it to a tenth of the peak at the last
-    /// step [default: depends on the model's shape; to fine-tune, 2e-4 for an adapter and 1e-5 for all weights].
+    /// Peak learning rate, reached at the end of the warmup. A cosine decay lowers the rate to a tenth of the peak at the
+    /// last step [default: depends on the model's shape; to fine-tune, 2e-4 for an adapter and 1e-5 for all weights].
     #[arg(long, value_parser = learning_rate)]
     pub learning_rate: Option<f64>,
     /// Steps of the linear warmup [default: a twentieth of the steps].
@@ -37,8 +37,8 @@ pub struct TrainingArguments {
     /// Steps between two validations. Each validation also writes a checkpoint [default: a tenth of the steps].
     #[arg(long, value_name = "STEPS", value_parser = positive)]
     pub checkpoint_every: Option<usize>,
-    /// Resume from the last checkpoint of the run. --steps may be larger than before. The remaining steps then have the
-    /// learning rates of a run that had the larger --steps from its beginning.
+    /// Resume from the last checkpoint of the run. --steps may be larger than before. The remaining steps have the learning
+    /// rates of a run that had the larger --steps from its beginning.
     #[arg(long)]
     pub resume: bool,
     /// Seed of the initial weights and of the data order.
@@ -73,8 +73,8 @@ pub struct StepArguments {
     /// Which activations the backward pass recomputes (gradient checkpointing).
     #[arg(long, value_enum, default_value_t)]
     pub checkpointing: Checkpointing,
-    /// Launch kernels one by one. By default, the kernel launches of short steps are captured in a CUDA graph if the run has
-    /// one device and one batch per step. The graph keeps the memory of a step allocated.
+    /// Launch kernels one by one. By default, a CUDA graph captures the launches of short steps, if the run has one device
+    /// and one batch per step. The graph keeps the memory of a step allocated.
     #[arg(long)]
     pub no_graph: bool,
 }
@@ -98,8 +98,7 @@ pub enum Checkpointing {
 }
 
 impl Checkpointing {
-    /// Returns `device` with autodiff enabled. Burn's checkpointing is enabled as well if this value of `--checkpointing`
-    /// includes it.
+    /// Returns `device` with autodiff, and with Burn's checkpointing if this value of `--checkpointing` includes it.
     pub fn tracked(self, device: Device) -> Device {
         match self {
             Self::None | Self::Mlp | Self::Layers => device.autodiff(),
@@ -145,8 +144,7 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the number of parts into which the optimizer's state is divided: the number of processes with ZeRO-1, and 1
-    /// otherwise.
+    /// Returns the number of shards of the optimizer's state: the number of processes with ZeRO-1, and 1 otherwise.
     pub fn optimizer_parts(&self, rank: Rank) -> usize {
         match self.shard_optimizer {
             true => rank.size,
@@ -162,8 +160,8 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the settings of the run, which consist of these arguments and of `others`, the settings that the caller adds.
-    /// When a run resumes, its settings are compared with those that are stored in its folder.
+    /// Returns the settings of the run: these arguments, and the caller's settings `others`. A resumed run compares its
+    /// settings with those in its folder.
     pub fn settings(&self, rows: &[Row], rank: Rank, others: Value) -> Value {
         let mut hasher = DefaultHasher::new();
         for row in rows {
@@ -191,12 +189,12 @@ impl TrainingArguments {
         settings
     }
 
-    /// Returns the index of the device on which this process trains. The machine has `available` devices of the chosen kind.
-    /// Returns `None` for the only process of a run, because that process may choose any device.
+    /// Returns the index of the device on which this process trains, out of `available` devices of the chosen kind. Returns
+    /// `None` for the only process of a run, which may choose any device.
     ///
     /// # Errors
-    /// Returns [`InvalidArgument`] if an option does not suit the number of processes. Returns an error if no device is left
-    /// for this process.
+    /// Returns [`InvalidArgument`] if an option does not suit the number of processes, and another error if no device is
+    /// left.
     pub fn device_number(
         &self,
         rank: Rank,

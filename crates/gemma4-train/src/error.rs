@@ -5,9 +5,9 @@ use std::fmt;
 /// An error with a message for the user.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// An error that an invalid setting of the user has caused, as opposed to a failure of the machine.
+/// An error in the user's settings, as opposed to a failure of the machine.
 ///
-/// Programs can tell this error from other errors by `downcast_ref`, for example to choose their exit code.
+/// Programs can find this error by `downcast_ref`, for example to choose their exit code.
 #[derive(Debug)]
 pub struct InvalidArgument(pub String);
 

@@ -1,9 +1,8 @@
 //! Computes the cross entropy of documents. Every token to train on is scored exactly once.
 //!
-//! A document that is longer than a window is evaluated in several windows. Each window begins with the first token of the
-//! document, because Gemma's predictions are wrong without this token. Each window scores the tokens that follow the last
-//! scored token of the previous window. Before these tokens, the window repeats some tokens of the previous window as
-//! context.
+//! A long document is evaluated in several windows. Each window begins with the first token of the document, because Gemma's
+//! predictions are wrong without this token. Before the tokens that a window scores, the window repeats some tokens of the
+//! previous window as context.
 
 use crate::{
     Error, InvalidArgument,
@@ -23,8 +22,8 @@ use std::{cmp::Reverse, ops::Range};
 pub struct Windows {
     /// The number of tokens per window, at least 2.
     pub length: usize,
-    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document is the
-    /// exception: it scores all of its tokens after the first.
+    /// The number of tokens that each window scores, from 1 to `length - 1`. The first window of a document scores all of
+    /// its tokens after the first.
     pub stride: usize,
 }
 
@@ -45,8 +44,8 @@ impl WindowArguments {
     /// Returns the windows for a model with this configuration.
     ///
     /// # Errors
-    /// Returns an error if a window has fewer than 2 tokens or more than the model's context length. Also returns an error if
-    /// the stride is not from 1 to `length - 1`.
+    /// Returns an error if a window has fewer than 2 tokens or more than the model's context length, or if the stride is not
+    /// from 1 to `length - 1`.
     pub fn windows(&self, config: &Gemma4Config) -> Result<Windows, InvalidArgument> {
         /// The default number of tokens per window.
         const LENGTH: usize = 2048;
@@ -123,8 +122,7 @@ impl std::fmt::Display for CostSummary {
     }
 }
 
-/// A window of an example. `part` is a range of the example's positions. If `part` does not begin at the first token of the
-/// example, the window consists of this first token, followed by the range.
+/// A window of an example. The window consists of the example's first token and the positions in `part`.
 struct Window {
     document: usize,
     example: usize,
@@ -182,8 +180,7 @@ impl Window {
     }
 }
 
-/// Computes the cost of each document. Short documents share a row, and the attention mask separates them. `on_progress` is
-/// called with the number of tokens evaluated so far and the total number.
+/// Computes the cost of each document. `on_progress` is called with the number of evaluated tokens and the total number.
 ///
 /// # Errors
 /// Returns an error if the device fails.
@@ -234,8 +231,7 @@ pub fn evaluate(
     Ok(costs)
 }
 
-/// Returns a callback that shows the progress of [`evaluate`] as a bar on standard error. The callback does nothing if standard
-/// error is not a terminal.
+/// Returns a callback that shows the progress of [`evaluate`] as a bar on standard error, if standard error is a terminal.
 pub fn progress() -> impl FnMut(usize, usize) {
     let bar = ProgressBar::new(0);
     move |done, total| {
@@ -250,8 +246,7 @@ pub fn progress() -> impl FnMut(usize, usize) {
 /// Returns the loss at each position of a row, in nats.
 fn losses(model: &Gemma4Model, row: Row, longest: usize) -> Result<Vec<f32>, Error> {
     let data = Data {
-        // The row is padded to the next power of two, but at most to `longest`. Rows then have few different lengths, so
-        // kernels are compiled for few shapes.
+        // The row is padded to the next power of two, but at most to `longest`. Fewer shapes mean fewer kernels to compile.
         positions: row.tokens.len().next_power_of_two().min(longest),
         rows: vec![row],
         batch: 1,
@@ -294,8 +289,7 @@ mod tests {
                 assert_eq!(tokens.len(), window.len());
                 assert!(tokens.len() <= windows.length);
                 assert_eq!(tokens[0], 0);
-                // A window may skip tokens of the document only after the window's first token. All later tokens of the
-                // window must be consecutive tokens of the document.
+                // A window may skip tokens of the document only between the window's first and second token.
                 assert!(tokens[1..].windows(2).all(|pair| pair[1] == pair[0] + 1));
                 for (token, learned) in tokens.into_iter().zip(learned) {
                     counted[token as usize] += usize::from(learned);

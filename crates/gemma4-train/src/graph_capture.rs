@@ -1,7 +1,7 @@
 //! Computes the gradients of a step, with a captured CUDA graph if the device supports it.
 //!
-//! A graph belongs to one thread, and Burn's learner moves the model between threads. So the graph is a thread-local variable of
-//! the thread that computes the steps.
+//! A graph belongs to one thread, but Burn's learner moves the model between threads. So the graph is a thread-local
+//! variable.
 
 use burn::{optim::GradientsParams, tensor::Tensor};
 use burn_gemma4::{Gemma4Error, Gemma4Model, GradientRecorder, TrainBatch};

@@ -5,14 +5,13 @@
 //!
 //! # Modules
 //!
-//! - [`data`]: reads documents from files, packs documents into rows, and joins rows into batches. The seed and a step's number
-//!   determine the rows of the step.
+//! - [`data`]: reads documents from files, packs documents into rows, and joins rows into batches.
 //! - [`train_step`]: the loss and the gradients of a step.
 //! - [`optim`]: AdamW and SGD with f32 master weights, gradient clipping, and the loss scale of f16.
 //! - [`distributed`]: process groups, the all-reduce of gradients, and ZeRO-1.
 //! - [`checkpoint`]: checkpoints that survive a crash, and the resumption of a run from a checkpoint.
-//! - [`run`]: a whole run. Burn's learner validates and writes checkpoints only at the end of an epoch. So an epoch here is the
-//!   interval between two checkpoints. A run resumes exactly at its last checkpoint.
+//! - [`run`]: a whole run. An epoch is the interval between two checkpoints, because Burn's learner writes checkpoints only
+//!   at the end of an epoch.
 //! - [`evaluation`]: cross entropy and perplexity of documents.
 //!
 //! # Example

@@ -67,14 +67,12 @@ impl ProgressLines {
         if self.schedule.part.0 == 0 && !self.is_closed {
             let mut output = io::stdout().lock();
             let written = writeln!(output, "{line}").and_then(|()| output.flush());
-            // A write error is only remembered, and the run continues. The program that reads the output may have closed the
-            // pipe.
+            // A write error does not end the run. The program that reads the output may have closed the pipe.
             self.is_closed = written.is_err();
         }
     }
 
-    /// Counts one device's part of a step. After the last part of a step, prints a line if one is due. The step's number is
-    /// computed from the number of counted parts, because a part may arrive after another device has begun to validate.
+    /// Counts one device's report of a step. After the last device's report, prints a line if one is due.
     fn part(&mut self, learning_rate: f64) {
         let Schedule {
             steps,
@@ -119,12 +117,10 @@ impl MetricsRendererTraining for ProgressLines {
             return;
         };
         match value {
-            // An entry of the kind `Final` is skipped, because its value is the mean over an interval, not the value of a
-            // step.
+            // An entry of the kind `Final` is the mean over an interval, not the value of a step.
             NumericEntry::Final(_) => (),
             value if self.is(&entry.metric_id, "Loss") => self.losses.push(value.current()),
-            // For each device's part of a step, Burn first reports the loss and then the learning rate. So the part is
-            // complete when the learning rate arrives.
+            // For each device and step, Burn reports first the loss and then the learning rate.
             value if self.is(&entry.metric_id, "Learning Rate") => self.part(value.current()),
             _ => (),
         }

@@ -52,8 +52,8 @@ pub struct Run<'a> {
     pub learning_rate: f64,
     /// The devices, with autodiff enabled. The model must be on the first device.
     pub devices: Vec<Device>,
-    /// True if the devices copy memory to one another directly. In this case, each device has its own optimizer, and an
-    /// all-reduce sums the gradients. Otherwise the first device gathers the gradients and updates the weights.
+    /// True if the devices copy memory to one another directly. In this case, an all-reduce sums the gradients. Otherwise
+    /// the first device gathers the gradients and updates the weights.
     pub has_transport: bool,
     /// The folder for checkpoints and for the history of the metrics.
     pub folder: &'a Path,
@@ -62,8 +62,8 @@ pub struct Run<'a> {
     pub resume: Option<usize>,
     /// All processes that train the model.
     pub group: &'a Arc<ProcessGroup>,
-    /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. If this
-    /// function returns an error, the run ends.
+    /// A function that runs before the first step, for example to install signal handlers that call [`Stop::ask`]. An error
+    /// of the function ends the run.
     pub before_first_step: Option<&'a dyn Fn(Stop) -> Result<(), Error>>,
 }
 
@@ -83,9 +83,8 @@ fn after(mut rates: ModuleLrScheduler, steps: usize) -> LrSchedulerRecord {
     rates.to_record()
 }
 
-/// Reads and writes the state of the learning rate schedule in checkpoints. In a resumed run, the schedule's state is
-/// `restored`, which is computed for this run's number of steps. The state is not read from the checkpoint, because the
-/// checkpoint may come from a shorter run.
+/// Reads and writes the state of the learning rate schedule in checkpoints. A resumed run uses `restored` instead of the
+/// checkpoint's state, because the checkpoint may come from a run with fewer steps.
 struct RatesRecords {
     records: Records,
     restored: Option<LrSchedulerRecord>,
@@ -150,8 +149,7 @@ impl Run<'_> {
             restored: self.resume.map(|done| after(rates.clone(), done)),
         };
         let skipped = SkippedSteps::default();
-        // The first process writes the history of the metrics into the run's folder. Each of the other processes writes its
-        // history to a temporary folder.
+        // Only the first process writes the history of the metrics into the run's folder.
         let scratch = tempfile::tempdir()?;
         let history = match rank.is_first() {
             true => self.folder,
@@ -176,8 +174,8 @@ impl Run<'_> {
         if self.resume.is_some() {
             learning = learning.checkpoint(schedule.first_interval());
         }
-        // In a run with several processes, lines replace the dashboard even if standard output looks like a terminal. A
-        // launcher forwards this output, so it may look like a terminal without being one.
+        // With several processes, lines replace the dashboard, because the launcher's output may look like a terminal
+        // without being one.
         if group.has_others() || self.arguments.lines || !stdout().is_terminal() {
             let lines = ProgressLines::new(
                 schedule,

@@ -47,8 +47,8 @@ pub struct TrainableModel {
     records: bool,
     /// The largest allowed global norm of the gradients, or `None` if gradients are not clipped.
     largest_norm: Option<f32>,
-    /// The number of devices. Each device multiplies its part of the loss by this number, because the learner reports the
-    /// mean over the devices. This mean then equals the sum of the parts.
+    /// The number of devices. The learner reports the mean over the devices. Each device multiplies its share of the loss by
+    /// this number, so that the mean equals the sum of the shares.
     devices: usize,
     /// The all-reduce of gradients, or `None` if Burn's learner sums the gradients.
     all_reduce: Option<AllReduce>,
@@ -103,14 +103,14 @@ impl TrainableModel {
         }
     }
 
-    /// Returns this device's part of the step's mean loss, `[1]` without autodiff, and this device's part of the gradients. The
-    /// gradients are multiplied by the loss scale.
+    /// Returns this device's share of the step's mean loss, `[1]` without autodiff, and of the gradients. The gradients are
+    /// multiplied by the loss scale.
     fn gradients(&self, model: &Gemma4Model, step: Step) -> (Tensor<1>, GradientsParams) {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
         let mut sum = GradientsParams::new();
-        // A captured graph writes the gradients to the same memory in every replay. With a second batch, the second replay
-        // would overwrite the gradients of the first batch. So the graph is used only if the step has a single batch.
+        // A captured graph writes the gradients to the same memory in every replay. So the graph is used only if the step
+        // has a single batch.
         let records = self.records && step.batches.len() == 1;
         for batch in step.batches {
             let share = batch.counted as f64 / step.targets.max(1) as f64;
@@ -119,8 +119,7 @@ impl TrainableModel {
             loss = loss + part.mul_scalar(share);
             match self.in_f32 {
                 true => add(&mut sum, gradients, model),
-                // Without accumulation in f32, a step has only one batch. The gradients of this batch are therefore the
-                // gradients of the whole step.
+                // Without accumulation in f32, a step has only one batch.
                 false => sum = gradients,
             }
         }
@@ -204,8 +203,8 @@ impl TrainStep for TrainableModel {
         TrainOutput { grads, item }
     }
 
-    /// Updates the model with the gradients of the whole step, which are summed over all devices. A step with a NaN or infinite
-    /// gradient is skipped. The host waits for the device only if the model is in f16.
+    /// Updates the model with the step's gradients, summed over all devices. A step with a NaN or infinite gradient is
+    /// skipped.
     fn optimize(
         mut self,
         optimizer: &mut ModuleOptimizer,
@@ -253,8 +252,8 @@ impl InferenceStep for TrainableModel {
     }
 }
 
-/// This implementation differs from the one that Burn derives in one point: the record contains only trained parameters. So
-/// a checkpoint of an adapter is as small as the adapter.
+/// This implementation differs from the one that Burn derives: the record contains only trained parameters. So a checkpoint
+/// of an adapter is as small as the adapter.
 impl Module for TrainableModel {
     fn collect_devices(&self, devices: Devices) -> Devices {
         self.model.collect_devices(devices)
@@ -481,8 +480,7 @@ mod tests {
         assert!((moved / norm - 1.0).abs() < 0.02, "{moved}, not {norm}");
     }
 
-    /// Checks that a step with NaN or infinite gradients changes no weight and is counted. The models are in f32 or bf16, so
-    /// they have no loss scale. In the last of the tested settings, a clip of 0 means that gradients are not clipped.
+    /// Checks that a step with NaN or infinite gradients changes no weight and is counted. A clip of 0 means no clipping.
     #[test]
     fn step_with_nan_or_infinite_gradients_is_skipped() {
         for (dtype, clip) in [(DType::F32, "1"), (DType::BF16, "1"), (DType::F32, "0")] {

@@ -4,13 +4,12 @@ use super::{bytes, json};
 use attention_workspace::testing::gguf::Gguf;
 use rand::{Rng, rngs::StdRng, seq::IteratorRandom};
 
-/// The exclusive upper bound of a random tensor type. The bound is the number of known types plus one, so that the type may
-/// also be unknown.
+/// The exclusive upper bound of a random tensor type: the number of known types plus one, so that the type may also be
+/// unknown.
 const TYPES: u32 = 43;
 
-/// Returns a copy of `input` in which one metadata value or one tensor is broken. For example, a value or tensor from the
-/// file `other` replaces it. Returns `None` if an earlier mutation has broken `input` so that it is not a readable GGUF file
-/// any more.
+/// Returns a copy of `input` in which one metadata value or one tensor is broken, or replaced by a value or tensor from the
+/// file `other`. Returns `None` if `input` is not a readable GGUF file.
 pub fn broken(input: &[u8], other: &[u8], random: &mut StdRng) -> Option<Vec<u8>> {
     let mut gguf = Gguf::read(input)?;
     let other = Gguf::read(other).unwrap_or_default();
@@ -35,8 +34,8 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // Eight bytes of the value are overwritten. These bytes begin at byte 0 or at byte 4. At byte 0 is a number or the
-            // length of a text, and at byte 4 is the element count of a list.
+            // Eight bytes are overwritten, from byte 0 or byte 4. At byte 0 is a number or the length of a text. At byte 4
+            // is the element count of a list.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

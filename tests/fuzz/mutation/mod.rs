@@ -1,5 +1,4 @@
-//! Mutations of inputs. Some follow the structure of the format: values in JSON, words in templates, and headers or metadata in
-//! tensor files. Others break the bytes of any format without regard to its structure.
+//! Mutations of inputs. Some mutations follow the structure of the format, and others break the bytes of any format.
 
 mod gguf;
 mod json;

@@ -3,7 +3,7 @@
 use super::{json, stretch};
 use rand::{Rng, rngs::StdRng, seq::IndexedRandom};
 
-/// The words that are inserted into templates. Some are parts of chat templates, and others would exceed the limits of
+/// The words that are inserted into templates. Some words occur in chat templates, and others exceed the limits of
 /// rendering.
 const WORDS: &[&str] = &[
     "{{ messages }}",

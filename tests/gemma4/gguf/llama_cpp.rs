@@ -11,7 +11,7 @@ use std::{fs, ops::ControlFlow};
 
 /// The files cover every kind of model and number format. Models like E2B have per-layer embeddings and shared KV layers.
 /// Models like 31B have no separate values in full layers, and models like 26B have experts. One model has head sizes 256 and
-/// 512. The weights are stored in f16, bf16, blocks and super-blocks.
+/// 512.
 const FILES: [&str; 8] = [
     "dense-keqv.F16",
     "realhead-ple.BF16",

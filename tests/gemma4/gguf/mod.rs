@@ -1,6 +1,5 @@
-//! Tests GGUF files that llama.cpp's converter and quantizer made from tiny checkpoints. A loaded file gives bitwise the same
-//! weights as the dequantized checkpoint, and the same generated tokens, tokenizer and defaults. `tests/fixtures/gguf`
-//! describes the contents of the files and how they are made.
+//! Tests GGUF files that llama.cpp's converter and quantizer made from tiny checkpoints. A loaded file gives bitwise the
+//! same weights as the dequantized checkpoint, and the same generated tokens, tokenizer and defaults.
 
 mod hostile;
 mod llama_cpp;
@@ -23,8 +22,8 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// The GGUF files, each with the fixture from which it was made, or `None`. The first file is a model like E2B, and the second
-/// is a model like 26B. The third file has rows that are wide enough for every block type.
+/// The GGUF files, each with the fixture from which it was made, or `None` without a fixture. The first file is a model like
+/// E2B, and the second is a model like 26B. The third file has rows that are wide enough for every block type.
 const FILES: [(&str, Option<&str>); 3] = [
     ("dense-ple.Q8_0", Some("dense-ple")),
     ("moe.Q4_0", Some("moe")),
@@ -147,8 +146,7 @@ fn gguf_tokens_equal_the_dequantized_model_and_llama_cpp() {
     }
 }
 
-/// The configuration, the tokenizer and the defaults of a GGUF file equal those of the checkpoint folder from which the file
-/// was made.
+/// A GGUF file gives the same configuration, tokenizer and defaults as the checkpoint folder from which the file was made.
 #[test]
 fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     for (name, folder) in FILES {
@@ -196,8 +194,7 @@ fn gguf_config_tokenizer_and_defaults_equal_the_folder() {
     }
 }
 
-/// The written dtype of a GGUF model is the dtype that its weights had before quantization. This dtype is bf16, as in the
-/// original checkpoints.
+/// The written dtype of a GGUF model is the dtype that its weights had before quantization, which is bf16.
 #[test]
 fn gguf_default_dtype_is_that_before_quantization() {
     let load = |path: &Path, options: LoadOptions<'_>| {

@@ -220,8 +220,8 @@ fn gguf_wrong_tensor_is_refused_by_name() {
             gguf.tensors.get_mut(name).expect(name).kind = kind;
         });
     }
-    // The file has the experts' gate matrices but not their up matrices. A file must have both, or one tensor that
-    // joins them.
+    // The file has the experts' gate matrices but not the up matrices. A file must have the gate and the up matrices, or one
+    // tensor that joins the two.
     check(
         "moe.Q4_0",
         &["blk.0.ffn_up_exps.weight is missing"],

@@ -116,7 +116,7 @@ fn finetune_merge_over_quantized_weights_is_unquantized() {
     );
     assert!(merged.contains_key("model.layers.0.self_attn.q_proj.weight"));
     // The merged checkpoint has the same cross entropy as the quantized weights with a separate adapter, except for the
-    // rounding of the merged weights. Both come from equal training runs.
+    // rounding of the merged weights. The two adapters come from equal training runs.
     succeed(&mut tuning.command(Some(&packed), "apart", &[]));
     let apart = tuning.told(&packed, &["--adapter", "apart"]);
     let told = tuning.told(&tuning.out("merged"), &[]);

@@ -47,9 +47,9 @@ fn share_of_the_way(from: u16, to: u32) -> f64 {
     }
 }
 
-/// Returns how far training moved the layers' weights from their initial bf16 numbers. If the trained weights are in bf16,
-/// the result is the share of weights that changed. If the trained weights are in f32, the result is the mean distance
-/// between initial and trained weight. The unit is the distance from the initial weight to the next bf16 number.
+/// Returns how far training moved the layers' weights from their initial bf16 numbers. For bf16 weights, the result is the
+/// share of weights that changed. For f32 weights, the result is the mean distance that a weight moved, in units of the
+/// distance to the next bf16 number.
 fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) -> f64 {
     let layers = before.keys().filter(|name| name.contains(".layers."));
     let (mut changed, mut all) = (0.0, 0);
@@ -77,10 +77,9 @@ fn changed(before: &BTreeMap<String, Stored>, after: &BTreeMap<String, Stored>) 
     changed / all as f64
 }
 
-/// Training in f32 moves a weight by a fraction of the distance to the next bf16 number. At this learning rate, one update
-/// is less than half of this distance, so rounding to the nearest number would discard the update. Stochastic rounding in
-/// bf16 must change a weight with a probability equal to the fraction by which f32 moves the weight. The share of bf16
-/// weights that change therefore equals the mean movement of the f32 weights.
+/// An update is less than half of the distance to the next bf16 number, so rounding to the nearest number would discard the
+/// update. Stochastic rounding keeps the mean: the share of bf16 weights that change equals the mean movement of the f32
+/// weights, in units of this distance.
 #[test]
 fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -97,8 +96,7 @@ fn finetune_bf16_weights_change_as_often_as_f32_weights_move() {
 }
 
 /// In the second half of training, the validation losses in bf16 and f16 differ by less than 0.5 % from the losses in f32.
-/// The first half is not compared, because the rounding in the bf16 forward changes the losses there. At this learning rate,
-/// single roundings do not change the losses.
+/// The first half is not compared, because the rounding in the bf16 forward changes the losses there.
 #[test]
 fn finetune_half_precision_loss_curve_is_that_of_f32() {
     let base = Folder::copy("dense-ple-mm-bf16");
@@ -115,10 +113,8 @@ fn finetune_half_precision_loss_curve_is_that_of_f32() {
     }
 }
 
-/// If a trained model is fine-tuned in bf16, its losses differ by at most 0.5 % from the losses in f32, over the whole loss
-/// curve. For the adapter, the training losses are compared step by step. For full fine-tuning, sums over 20 consecutive
-/// steps are compared. The weights of full fine-tuning start in bf16, so the first updates of the master weights are smaller
-/// than the rounding of the weights.
+/// If a trained model is fine-tuned in bf16, its losses differ by at most 0.5 % from the losses in f32. For the adapter, the
+/// losses are compared step by step. For full fine-tuning, sums over 20 consecutive steps are compared.
 #[test]
 fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
     let base = Folder::embedded();
@@ -162,8 +158,7 @@ fn finetune_bf16_loss_curve_of_a_trained_model_is_that_of_f32() {
 }
 
 /// The adapter's tensors have the names that PEFT uses for the class that loads the base checkpoint. PEFT matches
-/// `target_modules` with the full names of all modules, including the modules of vision and audio towers. The pattern must
-/// therefore not match modules of towers.
+/// `target_modules` with all modules, so the pattern must not match modules of vision and audio towers.
 #[test]
 fn finetune_adapter_names_the_modules_of_the_published_classes() {
     for (name, prefix) in [

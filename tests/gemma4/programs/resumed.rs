@@ -37,8 +37,8 @@ fn is_whole(step: &Path) -> bool {
         .all(|record| step.join(record).with_extension("bpk").exists())
 }
 
-/// Starts a run, kills it, and resumes it, until a run finishes. The delay before each kill is a little longer than the
-/// delay before the previous kill. Some kills come while the run writes a checkpoint. Returns the number of kills.
+/// Starts a run, kills it, and resumes it, until a run finishes. The delay before the kill grows with each run, so that some
+/// kills come while the run writes a checkpoint. Returns the number of kills.
 fn kill_often(begin: impl Fn() -> Command, go_on: impl Fn() -> Command, history: &Path) -> u64 {
     for kills in 0..400 {
         let steps = fs::read_dir(history.join("checkpoints"));
@@ -122,8 +122,7 @@ fn finetune_killed_and_resumed_gives_the_weights_of_one_run() {
         let elsewhere = run(&mut finetune(&other, &data, &whole, &resumed));
         check("another base", &elsewhere, 2, &["base is", "begun with"]);
     }
-    // A checkpoint of an adapter run is much smaller than a checkpoint of a full run, because it does not contain the whole
-    // model.
+    // A checkpoint of an adapter run is much smaller than a checkpoint of a full run.
     let size = |name: &str| {
         let path = folder
             .path()

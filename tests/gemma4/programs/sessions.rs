@@ -176,9 +176,8 @@ fn program_chat_ended_by_a_signal_keeps_its_answers() {
         let mut child = chat_with(&path).spawn().expect("the process starts");
         write(&mut child, "the cat\n");
         answer(&mut child);
-        // The input stays open, so only the signal can end the chat. If a signal arrives while the chat saves an answer, the
-        // signal may stop only this answer, and the chat continues. The loop therefore repeats the signal until the chat
-        // ends.
+        // The input stays open, so only the signal can end the chat. A signal may stop only the current answer, so the loop
+        // repeats the signal until the chat ends.
         let input = child.stdin.take();
         while child
             .try_wait()

@@ -15,8 +15,8 @@ fn wgmma_bias_with_softcap_matches_reference() {
     });
 }
 
-/// Checks biases whose row length allows TMA loads. Some biases are broadcast over sequences or over heads. Some cases have
-/// partly filled tiles, and others have several tiles per CTA. A bias of −∞ hides NaN keys and values.
+/// Checks biases whose row length allows TMA loads. Some biases are broadcast over sequences or over heads. A bias of −∞
+/// hides NaN keys and values.
 #[test]
 fn wgmma_bias_loaded_by_tma_matches_reference() {
     for (head_dim, value_dim) in WIDTHS {
@@ -69,8 +69,7 @@ fn wgmma_bias_loaded_by_tma_matches_reference() {
     }
 }
 
-/// Checks the gradient of a bias that is broadcast along each combination of dimensions. Depending on the combination, the
-/// gradient is a sum of partial sums, or is computed from other gradients without the scores.
+/// Checks the gradient of a bias that is broadcast along each combination of dimensions.
 #[test]
 fn wgmma_broadcast_bias_gradient_matches_reference() {
     for bits in 0..16 {
@@ -85,8 +84,8 @@ fn wgmma_broadcast_bias_gradient_matches_reference() {
     }
 }
 
-/// Checks a bias with one value per head. A bias of −∞ hides all keys from one head of a group, or from both heads. The query
-/// of such a head is NaN, and keys and values that neither head sees are NaN or infinite.
+/// Checks a bias with one value per head. A bias of −∞ hides all keys from one head of a group, or from both heads. Queries
+/// without keys, and keys and values that no head sees, are NaN or infinite.
 #[test]
 fn wgmma_bias_that_hides_heads_ignores_nan() {
     let extents = [[false, true, false, false], [true, true, false, false]];
@@ -102,8 +101,8 @@ fn wgmma_bias_that_hides_heads_ignores_nan() {
                 dtype: DType::BF16,
                 ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
             };
-            // The heads 2 and 3 are hidden in the second sequence. If the bias is broadcast over the batch, they are hidden in
-            // the first sequence too.
+            // The heads 2 and 3 are hidden in the second sequence, and also in the first if the bias is broadcast over the
+            // batch.
             let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
                 0 => false,
                 1 => true,

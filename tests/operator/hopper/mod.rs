@@ -1,9 +1,10 @@
 //! Tests of the engine for Hopper (wgmma), at every head size that has its own tile table and at sizes in between. The cases
-//! have several tiles of queries and several blocks of keys. The last tile and the last block are partly filled. The cases
-//! cover every option that hides keys, tiles that several heads share, and keys that are split over CTAs. Each check asserts
-//! that this engine serves the case forward and backward; without a Hopper device the tests do nothing. For few rows the
-//! operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is needed to test the forward of this
-//! engine.
+//! cover partly filled tiles, every option that hides keys, tiles that several heads share, and split-KV.
+//!
+//! Each check asserts that this engine serves the case forward and backward. Without a Hopper device the tests do nothing.
+//!
+//! For few rows the operator prefers the mma engine's forward, so `ATTENTION_ENGINES=wgmma,unit` is needed to test the
+//! forward of this engine.
 
 mod biases;
 mod layouts;
@@ -61,7 +62,7 @@ fn check(case: Case) {
 }
 
 /// Checks `case` with inputs that differ between the devices and the reference. `poison` changes the devices' inputs, for
-/// example to NaN in hidden keys, and the reference keeps the original ones.
+/// example to NaN in hidden keys.
 fn check_poisoned(case: &Case, poison: impl Fn(&mut Inputs)) {
     check_with(case, |_| {}, poison);
 }

@@ -8,8 +8,8 @@ use crate::run::Operator;
 use attention_cube::{CausalAlignment, attention_with_lse};
 use burn::tensor::{DType, Int, Tensor};
 
-/// Checks tiles that the heads of a group share, in which some rows are unused. Data that other kernels left in shared memory
-/// for the unused rows must not change the results.
+/// Checks tiles that the heads of a group share, in which some rows are unused. The unused rows hold old data of other
+/// kernels, which must not change the results.
 #[test]
 fn wgmma_shared_tiles_repeat_after_other_work() {
     let cases = [
@@ -33,9 +33,8 @@ fn wgmma_shared_tiles_repeat_after_other_work() {
             let inputs = case.inputs();
             let mut first: Option<Vec<Named>> = None;
             for round in 0..12 {
-                // The call `other` has more queries than `case`. The data of `other` therefore fill every row of the tile,
-                // even the rows that `case` leaves unused. With an amplitude of 1e18, the QK products of `other` are
-                // infinite.
+                // The call `other` has more queries than `case`, so the data of `other` also fill the rows that `case`
+                // leaves unused. With an amplitude of 1e18, the QK products of `other` are infinite.
                 let width = [case.head_dim, case.value_dim].map(|width| width.min(512));
                 let other = Case {
                     dtype: DType::BF16,
@@ -76,8 +75,8 @@ fn cases_to_repeat() -> Vec<Case> {
             ..Case::new([3, 24, 8, 200, 200, 64, 64])
         },
         Case::new([3, 24, 8, 300, 300, 128, 128]),
-        // The pipeline has a single stage for biases here. TMA refills this stage as soon as the warps have read the biases
-        // of a block. A refill that comes too early would change the bits.
+        // The pipeline has a single stage for biases here. TMA must refill this stage only after the warps have read the
+        // biases of a block.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
@@ -102,8 +101,8 @@ fn cases_to_repeat() -> Vec<Case> {
             kv_lengths: Some(vec![150, 97, 140]),
             ..Case::new([3, 24, 8, 140, 150, 512, 512])
         },
-        // Because of the segments, some tiles take longer than others here. The persistent CTAs fetch their next tile
-        // dynamically, so the tiles of a CTA may differ from run to run.
+        // Segments make some tiles take longer than others. The persistent CTAs fetch their next tile dynamically, so the
+        // tiles of a CTA may differ from run to run.
         Case {
             causal,
             segments: Some((documents(3 * 300), documents(3 * 300))),

@@ -19,8 +19,7 @@ fn ids(length: usize, size: i64) -> Vec<i64> {
     (0..length as i64).map(|i| i / size).collect()
 }
 
-/// Checks documents that begin and end inside blocks, with and without a mask. There are far more documents than a single tile
-/// covers.
+/// Checks documents that begin and end inside blocks, with and without a mask.
 #[test]
 fn wgmma_many_segments_match_reference() {
     for causal in [None, Some(CausalAlignment::BottomRight)] {

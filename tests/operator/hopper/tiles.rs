@@ -5,8 +5,8 @@ use crate::case::Case;
 use attention_cube::{AttentionOptions, CausalAlignment, attention_with_lse};
 use burn::tensor::{Bool, DType, Distribution, Int, Tensor};
 
-/// Checks cases with more tiles than multiprocessors, in which persistent CTAs process several tiles each. Under a causal mask
-/// a CTA takes tiles in pairs, and in some cases the number of tiles per head is odd.
+/// Checks cases with more tiles than multiprocessors, in which persistent CTAs process several tiles each. Under a causal
+/// mask a CTA takes tiles in pairs, and some cases have an odd number of tiles per head.
 #[test]
 fn wgmma_persistent_ctas_match_reference() {
     for (length, width) in [(200, 64), (300, 128), (300, 192), (200, 256), (140, 512)] {
@@ -27,9 +27,8 @@ fn wgmma_persistent_ctas_match_reference() {
     }
 }
 
-/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A mask hides the first keys, as left
-/// padding does, or hides all keys from the last queries. A call with one sequence has fewer tiles than CTAs, and must give the
-/// same bits as the batch.
+/// Checks tiles without visible keys, which persistent CTAs process between other tiles. A call with one sequence has fewer
+/// tiles than CTAs, and must give the same bits as the batch.
 #[test]
 fn wgmma_tiles_without_keys_equal_single_sequences() {
     let (batch, q_heads) = (4, 24);

@@ -80,7 +80,7 @@ fn wgmma_expanded_masks_match_reference() {
 }
 
 /// Checks that hidden keys and values are not read. The keys and values past a sequence's length, or of segments without
-/// queries, are NaN or infinite. Such rows occur in the middle and at the end of blocks.
+/// queries, are NaN or infinite.
 #[test]
 fn wgmma_hidden_nan_keys_are_not_read() {
     for (head_dim, value_dim) in WIDTHS {
@@ -112,9 +112,8 @@ fn wgmma_hidden_nan_keys_are_not_read() {
     }
 }
 
-/// Checks masks in which kernels may skip blocks. The first mask hides all keys of some blocks, shows all keys of others, and
-/// hides some keys of the rest. The second mask hides some keys from all queries, and others from some queries. Keys that no
-/// query sees are NaN.
+/// Checks masks in which kernels may skip blocks. The first mask has hidden, fully visible and partly visible blocks. The
+/// second mask hides some keys from all queries. Keys that no query sees are NaN.
 #[test]
 fn wgmma_masks_by_blocks_ignore_hidden_nan() {
     let nobody_sees = |key: usize| key % 16 == 5 || (200..290).contains(&key);
@@ -137,9 +136,8 @@ fn wgmma_masks_by_blocks_ignore_hidden_nan() {
                             1 => true,
                             _ => !nobody_sees(key) && (query + key) % 7 != 0,
                         };
-                        // The keys 200 to 289 are hidden from all queries, and only these keys are NaN below. The function
-                        // `nobody_sees` is also true for keys with key % 16 = 5. These keys are hidden in partly visible
-                        // blocks, but visible in fully visible blocks.
+                        // Only the keys 200 to 289 are NaN below, because no query sees these keys. The function
+                        // `nobody_sees` is also true for keys with key % 16 = 5, but fully visible blocks show those keys.
                         f64::from(visible && !(200..290).contains(&key))
                     }));
                 },

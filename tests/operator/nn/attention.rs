@@ -160,8 +160,8 @@ fn mha_weights_on_request_equal_burn_nn() {
     }
 }
 
-/// Checks a sequence whose keys are all padding. With fused attention, the context of this sequence is the bias of the output
-/// projection. The context of burn-nn differs.
+/// Checks a sequence whose keys are all padding. With fused attention, the context of this sequence is the bias of the
+/// output projection.
 #[test]
 fn mha_without_visible_keys_gives_zeros() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! Int8 codes and scales on the host and on a device. Attention over them is checked against the reference over the dequantized
+//! Int8 codes and scales on the host and on a device, and the check of attention against the reference over the dequantized
 //! numbers.
 
 use crate::case::{Case, seed};

@@ -1,6 +1,5 @@
-//! Tests of calls with more rows than the int8 kernels read directly. Such a call dequantizes keys and values to a copy. The
-//! copy covers only the keys and values that at least one query sees by causal mask, window and length. All other keys and
-//! values have NaN scales here, which must not affect a result.
+//! Tests of calls with more rows than the int8 kernels read directly. Such a call makes a dequantized copy of the keys and
+//! values that at least one query sees. All other keys and values have NaN scales here, which must not affect a result.
 
 use super::case::Quantized;
 use super::causal;

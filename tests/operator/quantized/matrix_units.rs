@@ -1,7 +1,6 @@
-//! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support this kernel. The cases cover
-//! every head size of the tile table and sizes in between. The number of rows is at most 32, and the rows belong to one head or
-//! to the heads of a group. The keys are split or not. The cases also cover all options that hide keys, with NaN scales of
-//! hidden keys, and views whose rows start at any address.
+//! Tests of the mma engine's kernel that reads packed int8 directly, on the devices that support this kernel. The cases have
+//! at most 32 rows. They cover every head size of the tile table, sizes in between, split keys, all options that hide keys,
+//! and views whose rows start at any address.
 
 use super::case::{Quantized, Rows};
 use super::causal;
@@ -46,8 +45,8 @@ fn matrix_unit_devices() -> Vec<TestDevice> {
     cube_devices().into_iter().filter(has_engine).collect()
 }
 
-/// Checks `case` in bf16, and asserts that the mma engine serves it. `given` may change the keys and values that the devices
-/// get, but only where keys are hidden, because the reference gets the original ones.
+/// Checks `case` in bf16, and asserts that the mma engine serves the case. `given` may change only hidden keys and values,
+/// because the reference gets the original ones.
 fn check_given(case: Case, given: impl Fn(&mut Rows, &mut Rows)) {
     let devices = matrix_unit_devices();
     if devices.is_empty() {

@@ -1,5 +1,5 @@
-//! Tests of random combinations of options over int8 keys and values. Every second problem sets the option `kv_lengths_ahead`,
-//! so its lengths are on the device before the launch.
+//! Tests of random combinations of options over int8 keys and values. Every second problem sets the option
+//! `kv_lengths_ahead`.
 
 use super::case::Quantized;
 use crate::case::Case;

@@ -18,8 +18,8 @@ use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Returns the number of consecutive problems with the same variant. A variant determines the compiled kernels. Compiling a
-/// kernel takes longer than running it, so several problems share a variant.
+/// Returns the number of consecutive problems with the same variant. A variant determines the compiled kernels. Compiling
+/// takes longer than running, so several problems share a variant.
 pub fn bundle(sizes: Sizes) -> u64 {
     match sizes {
         Sizes::Small => 1,
@@ -36,8 +36,8 @@ fn runner(what: u64, number: u64, config: Config) -> TestRunner {
     TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &bytes))
 }
 
-/// Returns the proptest runner and the value tree of the problem `number`. The runner and the value tree together can shrink
-/// the problem. The runner and the value tree depend only on `number`, `sizes` and `ATTENTION_TEST_SEED`.
+/// Returns the proptest runner and the value tree of the problem `number`, which together can shrink the problem. The runner
+/// and the value tree depend only on `number`, `sizes` and `ATTENTION_TEST_SEED`.
 pub fn numbered(
     sizes: Sizes,
     number: u64,

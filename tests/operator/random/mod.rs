@@ -51,8 +51,7 @@ impl fmt::Debug for Problem {
     }
 }
 
-/// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group. All problems of
-/// a variant have the same properties.
+/// The properties of a problem that determine the compiled kernels: options, layouts, head sizes and GQA group.
 #[derive(Clone, Debug)]
 pub struct Variant {
     /// A case with one sequence and one key head. Each problem of the variant has the same options as this case, but draws its
@@ -137,9 +136,8 @@ const MULTIPROCESSORS: usize = 132;
 const QUERY_ELEMENTS: usize = 250_000;
 
 impl Crowd {
-    /// Returns the limits of a problem: the maximum number of multiplications (scores times columns), and the maximum number of
-    /// elements in all tensors. Within these limits, a CPU core draws a problem and computes its f64 reference in a fraction of
-    /// a second.
+    /// Returns the limits of a problem: the maximum number of multiplications (scores times columns), and the maximum number
+    /// of elements in all tensors.
     const fn room(self) -> (usize, usize) {
         match self {
             Self::Few => (40_000_000, 1_500_000),
@@ -147,8 +145,8 @@ impl Crowd {
         }
     }
 
-    /// Returns a lower limit for the maximum number of keys. A problem may have this many keys even if it then exceeds the
-    /// limits of [`room`](Self::room).
+    /// Returns a lower limit for the maximum number of keys. A problem may have this many keys even beyond the limits of
+    /// [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,
@@ -223,9 +221,9 @@ fn load(sizes: Sizes) -> impl Strategy<Value = Variant> {
         )
 }
 
-/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. Kernels are
-/// compiled for the number of heads that share a tile, which depends on the query length. With [`Sizes::Every`], a variant
-/// whose heads may share a tile therefore has only one query length.
+/// Returns the strategy that draws the number of query heads per key head and the range of query lengths. The query length
+/// decides how many heads share a tile, and kernels are compiled for this number. So with [`Sizes::Every`], a variant whose
+/// heads may share a tile has only one query length.
 fn heads(sizes: Sizes) -> BoxedStrategy<(usize, RangeInclusive<usize>)> {
     let group = || select(vec![2usize, 3, 4, 5, 7, 8, 12, 16]);
     let one = |lengths: RangeInclusive<usize>| lengths.prop_map(|length| length..=length);
@@ -260,8 +258,8 @@ fn structure(case: Case, likely: f64) -> impl Strategy<Value = Case> {
         perhaps(likely, Just(vec![])),
         perhaps(0.5 * likely, Just(vec![])),
         perhaps(likely, Just((vec![], vec![]))),
-        // Intervals and query lengths (`query_lengths`) need kernels of their own, so the strategy draws intervals and query
-        // lengths less often than other options.
+        // Intervals and query lengths (`query_lengths`) need kernels of their own, so they are drawn less often than other
+        // options.
         perhaps(0.2 * likely, 1..=2usize),
     )
         .prop_map(
@@ -384,7 +382,7 @@ impl Variant {
     }
 
     /// Returns the variant's case with the given numbers of sequences, key heads and queries. The number of keys is about
-    /// the maximum that the limits allow, times the square of `key_part`. `key_part` is a fraction from 0 to 1.
+    /// the maximum that the limits allow, times the square of `key_part`, a fraction from 0 to 1.
     fn case(&self, [batch, kv_heads, q_len]: [usize; 3], key_part: f64) -> Case {
         let case = self.case.clone();
         let group = case.q_heads;

@@ -29,8 +29,8 @@ enum MaskPattern {
     LeftPadded,
     /// Several consecutive queries in each sequence see no key.
     BlindQueries,
-    /// The mask is drawn per block of pairs of a query and a key. In some blocks all pairs are hidden, in others all pairs are
-    /// visible. In the remaining blocks most pairs are visible.
+    /// The mask is drawn per block of pairs of a query and a key. In a block, all pairs are hidden, all pairs are visible,
+    /// or most pairs are visible.
     Blocks,
     /// Some keys are hidden from all queries: single keys and many consecutive keys.
     UnseenKeys,
@@ -219,9 +219,8 @@ impl SinkPattern {
     }
 }
 
-/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. `marked` is
-/// true for the rows that may be replaced. If the layout stores one row for several heads or sequences, that row is replaced
-/// only if `marked` is true for all of them.
+/// Returns which rows to replace by NaN in a tensor of the shape `[batch, heads, length]` and the given layout. If the
+/// layout stores one row for several heads or sequences, that row is replaced only if `marked` is true for all of them.
 fn marked_by_all(marked: &[bool], [batch, heads, length]: [usize; 3], layout: Layout) -> Vec<bool> {
     let at = |b, h, row| marked[(b * heads + h) * length + row];
     let by_all = |index: usize| {
@@ -313,9 +312,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got`, in which the expected results replace all results that the contract leaves undefined. If a visible key or
-    /// value is NaN, the output is undefined for each query that sees any key of that KV head. The gradients of that head's
-    /// keys and values are undefined too, and so are all gradients that are sums over queries.
+    /// Returns `got`, in which the expected results replace all results that the contract leaves undefined. If a visible key
+    /// or value is NaN, the output is undefined for each query that sees any key of that KV head. The head's gradients, and
+    /// all sums over queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

@@ -55,7 +55,7 @@ fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
 }
 
 /// Checks every alignment and window over sequences of any lengths. The binary search over the bounds of the sequences takes
-/// one more step at each power of two. The tested numbers of bounds therefore include numbers near powers of two.
+/// one more step at each power of two, so the tests have numbers of bounds near powers of two.
 pub fn check_visible(device: &TestDevice) {
     let mut rng = StdRng::seed_from_u64(seed());
     for count in [1, 2, 3, 4, 6, 7, 8, 40] {

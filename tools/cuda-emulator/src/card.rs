@@ -55,8 +55,8 @@ pub const CARDS: [Card; 5] = [
     },
 ];
 
-/// The default number of multiprocessors. A program divides its work among all multiprocessors. The number is small,
-/// so that even a program with little work rarely leaves a multiprocessor idle.
+/// The default number of multiprocessors. The number is small, so that even a program with little work uses all
+/// multiprocessors.
 const MULTIPROCESSORS: i32 = 4;
 
 /// The default size of global memory, in bytes.

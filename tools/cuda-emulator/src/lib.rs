@@ -1,6 +1,5 @@
-//! A CUDA emulator: a replacement for CUDA's driver and runtime compiler that runs kernels on the CPU. With the
-//! emulator, CUDA programs run on machines without a GPU. The emulator also checks their kernels for errors. The
-//! emulator stands in for `libcuda.so` and `libnvrtc.so`. The file `docs/emulator.md` lists the checks.
+//! A CUDA emulator: a replacement for CUDA's driver and runtime compiler (`libcuda.so` and `libnvrtc.so`) that runs kernels
+//! on the CPU. The emulator also checks the kernels for errors. The file `docs/emulator.md` lists the checks.
 //!
 //! The modules `driver` and `nvrtc` contain the functions that programs call. The real compiler produces PTX, which
 //! `ptx` decodes and `cube` executes. The module `matrix` computes matrix instructions, and `numbers` computes all

@@ -1,8 +1,8 @@
 //! Compiles the kernels of the cmma and unit engines for AMD's GPUs with CubeCL's compiler. The results are the code objects
 //! that Burn's `rocm` backend loads.
 //!
-//! The compiler needs ROCm only for the tanh of a softcap, which is in ROCm's device libraries. All GPUs in this file need ROCm
-//! 6.4 or later. Without ROCm in `/opt/rocm`, `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
+//! The compiler needs ROCm only for the tanh of a softcap, from ROCm 6.4 on. Without ROCm in `/opt/rocm`,
+//! `CUBECL_ROCM_DEVICE_LIB_PATH` names the folder of `ocml.bc`.
 
 use std::{
     collections::BTreeMap,
@@ -160,9 +160,8 @@ fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Reads the results of the kernel that `line`, a line of the library's list, describes. The line has the kernel's name and
-/// the number of units of a cube. The last entry is the number of bytes of shared memory, or the reason why there is no
-/// code.
+/// Reads the results of a kernel from `line`. The line has the kernel's name and the number of units of a cube. The last
+/// entry is the number of bytes of shared memory, or the reason why there is no code.
 fn read(
     tools: &Path,
     folder: &Path,

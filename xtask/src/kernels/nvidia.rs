@@ -1,7 +1,7 @@
 //! Compiles the mma engine's kernels with NVIDIA's compiler.
 //!
-//! The library emits the CUDA C++ of its kernels without a GPU, and `nvcc` compiles this source for each GPU. The table of
-//! registers, shared memory and spills goes into `docs/mma-compiled.md`. A spill is hot if it is executed in a loop with HMMA
+//! The library emits the CUDA C++ of its kernels, and `nvcc` compiles this source for each GPU. The table of registers,
+//! shared memory and spills goes into `docs/mma-compiled.md`. A spill is hot if it is executed in a loop with HMMA
 //! instructions, which multiply matrices.
 
 use std::{

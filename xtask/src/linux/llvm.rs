@@ -1,10 +1,11 @@
 //! Installs LLVM for builds with the feature `cuda` or `rocm`.
 //!
-//! cubecl-cuda 0.11.3 always depends on cubecl-llvm, and through it on tracel-llvm-bundler. The bundler's build script looks
-//! for LLVM in the user's data directory, and downloads LLVM from GitHub if it is not there. Without access to that download,
-//! no build with CUDA works. So this module installs Debian's LLVM 22 in the user's data directory. For CUDA, it is enough that
-//! LLVM links, because this project's kernels are compiled through CUDA C++ and NVRTC. AMD's kernels are compiled through LLVM.
-//! So the bundler's own LLVM 23 is the better choice for `rocm` if it can be downloaded.
+//! cubecl-cuda 0.11.3 always depends on tracel-llvm-bundler, even if no kernel needs LLVM. The bundler's build script looks
+//! for LLVM in the user's data directory, and downloads LLVM from GitHub if the directory has none. So that builds also work
+//! without access to GitHub, this module installs Debian's LLVM 22 in that directory.
+//!
+//! AMD's kernels are compiled through LLVM, so the bundler's own LLVM 23 is the better choice for `rocm` if it can be
+//! downloaded. CUDA's kernels are compiled by NVRTC, so any LLVM that links is enough.
 
 use std::{
     fs, io,

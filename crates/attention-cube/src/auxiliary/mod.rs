@@ -1,5 +1,4 @@
-//! Auxiliary kernels that run before or after an engine's kernels. Each auxiliary kernel has a folder with its kernel and its
-//! launch. No auxiliary kernel depends on an engine.
+//! Auxiliary kernels that run before or after an engine's kernels. No auxiliary kernel depends on an engine.
 
 #[cfg(feature = "cube")]
 pub(crate) mod backward_kind;

@@ -1,5 +1,4 @@
-//! Attention as a node of Burn's autodiff graph. The forward saves its output and logsumexp, and the backward recomputes the
-//! probabilities from them.
+//! Attention as a node of Burn's autodiff graph. The backward recomputes the probabilities from the saved logsumexp.
 
 use super::*;
 use burn::backend::{
@@ -13,12 +12,12 @@ use burn::backend::{
 };
 use std::sync::{Arc, Mutex};
 
-/// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the slot. The backward of the
-/// output's node, which launches the kernels, reads it.
+/// The slot for the gradient of the logsumexp. The backward of the logsumexp's node writes the slot, and the backward of the
+/// output's node reads it.
 ///
-/// A node of Burn's graph has one tensor, so the logsumexp needs a node of its own. This node is a child of the output's node,
-/// and its backward step runs first. The step stores the gradient in this slot and passes zeros to the output's node. One
-/// attention backward then computes the contributions of both gradients.
+/// A node of Burn's graph has one tensor, so the logsumexp has a node of its own, a child of the output's node. The backward
+/// of the child runs first and passes zeros to the output's node. One attention backward computes the contributions of both
+/// gradients.
 type LogsumexpGradient<B> = Arc<Mutex<Option<FloatTensor<B>>>>;
 
 #[derive(Clone, Debug)]
@@ -115,8 +114,8 @@ impl<B: AttentionBackend, const N: usize> Backward<B, N> for AttentionStep {
 }
 
 fn take<B: Backend>(slot: &LogsumexpGradient<B>) -> Option<FloatTensor<B>> {
-    // Takes the gradient out of the slot even if the lock is poisoned. A poisoned lock means that another thread of this
-    // backward panicked, but the slot still contains either a complete gradient or none.
+    // A lock is poisoned if another thread of this backward panicked. The slot still contains either a complete gradient or
+    // none, so read it anyway.
     slot.lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
         .take()
@@ -216,7 +215,7 @@ fn tracked_forward<B: AttentionBackend, C: CheckpointStrategy, const N: usize>(
 
 /// Panics if autodiff tracks the table of a score mod or mask mod, because the table would silently get no gradient.
 ///
-/// Burn tells only a node of its graph whether autodiff tracks the node's parents, so this function prepares a node and drops it.
+/// Burn tells only a node whether autodiff tracks its parents, so this function prepares a node and drops it.
 fn refuse_tracked<B: AttentionBackend, C: CheckpointStrategy>(name: &str, table: NodeGuard) {
     let node = Backward::<B, 1>::prepare::<C>(LogsumexpStep, [table]);
     assert!(
@@ -258,8 +257,8 @@ impl<B: AttentionBackend, C: CheckpointStrategy> AttentionBackend for Autodiff<B
         inputs: AttentionInputs<Self>,
         problem: AttentionProblem,
     ) -> AttentionOutput<Self> {
-        // No kernel computes gradients of keys and values in pages. So pages are first copied to contiguous keys and values.
-        // The copy consists of differentiable operations.
+        // No kernel computes gradients of keys and values in pages, so differentiable operations first copy pages to
+        // contiguous tensors.
         let (inputs, problem) = match problem.is_empty() {
             true => (inputs, problem),
             false => reference::pages::contiguous::<Self>(inputs, &problem),

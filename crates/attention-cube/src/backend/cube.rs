@@ -1,5 +1,4 @@
-//! Attention on CubeCL devices: determines the memory layout of the tensors, and runs the engine that
-//! [`select`](crate::select) chose.
+//! Attention on CubeCL devices: runs the engine that [`select`](crate::select) chose.
 
 use super::*;
 use crate::auxiliary::lengths::lengths_as_read;
@@ -154,8 +153,7 @@ fn with_page_table_as_read(inputs: AttentionInputs<CubeBackend>) -> AttentionInp
     }
 }
 
-/// Copies pages of keys and values to contiguous tensors, and returns the problem over the copies. The function copies only
-/// rows that queries see.
+/// Copies the rows that queries see from pages to contiguous tensors, and returns the problem over the copies.
 fn contiguous(
     inputs: AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -205,8 +203,8 @@ fn contiguous_quantized(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Returns a function that copies rows from `count` pages to a contiguous tensor. The function copies only rows that queries
-/// see. `lengths` must be in the layout that kernels read.
+/// Returns a function that copies rows that queries see from `count` pages to a contiguous tensor. `lengths` must be in the
+/// layout that kernels read.
 fn gather<'a>(
     page_table: MaybeInt<CubeBackend>,
     count: usize,
@@ -220,8 +218,7 @@ fn gather<'a>(
     move |pages| gathered_where_seen(pages, &page_table, problem, lengths.clone())
 }
 
-/// Runs the forward directly on int8 words, if the selected engine can read them. Otherwise the function returns the inputs
-/// unchanged.
+/// Runs the forward directly on int8 words, or returns the inputs unchanged if the selected engine cannot read int8.
 fn reads_int8_in_place(
     inputs: QuantizedInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -231,8 +228,7 @@ fn reads_int8_in_place(
         value: untile(inputs.value.scales.clone()),
     };
     let query = untile(inputs.query.clone());
-    // Passes the int8 words as the keys and values of a forward over floats. The type system allows this, because CubeBackend
-    // has one tensor type for all element types.
+    // Passes int8 words as the keys and values of a float forward. CubeBackend has one tensor type for all element types.
     let [key, value] = [&inputs.key, &inputs.value].map(|rows| untile(rows.words.clone()));
     let layouts = Layouts {
         vectors: is_in_vectors(&query, 4),
@@ -262,8 +258,8 @@ fn reads_int8_in_place(
     Ok(kernel.forward_int8(with_page_table_as_read(packed), scales, problem))
 }
 
-/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see by causal
-/// mask, window and lengths. The cost of the copy is therefore independent of the KV cache's capacity.
+/// Runs the forward over a dequantized copy of keys and values. The copy covers only the rows that queries see, so its cost
+/// is independent of the KV cache's capacity.
 fn forward_of_seen(
     inputs: QuantizedInputs<CubeBackend>,
     problem: AttentionProblem,
@@ -311,11 +307,10 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from another engine, or from a forward
-/// that sums in another order. Returns `None` if the saved logsumexp can be used.
+/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from a forward that sums `q·k` in
+/// another order. Returns `None` if the saved logsumexp can be used.
 ///
-/// The backward recomputes the scores, and computes P from the scores and the logsumexp. If forward and backward sum `q·k`
-/// in different orders, the rounding of their scores differs. For scores in the hundreds, P is then wrong.
+/// Different orders round the scores differently. For scores in the hundreds, P would be wrong.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,

@@ -30,8 +30,8 @@ const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
     (false, false) => "no device: enable a backend feature such as `cuda`, `wgpu` or `flex`",
 };
 
-/// Returns [`AttentionError::Backend`] if attention does not support the device's backend. Without this check, Burn's dispatch
-/// would panic for such a backend.
+/// Returns [`AttentionError::Backend`] if attention does not support the device's backend, for which Burn's dispatch would
+/// panic.
 pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {
@@ -133,8 +133,7 @@ mod metadata {
     Fusion: cfg(feature = "cube")
 )]
 pub trait AttentionBackend: Backend {
-    /// Returns the output and the logsumexp of a validated problem. The logsumexp is stored in two parts: reference scores and
-    /// logarithms.
+    /// Returns the output and the logsumexp (reference scores and logarithms) of a validated problem.
     #[fusion(meta = metadata::of_forward)]
     fn attention_forward(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -154,8 +153,8 @@ pub trait AttentionBackend: Backend {
         reference::gradients::backward::<Self>(inputs, saved, &problem, request)
     }
 
-    /// Returns the output and the logsumexp of a validated problem over quantized keys and values. The logsumexp is stored in
-    /// two parts: reference scores and logarithms.
+    /// Returns the output and the logsumexp (reference scores and logarithms) of a validated problem over quantized keys and
+    /// values.
     #[fusion(meta = metadata::of_quantized_forward)]
     fn quantized_attention_forward(
         #[extension_type] inputs: QuantizedInputs<Self>,

@@ -1,13 +1,13 @@
 //! Environment variables that restrict a device's profile. With them, tests reach engines and tiles that selection would not
 //! choose on the device.
 //!
-//! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The reference implementation in Burn's own
-//!   operations serves every problem and is always enabled as the last engine.
+//! - `ATTENTION_ENGINES` lists the enabled engines, such as `unit` or `wgmma,unit`. The reference implementation is always
+//!   enabled as the last engine.
 //! - `ATTENTION_SHARED_MEMORY` limits the bytes of shared memory per cube, for example to 101376 as on a consumer GPU.
 //! - `ATTENTION_FRAGMENTS` selects the support for cmma, the matrix multiplications of planes. `device` enables the device's
 //!   own cmma, which gives right results on one H100 and one H200 and is untested on other devices. `none` disables cmma. A
-//!   shape such as `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`, emulates operands that are
-//!   widened to f32.
+//!   shape such as `16x16x16` emulates cmma of that shape. A shape with `:f32`, such as `8x8x8:f32`, emulates operands that
+//!   are widened to f32.
 //!
 //! Each variable is read once, when the first device is queried.
 
@@ -23,8 +23,7 @@ pub(crate) struct DeviceOverride {
     /// The enabled engines, or `None` if all engines are enabled.
     engines: Option<Vec<Engine>>,
     shared_memory: Option<usize>,
-    /// The cmma support that `ATTENTION_FRAGMENTS` selects, or `None` if the variable is not set. With `None`, engines do not
-    /// use the device's own cmma.
+    /// The cmma support that `ATTENTION_FRAGMENTS` selects. With `None`, engines do not use the device's own cmma.
     fragments: Option<FragmentOverride>,
 }
 
@@ -40,8 +39,8 @@ enum FragmentOverride {
 /// The reason why a device's own cmma is off by default.
 const UNTRIED: &str = "its products are tested on few devices yet; set ATTENTION_FRAGMENTS=device to use this device's matrix units";
 
-/// Returns the number of units per plane with which a device emulates cmma. The number is 32 if the accumulator of `m × n`
-/// elements has at most 128 elements, else 64.
+/// Returns the units per plane of a device that emulates cmma: 32 if an `m × n` accumulator has at most 128 elements, else
+/// 64.
 fn emulated_plane(fragments: &Fragments) -> usize {
     match fragments.m * fragments.n / 4 {
         0..=32 => 32,
@@ -53,7 +52,7 @@ impl DeviceOverride {
     /// Reads the overrides from the environment variables.
     ///
     /// # Panics
-    /// Panics if a variable is malformed, because a test without the intended override would prove nothing.
+    /// Panics if a variable is malformed.
     pub(crate) fn of_environment() -> &'static Self {
         static RESTRICTION: OnceLock<DeviceOverride> = OnceLock::new();
         RESTRICTION.get_or_init(|| {
@@ -138,8 +137,7 @@ impl DeviceOverride {
     }
 }
 
-/// Parses `device`, `none`, or a shape to emulate. A shape with the suffix `:f32` stands for f32 operands. A shape without the
-/// suffix stands for f16 and bf16 operands.
+/// Parses `device`, `none`, or a shape to emulate. The suffix `:f32` selects f32 operands instead of f16 and bf16.
 fn parse_fragments(text: &str) -> Result<FragmentOverride, String> {
     let wrong =
         || format!("ATTENTION_FRAGMENTS: {text:?} is invalid; use device, none or 16x16x16");

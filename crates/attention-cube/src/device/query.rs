@@ -71,8 +71,8 @@ impl DeviceProfile {
             bindings: hardware.max_bindings as usize,
             largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
             cube_count: hardware.max_cube_count.0,
-            // The number of processors is present only for software drivers. A device without a physical device in its
-            // properties is a software driver, because runtimes report a physical device for every GPU.
+            // Only software drivers have a number of processors. A device without a physical device is a software driver,
+            // because runtimes report a physical device for every GPU.
             processors: properties.identity.physical.is_none().then(processors),
             multiprocessors: hardware
                 .num_streaming_multiprocessors
@@ -88,8 +88,7 @@ impl DeviceProfile {
     }
 }
 
-/// Returns the profile of a device. The function queries each device only once per process, because the properties of a device
-/// do not change.
+/// Returns the profile of a device. The function queries each device only once per process.
 #[cfg(feature = "cube")]
 fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DeviceProfile> {
     static PROFILES: LazyLock<Mutex<HashMap<CubeDevice, Arc<DeviceProfile>>>> =
@@ -99,8 +98,7 @@ fn profile(device: &CubeDevice, client: impl FnOnce() -> Client) -> Arc<DevicePr
     Arc::clone(profiles.entry(device.clone()).or_insert_with(asked))
 }
 
-/// Returns the features that `properties` lists, plus wgmma if `has_wgmma` is true. The type of `properties` has no entry for
-/// wgmma.
+/// Returns the features in `properties`, plus wgmma if `has_wgmma`. The type of `properties` has no entry for wgmma.
 #[cfg(feature = "cube")]
 fn features(properties: &DeviceProperties, has_wgmma: bool) -> Vec<Feature> {
     let features = &properties.features;
@@ -158,8 +156,8 @@ fn fragments(client: &Client) -> FragmentSupport {
     FragmentSupport {
         kinds: properties.features.matmul.cmma.iter().filter_map(of_dtype).collect(),
         plane_sizes: (hardware.plane_size_min as usize, hardware.plane_size_max as usize),
-        // All Intel devices are marked as faulty, though only some generations of their GPUs are
-        // (<https://github.com/tracel-ai/cubecl/issues/1444>). The runtime does not report the GPU's generation.
+        // All Intel devices are marked as faulty, because the runtime does not report the GPU's generation. Only some
+        // generations are faulty (<https://github.com/tracel-ai/cubecl/issues/1444>).
         fault: is_intel.then_some(
             "Intel's Vulkan driver loads the first tile of shared memory instead of the requested one on some of its cards",
         ),

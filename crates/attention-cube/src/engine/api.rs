@@ -12,8 +12,7 @@ use crate::types::tensors::{AttentionGradients, AttentionInputs, AttentionOutput
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use std::fmt;
 
-/// The largest number of query rows that a decode kernel serves. The number of query rows is `q_len` times the number of query
-/// heads in a GQA group, since the heads of a group share a tile.
+/// The largest number of query rows that a decode kernel serves: `q_len` times the number of query heads in a GQA group.
 pub(crate) const DECODE_ROWS: usize = 32;
 
 /// The planner of an engine. A plan depends only on the problem and on the device's profile, so tests of plans need no device.
@@ -23,9 +22,8 @@ pub trait AttentionEngine {
     /// The plan of a backward.
     type Backward: Clone + fmt::Debug + PartialEq;
 
-    /// The largest number of query rows for which the forward reads int8 keys and values without first converting them to
-    /// floats. The number of query rows is `q_len` times the query heads of a GQA group. The constant is 0 for an engine whose
-    /// kernels read only floats.
+    /// The largest number of query rows (`q_len` times the query heads of a GQA group) for which the forward reads int8 keys
+    /// and values directly. The constant is 0 for an engine whose kernels read only floats.
     const MOST_INT8_ROWS: usize = 0;
 
     /// True if selection must try this engine before all other engines, regardless of its position in the list of engines.
@@ -43,10 +41,8 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Forward, Refusal>;
 
-    /// Plans a forward that sums `q·k` in the same order as the engine's backward.
-    ///
-    /// The backward recomputes P from the scores and the saved logsumexp. If the forward summed `q·k` in another order, scores
-    /// in the hundreds would give a logsumexp that does not match the recomputed scores, and P would change.
+    /// Plans a forward that sums `q·k` in the same order as the engine's backward. The backward recomputes P from the scores
+    /// and the saved logsumexp. Another order would change P for scores in the hundreds.
     ///
     /// # Errors
     /// Returns a [`Refusal`] in the same cases as [`plan_forward`](Self::plan_forward).
@@ -68,18 +64,17 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Backward, Refusal>;
 
-    /// Returns the number of splits into which the plan divides the keys (split-KV, flash-decoding). A second kernel
-    /// combines the partial results of the splits. Without split-KV, the number is 1.
+    /// Returns the number of key splits (split-KV, flash-decoding), whose partial results a second kernel combines. Without
+    /// split-KV, the number is 1.
     fn splits(plan: &Self::Forward) -> usize;
 
-    /// True if the forward's kernels can read keys and values in pages of `page_len` keys. If this is false, a launch first
-    /// copies the pages to contiguous keys and values.
+    /// True if the forward's kernels can read keys and values in pages of `page_len` keys. Otherwise a launch first copies
+    /// the pages.
     fn reads_pages(_plan: &Self::Forward, _page_len: usize) -> bool {
         false
     }
 
-    /// Returns one warning for each respect in which the backward's kernels fall short of the guarantees in the [crate's
-    /// documentation](crate).
+    /// Returns one warning for each guarantee of the [crate's documentation](crate) that the backward's kernels do not meet.
     fn warnings(_problem: &AttentionProblem, _plan: &Self::Backward) -> Vec<Warning> {
         Vec::new()
     }

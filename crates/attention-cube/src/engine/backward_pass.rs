@@ -1,5 +1,5 @@
 //! The tensors that all kernels of one backward read. This module also computes the gradients of bias and sinks, after the
-//! engine's kernels have computed the gradients of query, key and value.
+//! engine's kernels.
 
 use crate::auxiliary::backward_kind::BackwardKind;
 use crate::auxiliary::delta::rows_of_queries;
@@ -61,8 +61,7 @@ pub(crate) struct BackwardPass<'a> {
 impl<'a> BackwardPass<'a> {
     /// Computes LSE and delta of all queries, and collects the tensors that the kernels read.
     ///
-    /// The kernel that computes delta loads the output and the output's gradient in vectors of `vector` elements. `form`
-    /// selects how the LSE is stored.
+    /// The kernel that computes delta loads vectors of `vector` elements. `form` selects how the LSE is stored.
     pub(crate) fn new(
         inputs: AttentionInputs<CubeBackend>,
         saved: AttentionSaved<CubeBackend>,
@@ -101,8 +100,8 @@ impl<'a> BackwardPass<'a> {
         }
     }
 
-    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets` gives the
-    /// positions of lengths and segment bounds in the packed buffer that the kernel of the bias gradient reads.
+    /// Adds the gradients of bias and sinks to `gradients`, and drops gradients that were not requested. `offsets` locates
+    /// lengths and segment bounds in the packed buffer.
     pub(crate) fn with_rest(
         &self,
         gradients: Gradients,
@@ -140,10 +139,8 @@ impl<'a> BackwardPass<'a> {
         )
     }
 
-    /// Computes the gradient of the sinks, which has one element per query head.
-    ///
-    /// Burn's tensor operations compute the gradient from the LSE and delta. A separate kernel converts the result to half
-    /// precision, because the rounding of Burn's conversion depends on the driver.
+    /// Computes the gradient of the sinks, which has one element per query head. A separate kernel converts the result to
+    /// half precision, because the rounding of Burn's conversion depends on the driver.
     fn sinks(&self, sinks: &CubeTensor) -> CubeTensor {
         let problem = self.problem;
         let [batch, q_heads, q_len] = problem.logsumexp_shape();

@@ -125,8 +125,8 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns the number of key splits (split-KV). A second kernel combines the splits' results. The number is 1 if
-            /// the keys are not split.
+            /// Returns the number of key splits (split-KV), whose results a second kernel combines. The number is 1 without
+            /// splits.
             pub fn splits(&self) -> usize {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::splits(plan),)+
@@ -162,8 +162,7 @@ macro_rules! engines {
                 }
             }
 
-            /// Computes the output and the logsumexp over int8 keys and values. The engine's kernel reads the int8 rows
-            /// directly, without a dequantized copy.
+            /// Computes the output and the logsumexp over int8 keys and values. The kernel reads the int8 rows directly.
             #[cfg(feature = "cube")]
             pub(crate) fn forward_int8(
                 self,
@@ -208,8 +207,7 @@ macro_rules! engines {
                 }
             }
 
-            /// Returns one warning for each respect in which the kernels fall short of the guarantees in the [crate's
-            /// documentation](crate).
+            /// Returns one warning for each guarantee of the [crate's documentation](crate) that the kernels do not meet.
             pub(crate) fn warnings(&self, problem: &AttentionProblem) -> Vec<Warning> {
                 match self {
                     $(Self::$engine(plan) => $module::$engine::warnings(problem, plan),)+
@@ -217,7 +215,7 @@ macro_rules! engines {
                 }
             }
 
-            /// Computes the requested gradients. The problem's tensors have at least one element, and the saved output must be
+            /// Computes the requested gradients. The problem's tensors must not be empty, and the saved output must be
             /// contiguous.
             #[cfg(feature = "cube")]
             pub(crate) fn backward(

@@ -20,8 +20,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::TensorArg;
 use cubecl::prelude::{Float, Numeric};
 
-/// The mask, the bias, and one buffer that holds sequence lengths and segment ids. `mask_element` and `bias_element` are set
-/// even if mask or bias is absent, because the kernels are generic over the element types of both.
+/// The mask, the bias, and one buffer of sequence lengths and segment ids. Kernels are generic over `mask_element` and
+/// `bias_element`, so both are set even without a mask or a bias.
 pub(crate) struct OptionalInputs {
     pub mask: Option<CubeTensor>,
     pub bias: Option<CubeTensor>,
@@ -35,16 +35,15 @@ pub(crate) struct OptionalInputs {
 }
 
 impl OptionalInputs {
-    /// Prepares the optional inputs for kernels with the given block sizes. One buffer holds both lengths and segment
-    /// bounds, and the function also returns their offsets in this buffer for each kernel.
+    /// Prepares the optional inputs for kernels with the given block sizes. Also returns each kernel's offsets of lengths
+    /// and segment bounds in the packed buffer.
     pub(crate) fn new(
         inputs: &AttentionInputs<CubeBackend>,
         problem: &AttentionProblem,
         blocks: &[Blocks],
     ) -> (Self, Vec<BoundsOffsets>) {
         let (lengths_and_ids, offsets) = prepare(inputs, problem, blocks);
-        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them. Kernels index mask and bias by
-        // the strides of these expanded tensors.
+        // Expand mask and bias to `[batch, q_heads, q_len, kv_len]`, without copying them.
         let scores = Shape::new([
             problem.batch,
             problem.q_heads,
@@ -83,16 +82,16 @@ impl OptionalInputs {
         self.bias.as_ref().and_then(|bias| Half::of(bias.dtype))
     }
 
-    /// Returns the half precision type of the bias if kernels can prefetch the bias in 32-bit words, each with two neighbouring
-    /// elements. Returns `None` if kernels cannot.
+    /// Returns the half precision type of the bias if kernels can prefetch two neighbouring elements in a 32-bit word, or
+    /// else `None`.
     #[cfg(feature = "cuda")]
     pub(crate) fn half_of_bias_by_twos(&self) -> Option<Half> {
         self.half_of_bias()
             .filter(|_| bias_vector(self.bias.as_ref()) == 2)
     }
 
-    /// Builds the scoring argument of a kernel that reads one mask element per score. `offsets` locates the lengths and segment
-    /// bounds that the kernel reads.
+    /// Builds the scoring argument of a kernel that reads one mask element per score. `offsets` locates lengths and segment
+    /// bounds.
     pub(crate) fn scoring<M: Numeric, F: Float>(
         &self,
         offsets: BoundsOffsets,

@@ -1,5 +1,5 @@
-//! The division of a problem among cubes (thread blocks), for engines on matrix units. This module decides how many heads share a
-//! tile, how keys are split (split-KV), in which order the heads run, and which kernels a backward needs.
+//! The division of a problem among cubes (thread blocks), for engines on matrix units: heads per tile, key splits
+//! (split-KV), the order of the heads, and the kernels of a backward.
 
 mod backward_tiles;
 mod gradient_splits;
@@ -19,18 +19,14 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{BackwardRequest, Layouts, Operands, Pass};
 
-/// The limit for the bytes of keys and values that all tiles in flight read under a causal mask. Up to this size, the keys and
-/// values stay in the L2 cache.
-///
-/// Under a causal mask, tiles differ in the number of visible blocks that they stream. The tiles of several heads are
-/// therefore sorted by this number as one list, so that the tiles that start last are short.
+/// The largest size in bytes of the keys and values that all tiles in flight read under a causal mask. Up to this size, they
+/// stay in the L2 cache.
 const CACHE_BYTES: usize = 34 << 20;
 
 /// The fewest key blocks per split in a forward, except in decoding (see [`BLOCKS_OF_FEW_ROWS`]).
 const BLOCKS_PER_SPLIT: usize = 2;
 
-/// Returns the number of query heads of a GQA group that are packed into a tile of `rows` rows. The number is 1 if each tile
-/// has rows of only one head.
+/// Returns the number of query heads of a GQA group that are packed into a tile of `rows` rows.
 pub(crate) fn heads_of_tile(problem: &AttentionProblem, rows: usize) -> usize {
     // Pack heads into a tile only if at least two heads fit. For only one head, packing would not change the tile.
     match rows / problem.q_len.max(1) {
@@ -70,8 +66,8 @@ pub(crate) fn query_tiles(problem: &AttentionProblem, rows: usize, heads: usize)
     }
 }
 
-/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if `cubes`, the number of cubes
-/// that the device runs at once, is at least twice the number of tiles.
+/// Returns the number of key splits for `tiles` query tiles of `rows` rows. Keys are split only if the device runs at least
+/// twice as many cubes at once.
 pub(crate) fn splits(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -85,23 +81,21 @@ pub(crate) fn splits(
     (cubes / tiles.max(1)).clamp(1, blocks.max(1))
 }
 
-/// The largest number of waves of cubes that splitting the keys may produce. A wave is the number of cubes that the device runs
-/// at once. With several waves, the number of splits can be chosen so that the last wave is nearly full.
+/// The largest number of waves of cubes with split keys. A wave is the number of cubes that the device runs at once. With
+/// several waves, the last wave can be nearly full.
 const MOST_ROUNDS: usize = 4;
 
-/// The fewest key blocks per split in decoding. The value was measured with the model Gemma 4 E2B on an H200, at 2,048 and 8,192
-/// tokens of context. With at least one block per split, decoding ran at 495 and 488 tokens/s. With at least two blocks, it ran
-/// at 485 and 485 tokens/s.
+/// The fewest key blocks per split in decoding. With Gemma 4 E2B on an H200, at 2,048 and 8,192 tokens of context, decoding
+/// ran at 495 and 488 tokens/s. With at least two blocks per split, decoding ran at 485 and 485 tokens/s.
 const BLOCKS_OF_FEW_ROWS: usize = 1;
 
-/// The time to start and end a cube, in units of the time that one key block takes. With the value 2, decoding ran at 495 and
-/// 488 tokens/s in the measurement of `BLOCKS_OF_FEW_ROWS`. With the value 1, and at least two blocks per split, it ran at 488
+/// The time to start and end a cube, in units of the time that one key block takes. In the measurement of
+/// `BLOCKS_OF_FEW_ROWS`, the value 2 gave 495 and 488 tokens/s. The value 1, with at least two blocks per split, gave 488
 /// and 488 tokens/s.
 const BLOCKS_OF_A_CUBE: usize = 2;
 
-/// Returns the number of key splits (split-KV) for a launch with few query rows, in which copying a block takes longer than the
-/// block's GEMMs. The result is the smallest number of splits whose estimated time is within 5 % of the shortest estimate. The
-/// device runs `cubes` cubes at a time, which is one wave, and the estimate counts the waves of the launch.
+/// Returns the number of key splits (split-KV) for a launch with few query rows. The result is the smallest number of splits
+/// whose estimated time is within 5 % of the shortest estimate. `cubes` is the number of cubes that the device runs at once.
 pub(crate) fn num_splits_heuristic(
     problem: &AttentionProblem,
     [rows, keys]: [usize; 2],
@@ -121,17 +115,15 @@ pub(crate) fn num_splits_heuristic(
     (1..=most).find(is_near).unwrap_or(1)
 }
 
-/// Returns the size in bytes, in half precision, of the two tensors that all tiles of a head read. For tiles of queries, the
-/// two tensors are keys and values. For tiles of keys, they are queries and output gradients. Both tensors have `rows` rows.
+/// Returns the size in bytes, in half precision, of the two streamed tensors of a head. Each tensor has `rows` rows.
 fn bytes_of_rows(problem: &AttentionProblem, rows: usize) -> usize {
     2 * rows * (problem.head_dim + problem.value_dim)
 }
 
 /// Returns the number of heads whose tiles are in flight together, out of `planes` heads in all.
 ///
-/// Each group of `sharing` heads reads the same operands, which have `bytes` bytes. Under a causal mask, the operands of all
-/// heads in flight must fit the L2 cache. Without a causal mask, all tiles stream equally many blocks. The tiles then need
-/// no sorting across heads, so the heads run one after another.
+/// Each group of `sharing` heads reads `bytes` bytes of operands. Under a causal mask, the operands of all heads in flight
+/// must fit the L2 cache. Without a causal mask, the heads run one after another.
 fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: usize) -> usize {
     if problem.causal.is_none() {
         return 1;
@@ -144,8 +136,7 @@ fn together(problem: &AttentionProblem, bytes: usize, sharing: usize, planes: us
 pub struct BackwardPlan<T> {
     /// The kernel in which a CTA keeps a tile of queries and sums the gradient of these queries.
     pub query: T,
-    /// The kernel in which a CTA keeps a tile of keys and sums the gradient of these keys. The kernel also sums the values'
-    /// gradient, unless the field `value` is `Some`.
+    /// The kernel that sums dK, and also dV unless the field `value` is `Some`.
     pub key: T,
     /// The kernel that sums only the values' gradient, or `None` if the `key` kernel sums it.
     pub value: Option<T>,
@@ -164,16 +155,15 @@ pub struct BackwardPlan<T> {
 }
 
 impl<T: BackwardTiles> BackwardPlan<T> {
-    /// Plans a backward with the given tiles of the query kernel, of the key kernel, and of the value kernel if there is a
-    /// value kernel.
+    /// Plans a backward with the given tiles of its kernels.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
         layouts: Layouts,
         (query, key, value): (T, T, Option<T>),
     ) -> Result<Self, Refusal> {
-        // Assume that every operand allows vector loads, because an operand without 16-byte aligned rows is copied to aligned
-        // rows first. The loads then have four elements if the row length is a multiple of four.
+        // An operand without 16-byte aligned rows is copied to aligned rows before the kernel runs, so every operand allows
+        // vector loads.
         let readable = Layouts {
             vectors: true,
             ..layouts
@@ -234,8 +224,8 @@ mod tests {
     use super::*;
     use crate::testing::problem;
 
-    /// Checks the number of key splits. With few tiles and many keys, there are so many splits that one or a few waves of
-    /// cubes fill the device. With few tiles and few keys, there are fewer splits. With many tiles, the keys are not split.
+    /// Checks the number of key splits: many splits with few tiles and many keys, fewer splits with few keys, no split with
+    /// many tiles.
     #[test]
     fn num_splits_heuristic_few_tiles_fill_rounds() {
         for (tiles, kv_len, expected) in [

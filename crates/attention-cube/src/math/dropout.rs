@@ -1,19 +1,16 @@
 //! Dropout of probabilities by a counter-based generator, so that the backward draws the same bits as the forward.
 //!
-//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each query
-//! head of each sequence has its own generator key, which is drawn from the seed. The generator's counter is the index of a
-//! *cell* of eight scores: queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are
-//! below 8, and `j` is even. In fragments of an `mma` or `wgmma` product whose rows are queries, a thread holds whole cells.
+//! The generator is Philox 2x32 with 7 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Each
+//! query head of each sequence has its own generator key. The generator's counter is the index of a *cell* of eight scores:
+//! queries `i` and `i + 8` with keys `j`, `j + 1`, `j + 8` and `j + 9`. Both `i % 16` and `j % 16` are below 8, and `j` is
+//! even. A thread holds whole cells of an `mma` or `wgmma` fragment whose rows are queries.
 //!
-//! A draw has 64 bits, which is a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high),
-//! and the exclusive or of two other bytes of the cell (low). So the chance of a drop has a resolution of 2⁻¹⁶. The high
-//! byte alone decides whether the probability is dropped, unless it equals the high byte of the threshold or of the f16
-//! infinity. The scores of a cell are therefore almost independent: the chance that two of them are both dropped differs
-//! from the chance for independent scores by less than 2⁻¹⁵.
+//! A draw has 64 bits: a byte for each score of the cell. The 16 *random bits* of a score are its own byte (high), and the
+//! exclusive or of two other bytes of the cell (low). The chance of a drop has a resolution of 2⁻¹⁶. The chance that two
+//! scores of a cell are both dropped differs from the chance for independent scores by less than 2⁻¹⁵.
 //!
-//! Random bits above a threshold are a *hit*. The probabilities of hits are dropped, and all others are kept. If a large
-//! share is to be dropped, the probabilities of hits are instead kept, and all others dropped. See [`Threshold`]. Kernels
-//! compare the bits of two scores with the threshold in one instruction, as if the bits were f16 numbers.
+//! [`Threshold`] decides which probabilities are dropped. Kernels compare the bits of two scores with the threshold in one
+//! instruction, as if the bits were f16 numbers.
 
 #[cfg(feature = "cube")]
 pub(crate) mod kernel;
@@ -35,9 +32,8 @@ const INFINITY: u32 = 0x7C00;
 
 /// The threshold that decides which random bits are hits, and what a hit means.
 ///
-/// Random bits are a hit if they are above the threshold when both are read as f16 numbers. The threshold −∞ gives the
-/// largest share of hits. To drop an even larger share of the probabilities, dropout keeps the probabilities of hits and
-/// drops all others.
+/// Random bits are a hit if they are above the threshold when both are read as f16 numbers. Dropout drops the probabilities
+/// of hits. If the threshold −∞ drops too few, dropout instead keeps the probabilities of hits and drops all others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold's own 16 bits.
@@ -59,7 +55,7 @@ impl Threshold {
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
             // A positive threshold has at most `INFINITY` hits. A negative threshold has at least `INFINITY + 2` hits,
-            // because the f16 numbers +0 and −0 are both above it. So no threshold has exactly `INFINITY + 1` hits.
+            // because the f16 numbers +0 and −0 are above it.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }
@@ -71,8 +67,7 @@ impl Threshold {
         if self.keeps_hits { hits } else { LEVELS - hits }
     }
 
-    /// Returns the factor by which kept probabilities are multiplied. With this factor, dropout does not change the mean of a
-    /// probability.
+    /// Returns the factor by which kept probabilities are multiplied, so that the mean of a probability does not change.
     pub(crate) fn kept_scale(self) -> f64 {
         f64::from(LEVELS) / f64::from(self.kept_levels())
     }
@@ -126,8 +121,8 @@ pub(crate) fn bits(head_key: u32, query: u32, key: u32) -> u32 {
     let query_cell = query / 16 * 8 + query % 8;
     let key_cell = key / 16 * 4 + key % 8 / 2;
     let drawn = philox(query_cell, key_cell, head_key);
-    // Each of the two words belongs to one query of the cell. The low half of a word belongs to the even keys `j` and
-    // `j + 8`, and the high half to the odd keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
+    // Each word belongs to one query of the cell. The low half of a word belongs to the keys `j` and `j + 8`, and the high
+    // half to the keys `j + 1` and `j + 9`. In a half, the high byte belongs to the smaller key.
     let half = |word: u32| word >> (key % 2 * 16);
     let own = half(drawn[(query / 8 % 2) as usize]);
     let other = half(drawn[(1 - query / 8 % 2) as usize]);
@@ -159,8 +154,7 @@ mod tests {
         }
     }
 
-    /// Checks the rate of each random bit and the correlation of neighbouring scores, by chi-square statistics over many
-    /// scores.
+    /// Checks the rate of each random bit and the correlation of neighbouring scores by chi-square statistics.
     #[test]
     fn bits_are_uniform_and_independent_of_neighbours() {
         let (queries, keys) = (512u32, 512u32);
@@ -202,7 +196,7 @@ mod tests {
             let square = |count: &u32| (f64::from(*count) - expected).powi(2) / expected;
             counts.iter().map(square).sum::<f64>()
         };
-        // The bounds are 6 standard deviations above the mean. A chi-square with `n` degrees of freedom has the mean `n` and
+        // The bounds are 6 standard deviations above the mean: a chi-square with `n` degrees of freedom has the mean `n` and
         // the variance `2 n`.
         for buckets in buckets {
             assert!(statistic(&buckets) < 255.0 + 6.0 * 510f64.sqrt());

@@ -5,13 +5,12 @@ use super::score::{ScoreKind, Scoring, capped, final_score, final_slope, probabi
 use super::score_mod::ScorePlace;
 use cubecl::prelude::*;
 
-/// The factor by which P is multiplied before it is rounded to f16. The gradient of V is later divided by this factor. With
-/// many keys or a large sink, P falls below 2^-14, where f16 loses bits. If P is multiplied by 2^12, P keeps all bits down to
-/// 2^-26. Rounding of large scores may push P above 1, but P times 2^12 still fits f16.
+/// The factor by which P is multiplied before it is rounded to f16. The gradient of V is later divided by this factor. Below
+/// 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
-/// The LSE (as reference score and logarithm) and the delta of a query, read from the LSE/delta tensor
-/// `[batch, q_heads, 5, padded q_len]`. The reference score is the score that the softmax subtracts, about the row maximum.
+/// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the score that the softmax
+/// subtracts, about the row maximum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct RowLseDelta {
@@ -33,11 +32,10 @@ pub(crate) struct ScoreGradient {
     pub ddot: f32,
 }
 
-/// Returns the derivatives at a visible score. At a hidden score the function returns zeros, even if `dot`, `dp` or the row's
-/// LSE is NaN.
+/// Returns the derivatives at a visible score. At a hidden score the function returns zeros, even if an argument is NaN.
 ///
-/// Pass `scaled = false` if the caller rounds the result to half precision. The result is then not multiplied by the scale of
-/// the scores, because the product with the scale might underflow.
+/// Pass `scaled = false` if the caller rounds the result to half precision. The result is then not multiplied by the scale
+/// of the scores, because the product might underflow.
 #[cube]
 pub(crate) fn score_gradient<M: Numeric, F: Float>(
     dot: f32,

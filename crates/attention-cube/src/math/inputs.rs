@@ -15,9 +15,8 @@ pub(crate) struct ForwardInputs<E: Float, K: Numeric, N: Size, W: Size> {
     pub key_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The scales of an int8 V, one per row: `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
-    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of K and V counts pages, and the
-    /// third dimension counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
+    /// from `n · page_len` on. With a page table, K and V are `[pages, kv_heads, page_len, columns]`.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
@@ -32,8 +31,7 @@ pub(crate) struct BackwardInputs<E: Float, N: Size> {
     pub value: OwnedTensor<Vector<E, N>>,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<Vector<E, N>>,
-    /// The LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. The file `auxiliary/delta/kernel.rs` describes its
-    /// five rows.
+    /// The LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32 (see `auxiliary/delta/kernel.rs`).
     pub lse_delta: OwnedTensor<f32>,
 }
 

@@ -2,8 +2,7 @@
 
 use cubecl::prelude::*;
 
-/// The rows of one head, or of all query heads of a GQA group. The rows of a group are numbered consecutively, one head after
-/// another. Only a range of the rows may be read.
+/// The rows of one head, or of all query heads of a GQA group, one head after another. Only a range of the rows may be read.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rows {
@@ -19,14 +18,14 @@ pub(crate) struct Rows {
     pub fallback: u32,
     /// The number of columns per row.
     pub columns: u32,
-    /// The number of rows per head (`head_length`), and the stride between neighbouring heads in elements (`head_stride`).
-    /// Kernels read both fields only if one tile packs the rows of all heads of a GQA group.
+    /// The number of rows per head, and the stride between heads in elements. Kernels read these fields only if a tile packs
+    /// the rows of several heads.
     pub head_length: u32,
     pub head_stride: usize,
 }
 
-/// One input of a tile multiplication: a tensor, and the rows of the tensor that a kernel reads. For an int8 operand, the
-/// offset and the strides of the rows count 32-bit words, and `columns` counts int8 codes.
+/// One input of a tile multiplication: a tensor, and the rows that a kernel reads. For int8, offset and strides count 32-bit
+/// words, and `columns` counts int8 codes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Operand<'a, E: Numeric, N: Size> {
@@ -69,8 +68,7 @@ pub(crate) fn head_rows<E: Numeric, N: Size>(
     group_rows(tensor, batch, head, 0u32, first, end, columns)
 }
 
-/// Returns the rows of the group of heads that starts at `head`, with `head_length` rows per head. Kernels may read only the
-/// rows `first..end`.
+/// Returns the rows of the group of heads that starts at `head`. Kernels may read only the rows `first..end`.
 #[cube]
 pub(crate) fn group_rows<E: Numeric, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -105,8 +103,7 @@ pub(crate) struct Page {
     pub first_key: i32,
 }
 
-/// Returns the page that holds key `key` of sequence `batch`. `page_table` is `[batch, pages of a sequence]`. Without a page
-/// table, the whole sequence `batch` counts as one page.
+/// Returns the page that holds key `key` of sequence `batch`. Without a page table, the whole sequence counts as one page.
 #[cube]
 pub(crate) fn page_of<E: Numeric, N: Size>(
     page_table: &ComptimeOption<OwnedTensor<i32>>,
@@ -131,10 +128,9 @@ pub(crate) fn page_of<E: Numeric, N: Size>(
     }
 }
 
-/// Returns entry `number` of a sequence in the page table. The entry is the index of a page in the tensor `pages`.
+/// Returns entry `number` of a sequence in the page table: the index of a page in the tensor `pages`.
 ///
-/// If `number` is past the end of the table, the function returns the sequence's last entry. An entry outside of `0..pages` is
-/// clamped to this range, so that no access leaves the tensor.
+/// `number` is clamped to the table, and the entry to `0..pages`, so that no access leaves the tensor.
 #[cube]
 pub(crate) fn page_in<E: Numeric, N: Size>(
     page_table: &Tensor<i32>,
@@ -157,8 +153,7 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
 ) -> Operand<'a, E, N> {
     if comptime!(page_len > 0) {
         let mut rows = operand.rows;
-        // The page's offset minus the offset of its first key may be negative, and then wraps around. The result wraps back
-        // when the offset of a row of the page is added.
+        // The subtraction may wrap around. The sum wraps back when the offset of a row of the page is added.
         rows.base += page.index as usize * operand.tensor.stride(0)
             - page.first_key as usize * rows.row_stride;
         // No load may leave the page, not even a load whose result is ignored.
@@ -173,8 +168,7 @@ pub(crate) fn in_page<'a, E: Numeric, N: Size>(
     }
 }
 
-/// Returns the element offset of `row`. If `packed`, the rows of all heads of the group are numbered consecutively, one head
-/// after another.
+/// Returns the element offset of `row`. If `packed`, the rows of the group's heads are numbered one head after another.
 #[cube]
 pub(crate) fn row_offset(rows: &Rows, row: u32, #[comptime] packed: bool) -> usize {
     if comptime!(packed) {

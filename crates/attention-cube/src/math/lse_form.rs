@@ -3,28 +3,26 @@
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
 
-/// The range of scales for which kernels can leave scores unscaled until the exponential. Outside of this range, unscaled
-/// scores could overflow or underflow f32.
+/// The range of scales for which kernels can leave scores unscaled until the exponential, without overflow or underflow in
+/// f32.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
-/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of a reference score (about
-/// the row maximum) and the logarithm of the softmax sum relative to that score.
+/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of a reference score
+/// (about the row maximum) and the logarithm of row_sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
-    /// The logsumexp as one f32. This form requires that all scores are near 0, because an f32 rounds large logsumexps too
-    /// coarsely.
+    /// The logsumexp as one f32. All scores must be near 0, because an f32 rounds large logsumexps too coarsely.
     Whole,
-    /// The logsumexp as one f32, or a mark if the magnitude of the reference score is at least the constant `FAR` in
-    /// `auxiliary/delta/kernel.rs`. In place of a marked logsumexp, two separate rows of the tensor store the reference
-    /// score and the logarithm.
+    /// The logsumexp as one f32, or a mark if the reference score is far from 0. For a marked logsumexp, two rows of the
+    /// tensor store the reference score and the logarithm.
     Marked,
     /// The reference score and the logarithm as two separate f32 values.
     Apart,
 }
 
 impl LogsumexpForm {
-    /// Returns the form in which the logsumexp is stored. `raw` is true if kernels keep `q·k` unscaled until the exponential.
-    /// `is_bounded` is true if scores stay near 0, see [`is_bounded`].
+    /// Returns the form in which the logsumexp is stored. `raw` is true if kernels keep `q·k` unscaled until the
+    /// exponential. `is_bounded` is the result of [`is_bounded`].
     pub(crate) const fn of(raw: bool, is_bounded: bool) -> Self {
         match is_bounded {
             true => Self::Whole,
@@ -44,8 +42,8 @@ impl LogsumexpForm {
     }
 }
 
-/// True if a softcap keeps the scores near 0, and nothing (`has_shift`) is added to the scores after the softcap. A wide
-/// softcap does not keep the scores near 0, because it is far above most scores.
+/// True if a softcap keeps the scores near 0, and nothing (`has_shift`) is added after the softcap. A wide softcap is far
+/// above most scores, so it does not count.
 pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_shift: bool) -> bool {
     has_softcap && !is_wide && !has_shift
 }

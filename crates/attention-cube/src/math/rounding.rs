@@ -12,8 +12,7 @@ mod tests {
 
     const UNITS: usize = 64;
 
-    /// Writes the rounded values as u32 bits, because drivers may change the bits of floats that a kernel writes. The kernel
-    /// does not require that the device supports the type `E`.
+    /// Writes the rounded values as u32 bits, because drivers may change the bits of floats that a kernel writes.
     #[cube(launch_unchecked)]
     fn convertible_bits<E: Float>(
         values: &[u32],

@@ -1,12 +1,10 @@
 //! The tile scheduler assigns a tile to each cube, and starts the longest tiles first.
 //!
 //! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles are
-//! numbered in descending order of their queries. The cubes that start last then have short tiles, and no cube works alone at
-//! the end.
+//! numbered in descending order of their queries. Short tiles come last, so that no cube works alone at the end.
 //!
-//! Heads and sequences vary fastest over the cube index, so that the tiles in flight have equal lengths. The scheduler first
-//! runs all tiles of `together` (head, sequence) pairs, which is as many pairs as suit the L2 cache. Then it runs the tiles of
-//! the next `together` pairs.
+//! The scheduler first runs all tiles of `together` (head, sequence) pairs, whose operands fit the L2 cache. Then it runs
+//! the tiles of the next `together` pairs.
 
 use cubecl::prelude::*;
 
@@ -22,8 +20,7 @@ pub(crate) struct Grid {
     pub heads: u32,
     /// The number of (head, sequence) pairs. This module calls such a pair a plane, although it is not a CubeCL plane (warp).
     pub planes: u32,
-    /// The number of (head, sequence) pairs whose tiles are scheduled together. The cubes take one tile of each of these pairs
-    /// before they take the next tile of any pair.
+    /// The number of (head, sequence) pairs whose tiles are scheduled together.
     pub together: u32,
     /// The number of cubes with work. The launch may have a few more cubes.
     pub cubes: u32,
@@ -38,8 +35,7 @@ pub(crate) struct Schedule {
     pub items: u32,
     /// The number of launched cubes. Each cube processes every `launched`-th work item.
     pub launched: u32,
-    /// The kind of work item. The field is 1 if a work item is a pair of tiles, a tile and its mirror image in the sequence.
-    /// The field is 0 if a work item is one [`WorkTile`].
+    /// 1 if a work item is a pair of mirrored tiles. 0 if a work item is one [`WorkTile`].
     pub paired: u32,
 }
 
@@ -80,16 +76,14 @@ pub(crate) fn work_tile(grid: &Grid, index: u32, #[comptime] last_first: bool) -
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Assignment {
     pub work_tile: WorkTile,
-    /// False if there is no work in this iteration. The middle tile of a sequence has no partner, so its pair has no second
-    /// tile.
+    /// False if there is no work in this iteration. The middle tile of a sequence has no partner.
     pub exists: bool,
 }
 
 /// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
 ///
-/// If work items are pairs, a pair is a tile and its mirror image: the tile at the same distance from the opposite end of
-/// the sequence. Under a causal mask, a tile late in the sequence sees many keys, and its mirror image sees few. The sum of
-/// both tiles' costs is the same for every pair. Cubes with equally many pairs therefore end at the same time.
+/// A pair is a tile and the tile at the same distance from the opposite end of the sequence. Under a causal mask, all pairs
+/// have equal work.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {
@@ -124,8 +118,7 @@ pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32)
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn next_item(schedule: &Schedule, item: u32, turn: u32) -> u32 {
-    // A pair of tiles is one work item but takes two iterations. If work items are pairs, the cube therefore goes on to its
-    // next item only after every second iteration.
+    // A pair of tiles takes two iterations.
     item + (1u32 - schedule.paired * (1u32 - turn % 2u32)) * schedule.launched
 }
 

@@ -1,4 +1,4 @@
-//! Computes a score from `q·k` by scale, softcap, bias and visibility. Also computes the derivative of a score with respect to
+//! Computes a score from `q·k` by scale, softcap, bias and visibility, and the derivative of the score with respect to
 //! `q·k`.
 
 use super::visibility::{SeqInfo, SeqLens, Structure, sees};
@@ -13,8 +13,8 @@ use cubecl::prelude::*;
 /// The initial row maximum (row_max). Only −∞, the score of a hidden key, is lower.
 pub(crate) const LOWEST: f32 = f32::MIN;
 
-/// True if a score or bias is −∞. The test compares bits, because shading-language compilers may assume that all floats are
-/// finite and remove a float comparison with −∞.
+/// True if a score or bias is −∞. The test compares bits, because shading-language compilers may remove a float comparison
+/// with −∞.
 #[cube]
 pub(crate) fn is_hidden(score: f32) -> bool {
     u32::reinterpret(score) == 0xFF80_0000u32
@@ -23,16 +23,14 @@ pub(crate) fn is_hidden(score: f32) -> bool {
 /// The bits of −0, which are saved as the logarithm of the softmax sum if a query sees no key.
 const NO_KEYS: u32 = 0x8000_0000;
 
-/// Returns the second part of the logsumexp that a forward saves. The first part is the reference score, about the row maximum.
-/// The second part is `ln(sum)`, or −0 for a query that sees no key.
+/// Returns the second part of the logsumexp that a forward saves: `ln(sum)`, or −0 for a query that sees no key. The first
+/// part is the reference score, about the row maximum.
 ///
-/// Adding −0 to a score changes nothing, and no softmax sum has −0 as its logarithm. A backward can therefore distinguish a
-/// query that sees no key from a query whose sink outweighs its keys.
+/// No softmax sum has −0 as its logarithm, so a backward can recognize a query that sees no key.
 #[cube]
 pub(crate) fn saved_logarithm(sum: f32, has_keys: bool) -> f32 {
     let logarithm = sum.ln();
-    // Replaces a logarithm of −0 by +0. The result is selected as bits, because shading languages may drop the sign of a zero
-    // in arithmetic.
+    // Replaces a logarithm of −0 by +0, as bits, because shading languages may drop the sign of a zero in arithmetic.
     let bits = select(logarithm == 0.0f32, 0u32, u32::reinterpret(logarithm));
     f32::reinterpret(select(has_keys, bits, comptime!(NO_KEYS)))
 }
@@ -50,8 +48,7 @@ pub(crate) struct ScoreArguments {
     pub scale: f32,
     /// The softcap. Kernels read this field only if they are compiled for scores with a softcap.
     pub softcap: f32,
-    /// The value −∞, which is the score of a hidden key and the logsumexp of a query without keys. The value is a kernel
-    /// argument because some shading languages have no literal for −∞.
+    /// The value −∞, a kernel argument because some shading languages have no literal for −∞.
     pub negative_infinity: f32,
 }
 
@@ -71,22 +68,19 @@ pub(crate) struct ScoreKind {
 }
 
 impl ScoreKind {
-    /// True if a hidden key may lie between two visible keys. Kernels must then zero those rows of a block that are hidden
-    /// from the whole tile, and only afterwards multiply P or dS by the block. Otherwise NaN in a hidden row would reach the
-    /// result, because 0 × NaN is NaN.
+    /// True if a hidden key may lie between two visible keys. Kernels must then zero the hidden rows of a block before they
+    /// multiply P or dS by the block. Such a row may hold NaN, and 0 × NaN is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || self.mask_mod.is_some() || structure.is_irregular()
     }
 
-    /// True if the derivative of a score with respect to `q·k` is not the same for all scores, because of a softcap or a
-    /// score mod.
+    /// True if the derivative of a score with respect to `q·k` is not a constant, because of a softcap or a score mod.
     pub(crate) const fn has_slope(&self) -> bool {
         self.softcap || self.score_mod.is_some()
     }
 }
 
-/// The inputs that hide keys and turn `q·k` into scores. Kernels with these inputs read the mask as one element per score and
-/// not as packed bits.
+/// The inputs that hide keys and turn `q·k` into scores.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub seq_lens: SeqLens,
@@ -99,8 +93,7 @@ pub(crate) struct Scoring<M: Numeric, F: Float> {
     pub tables: KernelTables,
 }
 
-/// Returns the element offset of `place` in a mask or bias. The last four arguments are the strides of the mask or bias in
-/// the shape `[batch, q_heads, q_len, kv_len]`.
+/// Returns the element offset of `place` in a mask or bias with the given strides.
 #[cube]
 fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usize) -> usize {
     place.batch as usize * batch
@@ -113,14 +106,13 @@ fn offset(place: &ScorePlace, batch: usize, head: usize, query: usize, key: usiz
 #[cube]
 pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let mut score = if comptime!(kind.bias && !kind.has_slope()) {
-        // The compiler fuses this plain multiplication with the addition of the bias into one FMA. The forward of tensor-core
-        // engines is compiled in the same way. A backward must round its scores like the forward, so the backward must also fuse
-        // both operations.
+        // The compiler fuses this multiplication with the addition of the bias into one FMA, as it does in the tensor-core
+        // forward. A backward must round its scores like the forward.
         dot * arguments.scale
     } else {
-        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the reference
-        // score (about the row maximum). The reference score is a rounded product, but the product in a fused subtraction is
-        // not rounded. For large scores, P would then contain the rounding error of the reference score.
+        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the
+        // reference score (a rounded product). After a fused subtraction, P would contain the rounding error of the
+        // reference score.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {
@@ -134,10 +126,9 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
     score
 }
 
-/// Returns the score under a wide softcap, by the formula that every engine shares: see [`crate::math::softcap`].
+/// Returns the score under a wide softcap: see [`crate::math::softcap`].
 ///
-/// The argument `far` is `softcap · tanh(score / softcap)` as the engine computes it. For scores far from zero, `far` is the
-/// result.
+/// The argument `far` is `softcap · tanh(score / softcap)` as the engine computes it, the result for scores far from zero.
 #[cube]
 pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     let ratio = score * (1.0f32 / softcap);
@@ -155,8 +146,7 @@ pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     select(ratio.abs() < NEAR, near, far)
 }
 
-/// Returns `d score / d dot`, computed from the score before the bias. If `scaled` is false, the result is not multiplied by
-/// `scale`.
+/// Returns `d score / d dot` from the score before the bias. If `scaled` is false, the factor `scale` is left out.
 #[cube]
 fn slope(
     capped: f32,
@@ -201,8 +191,8 @@ fn biased<F: Float>(
     }
 }
 
-/// Returns the score after score mod, bias and mask mod. The argument `capped` is the score before these three. If the mask mod or a
-/// bias of −∞ hides the key, the result is −∞, whatever `capped` is.
+/// Returns the score after score mod, bias and mask mod. `capped` is the score before these three. If the mask mod or a bias
+/// of −∞ hides the key, the result is −∞, whatever `capped` is.
 #[cube]
 pub(crate) fn final_score<M: Numeric, F: Float>(
     capped: f32,
@@ -216,8 +206,8 @@ pub(crate) fn final_score<M: Numeric, F: Float>(
     shown_score(score, place, &scoring.tables, hidden, kind.mask_mod)
 }
 
-/// Returns `d final_score / d dot` from the score before score mod and bias. If `scaled` is false, `scale` is not multiplied into
-/// the result.
+/// Returns `d final_score / d dot` from the score before score mod and bias. If `scaled` is false, the factor `scale` is
+/// left out.
 #[cube]
 pub(crate) fn final_slope<M: Numeric, F: Float>(
     capped: f32,
@@ -240,8 +230,8 @@ pub(crate) fn plus_bias(score: f32, bias: f32, hidden: f32) -> f32 {
     select(is_hidden(bias), hidden, score + bias)
 }
 
-/// True if query and key exist, and the query sees the key by window, length, segments, intervals and mask. If `whole`, every
-/// query of the tile sees every key of the block, and the function checks nothing.
+/// True if query and key exist, and the query sees the key by window, length, segments, intervals and mask. If `whole`,
+/// every score of the tile is visible, and the function checks nothing.
 #[cube]
 pub(crate) fn is_visible<M: Numeric, F: Float>(
     whole: bool,
@@ -283,15 +273,14 @@ pub(crate) fn is_visible<M: Numeric, F: Float>(
     visible
 }
 
-/// Returns `exp(score − reference)`, or 0 for a hidden score (−∞). A NaN score gives NaN. `reference` is the score that the
-/// softmax subtracts, about the row maximum.
+/// Returns `exp(score − reference)`, or 0 for a hidden score (−∞). A NaN score gives NaN.
 #[cube]
 pub(crate) fn numerator(score: f32, reference: f32) -> f32 {
     select(is_hidden(score), 0.0f32, (score - reference).exp())
 }
 
-/// Returns `exp(score − reference − logarithm)`, or 0 for a hidden score (−∞). `reference` is the score that the softmax
-/// subtracts, about the row maximum. `logarithm` is the natural logarithm of the softmax sum relative to `reference`.
+/// Returns `exp(score − reference − logarithm)`, or 0 for a hidden score (−∞). `logarithm` is the logarithm of the softmax
+/// sum relative to `reference`.
 #[cube]
 pub(crate) fn probability(score: f32, reference: f32, logarithm: f32) -> f32 {
     let difference = (score - reference) - logarithm;

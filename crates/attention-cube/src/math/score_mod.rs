@@ -33,8 +33,7 @@ pub struct ScorePlace {
     pub key: i32,
     /// The position of query 0 on the axis of keys.
     pub(crate) offset: i32,
-    /// The distance of query and key as f32. The field is 0 if the kernel cannot compute this number without a conversion
-    /// for each score.
+    /// The distance of query and key as f32, or 0 if the kernel cannot compute it without a conversion for each score.
     float_distance: f32,
     /// True if `float_distance` holds the distance.
     #[cfg_attr(feature = "cube", cube(comptime))]
@@ -69,19 +68,17 @@ impl ScorePlace {
         }
     }
 
-    /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for earlier
-    /// keys and negative for later keys.
+    /// Returns the number of keys from the key to the query's own position. It is 0 for the query's own key, positive for
+    /// earlier keys and negative for later keys.
     ///
     /// Positions follow the alignment of the causal mask: at the bottom right, the last query has the position of the last
-    /// key. If sequences have their own lengths, the alignment uses these lengths: see
-    /// [`kv_lengths`](crate::AttentionOptions::kv_lengths).
+    /// key. See also [`kv_lengths`](crate::AttentionOptions::kv_lengths).
     pub fn distance(&self) -> i32 {
         self.query + self.offset - self.key
     }
 
     /// Returns the distance as f32. On tensor cores this is cheaper than converting [`distance`](Self::distance) to f32.
-    /// That conversion takes as long as the exponential of the softmax. Distances from 2²⁴ on are rounded, and kernels may
-    /// round them differently. A mask must therefore not depend on rounded distances.
+    /// Kernels may round distances from 2²⁴ on differently, so a mask must not depend on these distances.
     pub fn distance_f32(&self) -> f32 {
         if comptime!(self.has_float_distance) {
             self.float_distance
@@ -185,8 +182,7 @@ impl MaskCode {
     }
 }
 
-/// Implements `Eq`, `Hash` and `Debug` for code, by the type of the code. CubeCL uses these traits to look up compiled
-/// kernels.
+/// Implements `Eq`, `Hash` and `Debug` by the type of the code. CubeCL uses these traits to look up compiled kernels.
 macro_rules! by_type {
     ($code:ident) => {
         impl PartialEq for $code {

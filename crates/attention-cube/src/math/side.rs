@@ -1,7 +1,6 @@
 //! The two sides of the score matrix (queries and keys), and the gradients that a kernel accumulates.
 
-/// The stationary side of a kernel. A tile keeps rows of this side, queries or keys, and the kernel streams blocks of the
-/// opposite side.
+/// The stationary side of a kernel, queries or keys. The kernel streams blocks of the opposite side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// A tile keeps queries, and the kernel streams keys.

@@ -1,16 +1,14 @@
-//! Constants of the softcap `c · tanh(x / c)` for a cap far above most scores. Kernels and the reference implementation share
-//! them.
+//! Constants of the softcap `c · tanh(x / c)` for a cap far above most scores. Kernels and the reference implementation
+//! share them.
 //!
-//! A tanh that is computed from exponentials has an error of some ulps of 1. Multiplied by the cap `c`, the error is some ulps
-//! of `c`. If the cap is near the scores, this error is too small to change the softmax. If the cap is above [`WIDE`], the
-//! error changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is 0.2, and from 10⁸ on the scores are
-//! lost.
+//! A tanh that is computed from exponentials has an error of some ulps of 1, so the softcap has an error of some ulps of
+//! `c`. For a cap above [`WIDE`], this error changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is
+//! 0.2, and from 10⁸ on the scores are lost.
 //!
 //! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
-//! polynomial. A cap far above all scores, up to the largest f32, then changes nothing.
+//! polynomial.
 
-/// The largest softcap that is not wide. Up to this softcap, the error of the softcapped score is within 8·10⁻⁶, which is one
-/// ulp of a score near the softcap.
+/// The largest softcap that is not wide. The error of the softcapped score is then within 8·10⁻⁶, one ulp of the softcap.
 pub(crate) const WIDE: f64 = 64.0;
 
 /// The ratio of score to softcap below which a polynomial replaces the tanh.

@@ -1,15 +1,15 @@
-//! Decides which keys a query sees, by causal mask, window, lengths, segments, intervals and mask. All engines use this code.
+//! Decides which keys a query sees, by causal mask, window, lengths, segments, intervals and mask.
 //!
-//! Causal mask, window and length give each query one contiguous range of keys, `first_key(i)..end_key(i)`. Both ends grow with
-//! `i`, so the keys that a tile of queries sees are also one contiguous range. Kernels skip key blocks outside of the tile's
-//! range. In a block that lies inside the range of every query, kernels do not test single keys.
+//! Causal mask, window and length give each query one contiguous range of keys, `first_key(i)..end_key(i)`. Both ends grow
+//! with `i`, so a tile of queries also sees one contiguous range of keys. Kernels skip key blocks outside of the tile's
+//! range.
 
 use crate::math::side::Side;
 use cube_kit::pdl::load_element_now;
 use cubecl::prelude::*;
 
-/// The number that stands for an unlimited side of the window. Every position is smaller than this number, and the sum of a
-/// position and this number fits in i32.
+/// Stands for an unlimited side of the window: larger than every position, and small enough to be added to a position in
+/// i32.
 pub(crate) const OPEN: i32 = 1 << 30;
 
 /// The sequence lengths and the window of a problem, and the layout of the packed i32 buffer.
@@ -22,11 +22,10 @@ pub(crate) struct SeqLens {
     pub left: i32,
     /// The number of visible keys to the right of a query's own position, or [`OPEN`]. The field is 0 for causal attention.
     pub right: i32,
-    /// The alignment of queries and keys. The field is 1 if the last query is aligned with the last key, and 0 if the first
-    /// query is aligned with the first key.
+    /// 1 if the last query is aligned with the last key, and 0 if the first query is aligned with the first key.
     pub bottom_right: i32,
-    /// The offsets of four regions of the packed i32 buffer, in i32 values. The regions hold a record per query (segment id and
-    /// intervals), a segment id per key, the bounds of each query block, and the bounds of each key block.
+    /// The offsets of four regions of the packed i32 buffer, in i32 values: query records (segment id and intervals),
+    /// segment ids of the keys, bounds of the query blocks, and bounds of the key blocks.
     pub query_ids: u32,
     pub key_ids: u32,
     pub query_bounds: u32,
@@ -51,8 +50,8 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
-    /// Returns the structure of a problem that has no masking except a causal mask, a window and, if `lengths`, numbers of keys
-    /// per sequence.
+    /// Returns the structure of a problem without segments, intervals and mask. `lengths` tells if sequences have their own
+    /// numbers of keys.
     pub(crate) const fn of_key_lengths(lengths: bool) -> Self {
         Self {
             lengths,
@@ -69,8 +68,8 @@ impl Structure {
         self.segments || self.intervals > 0 || self.mask
     }
 
-    /// The number of lengths per sequence in the packed i32 buffer. A sequence may have its number of keys, its number of
-    /// queries, or both in this order.
+    /// The number of lengths per sequence in the packed i32 buffer: the number of keys, the number of queries, both, or
+    /// none.
     pub(crate) const fn lengths_record(&self) -> usize {
         self.lengths as usize + self.query_lengths as usize
     }
@@ -80,8 +79,8 @@ impl Structure {
         self.segments || self.intervals > 0
     }
 
-    /// The number of i32 values in a query's record in the packed buffer. A record holds the segment id (if the problem has
-    /// segments), then the first key and the end of each interval.
+    /// The number of i32 values in a query's record in the packed buffer: the segment id (if any), and the first key and the
+    /// end of each interval.
     pub(crate) const fn query_record(&self) -> usize {
         self.segments as usize + 2 * self.intervals
     }
@@ -195,8 +194,8 @@ pub(crate) struct Keys {
     pub end: i32,
 }
 
-/// Returns the range of keys that the window and the sequence's number of keys allow query `i` to see. The range is empty if the
-/// query does not exist.
+/// Returns the range of keys that query `i` sees by the window and the sequence's length. The range is empty if the query
+/// does not exist.
 #[cube]
 pub(crate) fn keys_of(seq_info: &SeqInfo, i: i32) -> Keys {
     Keys {
@@ -230,22 +229,22 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     }
 }
 
-/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges. The first range is visible to
-/// at least one row of the tile. The second range is visible to every row of the tile.
+/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges: visible to at least one row
+/// of the tile, and visible to every row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
     /// The range of keys or queries that are visible to at least one row of the tile.
     pub first: i32,
     pub end: i32,
-    /// The range of keys or queries that are visible to every row of the tile. The range is empty if the tile reaches past the
-    /// end of the sequence.
+    /// The range that is visible to every row of the tile. The range is empty if the tile reaches past the end of the
+    /// sequence.
     pub common_first: i32,
     pub common_end: i32,
 }
 
-/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows of
-/// the tensor. Queries past the end of their sequence see no key.
+/// Returns the range of keys that the queries `first..=last` of a tile see. `full` is true if all rows of the tile are rows
+/// of the tensor.
 #[cube]
 pub(crate) fn visible_keys(
     seq_info: &SeqInfo,
@@ -286,8 +285,6 @@ pub(crate) fn visible_queries(seq_info: &SeqInfo, first: i32, last: i32, full: b
 }
 
 /// True if all scores of a tile and a streamed block are visible. The block starts at row `first` and has `size` rows.
-/// `query_block` is the block index of the queries, and `key_block` is the block index of the keys. The tile has one of these
-/// two indices, and the streamed block has the other index.
 #[cube]
 pub(crate) fn is_whole(
     run: &Run,
@@ -323,22 +320,20 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
     first >= run.common_first && first + size <= run.common_end
 }
 
-/// The number of i32 values in the packed buffer for each block of queries or keys. The values are the smallest segment id, the
-/// largest segment id, a bit set of the ids modulo 32, and a range of blocks of the opposite side (two values).
+/// The number of i32 values in the packed buffer for each block of queries or keys: the smallest and the largest segment id,
+/// a bit set of the ids modulo 32, and a range of blocks of the opposite side (two values).
 ///
-/// A document's id may lie between the smallest and the largest id of a block although the block has no token of the document.
-/// Kernels use the bit set to recognize this. For example, a block that ends in padding may hold ids that are far apart.
+/// A document's id may lie between the smallest and the largest id of a block that has no token of the document. The bit set
+/// rules out most of these blocks.
 ///
-/// Only blocks of the stationary side have a range of blocks of the opposite side. The range is stored as the index of the
-/// first block that segments and intervals may leave visible, and the index after the last such block.
+/// The range holds the blocks that segments and intervals may leave visible. Only blocks of the stationary side have a
+/// range.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
-/// The number of i32 values per block of queries and per interval. The values are two ranges of key blocks, each stored as the
-/// index of its first block and the index after its last block.
+/// The number of i32 values per block of queries and per interval: two ranges of key blocks.
 ///
-/// The first range covers each key block in which the interval makes at least one key visible to at least one query of the
-/// query block. The second range covers each key block in which the interval makes all keys visible to every query of the query
-/// block.
+/// The first range covers the key blocks with at least one key that is visible to at least one query of the block. The
+/// second range covers the key blocks in which every key is visible to every query.
 pub(crate) const INTERVAL_BOUNDS: usize = 4;
 
 /// Returns the offset of the bounds of a block in the packed i32 buffer. `block` is the block's index on `side`.
@@ -369,7 +364,7 @@ pub(crate) struct Blocks {
 }
 
 /// Narrows the range `first..end` of streamed blocks to the blocks that segments and intervals may leave visible to tile
-/// `block`. A block inside the narrowed range may still be hidden from the whole tile.
+/// `block`.
 #[cube]
 pub(crate) fn within_bounds(
     first: i32,
@@ -393,9 +388,6 @@ pub(crate) fn within_bounds(
 }
 
 /// True if segments and intervals may leave a key of block `key_block` visible to a query of block `query_block`.
-///
-/// With segments, the id ranges and the id bit sets of both blocks must overlap. With intervals, the key block must lie in
-/// the block range of an interval.
 #[cube]
 pub(crate) fn blocks_meet(
     seq_lens: &SeqLens,
@@ -427,8 +419,8 @@ pub(crate) fn blocks_meet(
     meet
 }
 
-/// True if every query of block `query_block` sees every key of block `key_block` by its first interval, or if every query
-/// does by its second interval. The structure must have intervals.
+/// True if one interval makes every key of block `key_block` visible to every query of block `query_block`. The structure
+/// must have intervals.
 #[cube]
 pub(crate) fn is_within_intervals(
     seq_lens: &SeqLens,
@@ -443,8 +435,8 @@ pub(crate) fn is_within_intervals(
     is_in_block_range(lengths_and_ids, whole, key_block, structure)
 }
 
-/// True if a key block lies in the block range of any interval. The range of the first interval is at offset `at` of the packed
-/// i32 buffer. The range of each further interval lies [`INTERVAL_BOUNDS`] elements after the previous range.
+/// True if a key block lies in the block range of any interval. `at` is the offset of the first interval's range in the
+/// packed i32 buffer. The ranges are [`INTERVAL_BOUNDS`] elements apart.
 #[cube]
 fn is_in_block_range(
     lengths_and_ids: &ComptimeOption<OwnedTensor<i32>>,
@@ -474,8 +466,7 @@ fn record_of(seq_lens: &SeqLens, batch: u32, query: i32, #[comptime] structure: 
     }
 }
 
-/// Returns the range of keys in one interval of a query. `interval` is the index of the interval, counted from 0. The query
-/// must exist.
+/// Returns the range of keys in one interval of an existing query. `interval` is the index of the interval, counted from 0.
 #[cube]
 pub(crate) fn interval_of(
     seq_lens: &SeqLens,

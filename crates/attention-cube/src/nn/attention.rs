@@ -10,18 +10,17 @@ use burn::nn::{Dropout, Gelu, Linear};
 use burn::tensor::activation::{quiet_softmax, softmax};
 use burn::tensor::{Device, Tensor, assert_shape};
 
-/// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`]. This module computes the
-/// attention by [`fused_attention`](crate::fused_attention).
+/// Multi-head attention with the fields and records of [`burn::nn::attention::MultiHeadAttention`]. Attention is computed by
+/// [`fused_attention`](crate::fused_attention).
 ///
 /// # Dropout
-/// [`forward`](Self::forward) drops probabilities in the fused operator. Dropout is active if its probability is above 0, the
-/// tensors are on an autodiff device, and the module is not frozen. Each call uses a new seed, see
-/// [`seed_dropout`](super::seed_dropout).
+/// [`forward`](Self::forward) drops probabilities if the dropout is above 0, the tensors are on an autodiff device, and the
+/// module is not frozen. Each call uses a new seed, see [`seed_dropout`](super::seed_dropout).
 ///
 /// # Hidden keys
-/// In all methods, a hidden key has the probability 0 exactly. A query whose keys are all hidden has the attention output 0, so
-/// its context is the bias of the output projection. `burn-nn` instead replaces hidden scores by
-/// [`min_float`](Self::min_float), so the output of such a query is the mean of all rows of V.
+/// A hidden key has the probability 0 exactly. A query whose keys are all hidden has the attention output 0. `burn-nn`
+/// instead replaces hidden scores by [`min_float`](Self::min_float), so the output of such a query is the mean of all rows
+/// of V.
 ///
 /// # Devices and dtypes
 /// This module supports the devices, dtypes and head sizes of [`fused_attention`](crate::fused_attention).
@@ -48,8 +47,8 @@ pub struct MultiHeadAttention {
     pub d_k: usize,
     /// The score of hidden keys in the unfused softmax. The fused operator ignores this field.
     pub min_float: f64,
-    /// True if the softmax is the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`. This is a softmax with a sink of 0 for
-    /// each head.
+    /// True if the softmax is the quiet softmax, `exp(x_i) / (1 + sum_j(exp(x_j)))`: a softmax with a sink of 0 for each
+    /// head.
     pub quiet_softmax: bool,
 }
 
@@ -139,7 +138,7 @@ impl MultiHeadAttention {
         self.compute_context(query, key, value, masks)
     }
 
-    /// Computes the context and the probabilities, without the fused operator, like `burn-nn`.
+    /// Computes the context and the probabilities, without the fused operator.
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `weights [batch, n_heads, q_len,
@@ -255,8 +254,7 @@ impl MultiHeadAttention {
             true => quiet_softmax(scores, 3),
             false => softmax(scores, 3),
         };
-        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0. This line sets
-        // them to 0.
+        // If all keys of a query are hidden, their scores are all equal, and the softmax gives weights above 0.
         if let Some(hidden) = hidden {
             weights = weights.mask_fill(hidden, 0.0);
         }

@@ -1,5 +1,4 @@
-//! The caches of autoregressive inference, with the semantics of `burn-nn`. Each call gets the whole sequence so far. The
-//! first call computes all tokens. Each later call computes only the last token, and appends the results to the cache.
+//! The caches of autoregressive inference, with the semantics of `burn-nn`: each call gets the whole sequence so far.
 
 use super::attention::MultiHeadAttention;
 use super::input::MhaInput;
@@ -7,9 +6,8 @@ use burn::tensor::Tensor;
 
 /// The cache of [`MultiHeadAttention::forward_cache`] for autoregressive inference.
 ///
-/// The cache holds the projected keys and values, and the contexts (attention outputs) of earlier tokens. A step after the
-/// first one computes the attention of the last query only. `burn-nn` instead also caches the projected queries, and each of
-/// its steps recomputes the attention of all queries but uses only the result of the last query.
+/// The cache holds the projected keys and values, and the contexts (attention outputs) of earlier tokens. Each step after
+/// the first computes the attention of the last query only, unlike `burn-nn`.
 #[derive(Clone, Debug)]
 pub struct MhaCache {
     /// The projected keys and values, `[batch, n_heads, kv_len, d_k]`, or `None` before the first call.
@@ -42,14 +40,12 @@ impl MhaCache {
 impl MultiHeadAttention {
     /// Computes the context (attention output) of the whole sequence with a cache.
     ///
-    /// The first call computes all queries. Each later call gets one more token, computes the attention of this token's
-    /// query to all keys, and appends the result. The contexts of earlier tokens do not change, even if these tokens would
-    /// see the new key without the cache. `burn-nn` does the same. If the first call has several tokens and a causal mask,
-    /// the contexts equal the contexts of one [`forward`](Self::forward) over the whole sequence with a causal mask. Without
-    /// a causal mask in the first call, the tokens of the first call see each other.
+    /// The first call computes all queries. Each later call gets one more token, and computes only this token's context. The
+    /// contexts of earlier tokens do not change. With a causal mask in the first call, the contexts equal those of one
+    /// causal [`forward`](Self::forward) over the whole sequence.
     ///
-    /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`. The last query sees all keys
-    /// under [`causal`](MhaInput::causal), so later calls need not repeat the causal mask.
+    /// Masks have the shapes of the whole sequence. Later calls use the last row of `mask_attn`, and need no
+    /// [`causal`](MhaInput::causal).
     ///
     /// # Shapes
     /// `query [batch, q_len, d_model]`, `key` and `value` `[batch, kv_len, d_model]` → `[batch, q_len, d_model]`.

@@ -13,8 +13,7 @@ use burn::tensor::{Bool, Device, Tensor};
 /// A transformer encoder layer with the fields and records of [`burn::nn::transformer::TransformerEncoderLayer`], computed with
 /// fused attention.
 ///
-/// The layer differs from the layer of `burn-nn` in the same ways as [`MultiHeadAttention`] differs from its counterpart
-/// there. The dropout of the probabilities runs in the fused operator.
+/// The layer differs from `burn-nn`'s layer only by its [`MultiHeadAttention`].
 #[derive(Module, Debug)]
 pub struct FusedTransformerEncoderLayer {
     /// The self-attention.
@@ -205,7 +204,7 @@ impl FusedTransformerEncoderLayerCache {
 }
 
 /// A transformer encoder with the fields and records of [`burn::nn::transformer::TransformerEncoder`], computed with fused
-/// attention. The encoder differs from the encoder of `burn-nn` only by its layers: see [`FusedTransformerEncoderLayer`].
+/// attention. The layers are [`FusedTransformerEncoderLayer`]s.
 ///
 /// ```
 /// use attention_cube::nn::{FusedTransformerEncoder, TransformerEncoderInput};

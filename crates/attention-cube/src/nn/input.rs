@@ -24,8 +24,8 @@ impl Masks {
         }
     }
 
-    /// Returns the mask of the keys that `pad` or `attn` hides. A dimension along which both masks are broadcast has size 1.
-    /// The causal mask is not included.
+    /// Returns the mask of the keys that `pad` or `attn` hides, without the causal mask. A dimension along which all masks
+    /// are broadcast has size 1.
     ///
     /// # Shapes
     /// `[batch, 1, q_len, kv_len]`.
@@ -129,8 +129,7 @@ impl MhaInput {
         self
     }
 
-    /// Hides all keys after the query's own position. The last query sees the last key. Kernels skip the half of the scores
-    /// that the mask hides.
+    /// Hides all keys after the query's own position. The last query sees the last key.
     pub fn causal(mut self) -> Self {
         self.masks.causal = true;
         self

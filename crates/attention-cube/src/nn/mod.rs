@@ -8,8 +8,8 @@
 //! | `transformer::TransformerEncoder` | [`FusedTransformerEncoder`] |
 //! | `transformer::TransformerEncoderInput` | [`TransformerEncoderInput`] |
 //!
-//! A module converts from `burn-nn`'s module and back with `From`. The conversion keeps the parameters. Records (`into_record`,
-//! `save_file`) of one module load into the other module, in both directions.
+//! A module converts from `burn-nn`'s module and back with `From`, with the same parameters. Each module loads the records
+//! (`into_record`, `save_file`) of its counterpart.
 //!
 //! ```
 //! use attention_cube::nn::{MhaInput, MultiHeadAttention};

@@ -7,10 +7,9 @@ use burn::tensor::{Bool, Tensor};
 
 /// Computes scaled dot-product attention with the scale `1/√head_dim`.
 ///
-/// The mask has the meaning of PyTorch's masks: **`true` makes a key visible**. With `causal` too, a query sees a key only if
-/// both the mask and the causal mask allow it. The causal mask is aligned at the bottom right: the last query sees the last
-/// key. PyTorch's `is_causal` is aligned at the top left, which differs if the numbers of queries and keys differ.
-/// [`AttentionOptions`](crate::AttentionOptions) has all other options.
+/// In the mask, **`true` makes a key visible**, as in PyTorch. The causal mask is aligned at the bottom right: the last
+/// query sees the last key. PyTorch's `is_causal` is aligned at the top left. [`AttentionOptions`](crate::AttentionOptions)
+/// has all other options.
 ///
 /// # Shapes
 /// `query [batch, q_heads, q_len, head_dim]`, `key [batch, kv_heads, kv_len, head_dim]`,

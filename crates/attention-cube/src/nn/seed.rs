@@ -2,15 +2,15 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Mixing makes sure that
-/// processes with neighbouring seeds practically never use the same seed for a call.
+/// The process's seed after mixing, plus the number of calls with dropout since the seed was set. Without mixing, processes
+/// with neighbouring seeds would use the same seeds in different calls.
 static NEXT: AtomicU64 = AtomicU64::new(mixed(0));
 
-/// Sets the seed from which this process's modules draw the dropout of probabilities, so that a run can be repeated. The
-/// dropouts of an encoder that do not act on probabilities use the random numbers of the device.
+/// Sets the seed for the dropout of probabilities in this process. An encoder's other dropouts use the random numbers of the
+/// device.
 ///
-/// Each forward with active dropout has its own seed, which depends on the number of such forwards before it. If this function
-/// is never called, the seed of the process is 0. In data-parallel training, give each process its own seed.
+/// Each forward with active dropout derives its own seed. The default seed is 0. In data-parallel training, give each
+/// process its own seed.
 ///
 /// ```
 /// attention_cube::nn::seed_dropout(42);

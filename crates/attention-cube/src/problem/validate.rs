@@ -152,8 +152,7 @@ impl AttentionProblem {
         let names = ["batch", "pages of a sequence"];
         check_dims("page_table", &page_table.dims(), &names, of_batch)?;
         check_device("page_table", page_table, &query.device())?;
-        // Options such as the mask number the keys of a sequence in text order. The numbers do not depend on the pages that
-        // hold these keys.
+        // Options such as the mask number the keys of a sequence in text order, not in page order.
         let sequences =
             |[_, heads, _, columns]: [usize; 4]| [batch, heads, of_sequence * page_len, columns];
         let shapes = KeyValueShapes {
@@ -499,8 +498,7 @@ pub(crate) fn check_place_of(
     })
 }
 
-/// Checks that all tensors use one checkpointing strategy. Burn merges the autodiff graphs of all tensors of a call,
-/// including the integer tensors.
+/// Checks that all tensors use one checkpointing strategy, because Burn merges the autodiff graphs of a call's tensors.
 fn check_checkpointing(
     query: &Device,
     [key, value]: [Device; 2],

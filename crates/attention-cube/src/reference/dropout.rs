@@ -10,8 +10,8 @@ use burn::backend::{
 };
 use burn::tensor::TensorData;
 
-/// Returns the dropout factors of all probabilities, `[batch, q_heads, q_len, kv_len]`. The factor is 0 if a probability is
-/// dropped.
+/// Returns the dropout factors of all probabilities, `[batch, q_heads, q_len, kv_len]`. A dropped probability has the factor
+/// 0.
 pub(super) fn factors<B: Backend>(
     dropout: &Dropout,
     problem: &AttentionProblem,

@@ -10,8 +10,7 @@ use crate::types::tensors::{
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::Shape;
 
-/// True if the problem has queries. This module computes a problem with queries only if it has no keys, so no query sees a
-/// key.
+/// True if the problem has queries. Problems in this module have no queries or no keys, so no query sees a key.
 fn has_rows(problem: &AttentionProblem) -> bool {
     !problem.logsumexp_shape().contains(&0)
 }
@@ -30,8 +29,7 @@ pub(super) fn forward<B: Backend>(
             let sinks = B::float_reshape(sinks, Shape::new([1, problem.q_heads, 1]));
             let mut scores = cast::<B>(sinks, dtype);
             if has_rows(problem) {
-                // Replaces a sink of −∞ by the constant −∞. Such a sink counts as no sink, so the logsumexp must not pass a
-                // gradient to the sink.
+                // A sink of −∞ counts as no sink, so the logsumexp must not pass a gradient to the sink.
                 let none = is_negative_infinity::<B>(&scores);
                 scores = B::float_mask_fill(scores, none, f64::NEG_INFINITY.into());
             }
@@ -54,8 +52,8 @@ pub(super) fn forward<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Computes the gradients of an empty problem. All gradients except the gradient of the sinks are zero. Without keys, the
-/// logsumexp is the sink, so the sink receives the logsumexp's gradient.
+/// Computes the gradients of an empty problem. Only the gradient of the sinks may be nonzero: without keys, the logsumexp is
+/// the sink.
 pub(crate) fn backward<B: Backend>(
     inputs: AttentionInputs<B>,
     saved: AttentionSaved<B>,

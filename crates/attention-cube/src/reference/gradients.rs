@@ -30,16 +30,14 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // If the keys are not divided into shards, P is computed from the scores and not from the saved logsumexp. For huge
-    // scores, a logsumexp in one f32 loses the logarithm of the sum. If the keys of this call are one shard of several, P
-    // needs the saved logsumexp, because this shard's scores alone do not give the logsumexp over all shards.
+    // For huge scores, a logsumexp in one f32 loses the logarithm of the sum, so P is computed from the scores. If the keys
+    // are one shard of several, P needs the saved logsumexp, which covers the keys of all shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
-    // For a query that sees no key, the rows of output gradient and output are set to zero, because they may contain NaN. If
-    // the keys are one shard of several, a query that sees no key of this shard may see keys of another shard. The rows of
-    // such a query are not set to zero, because the gradient of the sinks depends on these rows.
+    // For a query that sees no key, the rows of output gradient and output may contain NaN, so these rows are set to zero.
+    // If the keys are one shard of several, only the queries whose logsumexp is −∞ see no key of any shard.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),
@@ -56,8 +54,7 @@ pub(crate) fn backward<B: Backend>(
     if let Some(gradient) = saved.logsumexp_gradient.into_option() {
         let [gradient, _] = parts::<B>(gradient, problem);
         let gradient = B::float_reshape(cast::<B>(gradient, compute), rows);
-        // The logsumexp's gradient is ignored for a query with neither keys nor a sink. The logsumexp of such a query is the
-        // constant −∞.
+        // The logsumexp of a query with neither keys nor a sink is the constant −∞, which has no gradient.
         delta = B::float_sub(delta, fill_rows::<B>(gradient, &weights.unseeing));
     }
     let p = weights.p;
@@ -81,8 +78,7 @@ pub(crate) fn backward<B: Backend>(
         problem,
     );
     let dp = after_dropout(dp);
-    // Sets dS to 0 where P is 0. The row of V of a hidden key may contain NaN, because other queries may see that key, and 0 ·
-    // NaN is NaN.
+    // The row of V of a hidden key may contain NaN, and 0 · NaN is NaN.
     let unseen = B::float_equal_elem(p.clone(), 0.0.into(), bool_dtype::<B>(&p));
     let ds = B::float_mul(p, B::float_sub(dp, delta.clone()));
     let ds = B::float_mask_fill(ds, unseen.clone(), 0.0.into());
@@ -123,12 +119,12 @@ pub(crate) fn backward<B: Backend>(
     }
 }
 
-/// Computes the sinks' gradient, `−Σ exp(sink − lse)·Δ`, over the batch and the queries. The formula treats a sink as a score
-/// whose row of V is zero.
+/// Computes the sinks' gradient, `−Σ exp(sink − lse)·Δ`, over the batch and the queries. A sink is a score whose row of V is
+/// zero.
 ///
 /// # Shapes
-/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is
-/// `reference + logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
+/// `sinks [q_heads]`. `reference`, `logarithm` and `delta` are `[batch, q_heads, q_len, 1]`. The LSE is `reference +
+/// logarithm`. The gradient is `[q_heads]`, in the dtype of `reference`.
 pub(crate) fn sinks_gradient<B: Backend>(
     sinks: FloatTensor<B>,
     reference: FloatTensor<B>,
@@ -140,8 +136,7 @@ pub(crate) fn sinks_gradient<B: Backend>(
     let per_head = Shape::new([1, problem.q_heads, 1, 1]);
     let shape = sinks.shape();
     let scores = B::float_reshape(cast::<B>(sinks, compute), per_head.clone());
-    // Sets the gradient of a sink of −∞ to 0, because such a sink counts as no sink. The gradient is 0 even if the head's
-    // logsumexp or delta is NaN.
+    // A sink of −∞ counts as no sink. Its gradient is 0 even if the head's logsumexp or delta is NaN.
     let none = is_negative_infinity::<B>(&scores);
     let p = B::float_exp(B::float_sub(B::float_sub(scores, reference), logarithm));
     let gradient = sum_to::<B>(B::float_neg(B::float_mul(p, delta)), &per_head);

@@ -1,9 +1,8 @@
-//! The reference implementation: the definition of attention in Burn's own tensor operations. Tests compare every kernel with
-//! this implementation, and devices without CubeCL run it.
+//! The reference implementation: the definition of attention in Burn's own tensor operations. Tests compare every kernel
+//! with this implementation, and devices without CubeCL run it.
 //!
-//! The reference implementation computes in f32 (in f64 for f64 inputs) and holds all scores of all queries in memory. It is
-//! written for clarity and not for speed. Burn's autodiff can differentiate [`attention`]. Tests compare these gradients with
-//! the operator's explicit backward.
+//! The reference implementation computes in f32 (in f64 for f64 inputs) and holds all scores in memory. Burn's autodiff can
+//! differentiate [`attention`].
 
 mod dropout;
 pub(crate) mod empty;
@@ -30,8 +29,8 @@ use burn::tensor::{Shape, Tensor};
 
 /// Computes output and logsumexp of attention by the definition, in tensor operations that Burn's autodiff can differentiate.
 ///
-/// The contract and the shapes are the ones of [`attention_with_lse`](crate::attention_with_lse). The function needs O(q_len ×
-/// kv_len) memory.
+/// The contract and the shapes are the ones of [`attention_with_lse`](crate::attention_with_lse). The memory is O(q_len ×
+/// kv_len).
 ///
 /// # Errors
 /// Returns [`AttentionError`] if an argument does not fit.
@@ -115,9 +114,9 @@ fn forward_and_blind<B: Backend>(
     (output, weights.blind)
 }
 
-/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole logsumexp.
-/// The second part is −0 for a query that sees no key, and +0 for any other query. In a problem without queries or keys, the
-/// second part is always +0.
+/// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole
+/// logsumexp. The second part is −0 for a query that sees no key, and +0 for any other query, and in a problem without
+/// queries or keys.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -147,8 +146,8 @@ pub(crate) fn forward_in_parts<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into its halves: first the reference scores (about the row maxima), then
-/// the logarithms of the softmax sums.
+/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into reference scores (about the row maxima) and logarithms of the
+/// softmax sums.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,

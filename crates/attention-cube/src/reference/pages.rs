@@ -1,5 +1,5 @@
-//! Copies keys and values from pages to contiguous tensors, and appends new rows to the pages. The code uses only Burn's own
-//! tensor operations. Tests compare the kernels with this module, and devices without kernels run it.
+//! Copies keys and values from pages to contiguous tensors, and appends new rows to the pages. Tests compare the kernels
+//! with this module, and devices without kernels run it.
 
 use super::tensors::{INTS, at_least_i32, clamped_integers};
 use crate::problem::AttentionProblem;
@@ -20,8 +20,8 @@ macro_rules! of_kind {
         $append:ident,
         [$select:ident, $assign:ident, $reshape:ident, $permute:ident, $cat:ident, $slice:ident, $zeros:ident]
     ) => {
-        /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. An entry of
-        /// the page table outside of `0..pages` is clamped to this range.
+        /// Returns the rows of each sequence in order, `[batch, heads, pages of a sequence · page_len, columns]`. Entries of
+        /// the page table are clamped to `0..pages`.
         pub(crate) fn $gather<B: Backend>(
             pages: $tensor<B>,
             page_table: &IntTensor<B>,
@@ -98,8 +98,8 @@ of_kind!(
     ]
 );
 
-/// Returns the target of each new row as an index among all rows of all pages, `[batch · heads · new]`. New rows without a slot
-/// in the pages get the index after the last row.
+/// Returns the index of each new row among all rows of all pages, `[batch · heads · new]`. New rows without a slot get the
+/// index after the last row.
 fn targets<B: Backend>(
     places: AppendPlaces<B>,
     [count, heads, page_len]: [usize; 3],

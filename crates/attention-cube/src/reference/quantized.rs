@@ -1,5 +1,4 @@
-//! Int8 quantization of rows in Burn's own tensor operations. Tests compare the kernels with this module, and devices without
-//! kernels run it.
+//! Int8 quantization of rows. Tests compare the kernels with this module, and devices without kernels run it.
 
 use super::tensors::{bool_dtype, cast};
 use crate::types::quantized::{CODES, LARGEST, ZERO_BELOW};
@@ -25,8 +24,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         };
     }
     let bools = bool_dtype::<B>(&rows);
-    // `flaw` is the sum of all elements multiplied by 0. It is NaN if the row contains NaN or infinity, and 0 otherwise. The
-    // largest magnitude does not reveal a NaN, because `max` may skip NaN.
+    // `flaw` is NaN if the row contains NaN or infinity, and 0 otherwise. The largest magnitude does not reveal a NaN,
+    // because `max` may skip NaN.
     let flaw = B::float_sum_dim(B::float_mul_scalar(rows.clone(), 0.0.into()), 3);
     let largest = B::float_max_dim(B::float_abs(rows.clone()), 3);
     let least = f32::from_bits(ZERO_BELOW);
@@ -50,8 +49,8 @@ pub(crate) fn quantize<B: Backend>(rows: FloatTensor<B>) -> QuantizedTensors<B> 
         let code = B::int_slice(codes.clone(), &[a, b, c, d, (lane..lane + 1).into()]);
         B::int_reshape(code, words_shape.clone())
     };
-    // The code in the highest byte keeps its sign. The codes in the three lower bytes are masked to 8 bits. Otherwise the sign
-    // bits of a lower code would change the bytes above it when the shifted codes are added.
+    // The code in the highest byte keeps its sign. The lower codes are masked to 8 bits, because their sign bits would
+    // change the bytes above.
     let highest = CODES - 1;
     let words = (0..highest).fold(
         B::int_mul_scalar(code(highest), (1i32 << (8 * highest)).into()),
@@ -97,8 +96,7 @@ fn code<B: Backend>(words: IntTensor<B>, lane: usize, dtype: FloatDType) -> Floa
         0 => words,
         lane => B::bitwise_right_shift_scalar(words, (8 * lane as i32).into()),
     };
-    // Adds 128 so that the code is non-negative. The byte mask would otherwise turn a negative code into another number. The
-    // 128 is subtracted again after the conversion to float.
+    // Adds 128 so that the code is non-negative, because the byte mask would change a negative code.
     let raised = byte(B::int_add_scalar(byte(shifted), 128i32.into()));
     B::float_sub_scalar(B::int_into_float(raised, dtype), 128.0.into())
 }

@@ -43,13 +43,11 @@ pub(super) fn changed<B: Backend>(
     let (after, mut derivative) = (tensor(after), tensor(derivative));
     let mut scores = scores;
     if let Some(hidden) = hidden {
-        // Set hidden scores and their derivatives to 0. Both may be NaN or infinite, and a product of such a number with 0
-        // would bring NaN into the gradients.
+        // Hidden scores and their derivatives may be NaN or infinite, and 0 times NaN is NaN in the gradients.
         scores = B::float_mask_fill(scores, hidden.clone(), 0.0.into());
         derivative = B::float_mask_fill(derivative, hidden, 0.0.into());
     }
-    // Autodiff cannot differentiate the code of the score mod. The scores therefore get an addend that is 0 but has the
-    // right derivative for autodiff.
+    // Autodiff cannot differentiate the code of the score mod. The addend is 0 but has the right derivative for autodiff.
     let scores = match B::ad_enabled(&device) {
         true => {
             let zero = B::float_sub(scores.clone(), B::float_detach(scores));

@@ -14,8 +14,8 @@ use burn::backend::{
 };
 use burn::tensor::{DType, Shape};
 
-/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees are set to zero, and so are
-/// queries that see no key.
+/// The inputs in the dtype of the computation, and the scores. Keys and values that no query sees, and queries that see no
+/// key, are set to zero.
 pub(super) struct Scores<B: Backend> {
     /// The queries, grouped by KV head: `[batch, kv_heads, group · q_len, head_dim]`.
     pub query: FloatTensor<B>,
@@ -40,8 +40,7 @@ impl<B: Backend> Scores<B> {
         let visible = visibility(inputs, problem);
         let mut blind = None;
         if let Some(visible) = &visible {
-            // Rows on which no score depends are set to zero before the matmuls, because they may contain NaN, and 0 · NaN is
-            // NaN.
+            // Rows on which no score depends may contain NaN, and 0 · NaN is NaN.
             let (queries_blind, keys_unseen) = unused::<B>(visible.clone(), problem);
             query = B::float_mask_fill(query, queries_blind.clone(), 0.0.into());
             blind = Some(queries_blind);
@@ -102,8 +101,8 @@ impl<B: Backend> Scores<B> {
     }
 }
 
-/// Returns the scores under a wide softcap, in f32. If the ratio of score to softcap is small, a polynomial gives the result.
-/// Otherwise the result is `far`, the score computed with the tanh.
+/// Returns the scores under a wide softcap, in f32: a polynomial for a small ratio of score to softcap, otherwise `far`,
+/// which is computed with the tanh.
 fn widely_capped<B: Backend>(
     scores: FloatTensor<B>,
     ratios: FloatTensor<B>,
@@ -112,8 +111,7 @@ fn widely_capped<B: Backend>(
     let near = f64::from(softcap::NEAR);
     let bools = bool_dtype::<B>(&scores);
     let is_near = B::float_lower_elem(B::float_abs(ratios.clone()), near.into(), bools);
-    // Clamps the ratios to the range in which the polynomial is used. Squares of larger ratios may be infinite, which would
-    // give NaN in the gradient.
+    // Squares of larger ratios may be infinite, which would give NaN in the gradient.
     let ratios = B::float_clamp(ratios, (-near).into(), near.into());
     let squared = B::float_mul(ratios.clone(), ratios);
     let mut correction = B::float_mul_scalar(squared.clone(), 0.0.into());
@@ -121,8 +119,8 @@ fn widely_capped<B: Backend>(
         let sum = B::float_add_scalar(correction, term.into());
         correction = B::float_mul(sum, squared.clone());
     }
-    // Adds the product of score and correction to the score. Multiplying the score by `1 + correction` would be less exact,
-    // because the rounding of this sum loses digits of the correction.
+    // Multiplying the score by `1 + correction` would be less exact, because the rounding of this sum loses digits of the
+    // correction.
     let near = B::float_add(B::float_mul(scores.clone(), correction), scores);
     B::float_mask_where(far, is_near, near)
 }
@@ -143,8 +141,7 @@ pub(super) struct Weights<B: Backend> {
 }
 
 impl<B: Backend> Weights<B> {
-    /// Returns the probabilities of the keys of one shard, where a shard is one of several parts of the keys. `logsumexp`
-    /// holds the two parts of the logsumexp over the keys of all shards.
+    /// Returns the probabilities of the keys of one shard. `logsumexp` holds the two parts of the logsumexp over all shards.
     pub fn of_shard(
         scores: FloatTensor<B>,
         logsumexp: FloatTensor<B>,
@@ -194,8 +191,8 @@ impl<B: Backend> Weights<B> {
         }
         let unseeing = is_zero(&sum);
         let sum = B::float_mask_fill(sum, unseeing.clone(), 1.0.into());
-        // Sets P to exactly 0 for a query that sees no key. Rows of V that are hidden from this query may contain NaN if other
-        // queries see them. Such NaN must not reach the query's output or gradient.
+        // For a query that sees no key, the gradient of P may be NaN, because hidden rows of V may contain NaN. The fill
+        // stops this gradient.
         let p = fill_rows::<B>(B::float_div(p, sum.clone()), &blind);
         Self {
             p,

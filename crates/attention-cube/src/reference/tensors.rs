@@ -7,12 +7,11 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 
-/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too narrow.
-/// The default may also be unsigned, but queries before the first key have negative positions.
+/// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too
+/// narrow, or unsigned, although positions may be negative.
 pub(crate) const INTS: IntDType = IntDType::I32;
 
-/// Casts integers to i32 if their dtype is narrower. Otherwise a comparison with an i32 number might truncate that number to
-/// the narrower dtype.
+/// Casts narrower integers to i32. Otherwise a comparison might truncate an i32 number to the narrower dtype.
 pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     match integers.dtype().size() < DType::from(INTS).size() {
         true => B::int_cast(integers, INTS),
@@ -20,15 +19,14 @@ pub(super) fn at_least_i32<B: Backend>(integers: IntTensor<B>) -> IntTensor<B> {
     }
 }
 
-/// Returns the integers in i32, clamped to `0..=most`. The clamp uses i32 or the integers' own dtype, whichever is wider,
-/// because this dtype can represent both the integers and `most`.
+/// Returns the integers in i32, clamped to `0..=most`. The clamp uses the wider of i32 and the integers' own dtype.
 pub(crate) fn clamped_integers<B: Backend>(integers: IntTensor<B>, most: usize) -> IntTensor<B> {
     let integers = at_least_i32::<B>(integers);
     B::int_cast(B::int_clamp(integers, 0.into(), (most as i64).into()), INTS)
 }
 
-/// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`. A matmul then needs no repeated keys and
-/// values.
+/// Reshapes `[batch, q_heads, q_len, n]` to `[batch, kv_heads, group · q_len, n]`, so that a matmul needs no repeated keys
+/// and values.
 pub(super) fn to_groups<B: Backend>(
     tensor: FloatTensor<B>,
     problem: &AttentionProblem,

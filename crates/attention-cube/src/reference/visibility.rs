@@ -10,15 +10,14 @@ use burn::backend::{
 };
 use burn::tensor::{BoolDType, DType, Shape, Slice};
 
-/// Returns a mask of the keys that each query sees, or `None` if every query sees every key. The mask can be broadcast to the
-/// shape of the scores.
+/// Returns a mask of the keys that each query sees, or `None` if every query sees every key. The mask broadcasts to the
+/// scores.
 pub(super) fn visibility<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
 ) -> Option<BoolTensor<B>> {
     let device = inputs.query.device();
-    // Uses the mask's own bool dtype if a mask exists, because the caller's default bool dtype may differ from this backend's
-    // default.
+    // Uses the mask's own bool dtype, because the caller's default may differ from this backend's default.
     let bools = match inputs.mask.as_option() {
         Some(mask) => mask.dtype().into(),
         None => get_or_init_device_settings::<B>(&device).bool_dtype,
@@ -109,8 +108,8 @@ fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> Int
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
-/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`. Returns `None` if every
-/// row of every sequence is a query.
+/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if no row
+/// is.
 pub(super) fn absent_queries<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -138,8 +137,7 @@ fn within_intervals<B: Backend>(
         kv_len,
         ..
     } = *problem;
-    // A dtype of 32 bits or more is clamped before the conversion to i32, because i32 may not represent all integers of this
-    // dtype.
+    // The clamp comes first, because i32 may not represent all integers of this dtype.
     let limit = (kv_len as i64).into();
     let intervals = match intervals.dtype().size() >= DType::from(INTS).size() {
         true => B::int_clamp(intervals.clone(), 0.into(), limit),
@@ -168,8 +166,8 @@ fn within_intervals<B: Backend>(
         .expect("a problem with interval tensors has at least one interval")
 }
 
-/// Clamps the window so that the sum of the window and a 32-bit position fits in i32. The clamped window still exceeds every
-/// sequence length.
+/// The clamp ensures that the sum of the window and a position fits in i32. The clamped window still exceeds every sequence
+/// length.
 fn clamp_window(window: usize) -> i64 {
     window.min(1 << 30) as i64
 }
@@ -184,8 +182,8 @@ fn positions<B: Backend>(length: usize, dim: usize, device: &Device<B>) -> IntTe
     )
 }
 
-/// Returns two masks. The first marks the queries that see no key, `[batch, q_heads, q_len, 1]`. The second marks the keys that
-/// no query of their GQA group sees, `[batch, kv_heads, kv_len, 1]`.
+/// Returns the mask of the queries that see no key, `[batch, q_heads, q_len, 1]`, and the mask of the keys that no query of
+/// their GQA group sees, `[batch, kv_heads, kv_len, 1]`.
 pub(super) fn unused<B: Backend>(
     visible: BoolTensor<B>,
     problem: &AttentionProblem,

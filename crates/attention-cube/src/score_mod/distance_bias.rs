@@ -5,7 +5,7 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Adds a bias to each score. The bias depends on the head and on the distance of query and key, as with T5's buckets.
+/// Adds a bias to each score, by head and by distance of query and key, as with T5's buckets.
 ///
 /// The table is [`DistanceBias::table`] or [`DistanceBias::t5_table`].
 pub struct DistanceBias;
@@ -33,7 +33,7 @@ impl ScoreMod for DistanceBias {
 
 impl DistanceBias {
     /// Returns the table for biases of the distances `−most` to `most`. The distance is positive for keys before the query's
-    /// own position. Distances above `most` get the bias of `most`, and distances below `−most` get the bias of `−most`.
+    /// own position. Distances are clamped to `−most..=most`.
     ///
     /// # Shapes
     /// `biases [q_heads, 2 · most + 1]`.
@@ -81,8 +81,8 @@ impl DistanceBias {
     }
 }
 
-/// Returns the bucket of a distance, as `_relative_position_bucket` of transformers' T5 does. The distance is positive for keys
-/// before the query's own position.
+/// Returns the bucket of a distance, as `_relative_position_bucket` of transformers' T5 does. Earlier keys have positive
+/// distances.
 fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: usize) -> usize {
     let (first, buckets, distance) = match bidirectional {
         true => {
@@ -96,8 +96,7 @@ fn t5_bucket(distance: i64, bidirectional: bool, buckets: usize, max_distance: u
     if distance < exact {
         return first + distance;
     }
-    // The dtype f32 and the order of operations are the same as in transformers, so that this function rounds in the same
-    // way.
+    // The dtype and the order of operations are those of transformers, for equal rounding.
     let ratio = (distance as f32 / exact as f32).ln();
     let logarithm = (f64::from(max_distance as u32) / exact as f64).ln() as f32;
     let step = (ratio / logarithm * (buckets - exact) as f32) as usize;

@@ -8,8 +8,8 @@ use cubecl::prelude::*;
 
 /// Hides the keys of other documents, in self-attention over packed documents. The table is [`SameDocument::table`].
 ///
-/// [`segments`](crate::AttentionOptions::segments) hides the same keys and also skips blocks. This type is an example to
-/// copy for rules that segments cannot express.
+/// [`segments`](crate::AttentionOptions::segments) hides the same keys and also skips blocks. This type is an example for
+/// rules that segments cannot express.
 pub struct SameDocument;
 
 #[cfg_attr(feature = "cube", cube)]

@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 #[cfg(feature = "cube")]
 use cubecl::prelude::*;
 
-/// Lowers the scores of keys beyond a window, in proportion to their distance from the window. The table is
+/// Lowers the scores of keys beyond a window, in proportion to the distance from the window. The table is
 /// [`SoftWindow::table`].
 pub struct SoftWindow;
 
@@ -26,8 +26,7 @@ impl ScoreMod for SoftWindow {
 }
 
 impl SoftWindow {
-    /// Returns the table of a window that holds the keys up to `width` positions away. Each further position lowers the score by
-    /// `falloff`.
+    /// Returns the table of a window of `width` positions on each side. Each further position lowers the score by `falloff`.
     pub fn table(width: usize, falloff: f32, device: &Device) -> Tensor<1> {
         let data = TensorData::from([width as f32, falloff]);
         Tensor::from_data(data, (device, DType::F32))

@@ -1,5 +1,4 @@
-//! Writes machine code of AMD kernels, with the CubeCL compiler that Burn's feature `rocm` uses. Here the compiler works
-//! through LLVM, so it does not need ROCm.
+//! Writes machine code of AMD kernels, with the CubeCL compiler that Burn's feature `rocm` uses. No ROCm is needed.
 
 use crate::testing;
 use crate::types::device::{DeviceProfile, FragmentSupport, Fragments};
@@ -39,8 +38,7 @@ impl Card {
             .expect("`of` has checked the architecture")
     }
 
-    /// Returns the usable matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for
-    /// CDNA.
+    /// Returns the matrix multiplications that CubeCL reports when it compiles through LLVM. CubeCL reports none for CDNA.
     fn fragments(&self) -> Vec<Fragments> {
         let dtypes: &[DType] = match self.architecture.wmma() {
             Some(_) => &[DType::F16, DType::BF16],

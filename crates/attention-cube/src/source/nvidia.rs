@@ -1,9 +1,9 @@
 //! Writes CUDA C++ source of NVIDIA kernels.
 //!
-//! NVRTC and ptxas compile the written files on a machine without a GPU. Both compilers also exist as Python packages. Their
-//! output shows registers, spills and SASS. They also print the warning C7513 if ptxas serializes wgmma, so that the kernel
-//! waits for each wgmma separately. On a GPU machine, the ptxas of the installed toolkit compiles the kernels. Versions of
-//! ptxas differ: 13.0 serializes code that 12.9 does not serialize.
+//! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their output
+//! shows registers, spills and SASS. The warning C7513 says that the kernel waits for each wgmma separately.
+//!
+//! Versions of ptxas differ: 13.0 serializes code that 12.9 does not serialize.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
 use crate::engine::tensor_core::common::FragmentKind;

@@ -1,16 +1,14 @@
 //! Matrix fragments that a plane loads and multiplies, in a register layout that only the device knows (`cubecl::cmma`).
 //!
-//! Tests can emulate fragments. An emulated operand fragment is only a view of shared memory, so it must be multiplied before
-//! that memory is overwritten. An emulated accumulator is divided among the units of a plane, and an emulated multiplication is
-//! a loop. Only the functions of this module distinguish emulated fragments from the device's own fragments.
+//! Tests can emulate fragments. An emulated operand fragment is a view of shared memory, so it must be multiplied before
+//! that memory is overwritten.
 
 use super::tiles::UnitTiles;
 use super::vec4::{Four, Vec4};
 use cubecl::cmma::{self, Matrix, MatrixIdent, MatrixLayout};
 use cubecl::prelude::*;
 
-/// A matrix in shared memory. Its first row starts at vector `at`. Each further row starts `pitch` vectors (of 4 elements)
-/// after the previous row.
+/// A matrix in shared memory. The first row starts at vector `at`, and rows are `pitch` vectors (of 4 elements) apart.
 #[derive(CubeType)]
 pub(super) struct Piece<C: Float> {
     pub memory: Shared<[Four<C>]>,
@@ -30,8 +28,8 @@ pub(super) enum LeftFragment<C: Float> {
     Emulated(Piece<C>),
 }
 
-/// The right operand of a fragment multiplication, with `k` rows and `n` columns. If the operand is transposed, shared memory
-/// holds `n` rows of `k` columns.
+/// The right operand of a fragment multiplication, `k × n`. If the operand is transposed, shared memory holds `n` rows of
+/// `k` columns.
 #[expect(
     dead_code,
     reason = "constructed only by functions that CubeCL's macros generate"
@@ -51,8 +49,8 @@ pub(super) enum RightFragment<C: Float> {
 pub(crate) enum SumFragment {
     /// A fragment in the device's own registers.
     Matrix(Matrix<f32>),
-    /// The elements that one unit holds, as vectors of 4 elements. Consecutive vectors of the accumulator belong to consecutive
-    /// units of the plane.
+    /// The elements that one unit holds, as vectors of 4 elements. Consecutive vectors belong to consecutive units of the
+    /// plane.
     Emulated(Array<Vec4>),
 }
 

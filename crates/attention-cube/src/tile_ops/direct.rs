@@ -1,9 +1,8 @@
 //! Tile multiplications (QKᵀ and PV) by units that read their operands from global memory, for software drivers.
 //!
-//! On a software driver, shared memory is as slow as any other memory. Copying an operand to shared memory would cost two
-//! accesses per element, and two barriers per copy. Mesa's llvmpipe runs 8 units as one vector. An arithmetic operation takes
-//! one instruction for all 8 units. A load or store is executed unit by unit: about 40 instructions per unit for 4 elements.
-//! Memory accesses therefore limit the speed:
+//! On a software driver, shared memory is as slow as any other memory. Mesa's llvmpipe runs 8 units as one vector, but
+//! executes a load or store unit by unit: about 40 instructions per unit for 4 elements. Memory accesses therefore limit the
+//! speed:
 //!
 //! | function | elements in registers per unit | loads of 4 elements per multiply-add |
 //! |---|---|---|
@@ -19,16 +18,14 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the offset of `row` if kernels may read this row. Otherwise returns the offset of the nearest row that kernels may
-/// read.
+/// Returns the offset of the row nearest to `row` that kernels may read.
 #[cube]
 fn readable(rows: &Rows, row: i32, #[comptime] packed: bool) -> usize {
     let nearest = max(min(max(row, rows.first), rows.end - 1i32), 0i32);
     row_offset(rows, nearest as u32, packed)
 }
 
-/// Loads four columns, from `column` on, of a row that kernels may read. The result for columns past the row's end is zero or
-/// elements of other columns.
+/// Loads four columns of a row, from `column` on. Columns past the row's end are zero or elements of other columns.
 #[cube]
 fn load<E: Numeric, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -94,8 +91,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             for c in 0..width {
                 let b_value = b_values[c];
                 // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512
-                // columns were added to the accumulator one by one, rounding would cost two bits more. The backward's dP − Δ
-                // would show this loss.
+                // columns were added one by one, the sum would lose two bits more. The backward's dP − Δ would show this
+                // loss.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {
@@ -215,11 +212,11 @@ pub(crate) const fn add_iterations(sum_tiling: SumTiling, tiles: &UnitTiles) -> 
 
 /// Computes `T += Pᵀ B`. P is the square tile in shared memory. B consists of as many rows of `b` as P has rows.
 ///
-/// T is in a buffer in global memory, and its rows start at `target_first`. Each element of T always belongs to the same unit.
-/// The function syncs the cube before it reads the tile. When the function returns, other units may still be reading the tile.
+/// T is in a buffer in global memory, and its rows start at `target_first`. The function syncs the cube before it reads the
+/// tile. When the function returns, other units may still be reading the tile.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` whose elements would all be
-/// multiplied by zeros of P, because that row may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. The function then skips rows of `b` that only zeros of P multiply,
+/// because these rows may contain NaN.
 #[cube]
 pub(crate) fn add_transposed<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

@@ -1,8 +1,7 @@
 //! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product. The tile keeps its rows for all blocks. A streamed operand is a
-//! right operand B, whose rows differ from block to block. The forward has the stationary operand Q, and the streamed operands
-//! K and V. The backward has two first products, for S and dP. It thus has two stationary and two streamed operands.
+//! A stationary operand is a left operand A of a first product. The tile keeps its rows for all blocks. A streamed operand
+//! is a right operand B, whose rows differ from block to block. The backward has two first products, for S and dP.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -19,23 +18,20 @@ pub struct FragmentTiles {
     pub plane: usize,
     /// The number of output fragments per plane along a row of O.
     pub output_fragments: usize,
-    /// The width of the column chunks in which the right operand of the second product `O += P B` (such as V) is copied to
-    /// shared memory. The width is given in fragments per plane. Each chunk serves `staged_fragments` of the plane's
-    /// `output_fragments` fragments along a row of O.
+    /// The width of the column chunks in which the right operand of the second product `O += P B` is copied to shared
+    /// memory, in fragments per plane.
     pub staged_fragments: usize,
-    /// The number of stationary operands of the first product (`S = A Bᵀ`) that stay in shared memory with all columns. The
-    /// remaining stationary operands are copied again for each block.
+    /// The number of stationary operands that stay in shared memory with all columns. All others are copied again for each
+    /// block.
     pub held: usize,
-    /// The number of left operands of the second product (P in `O += P B`, or dS) that are in shared memory at the same
-    /// time, if streamed operands are resident. Resident means that both streamed operands of a block are copied to shared
-    /// memory only once, with all columns, and that both products read this copy.
+    /// The number of left operands (P or dS) of the second product that are in shared memory at once. The number is 0 if
+    /// streamed operands are not resident.
     ///
-    /// The field is 0 if streamed operands are not resident but overwrite each other in shared memory.
+    /// Resident means that a block's streamed operands stay in shared memory, with all columns, for both products.
     pub resident: usize,
 }
 
-/// The number of neighbouring rows that share one flag. The flag is set if the softmax's row maximum changes for any of these
-/// rows.
+/// The number of neighbouring rows that share one flag. The flag is set if the row maximum of any of these rows changes.
 const ROW_GROUP: usize = 8;
 
 impl UnitTiles {
@@ -56,8 +52,7 @@ impl UnitTiles {
         [m, n, k]
     }
 
-    /// Returns the factor by which P is multiplied before it is rounded to the operands' dtype. With this factor, small
-    /// probabilities do not underflow.
+    /// Returns the factor by which P is multiplied before it is rounded, so that small probabilities do not underflow.
     #[cfg(feature = "cube")]
     pub(crate) const fn p_scale(&self) -> f32 {
         match self.product_dtype() {
@@ -82,17 +77,17 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset in the stage (the operands' shared memory), in vectors, at which the streamed operand with index
-    /// `operand` starts. The function applies only if streamed operands are resident, which means that they stay in shared
-    /// memory for both products.
+    /// Returns the offset of streamed operand `operand` in the operands' shared memory, in vectors. Streamed operands must
+    /// be resident.
     pub const fn resident_at(&self, operand: usize) -> usize {
         self.streamed_at() + operand * self.columns() * self.depth_pitch()
     }
 
     /// True if the last streamed operand of the first products (S and dP) lies complete in shared memory when the second
-    /// product (`O += P B`) begins. The function applies only if streamed operands are not resident, which means that they
-    /// overwrite each other in shared memory. The result is true if two conditions hold: both stationary operands of the
-    /// backward stay in shared memory, and one chunk of `depth` columns is at least as wide as the output.
+    /// product (`O += P B`) begins. Streamed operands must not be resident.
+    ///
+    /// The result is true if the stationary operands of a backward stay in shared memory, and one chunk of `depth` columns
+    /// is at least as wide as the output.
     pub const fn keeps_last(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -111,8 +106,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset, in vectors, of the left operand that is multiplied by a streamed operand. `streamed` is the index of
-    /// the streamed operand.
+    /// Returns the offset, in vectors, of the left operand that multiplies streamed operand `streamed`.
     pub const fn left_tile_at(&self, streamed: usize) -> usize {
         streamed % self.left_tiles() * self.tile_vectors()
     }
@@ -130,8 +124,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the offset in the stage, in vectors, of the streamed rows of the second product (`O += P B`). These rows overwrite
-    /// both operands of the first product (`S = A Bᵀ`), except stationary operands that stay in shared memory.
+    /// Returns the offset, in vectors, of the streamed rows of the second product (`O += P B`) in the operands' shared
+    /// memory. These rows overwrite the operands of the first product, except stationary operands that stay in shared
+    /// memory.
     pub const fn accumulated_at(&self) -> usize {
         self.held() * self.stationary_vectors()
     }
@@ -167,8 +162,8 @@ impl UnitTiles {
         self.planes() / self.plane_rows()
     }
 
-    /// Returns the number of fragments per plane along a column of the tile. A plane has its first fragment, and every
-    /// [`plane_rows`](Self::plane_rows)-th fragment below its first fragment.
+    /// Returns the number of fragments per plane along a column of the tile. A plane's fragments are
+    /// [`plane_rows`](Self::plane_rows) fragments apart.
     pub const fn row_fragments(&self) -> usize {
         self.rows / self.fragment_shape()[0] / self.plane_rows()
     }
@@ -189,8 +184,8 @@ impl UnitTiles {
         m * n / 4
     }
 
-    /// True if planes divide S evenly, and the units of a plane divide each of the plane's fragments evenly. Each unit then
-    /// reads only scores that its own plane computed, so only that plane has to sync.
+    /// True if planes divide S evenly, and the units of a plane divide each fragment evenly. Each unit then reads only
+    /// scores of its own plane, so only that plane has to sync.
     pub const fn owns_scores(&self) -> bool {
         match self.products {
             Products::Fragments(tiles) => {
@@ -201,14 +196,14 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that each unit reads from a fragment of S. The function applies only if units read only
-    /// scores of their own plane.
+    /// Returns the number of vectors that each unit reads from a fragment of S, if units read only scores of their own
+    /// plane.
     pub const fn vectors_of_fragment(&self) -> usize {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. The function
-    /// applies only if units read only scores of their own plane.
+    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. Units must
+    /// read only scores of their own plane.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();

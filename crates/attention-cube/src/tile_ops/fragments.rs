@@ -2,21 +2,19 @@
 //! of an opaque layout.
 //!
 //! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Per unit, S takes `4 ·
-//! rows_per_unit` registers, and O takes `rows · output columns / units` registers. Fragments are divided so that as few
-//! planes as possible share a row of fragments. In the table, `k` is the depth of one fragment multiplication:
+//! rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of one
+//! fragment multiplication:
 //!
 //! | product | fragment loads per plane and `k` inner elements | fragment multiplications per plane and `k` inner elements |
 //! |---|---|---|
 //! | [`multiply_transposed`] | `row_fragments + score_fragments` | `row_fragments · score_fragments` |
 //! | [`accumulate`] | `row_fragments + output_fragments` | `row_fragments · output_fragments` |
 //!
-//! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax, and P
-//! after the softmax. O passes through shared memory at the end, and whenever a row maximum exceeds the reference maximum that
-//! the softmax subtracts. Only one fragment of O per plane passes at a time.
+//! A unit cannot know which elements of a fragment it holds. S therefore passes through shared memory before the softmax,
+//! and P after the softmax. O passes through shared memory at the end, and whenever the softmax rescales O.
 //!
 //! On a GPU, the copies to the stage and the waits for these copies limit the speed. Operands therefore stay in shared
-//! memory if they fit. Stationary operands stay there from block to block. Streamed operands stay there from the first
-//! product to the second product.
+//! memory if they fit.
 
 mod output;
 pub(super) mod planes;
@@ -33,8 +31,7 @@ use crate::math::layout::Operand;
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The largest number of vectors that a unit loads into registers before it stores them to shared memory. The number counts the
-/// vectors of both streamed operands together.
+/// The largest number of vectors that a unit loads into registers before it stores them to shared memory.
 const AHEAD: usize = 16;
 
 /// Copies a stationary operand to its region of shared memory. The caller must sync the cube before units read the copy.
@@ -64,9 +61,8 @@ pub(super) fn hold<E: Numeric, C: Float, N: Size>(
 
 /// Copies a block's rows of both streamed operands to shared memory, where the rows stay for both products.
 ///
-/// If registers suffice, a unit loads its share of the rows into registers while other units still read the previous block.
-/// It stores the rows to shared memory after it has waited for these units. If registers do not suffice, the unit waits
-/// before it loads. When the function returns, the copy is visible to all units.
+/// If registers suffice, a unit loads its rows while other units still read the previous block. When the function returns,
+/// the copy is visible to all units.
 #[cube]
 pub(super) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

@@ -1,8 +1,7 @@
 //! Reads the rows of quantized keys and values: 32-bit words of four int8 codes, with the first column in the lowest byte.
 //!
-//! Budget: no shared memory, and a word and four floats in registers. Each code costs an integer operation and a subtraction. A
-//! code is exact in every dtype that kernels multiply. This module does not apply a row's scale, because kernels multiply the
-//! scale into each score or each probability.
+//! Budget: no shared memory, and a word and four floats in registers. Each code costs an integer operation and a
+//! subtraction. Kernels multiply a row's scale into each score or each probability.
 
 use super::vec4::{Four, zeros};
 use crate::types::quantized::CODES;
@@ -29,8 +28,8 @@ pub(super) fn word_at<E: Numeric, N: Size>(
     u32::cast_from(source[offset + (column / comptime!(CODES as u32)) as usize].extract(0usize))
 }
 
-/// Converts a word's codes to floats without an int-to-float instruction. For each code, the function puts the code plus 128
-/// into the mantissa of [`WHOLE`], then subtracts `WHOLE + 128`.
+/// Converts a word's codes to floats without an int-to-float instruction: puts the code plus 128 into the mantissa of
+/// [`WHOLE`], then subtracts `WHOLE + 128`.
 #[cube]
 pub(crate) fn codes<C: Float>(word: u32) -> Four<C> {
     let raised = word ^ 0x8080_8080u32;

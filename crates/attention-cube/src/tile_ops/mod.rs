@@ -1,6 +1,5 @@
-//! Tile multiplications (QKᵀ and PV) for any device, in two ways. In the first way, the units of a cube multiply without
-//! plane operations or matrix units. In the second way, the planes of a cube multiply fragments whose register layout only
-//! the device knows (cmma).
+//! Tile multiplications (QKᵀ and PV) for any device: by units, without plane operations or matrix units, or by planes, with
+//! fragments whose register layout only the device knows (cmma).
 
 #[cfg(feature = "cube")]
 pub(crate) mod cmma;

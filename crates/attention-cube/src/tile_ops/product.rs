@@ -1,8 +1,8 @@
 //! Tile multiplications by the units of a cube. They run on any CubeCL device without plane operations, in f32 throughout.
 //!
-//! Algorithm: a cube of `units` units keeps `rows` stationary rows (queries in the forward, keys in the key gradient). It
-//! streams the rows of the opposite side (keys in the forward) in blocks of `columns` rows. The first product is `S = A Bᵀ`,
-//! the second is `O += P B`. Both products read their operands from shared memory in vectors of 4 elements.
+//! Algorithm: a cube of `units` units keeps `rows` stationary rows (such as queries). It streams the rows of the opposite
+//! side (such as keys) in blocks of `columns` rows. The first product is `S = A Bᵀ`, the second is `O += P B`. Both products
+//! read their operands from shared memory in vectors of 4 elements.
 //!
 //! Budget:
 //!
@@ -15,9 +15,8 @@
 //! `fragments.rs` computes both products.
 //!
 //! Shared-memory loads limit the speed of the first product (0.19 loads per FMA with 2 rows per unit, 0.13 with 4 rows). The
-//! FMA limit the speed of the second product. Shared memory holds the stage (the operands' chunks), P and row statistics.
-//! [`UnitTiles::shared_memory`] computes the size of this memory. The kernel reads the streamed operands from L2 again for
-//! every tile, so each streamed element takes part in `rows` FMA per read.
+//! FMA limit the speed of the second product. Shared memory holds the stage (the operands' chunks), P and row statistics:
+//! see [`UnitTiles::shared_memory`]. Each streamed element takes part in `rows` FMA per read from L2.
 
 use super::cmma::SumFragment;
 use super::fragments::stage::FragmentStage;
@@ -94,9 +93,8 @@ pub(crate) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> LeftTile<C> {
 /// Unit `(y, x)` holds, at index `k · columns_per_unit + c`, the score of row `y + k · row_units` and column
 /// `tile_column(x, c)`. Scores of rows that do not exist are undefined.
 ///
-/// A backward computes two first products, S and dP. The argument `stationary`, 0 or 1, says which of the two products to
-/// compute. The operands `a` and `b` are the stationary and the streamed operand with this index. If the tiles keep stationary
-/// operands in shared memory, `a` and `a_first` must be the same for every block.
+/// A backward computes two first products, for S and for dP. `stationary` is the index of `a` among the stationary operands,
+/// 0 or 1. If the tiles keep stationary operands in shared memory, `a` and `a_first` must be the same for every block.
 #[cube]
 pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: Size>(
     a: &Operand<'_, E, N>,
@@ -125,8 +123,7 @@ pub(crate) fn multiply_transposed<E: Numeric, B: Numeric, C: Float, N: Size, W: 
     }
 }
 
-/// Copies a stationary operand of the first product (`S = A Bᵀ`) to shared memory, if the tiles keep the operand there. All
-/// units can see the copy when the first product reads it.
+/// Copies a stationary operand of the first product to shared memory, if the tiles keep the operand there.
 #[cube]
 pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     a: &Operand<'_, E, N>,
@@ -146,8 +143,8 @@ pub(crate) fn hold<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies a block's rows of both streamed operands to shared memory, if both operands stay there for both products (resident).
-/// `b` is streamed operand 0 and `other` is streamed operand 1.
+/// Copies a block's rows of both streamed operands to shared memory, if both stay there for both products. `b` is streamed
+/// operand 0 and `other` is streamed operand 1.
 #[cube]
 pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,
@@ -166,8 +163,8 @@ pub(crate) fn stage_block<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Writes a tile with the shape of S to shared memory. Each unit writes the elements that it holds. The tile is the left
-/// operand of the product with the streamed operand of index `streamed`.
+/// Writes a tile with the shape of S to shared memory. Each unit writes the elements that it holds. `streamed` is the index
+/// of the streamed operand that the tile multiplies.
 #[cube]
 pub(crate) fn store_tile<C: Float>(
     s: &Array<f32>,
@@ -183,8 +180,7 @@ pub(crate) fn store_tile<C: Float>(
     }
 }
 
-/// Rounds the elements that a unit holds to the tile's element type. Writes the rounded elements to shared memory like
-/// [`store_tile`], from vector `at` on.
+/// Rounds the elements that a unit holds, and writes them to shared memory like [`store_tile`], from vector `at` on.
 #[cube]
 pub(crate) fn store_rounded<C: Float>(
     s: &Array<f32>,
@@ -211,12 +207,11 @@ pub(crate) fn store_rounded<C: Float>(
     }
 }
 
-/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), if the second product needs this
-/// sync. It needs the sync in two cases:
+/// Synchronizes the cube between the write of the tile and the second product (`O += P B`), in two cases:
 ///
-/// - The rows of B are already in shared memory. The second product then copies nothing, and reads the tile without a sync.
-/// - Each unit reads only scores of its own plane. Planes then do not wait for each other's scores. A plane may still be
-///   reading the stage, which the second product overwrites.
+/// - The rows of B are already in shared memory. The second product then reads the tile without a sync.
+/// - Each unit reads only scores of its own plane. A plane may still be reading the stage, which the second product
+///   overwrites.
 #[cube]
 pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     if comptime!(tiles.is_resident() || tiles.keeps_last() || tiles.owns_scores()) {
@@ -224,14 +219,14 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
     }
 }
 
-/// Computes `O += P B` from the tile P in shared memory and the block's rows of `b`. `streamed` is the index of the streamed
-/// operand `b`.
+/// Computes `O += P B` from the tile P in shared memory and the block's rows of streamed operand `b`, which has index
+/// `streamed`.
 ///
 /// The function syncs the cube before it reads the tile, unless the rows of `b` are already in shared memory: see
 /// [`sync_tiles`]. When the function returns, other units may still be reading tile and stage.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips each row of `b` whose elements would all be
-/// multiplied by zeros of P, because that row may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. The function then skips rows of `b` that only zeros of P multiply,
+/// because these rows may contain NaN.
 #[cube]
 pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &LeftTile<C>,
@@ -280,8 +275,8 @@ pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
 
 /// Multiplies each row of O by the row's factor, after row maxima have changed.
 ///
-/// For O in fragments, `moved` has one flag per group of rows. A flag is nonzero if any row of the group has a factor other
-/// than 1. The caller need not sync the cube after it writes the flags.
+/// For O in fragments, `moved` has one flag per group of rows, which is nonzero if any factor of the group is not 1. The
+/// caller need not sync the cube after it writes the flags.
 #[cube]
 pub(crate) fn rescale<C: Float>(
     output: &mut TileOutput,
@@ -327,8 +322,8 @@ pub(crate) fn zero_output(#[comptime] tiles: UnitTiles) -> TileOutput {
     }
 }
 
-/// Writes one factor for every row of O to shared memory. Row `i` gets the argument `factor` of unit `i % units`, where
-/// `units` is the number of units in the cube. The caller must sync the cube before units read the factors.
+/// Writes one factor for every row of O to shared memory. `factor` of unit `u` belongs to the rows `i` with `i % units = u`.
+/// The caller must sync the cube before units read the factors.
 #[cube]
 pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[f32]> {
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
@@ -344,8 +339,8 @@ pub(crate) fn row_factors(factor: f32, #[comptime] tiles: UnitTiles) -> Shared<[
 
 /// Multiplies each row of O by the row's factor, which is in shared memory, and writes O to the rows of a contiguous tensor.
 ///
-/// A row with factor 0 is written as 0, because its accumulators may contain NaN from keys that only other rows see. Factors
-/// and stage must be visible to all units.
+/// A row with factor 0 is written as 0, because its accumulators may contain NaN. Factors and stage must be visible to all
+/// units.
 #[cube]
 pub(crate) fn store_output<E: Float, C: Float, N: Size>(
     output: &TileOutput,

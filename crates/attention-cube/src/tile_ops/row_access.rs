@@ -17,11 +17,11 @@ pub(crate) fn load_vec4<E: Numeric, N: Size>(
     load_four::<E, f32, N>(source, rows, offset, column)
 }
 
-/// Loads four columns of a row, from `column` on. For a row of packed int8 words, the function returns the codes. Columns past
-/// the row's end are zero.
+/// Loads four columns of a row, from `column` on. For a row of packed int8 words, the function returns the codes. Columns
+/// past the row's end are zero.
 ///
-/// If `column` lies past the row's end, the function loads the row's first columns and replaces them by zeros. If the code had
-/// a branch instead, compilers would finish each load before the next load begins.
+/// Past the end, the function loads the row's first columns and selects zeros. With a branch instead, compilers would finish
+/// each load before the next load begins.
 #[cube]
 pub(super) fn load_four<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,

@@ -34,10 +34,10 @@ pub(crate) fn tile_column(
     (unit_column + comptime!(c / 4 * tiles.column_units)) * 4 + comptime!(c % 4)
 }
 
-/// Returns the index, among the tile's rows, of the unit's row `k`. A unit's rows are counted from 0.
+/// Returns the index, among the tile's rows, of the unit's row `k`.
 ///
 /// If units multiply operands from shared memory, neighbouring units have neighbouring rows. If units multiply operands from
-/// global memory, each unit has groups of four neighbouring rows, and its columns are grouped in the same way.
+/// global memory, each unit has groups of four neighbouring rows.
 #[cube]
 pub(crate) fn tile_row(
     unit_row: usize,

@@ -1,5 +1,4 @@
-//! Tile multiplications by units with operands in shared memory. This module also copies the operands to shared memory. The
-//! header of `product.rs` gives the costs.
+//! Tile multiplications by units with operands in shared memory. The header of `product.rs` gives the costs.
 
 use super::row_access::load_four;
 use super::vec4::{Four, Vec4, zeros};
@@ -7,23 +6,21 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// The number of columns per chunk of a dot product. The products of a chunk are added one after another, and then the sums
-/// of the chunks are added. Without chunks, a sum over 512 columns would lose two bits more than with chunks, and the
-/// backward's dP − Δ would show this loss.
+/// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks are
+/// added. Without chunks, a sum over 512 columns would lose two bits more, which the backward's dP − Δ would show.
 ///
-/// All tiles with operands in shared memory add in this order, however many columns of an operand they hold at a time
-/// (`depth`). The backward's scores therefore equal the forward's bit by bit. For very large scores this is necessary,
-/// because their last bit changes a probability.
+/// All tiles with operands in shared memory add in this order, so the backward's scores equal the forward's bit by bit. In
+/// very large scores, the last bit changes a probability.
 const SUM: usize = 16;
 
 /// The largest number of vectors that a unit loads before it stores these vectors. The unit then waits only once for several
-/// loads, and the vectors take few registers.
+/// loads.
 const IN_FLIGHT: usize = 8;
 
-/// Loads four columns of a row, from `column` on. If `wanted` is false for the row, the result is zeros.
+/// Loads four columns of a row, from `column` on, or returns zeros if `wanted` is false.
 ///
-/// For an unwanted row, the function loads an existing row and ignores its elements. If the code had a branch instead,
-/// compilers would finish each load before the next load begins.
+/// For an unwanted row, the function loads an existing row and ignores its elements. With a branch instead, compilers would
+/// finish each load before the next load begins.
 #[cube]
 fn load_if<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -50,11 +47,10 @@ struct RowVector {
     vector: usize,
 }
 
-/// Returns the vector that a unit copies in step `step`. In each step, every unit of the cube copies one vector, and the
-/// vectors of all units are consecutive. A row has `vectors` vectors.
+/// Returns the vector that a unit copies in step `step`. In each step, every unit copies one vector, and the vectors of all
+/// units are consecutive. A row has `vectors` vectors.
 ///
-/// If one step covers whole rows, a unit's index within the row is the same in every step. Addresses that depend on this index
-/// are then computed only once.
+/// If one step covers whole rows, a unit's index within the row is constant, so its addresses are computed only once.
 #[cube]
 fn turn(
     #[comptime] step: usize,
@@ -86,11 +82,11 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance in shared memory between the four rows of `b` that a unit reads, one for each of its four columns of S.
-    /// The distance is counted in slots, and a slot holds one row. The field is 0 if the rows are in order.
+    /// The distance in shared memory, in rows, between the four rows of `b` that a unit reads, or 0 if the rows are in
+    /// order.
     ///
-    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring units
-    /// then read neighbouring slots.
+    /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring
+    /// units then read neighbouring slots.
     pub interleaved: usize,
     /// True if the rows of all heads of a GQA group are numbered consecutively, one head after another.
     pub packed: bool,
@@ -108,8 +104,8 @@ impl StagedRows {
     }
 }
 
-/// Loads `many` of the vectors that a unit copies, from the unit's vector with index `first` on. The copied rows start at row
-/// `first_row`, and their columns start at column `first_column`.
+/// Loads `many` of the vectors that a unit copies, from index `first` on. The copied rows start at row `first_row`, and
+/// their columns start at column `first_column`.
 #[cube]
 pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -180,11 +176,11 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`. From each row, the function copies
-/// `staged_width` vectors, from `first_vector` on.
+/// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`: `staged_width` vectors of each
+/// row, from `first_vector` on.
 ///
-/// Set `has_masked` if the tile may have hidden scores. With `has_masked`, the function checks whether all elements of a row
-/// would be multiplied by zeros of P. It copies zeros instead of such a row.
+/// Set `has_masked` if the tile may have hidden scores. The function then copies zeros instead of rows that only zeros of P
+/// multiply.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

@@ -1,12 +1,11 @@
-//! Tables of tile shapes that benchmarks selected. This module also chooses a shape for a device, and computes the tile sizes
-//! that follow from the shape.
+//! Tables of tile shapes that benchmarks selected. This module also chooses a shape for a device.
 
 use crate::tile_ops::tiles::{Products, UnitTiles};
 use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 
-/// The tile sizes that a table entry states. All remaining sizes of [`UnitTiles`] follow from these sizes and from the width of
-/// the output.
+/// The tile sizes that a table entry states. All other sizes of [`UnitTiles`] follow from these sizes and from the output's
+/// width.
 pub(crate) struct Shape {
     /// The widest output, in columns, that the shape serves.
     pub width: usize,
@@ -56,17 +55,17 @@ pub(crate) const fn direct(
     }
 }
 
-// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on Mesa's
-// llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles on this driver, because it needs
-// more time to compile a kernel than to run it.
+// Shapes from `direct` read the operands from global memory and are for software drivers. Their comments give GFLOP/s on
+// Mesa's llvmpipe with two threads, f32, and 2 heads of length 256. Narrow outputs have small tiles on this driver, which
+// needs more time to compile a kernel than to run it.
 //
-// Comments beside all other shapes give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. These rates
-// were measured on 2026-11-20, before kernels added up each dot product in chunks. Parentheses give the rates of the rejected
-// shapes at that width. Shapes for 32 KB and less were chosen on Mesa's llvmpipe. On this driver, 64 units with 4 × 4 elements
-// of S each ran at twice the speed of 256 units with 2 × 4 elements.
+// All other comments give TFLOP/s on one H200: f32, causal, length 4096, heads × head_dim = 2048. The rates were measured on
+// 2026-11-20, before kernels added up each dot product in chunks. Parentheses give the rates of rejected shapes. Shapes for
+// 32 KB and less were chosen on llvmpipe, where 64 units with 4 × 4 elements of S each ran at twice the speed of 256 units
+// with 2 × 4 elements.
 
-/// Shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and bias. The
-/// function [`choose`] takes the first shape that is wide enough and fits the device.
+/// Shapes for kernels with at most one accumulator O in registers: the forward, and the gradients of query and bias.
+/// [`choose`] takes the first shape that is wide enough and fits the device.
 pub(crate) const SINGLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 11.4 GFLOP/s (staged, 4 × 4 of S per unit: 3.2)
@@ -110,9 +109,8 @@ pub(crate) fn choose(
         })
 }
 
-/// Computes all tile sizes that follow from a shape. The function divides the columns of the output among units so that
-/// loads and multiplications are fewest. The number of streamed rows per step is the largest power of two, up to the
-/// number of columns of a tile, for which these rows fit the shared memory that the first product needs anyway.
+/// Computes all tile sizes that follow from a shape. The columns of the output are divided among units so that loads and
+/// multiplications are fewest. The streamed rows per step must fit the shared memory of the first product.
 pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     let Shape {
         units,
@@ -155,8 +153,8 @@ pub(crate) fn tiles(shape: &Shape, width: usize, vector: usize) -> UnitTiles {
     }
     let room = tiles.transposed_vectors();
     while tiles.streamed_rows * tiles.staged_width() > room && tiles.staged_vectors > 1 {
-        // B is copied to shared memory in several parts. Reduce the vectors per part to the next smaller divisor of
-        // `output_vectors`, so that all parts have equal width.
+        // Reduces the vectors per chunk of B to the next smaller divisor of `output_vectors`, so that all chunks have equal
+        // width.
         tiles.staged_vectors = (1..tiles.staged_vectors)
             .rev()
             .find(|staged| output_vectors.is_multiple_of(*staged))

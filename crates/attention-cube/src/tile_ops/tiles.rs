@@ -10,8 +10,8 @@ pub enum Products {
     Direct,
     /// Units multiply operands that were copied to shared memory.
     Staged,
-    /// Planes multiply fragments that they load from shared memory. The fields `output_units`, `output_vectors` and
-    /// `staged_vectors` are then unused.
+    /// Planes multiply fragments from shared memory. The fields `output_units`, `output_vectors` and `staged_vectors` are
+    /// unused.
     Fragments(FragmentTiles),
 }
 
@@ -24,11 +24,10 @@ pub struct UnitTiles {
     pub rows: usize,
     /// The number of units along a row of S in the first product (`S = A Bᵀ`).
     pub column_units: usize,
-    /// The number of vectors (4 columns of S each) that a unit computes per row of S. A unit's vectors lie `column_units` vectors
+    /// The number of vectors (4 columns of S each) that a unit computes per row of S. The vectors are `column_units` vectors
     /// apart.
     pub column_vectors: usize,
-    /// The number of columns per chunk of the first product (`S = A Bᵀ`). The operands are copied to shared memory in such
-    /// chunks.
+    /// The number of columns per chunk in which the operands of the first product (`S = A Bᵀ`) are copied to shared memory.
     pub depth: usize,
     /// The way in which tiles are multiplied.
     pub products: Products,
@@ -36,12 +35,10 @@ pub struct UnitTiles {
     pub output_units: usize,
     /// The number of vectors (4 columns of O each) that a unit computes per row of O.
     pub output_vectors: usize,
-    /// The width of the column chunks in which the right operand of the second product `O += P B` (such as V) is copied to
-    /// shared memory. The width is given in vectors per unit. Each chunk serves `staged_vectors` of the `output_vectors`
-    /// vectors that the unit computes per row of O.
+    /// The width of the column chunks in which the right operand of the second product `O += P B` is copied to shared
+    /// memory, in vectors per unit.
     pub staged_vectors: usize,
-    /// The number of rows per chunk of B in the second product `O += P B`. A block of B has [`columns`](Self::columns) rows.
-    /// These rows are copied to shared memory in chunks.
+    /// The number of rows per chunk of B in the second product `O += P B`.
     pub streamed_rows: usize,
     /// The number of elements per global load: 4, or 1 if strides or sizes do not allow 4.
     pub vector: usize,
@@ -74,8 +71,7 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the padding between rows in shared memory, in vectors: 16 bytes. Padding places neighbouring rows in different
-    /// banks.
+    /// Returns the padding between rows in shared memory, in vectors. Padding places neighbouring rows in different banks.
     const fn padding(&self) -> usize {
         16 / self.vector_bytes()
     }
@@ -105,8 +101,7 @@ impl UnitTiles {
         self.rows / self.row_units()
     }
 
-    /// Returns the number of loop iterations in which the units process all rows of the tile, if each unit takes one row per
-    /// iteration.
+    /// Returns the number of loop iterations over all rows of the tile, if each unit takes one row per iteration.
     pub const fn row_steps(&self) -> usize {
         self.rows.div_ceil(self.units)
     }
@@ -155,19 +150,18 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. If both
-    /// streamed operands stay in shared memory (resident), the number includes both.
+    /// Returns the number of vectors that the operands of the first product (`S = A Bᵀ`) take in shared memory. The number
+    /// includes both streamed operands if both stay there (resident).
     pub(crate) const fn transposed_vectors(&self) -> usize {
         let streamed = if self.is_resident() { 2 } else { 1 };
         self.streamed_at() + streamed * self.columns() * self.depth_pitch()
     }
 
-    /// Returns the number of vectors in the stage. The stage is the shared memory that holds the operands, first of one product
-    /// and then of the next product.
+    /// Returns the number of vectors in the stage, the shared memory for operands.
     pub const fn stage_vectors(&self) -> usize {
         if self.is_direct() {
-            // A kernel that reads operands from global memory needs no stage. The size is then 1, because CubeCL does not allow
-            // shared memory of size 0.
+            // A kernel that reads operands from global memory needs no stage, but CubeCL does not allow shared memory of
+            // size 0.
             return 1;
         }
         if self.is_resident() {
@@ -181,9 +175,8 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that the LSE (as reference score and logarithm) and delta of a block's queries take in
-    /// shared memory. If units multiply instead of planes, kernels do not copy LSE and delta, and the result is the smallest
-    /// size, 1.
+    /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory. If units multiply, the
+    /// result is 1, the smallest size, because kernels do not copy LSE and delta.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,
@@ -206,13 +199,11 @@ impl UnitTiles {
         self.units * self.columns_per_unit()
     }
 
-    /// Returns an upper bound of the loop iterations that a unit runs for one block. Each first product sums over the
-    /// columns of its operands, and `columns` is the total for all first products. `accumulated` is the number of second
-    /// products, which sum over the block's rows.
+    /// Returns an upper bound of the loop iterations that a unit runs for one block. `columns` is the total number of
+    /// columns that all first products sum over. `accumulated` is the number of second products, which sum over the block's
+    /// rows.
     ///
-    /// If operands are copied to shared memory, the bound for the products is twice as large. If the tile may have hidden
-    /// scores (`has_masked`), the bound includes one more loop for each second product. This loop marks the used columns of
-    /// P, one row of P per iteration.
+    /// With `has_masked`, each second product has one more loop, which marks the used columns of P.
     pub(crate) fn block_iterations(
         &self,
         columns: usize,
@@ -232,8 +223,7 @@ impl UnitTiles {
         products + marks
     }
 
-    /// Returns the shared memory, in bytes, that a kernel with these tiles needs. If several kernels use the tiles, the result
-    /// is the need of the kernel that needs most.
+    /// Returns the shared memory, in bytes, of the kernel that needs most with these tiles.
     pub const fn shared_memory(&self) -> usize {
         let rows = 4 * (self.partial_floats() + 2 * self.rows + self.columns() + self.row_groups());
         let tiles = self.left_tiles() * self.tile_vectors();

@@ -5,7 +5,7 @@ use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// Marks the columns of the tile that contain a nonzero element. The tile starts at vector `at`. The function syncs the cube
-/// before and after it marks the columns.
+/// before and after.
 #[cube]
 pub(super) fn mark_used<C: Float>(
     tile: &Shared<[Four<C>]>,

@@ -28,8 +28,7 @@ pub struct DeviceProfile {
     pub largest_buffer: usize,
     /// The largest number of cubes along one dimension of a launch.
     pub cube_count: u32,
-    /// The number of hardware threads of the processor that runs a software driver such as Mesa's llvmpipe, or `None` for a
-    /// GPU.
+    /// The number of hardware threads of the processor that runs a software driver, or `None` for a GPU.
     pub processors: Option<usize>,
     /// The number of streaming multiprocessors, or `None` if the runtime does not report this number.
     pub multiprocessors: Option<usize>,
@@ -43,16 +42,15 @@ pub struct DeviceProfile {
     pub not_built: Vec<(Engine, &'static str)>,
 }
 
-/// The matrix multiplications that a device's planes (warps) compute on fragments of an opaque layout (`cubecl::cmma`). The
-/// products are accumulated in f32.
+/// The device's matrix multiplications on fragments of an opaque layout (`cubecl::cmma`), accumulated in f32.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FragmentSupport {
     /// The supported shapes and dtypes, in no particular order.
     pub kinds: Vec<Fragments>,
     /// The smallest and the largest number of units per plane.
     pub plane_sizes: (usize, usize),
-    /// The reason why engines must not use the device's matrix multiplications, or `None` if engines may use them. The driver may
-    /// compute wrong products, or the products may be untested on the device.
+    /// The reason why engines must not use the device's matrix multiplications, or `None`: the driver may compute wrong
+    /// products, or the products may be untested on the device.
     pub fault: Option<&'static str>,
 }
 

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Calls a macro with the list of all engines. An entry has the engine's module, its type, and the Cargo feature that builds
-/// its kernels. Selection tries the engines in this order.
+/// Calls a macro with the list of all engines in selection order: the engine's module, its type, and the Cargo feature that
+/// builds its kernels.
 macro_rules! with_engines {
     ($callback:ident) => {
         $callback! {
@@ -34,8 +34,7 @@ macro_rules! names {
             /// The engines with kernels, in the order in which selection tries them.
             pub(crate) const WITH_KERNELS: &'static [Self] = &[$(Self::$engine),+];
 
-            /// Returns the Cargo feature that this build lacks for the engine's kernels, or `None` if this build has that
-            /// feature.
+            /// Returns the Cargo feature that this build lacks for the engine's kernels, or `None`.
             #[cfg(feature = "cube")]
             pub(crate) fn missing_build_feature(self) -> Option<&'static str> {
                 match self {

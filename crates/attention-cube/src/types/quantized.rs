@@ -5,8 +5,7 @@ use burn::tensor::{Device, Int, Tensor};
 /// The number of int8 codes per 32-bit word.
 pub(crate) const CODES: usize = 4;
 
-/// The f32 bits of 2⁻¹¹⁶. A row whose elements all have smaller magnitudes becomes zero. All scales other than 0 are then
-/// normal f32 numbers.
+/// The f32 bits of 2⁻¹¹⁶. Rows with smaller magnitudes become zero, so that all scales other than 0 are normal f32 numbers.
 pub(crate) const ZERO_BELOW: u32 = (127 - 116) << 23;
 
 /// The largest int8 code. Codes lie in −127..=127.

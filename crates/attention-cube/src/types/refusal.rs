@@ -15,7 +15,7 @@ pub enum Feature {
     #[error("matrix loads of {0:?} from shared memory (ldmatrix)")]
     LoadMatrix(DType),
     /// The matrix multiplication on fragments of an opaque layout (cmma), accumulated in f32. The field is the dtype of the
-    /// inputs. Fragments have this dtype, or are f32 fragments to which the inputs are widened.
+    /// inputs.
     #[error(
         "matrix products of {0:?} by a plane in fragments, 16×16×16, 16×8×16 or 8×8×8, summed in f32 (cmma)"
     )]
@@ -69,8 +69,7 @@ pub enum Refusal {
         /// The problem's `value_dim`.
         value_dim: usize,
     },
-    /// The heads are narrower than the narrowest head that the engine serves. For narrower heads, the rounding of P to half
-    /// precision dominates the error.
+    /// The heads are narrower than the engine serves, because the rounding of P to half precision would dominate the error.
     #[error(
         "it is for head_dim and value_dim from {narrowest} on, not for {head_dim} and {value_dim}"
     )]
@@ -82,8 +81,7 @@ pub enum Refusal {
         /// The problem's `value_dim`.
         value_dim: usize,
     },
-    /// The device has planes (warps) of several sizes. A kernel divides fragments among the planes of a cube, so the number
-    /// of planes must be known.
+    /// The device has planes (warps) of several sizes, but a kernel must know the number of planes in a cube.
     #[error(
         "planes of this device have {least} to {most} units, and the engine needs one size, 32 or 64"
     )]
@@ -93,8 +91,7 @@ pub enum Refusal {
         /// The number of units of the largest plane.
         most: usize,
     },
-    /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason: the driver computes
-    /// wrong results, or the multiplications are untested on the device.
+    /// The device's matrix multiplications on fragments (cmma) are disabled. The text gives the reason.
     #[error("{0}")]
     Fault(&'static str),
     /// Kernels on the device cannot read or write the dtype.
@@ -157,8 +154,7 @@ pub enum Refusal {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Warning {
-    /// The kernel rounds the gradients of the scores to f16, so large gradients overflow. A fixed scale would avoid the
-    /// overflow but cause underflow.
+    /// The kernel rounds the gradients of the scores to f16, so large gradients overflow.
     ScoreGradientsInF16,
 }
 

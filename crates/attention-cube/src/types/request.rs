@@ -27,8 +27,7 @@ pub struct BackwardRequest {
     pub bias: bool,
     /// True if the gradient of the sinks is wanted.
     pub sinks: bool,
-    /// True if the keys are only one shard, while output and logsumexp cover the keys of all shards. The backward then never
-    /// recomputes the logsumexp from the shard's scores.
+    /// True if the keys are only one shard, while output and logsumexp cover the keys of all shards.
     pub lse_of_all_shards: bool,
 }
 
@@ -37,8 +36,7 @@ pub struct BackwardRequest {
 pub struct Layouts {
     /// True if every row can be read in vectors of four elements.
     pub vectors: bool,
-    /// The operands that Hopper's TMA can read in place, because their rows are contiguous and start at multiples of 16
-    /// bytes.
+    /// The operands that Hopper's TMA can read in place: rows are contiguous and start at multiples of 16 bytes.
     pub tma: Operands,
     /// True if TMA can read the bias in place. Any dimension of the bias may be broadcast.
     pub tma_bias: bool,

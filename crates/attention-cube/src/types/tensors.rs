@@ -62,9 +62,8 @@ pub struct AttentionInputs<B: Backend> {
     pub query: FloatTensor<B>,
     pub key: FloatTensor<B>,
     pub value: FloatTensor<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
-    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of keys and values counts pages,
-    /// and the third dimension counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
+    /// from `n · page_len` on. With a page table, keys and values are `[pages, kv_heads, page_len, columns]`.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -131,9 +130,8 @@ pub struct QuantizedInputs<B: Backend> {
     pub key: QuantizedTensors<B>,
     #[extension_type]
     pub value: QuantizedTensors<B>,
-    /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds the
-    /// sequence's keys from `n · page_len` on. If a page table is present, the first dimension of keys and values counts pages,
-    /// and the third dimension counts the keys of a page.
+    /// The page table, `[batch, pages of a sequence]`. Entry `n` is the index of the page that holds the sequence's keys
+    /// from `n · page_len` on. With a page table, keys and values are `[pages, kv_heads, page_len, columns]`.
     #[extension_type]
     pub page_table: MaybeInt<B>,
     #[extension_type]
@@ -204,10 +202,9 @@ impl<B: Backend> QuantizedInputs<B> {
 #[extension_type(fusion)]
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
-    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds a reference score of each query, the score
-    /// that the softmax subtracted (about the row maximum). The second half holds the natural logarithm of the softmax sum
-    /// relative to the reference score. The sum of both parts is the LSE. If the reference score is large, one f32 for the sum
-    /// would lose the logarithm, but gradients need both parts.
+    /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds the reference score that the softmax
+    /// subtracted (about the row maximum). The second half holds the logarithm of the softmax sum. The LSE is the sum of the
+    /// two halves.
     pub logsumexp: FloatTensor<B>,
 }
 
@@ -219,7 +216,7 @@ pub struct AttentionSaved<B: Backend> {
     pub logsumexp: FloatTensor<B>,
     pub output_gradient: FloatTensor<B>,
     /// The gradient of the logsumexp, in the shape of `logsumexp`. The backward reads only the first half of the first
-    /// dimension, which holds the gradients of the reference scores.
+    /// dimension.
     #[extension_type]
     pub logsumexp_gradient: MaybeFloat<B>,
 }
@@ -248,8 +245,8 @@ pub fn logsumexp_dtype(problem: &AttentionProblem) -> DType {
     }
 }
 
-/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`. The last dimension holds the first key and
-/// the end of each interval.
+/// Joins the intervals of a call into one tensor, `[batch, q_len, 2 · intervals]`: the first key and the end of each
+/// interval.
 pub(crate) fn intervals(options: &AttentionOptions) -> MaybeInt<Dispatch> {
     let ends = options.intervals.iter();
     let ends: Vec<Tensor<2, Int>> = ends

@@ -1,5 +1,4 @@
-//! LoRA adapters (low-rank adaptation, Hu et al. 2021, arXiv:2106.09685). Burn trains them, and files store them in PEFT's
-//! format.
+//! LoRA adapters (low-rank adaptation, Hu et al. 2021, arXiv:2106.09685), in PEFT's file format.
 
 use super::{
     adapter_config::{AdapterConfig, Scaling},
@@ -27,8 +26,7 @@ const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
 /// The prefix of every module name in an adapter's file. PEFT wraps the model in a module of its own, which adds this prefix.
 const WRAPPED: &str = "base_model.model.";
-/// The suffixes of the names that an adapter's file gives to the matrices `A` and `B`. This module calls the two matrices
-/// factors. `A`, `[rank, in_features]`, multiplies the input. `B`, `[out_features, rank]`, multiplies the result of `A`.
+/// The suffixes of the names of `A`, `[rank, in_features]`, and `B`, `[out_features, rank]`, in an adapter's file.
 const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
 /// A description of a LoRA adapter: the matrices that it adapts, its rank and its scale.
@@ -82,9 +80,8 @@ impl Adapter {
 
     /// Freezes the model and attaches Burn's LoRA adapters, which do not change the outputs until they are trained.
     ///
-    /// The matrices `A` and `B` are stored in f32, whatever the model's dtype is. The forward pass casts them to the
-    /// activations' dtype. Quantized matrices stay quantized under their adapters (QLoRA, Dettmers et al. 2023,
-    /// arXiv:2305.14314).
+    /// The matrices `A` and `B` are stored in f32, whatever the model's dtype is. Quantized matrices stay quantized (QLoRA,
+    /// Dettmers et al. 2023, arXiv:2305.14314).
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] in these cases:
@@ -129,7 +126,7 @@ impl Adapter {
         let lora = Lora::new(self.rank, self.alpha).set_dtype(FloatDType::F32);
         let lora = lora.set_param_group(ParamGroup::from_paths(paths));
         // The adapter's matrices live through all training steps, so this call allocates them in persistent memory. The
-        // allocator does not search persistent memory for space when it allocates a temporary tensor.
+        // allocator does not search persistent memory for temporary tensors.
         let device = model.device();
         Ok(device.memory_persistent_allocations(model, move |model| {
             let mut lora = lora.clone();
@@ -149,9 +146,8 @@ impl Adapter {
         path.starts_with("layers.") && self.modules.iter().any(|name| name == module)
     }
 
-    /// Returns the regular expression that PEFT matches against the full names of a model's modules. The expression matches the
-    /// names of `Gemma4ForConditionalGeneration` and of `Gemma4ForCausalLM`. A list of short names such as `q_proj` would not
-    /// do: modules of the vision and audio towers have the same short names, and PEFT would adapt them too.
+    /// Returns the regular expression that PEFT matches against the names of a model's modules. Short names such as `q_proj`
+    /// would also match modules of the vision and audio towers.
     fn pattern(&self) -> String {
         let modules = self.modules.join("|");
         format!(r"model\.(?:language_model\.)?layers\.\d+\.(?:[^.]+\.)*(?:{modules})")
@@ -159,10 +155,10 @@ impl Adapter {
 
     /// Writes the adapter that [`attach`](Self::attach) added to `model` into `folder`, in PEFT's format and in f32.
     ///
-    /// The files are `adapter_config.json`, which gives `base` as the adapted checkpoint, and `adapter_model.safetensors`. If
-    /// `base` is the folder of a multimodal checkpoint, the written module names are those of `Gemma4ForConditionalGeneration`,
-    /// and the towers get no adapter. Otherwise the written module names are those of `Gemma4ForCausalLM`. PEFT can load the
-    /// adapter into the other class with a `key_mapping` from `model.language_model.` to `model.`, or the reverse.
+    /// The files are `adapter_config.json`, which gives `base` as the adapted checkpoint, and `adapter_model.safetensors`.
+    /// If `base` is the folder of a multimodal checkpoint, the written module names are those of
+    /// `Gemma4ForConditionalGeneration`. Otherwise the written module names are those of `Gemma4ForCausalLM`. PEFT can
+    /// translate the names by a `key_mapping` from `model.language_model.` to `model.`, or the reverse.
     ///
     /// # Errors
     /// Returns an error if `base` is a folder without a readable checkpoint, or if a file cannot be written.
@@ -195,8 +191,8 @@ impl Adapter {
         let json = serde_json::to_string_pretty(&file)
             .map_err(|error| Gemma4Error::Config(error.to_string()))?;
         create(folder)?;
-        // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights here are `[out_features, in_features]`, as in PEFT.
-        // So Burn's `a` is PEFT's `B`, and Burn's `b` is PEFT's `A`.
+        // Burn adds `a · b` to a weight, and PEFT adds `B · A`. The weights are `[out_features, in_features]`, so Burn's `a`
+        // is PEFT's `B`, and Burn's `b` is PEFT's `A`.
         let [reads, writes] = FACTORS;
         let factors =
             stored(&model.valid(), DType::F32)
@@ -228,10 +224,8 @@ impl Gemma4Model {
 
     /// Attaches the LoRA adapter in `folder` without merging it into the layers' quantized weights.
     ///
-    /// The folder holds the same files as for [`merge_adapter`](Self::merge_adapter). The quantized weights stay quantized. The
-    /// forward pass computes the adapter's output from `A` and `B` in the model's compute dtype. It adds the result to the
-    /// output of the quantized matrix. So the adapted weight is not rounded to a quantized format. QLoRA training computes the
-    /// same way.
+    /// The folder holds the files of [`merge_adapter`](Self::merge_adapter). The quantized weights stay quantized. The
+    /// forward pass adds the adapter's output to the output of the quantized matrix, as in QLoRA training.
     ///
     /// # Errors
     /// Returns the errors of [`merge_adapter`](Self::merge_adapter).
@@ -298,8 +292,8 @@ impl Gemma4Model {
             if !merger.adds_to(matrix) {
                 continue;
             }
-            // Only the linear projections in the layers can keep an attached adapter. For all other matrices the adapter is
-            // merged into the weight.
+            // Only the linear projections in the layers can keep an attached adapter. All other adapters are merged into the
+            // weights.
             let beside = match way == Way::Beside && path.starts_with("layers.") {
                 true => weight.without_adapter(),
                 false => None,
@@ -330,8 +324,8 @@ impl Gemma4Model {
     }
 }
 
-/// True if `name` is the name of `A` or `B` for a K or V projection that the model does not have. Layers that share an earlier
-/// layer's KV cache have no K and V projections.
+/// True if `name` is `A` or `B` of a K or V projection that the model does not have. Layers that share an earlier layer's KV
+/// cache have no K and V projections.
 fn is_unread(name: &str, names: &Names, config: &Gemma4Config) -> bool {
     let module = FACTORS.iter().find_map(|suffix| name.strip_suffix(suffix));
     let module = module.and_then(|module| module.strip_prefix(WRAPPED));
@@ -352,8 +346,7 @@ enum Way {
 /// A module mapper that adds `B · A · scale` to each parameter that the adapter changes.
 struct Merger<'a> {
     tensors: &'a SafeTensors<'a>,
-    /// A map whose keys are tensor names without the parts that `torch.compile` adds. The value of each key is the tensor's
-    /// full name in the file.
+    /// A map from tensor names, without the parts that `torch.compile` adds, to the full names in the file.
     in_file: BTreeMap<String, &'a str>,
     /// The prefix that turns a parameter's path into its name in the model that PEFT adapted.
     prefix: &'static str,
@@ -362,15 +355,15 @@ struct Merger<'a> {
     /// Tensors of the file that have not been assigned to a parameter yet.
     rest: BTreeSet<String>,
     problems: Vec<TensorProblem>,
-    /// The error message of the last failed lookup in the adapter's configuration, or `None` if no lookup has failed. A lookup
-    /// finds the rank and the scale for a module.
+    /// The error message of the last failed lookup in the adapter's configuration, or `None`. A lookup finds a module's rank
+    /// and scale.
     refusal: Option<String>,
 }
 
 impl Merger<'_> {
     /// Returns the module name of the matrix at `path` in the model that PEFT adapted.
     fn module(&self, path: &str) -> String {
-        // The output projection's name gets no prefix, because that projection is outside the module that holds all other
+        // The output projection's name gets no prefix, because that projection is outside the module of all other
         // parameters.
         match HEAD.strip_suffix(".weight") == Some(path) {
             true => path.into(),
@@ -391,14 +384,14 @@ impl Merger<'_> {
     }
 
     /// Returns the update `B · A · scale` of the matrix at `path`, `[out_features, in_features]` in f32, or `None` if the
-    /// adapter does not change the matrix.
+    /// adapter has no update for the matrix.
     fn delta(&mut self, path: &str, shape: [usize; 2], device: &Device) -> Option<Tensor<2>> {
         let ([writes, reads], scale) = self.factors(path, shape, device)?;
         Some(product(writes, reads) * scale)
     }
 
-    /// Loads the factors of the matrix at `path` in f32: `B`, `[out_features, rank]`, and `A`, `[rank, in_features]`. Also
-    /// returns the scale of `B · A`.
+    /// Loads `B`, `[out_features, rank]`, `A`, `[rank, in_features]`, and the scale of `B · A`, for the matrix at `path`, in
+    /// f32.
     fn factors(
         &mut self,
         path: &str,
@@ -423,8 +416,8 @@ impl Merger<'_> {
         Some(([writes?, reads?], scale))
     }
 
-    /// Loads the factor called `name`, which is an `A` or a `B`, and checks its shape. `of_rank` is the index of the dimension
-    /// whose size is the rank.
+    /// Loads `A` or `B`, called `name`, and checks its shape. `of_rank` is the index of the dimension whose size is the
+    /// rank.
     fn factor(
         &mut self,
         name: &str,

@@ -1,5 +1,4 @@
-//! PEFT's `adapter_config.json`. The file holds the rank and scale of each adapted matrix, and switches that change how the
-//! matrices `A` and `B` are applied.
+//! PEFT's `adapter_config.json`, which holds the rank and scale of each adapted matrix.
 
 use crate::{escaped::Escaped, json};
 use fancy_regex::Regex;
@@ -10,8 +9,7 @@ use serde::{
 use serde_json::{Map, Value};
 use std::{fmt, marker::PhantomData};
 
-/// The fields of `adapter_config.json`. A field that this crate interprets has a member of its own. `others` holds all other
-/// fields.
+/// The fields of `adapter_config.json`. `others` holds all fields that this crate does not interpret.
 #[derive(Deserialize)]
 struct File {
     peft_type: String,
@@ -24,8 +22,7 @@ struct File {
     others: Map<String, Value>,
 }
 
-/// The fields that do not change how trained matrices `A` and `B` are applied. Some of them are parameters of a feature that
-/// another field switches on, such as `qalora_group_size` for `use_qalora`.
+/// The fields that do not change how trained matrices `A` and `B` are applied.
 const WITHOUT_EFFECT: [&str; 20] = [
     "auto_mapping",
     "base_model_name_or_path",
@@ -49,9 +46,8 @@ const WITHOUT_EFFECT: [&str; 20] = [
     "task_type",
 ];
 
-/// The supported methods to initialize `A` and `B`. A method is supported if it leaves the base weights unchanged, or if PEFT
-/// applies it each time that PEFT loads the adapter. All other methods subtract the initial `B · A` from the base weights. An
-/// adapter of such a method fits the changed weights, but not the original ones.
+/// The supported methods to initialize `A` and `B`. All other methods subtract the initial `B · A` from the base weights.
+/// An adapter that was trained on changed base weights does not fit the original weights.
 const BEGINNINGS: [&str; 4] = ["gaussian", "orthogonal", "eva", "mica"];
 
 /// The contents of an adapter's `adapter_config.json`.
@@ -113,7 +109,7 @@ impl AdapterConfig {
         }
     }
 
-    /// Returns the rank and scale for the matrix of a module. `module` is the module's full name in the model that PEFT
+    /// Returns the rank and scale of a module's matrix. `module` is the module's full name in the model that PEFT
     /// adapted.
     pub fn scaling(&self, module: &str) -> Result<Scaling, String> {
         let rank = self.ranks.value(module)?.unwrap_or(self.rank);
@@ -148,9 +144,8 @@ impl File {
         }
     }
 
-    /// Returns warnings about unknown numeric fields that are not 0. Such a field may be a switch that changes the results. The
-    /// field may also be a parameter of a switch that is off, because PEFT writes such parameters too. So the field causes a
-    /// warning instead of an error.
+    /// Returns warnings about unknown numeric fields that are not 0. PEFT also writes numbers for features that are off,
+    /// so a number does not prove that an unsupported feature is on.
     fn warnings(&self) -> Vec<String> {
         let numbers = self
             .switches()
@@ -172,8 +167,8 @@ impl File {
     }
 }
 
-/// True if the value of a field switches a feature on. A number never switches a feature on, because the number may be a
-/// parameter of a feature that is off.
+/// True if the value of a field switches a feature on. A number never does, because PEFT also writes numbers for features
+/// that are off.
 fn is_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) | Value::Number(_) => false,
@@ -184,8 +179,7 @@ fn is_on(value: &Value) -> bool {
     }
 }
 
-/// A table that maps regular expressions for module names to values. The first expression in the file that matches a module's
-/// name gives the module's value.
+/// Maps regular expressions to values. A module gets the value of the first expression that matches the module's name.
 struct Patterns<V> {
     field: &'static str,
     values: Vec<(String, Regex, V)>,
@@ -249,8 +243,8 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for PairsVisitor<V> {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut pairs: Vec<(String, V)> = Vec::new();
         while let Some((name, value)) = map.next_entry::<String, V>()? {
-            // Repeated keys are treated as in Python: the last occurrence of a key gives the value, and the first occurrence
-            // gives the key's position in `pairs`.
+            // Treat repeated keys as Python does: the first occurrence gives a key's position, and the last occurrence
+            // gives the value.
             match pairs.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, known)) => *known = value,
                 None => pairs.push((name, value)),
@@ -389,8 +383,8 @@ mod tests {
         }
     }
 
-    /// Checks that a configuration in which every switch is off is accepted without a warning. The fields are those that PEFT
-    /// 0.21 writes for `LoraConfig()`, and four unknown fields with values that mean "off".
+    /// Checks that a configuration in which every switch is off is accepted without a warning. PEFT 0.21 writes these
+    /// fields for `LoraConfig()`, except for four unknown fields.
     #[test]
     fn parse_of_disabled_switches_succeeds() {
         let off = r#"{

@@ -14,8 +14,7 @@ use burn::tensor::Device;
 use safetensors::Dtype;
 use std::{collections::BTreeSet, fs, path::Path, sync::Arc};
 
-/// The name of the tensor that lists the tokens of each group. The tensor exists only for drafters whose head first selects
-/// groups of tokens.
+/// The name of the tensor that lists the tokens of each group.
 const ORDERING: &str = "masked_embedding.token_ordering";
 
 /// The weights in a drafter's files. Each tensor in the files is named by the path of its parameter.
@@ -35,8 +34,7 @@ impl WeightSource for Named {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let mut names = self.folder.unknown(known, config);
-        // The tensors of the head and of the token order are not reported as unknown, although the drafter has no parameter
-        // for them. The head's tensor repeats the embedding table, and the function `groups` reads the token order.
+        // Do not report the tensors of the head and of the token order as unknown. The drafter has no parameter for them.
         names.retain(|name| name != HEAD && !(self.has_groups && name == ORDERING));
         names
     }
@@ -45,12 +43,11 @@ impl WeightSource for Named {
 impl Drafter {
     /// Loads the drafter in `folder`, in Hugging Face's layout.
     ///
-    /// The folder has `config.json` and either `model.safetensors` or an index with several weight files. The weights are not
-    /// quantized on the device, whatever the option for [quantization](LoadOptions::quantization) says.
+    /// The weights are never quantized, whatever the option for [quantization](LoadOptions::quantization) says.
     ///
     /// # Errors
-    /// Returns an error if a file is missing or malformed, if tensors do not fit the configuration, or if the device does not
-    /// compute in the requested dtype.
+    /// Returns an error if a file is missing or malformed, if tensors do not fit the configuration, or if the device does
+    /// not compute in the requested dtype.
     pub fn load(
         folder: impl AsRef<Path>,
         device: &Device,
@@ -59,8 +56,8 @@ impl Drafter {
         Self::load_for(folder, |_| Ok(()), device, options)
     }
 
-    /// Loads a drafter like [`load`](Self::load), but first calls `check` on the drafter's configuration. An error from `check`
-    /// stops the loading.
+    /// Loads a drafter like [`load`](Self::load), but first calls `check` on the drafter's configuration. Returns the
+    /// error of `check`, if any.
     pub(crate) fn load_for(
         folder: impl AsRef<Path>,
         check: impl FnOnce(&DrafterConfig) -> Result<(), Gemma4Error>,

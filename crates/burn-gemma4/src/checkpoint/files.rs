@@ -20,8 +20,7 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The part that `torch.compile` adds to the name of a module that it wraps.
 const COMPILED: &str = "_orig_mod";
 
-/// All tensors of a checkpoint by name. The files are memory-mapped, so a tensor's bytes are read from disk only when the
-/// tensor is used.
+/// All tensors of a checkpoint by name. The files are memory-mapped.
 pub(super) struct TensorFiles {
     files: Vec<Bytes>,
     tensors: BTreeMap<String, Entry>,
@@ -47,8 +46,8 @@ struct Index {
 }
 
 impl TensorFiles {
-    /// Opens the tensors of a folder. If `model.safetensors.index.json` exists, the tensors come from all files that this index
-    /// names. Otherwise the tensors come from `model.safetensors`.
+    /// Opens the tensors of a folder: of all files that `model.safetensors.index.json` names, or of `model.safetensors`
+    /// if the folder has no index.
     pub fn open(folder: &Path) -> Result<Self, Gemma4Error> {
         let index = folder.join(INDEX);
         let names = match fs::read_to_string(&index) {
@@ -174,8 +173,7 @@ pub(super) fn uncompiled(name: &str) -> String {
 pub(crate) fn map(path: &Path) -> Result<Mmap, Gemma4Error> {
     let failed = |source| missing(path.to_owned(), source);
     let file = File::open(path).map_err(failed)?;
-    // SAFETY: the mapping of `file` requires that the file does not change while it is mapped. `file` is open for reading only,
-    // and this process does not write to it. Another process could still change the checkpoint during loading. That would be
-    // undefined behavior, as in every program that maps files.
+    // SAFETY: the file must not change while it is mapped. This process does not write to the file. A change by another
+    // process would be undefined behavior, as in every program that maps files.
     unsafe { Mmap::map(&file) }.map_err(failed)
 }

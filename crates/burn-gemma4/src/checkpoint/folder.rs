@@ -37,8 +37,8 @@ impl Folder {
         }
     }
 
-    /// Refuses files in which the tensors have MLX's names. MLX also stores experts and towers in a layout that this crate does
-    /// not read.
+    /// Refuses files in which the tensors have MLX's names. MLX stores experts and towers in a layout that this crate
+    /// cannot read.
     pub fn refuse_mlx(&self, folder: &Path) -> Result<(), Gemma4Error> {
         let is_mlx = |name: &str| name.starts_with(MLX);
         match self.files.names().any(is_mlx)
@@ -69,9 +69,8 @@ impl Folder {
         paths.filter(is_there).collect()
     }
 
-    /// Returns the names of the matrices of single experts, if the files contain such matrices instead of the stacked tensor
-    /// `name`. The result has one list per projection, with one name per expert. A fused gate and up projection has two lists:
-    /// first the gate's list, then the up projection's list.
+    /// Returns the names of the matrices of single experts that replace the stacked tensor `name`, if the files contain
+    /// such matrices. The result has one list per projection, with one name per expert.
     fn apart(&self, name: &str) -> Vec<Vec<String>> {
         let Some((layer, whole)) = name.split_once(EXPERTS) else {
             return Vec::new();
@@ -129,8 +128,7 @@ impl Folder {
     }
 }
 
-/// The text that follows a layer's name in the name of an expert tensor. After this text comes the number of an expert, or the
-/// name of a stacked tensor.
+/// The part of an expert tensor's name that follows the layer's name.
 const EXPERTS: &str = ".experts.";
 const GATE_UP: &str = "gate_up_proj";
 const GATE_AND_UP: &[&str] = &["gate_proj.weight", "up_proj.weight"];

@@ -19,14 +19,12 @@ use std::{fs, path::Path, sync::Arc};
 impl Gemma4Model {
     /// Loads the weights at `path`, which is a folder in Hugging Face's layout or a GGUF file.
     ///
-    /// A folder has `config.json` and either `model.safetensors` or an index with several weight files. Its weights may be
-    /// packed by compressed-tensors into integers of 4 or 8 bits. Only the text model of a multimodal checkpoint is loaded.
-    /// Files are memory-mapped and copied to the device tensor by tensor, so the host holds about one tensor at a time.
-    /// Quantized weights stay quantized, unless the [options](LoadOptions::quantization) say otherwise.
+    /// A folder's weights may be packed by compressed-tensors into integers of 4 or 8 bits. Only the text model of a
+    /// multimodal checkpoint is loaded. The host holds about one tensor at a time.
     ///
     /// # Errors
-    /// Returns an error if a file is missing, truncated or malformed, or if the device does not compute in the requested dtype.
-    /// If tensors do not fit the configuration, the error names all such tensors.
+    /// Returns an error if a file is missing, truncated or malformed, or if the device does not compute in the requested
+    /// dtype. If tensors do not fit the configuration, the error names all such tensors.
     pub fn load(
         path: impl AsRef<Path>,
         device: &Device,
@@ -65,8 +63,7 @@ impl Gemma4Model {
         load(&path, Arc::new(gguf), config, device, options)
     }
 
-    /// Loads weights that are embedded in the program. The arguments are the contents of a `config.json` and of a
-    /// `model.safetensors`.
+    /// Loads a model from the contents of a `config.json` and of a `model.safetensors`.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load).

@@ -21,8 +21,8 @@ use std::{
 pub(super) enum WeightForm {
     /// All weights are unquantized.
     Whole,
-    /// Weights that are quantized in the checkpoint become packed words: 32-bit words of codes and scales. All other weights
-    /// are quantized to the given target, or stay unquantized if the target is `None`.
+    /// Weights that are quantized in the checkpoint stay quantized. All other weights are quantized to the given target,
+    /// if it is not `None`.
     Words(Option<QuantTarget>),
 }
 
@@ -43,8 +43,7 @@ impl WeightForm {
     }
 }
 
-/// Loads the parameters of `model` from the files. `config` gives the model's shape. Parameters that `prepare` has loaded
-/// already are not replaced.
+/// Loads the parameters of `model` from the files. Parameters that `prepare` has loaded are not replaced.
 pub(super) fn load_module<M: Module>(
     path: &Path,
     weights: &dyn WeightSource,
@@ -156,8 +155,7 @@ fn dtype(written: DType, device: &Device, asked: Option<DType>) -> Result<DType,
     }
 }
 
-/// Returns the dtype of most of a checkpoint's elements. The function counts the elements of each dtype, because some trainers
-/// leave a few tensors in another dtype.
+/// Returns the dtype of most of a checkpoint's elements. Some trainers leave a few tensors in another dtype.
 pub(super) fn written_dtype(
     weights: &dyn WeightSource,
     parameters: &[(String, Vec<usize>)],
@@ -179,8 +177,8 @@ pub(super) fn written_dtype(
     most.map_or(DType::F32, |(dtype, _)| dtype)
 }
 
-/// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32. With bf16 a CPU is
-/// 30 times slower, because the CPU rounds each element separately. With f16, Gemma's activations may overflow.
+/// True if Burn's Flex backend computes on the device, that is, on a CPU. The default dtype of a CPU is f32. bf16 is 30
+/// times slower on a CPU, and Gemma's activations may overflow in f16.
 fn is_processor(device: &Device) -> bool {
     #[cfg(feature = "flex")]
     return matches!(

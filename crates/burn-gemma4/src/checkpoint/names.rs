@@ -14,8 +14,7 @@ const MULTIMODAL: &str = "model.language_model.";
 const TEXT: &str = "model.";
 /// The prefix of the text model's tensors in a multimodal checkpoint that MLX has converted.
 pub(super) const MLX: &str = "language_model.model.";
-/// The name of the output projection's matrix. The name has no prefix, neither in a text checkpoint nor in a multimodal
-/// checkpoint.
+/// The name of the output projection's matrix, which has no prefix in any checkpoint.
 pub(super) const HEAD: &str = "lm_head.weight";
 
 /// The name prefixes of a multimodal model's tensors outside the text model. This crate does not load these tensors.
@@ -72,12 +71,12 @@ impl Names {
     /// True if a tensor is allowed in the checkpoint although the model has no parameter for it.
     pub fn is_ignored(&self, name: &str, config: &Gemma4Config) -> bool {
         let Some(name) = name.strip_prefix(self.prefix) else {
-            // Outside the text model, every tensor of a multimodal checkpoint is allowed. The output projection is allowed in
-            // any checkpoint, because it may repeat the embedding table.
+            // Allow every tensor outside the text model. Allow the output projection, because it may repeat the embedding
+            // table.
             return self.prefix == MULTIMODAL || name == HEAD;
         };
-        // The names of modules that a layer does not need if it shares an earlier layer's KV cache. Published checkpoints
-        // contain K and V projections for such layers too.
+        // The modules that a layer does not need if it shares an earlier layer's KV cache. Published checkpoints contain
+        // their tensors.
         const UNREAD: [&str; 3] = [
             "self_attn.k_proj.",
             "self_attn.v_proj.",

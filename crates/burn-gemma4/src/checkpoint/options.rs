@@ -17,12 +17,12 @@ pub struct LoadOptions<'a> {
     pub(super) on_progress: Option<OnProgress<'a>>,
 }
 
-/// The storage format of a model's large weights: linear layers, embeddings and the head. Norms, scalars, routers and matrices
-/// whose rows are not whole blocks are never quantized.
+/// The storage format of a model's large weights: linear layers, embeddings and the head. All other weights are never
+/// quantized, and neither are matrices whose rows are not whole blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Quantization {
-    /// The checkpoint's own format: weights that are quantized in the checkpoint stay quantized. A model with quantized weights
-    /// can train LoRA adapters only. Full training needs [`Whole`](Quantization::Whole).
+    /// The checkpoint's own format. A model with quantized weights can train LoRA adapters only, unless it is loaded as
+    /// [`Whole`](Quantization::Whole).
     #[default]
     Stored,
     /// Unquantized weights: weights that are quantized in the checkpoint are dequantized.
@@ -56,7 +56,7 @@ pub struct LoadProgress<'a> {
 }
 
 impl<'a> LoadOptions<'a> {
-    /// Creates the default options: the checkpoint's dtype, and no progress reports. The dtype is f32 instead on a CPU, and on
+    /// Creates the default options: the checkpoint's dtype, and no progress reports. The dtype is f32 on a CPU, and on
     /// devices that do not compute in the checkpoint's dtype.
     pub fn new() -> Self {
         Self::default()
@@ -64,8 +64,7 @@ impl<'a> LoadOptions<'a> {
 
     /// Sets the dtype to which the weights are cast. The model then computes in this dtype.
     ///
-    /// The default on a CPU is f32, because bf16 is much slower there. On a CPU, f16 is faster than f32 and takes half the
-    /// memory. But activations beyond 65,504 overflow in f16.
+    /// The default on a CPU is f32, because bf16 is much slower on a CPU. In f16, activations beyond 65,504 overflow.
     pub fn dtype(mut self, dtype: DType) -> Self {
         self.dtype = Some(dtype);
         self
@@ -84,8 +83,7 @@ impl<'a> LoadOptions<'a> {
         self
     }
 
-    /// Sets the amount of device memory that the loader may use, instead of the amount that the device reports. A smaller
-    /// amount leaves memory to other programs on the device.
+    /// Sets the amount of device memory that the loader may use. The default is the amount that the device reports.
     pub fn memory(mut self, memory: DeviceMemory) -> Self {
         self.memory = Some(memory);
         self

@@ -1,5 +1,4 @@
-//! Reads matrices that compressed-tensors has packed. Each packed matrix is stored as several tensors, whose names begin with
-//! the name of the matrix's module.
+//! Reads matrices that compressed-tensors has packed. Each packed matrix is stored as several tensors.
 
 use super::{
     files::{Entry, TensorFiles},
@@ -9,8 +8,7 @@ use crate::error::TensorProblem;
 use crate::quant::packed::{Packed, Scheme};
 use safetensors::Dtype;
 
-/// The last parts of tensor names. An unpacked matrix is stored as one tensor, whose name ends in `weight`. A packed matrix is
-/// stored as the tensors [`PARTS`], where the tensor of zero points is optional.
+/// The last parts of tensor names: `weight` for an unpacked matrix, and [`PARTS`] for the tensors of a packed matrix.
 const WHOLE: &str = "weight";
 pub(super) const WORDS: &str = "weight_packed";
 pub(super) const SCALES: &str = "weight_scale";
@@ -18,8 +16,7 @@ pub(super) const SHAPE: &str = "weight_shape";
 const ZERO_POINTS: &str = "weight_zero_point";
 pub(super) const PARTS: [&str; 4] = [WORDS, SCALES, SHAPE, ZERO_POINTS];
 
-/// Returns the names of the tensors that store the packed matrix `name`, which ends with `.weight`. The list is empty if the
-/// matrix is not packed.
+/// Returns the names of the tensors that store the packed matrix `name`, or an empty list if the matrix is not packed.
 pub(super) fn names(files: &TensorFiles, name: &str) -> Vec<String> {
     let Some(module) = name.strip_suffix(WHOLE) else {
         return Vec::new();

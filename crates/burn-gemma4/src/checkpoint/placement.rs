@@ -14,8 +14,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Device;
 use std::sync::Arc;
 
-/// The inputs of the decision where the per-layer embedding table is placed: the placement and the weight format that the
-/// caller requested, and the size of the device's memory.
+/// The inputs of the decision where the per-layer embedding table is placed.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted {
     pub table: PerLayerTable,
@@ -24,9 +23,8 @@ pub(super) struct Wanted {
 }
 
 impl Loader<'_, '_> {
-    /// Decides where the per-layer embedding table is placed, and refuses weights that exceed the device's largest buffer. If
-    /// the table must be split over several buffers, this function loads the table and returns it. The model then has no
-    /// parameter for the table, so the loader does not load it again.
+    /// Decides where the per-layer embedding table is placed, and refuses weights that exceed the device's largest
+    /// buffer. If the table must be split over several buffers, this function loads the table and returns it.
     pub(super) fn place(
         &mut self,
         model: &mut Gemma4Model,
@@ -88,8 +86,7 @@ impl Loader<'_, '_> {
         }
     }
 
-    /// Loads the per-layer embedding table as several tensors. Each tensor fits into a buffer of `largest` bytes, and there are
-    /// as few tensors as possible.
+    /// Loads the per-layer embedding table as several tensors, each of which fits into a buffer of `largest` bytes.
     fn split(
         &self,
         largest: usize,

@@ -12,11 +12,11 @@ use crate::quant::quantize::QuantTarget;
 use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
-    /// Converts the weights to another storage format, like [`LoadOptions::quantization`](super::LoadOptions::quantization)
-    /// does for a checkpoint's weights.
+    /// Converts the weights to another storage format. See
+    /// [`LoadOptions::quantization`](super::LoadOptions::quantization).
     ///
-    /// [`Whole`](Quantization::Whole) dequantizes weights that are quantized already. The other formats leave such weights
-    /// unchanged. The weights are copied to the host one at a time, in parts.
+    /// [`Whole`](Quantization::Whole) dequantizes weights that are quantized already. The other formats leave such
+    /// weights unchanged.
     ///
     /// # Errors
     /// Returns an error if the weights cannot be read from the device.
@@ -54,8 +54,7 @@ fn quantize(
     Ok(())
 }
 
-/// Quantizes the rows of a matrix on the device into packed words. The host holds about [`PORTION`] bytes of unquantized rows
-/// at a time.
+/// Quantizes the rows of a matrix on the device into packed words, about [`PORTION`] bytes at a time.
 fn words(
     rows: &Tensor<2>,
     target: QuantTarget,

@@ -28,10 +28,9 @@ impl Gemma4Model {
     /// [`load`](Self::load) and transformers can read these files.
     ///
     /// The weights are written in `dtype`, by default in the model's dtype. Quantized weights are dequantized, and LoRA
-    /// adapters are merged. The tokenizer's files are not written; the caller copies them.
+    /// adapters are merged. The tokenizer's files are not written.
     ///
-    /// Tensors are copied from the device one at a time. A file gets its final name only when it is complete. An older file
-    /// with that name stays until then.
+    /// An older file is replaced only when the new file is complete.
     ///
     /// ```no_run
     /// use burn::tensor::{DType, Device};
@@ -69,15 +68,15 @@ impl Gemma4Model {
         write_file(&folder.join("config.json"), config.as_bytes())
     }
 
-    /// Saves the model like [`save`](Self::save), in the layout of the checkpoint in `base`, from which the model was loaded.
+    /// Saves the model like [`save`](Self::save), in the layout of the checkpoint `base`, from which the model was
+    /// loaded.
     ///
-    /// Each weight keeps its name in `base`. Other tensors of `base` are copied unchanged, such as the towers of a multimodal
-    /// checkpoint. `config.json` is copied from `base`, with the new dtype. Weights that are packed in `base` are written
-    /// unquantized.
+    /// Each weight keeps its name in `base`. Other tensors of `base` are copied unchanged, such as the towers of a
+    /// multimodal checkpoint. Weights that are packed in `base` are written unquantized.
     ///
     /// # Errors
-    /// Returns an error if `base` cannot be read, describes another model, is not a folder or has packed weights outside the
-    /// text model. Also returns an error if a file cannot be written.
+    /// Returns an error if `base` cannot be read, describes another model, is not a folder or has packed weights outside
+    /// the text model. Also returns an error if a file cannot be written.
     ///
     /// # Panics
     /// Panics like [`save`](Self::save).
@@ -121,8 +120,7 @@ impl Gemma4Model {
             let read = move || numbers.bytes(dtype);
             parameters.push((path, Stored::of_read(shape, dtype_in_file(dtype), read)));
         }
-        // Remove the parts of a split per-layer embedding table, because a checkpoint stores the table as one tensor. The next
-        // line adds that tensor.
+        // Remove the tensors of a split per-layer embedding table. The next line adds the whole table.
         parameters.retain(|(path, _)| !path.starts_with("split_table."));
         parameters.extend(model.stored_table(dtype));
         parameters
@@ -130,14 +128,13 @@ impl Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// Returns the per-layer embedding table if the table is in host memory or is split into several tensors. In these cases
-    /// the table is not a parameter of the model.
+    /// Returns the per-layer embedding table if it is not a parameter of the model, but is in host memory or split into
+    /// several tensors.
     fn stored_table(&self, dtype: DType) -> Option<(String, Stored)> {
         let config = self.config();
         let rows = config.vocab_size_per_layer_input;
         let columns = config.num_layers() * config.hidden_size_per_layer_input;
-        // First round the table to the model's dtype. A table on the device is rounded in the same way when it is loaded, so
-        // the saved table does not depend on its placement.
+        // First round the table to the model's dtype, as the loader does with a table on the device.
         let of_model = self.dtype();
         let rounded = move |bytes: Vec<u8>| {
             let data = TensorData::from_bytes_vec(bytes, [rows, columns], of_model);
@@ -163,8 +160,8 @@ impl Gemma4Model {
     }
 }
 
-/// Returns the names of the tensors in `files` that are copied unchanged to the saved checkpoint. `paths` are the paths of the
-/// model's parameters, whose tensors are written from the model.
+/// Returns the names of the tensors in `files` that are copied unchanged to the saved checkpoint. `paths` are the paths
+/// of the model's parameters.
 fn kept<'a>(
     files: &'a Arc<TensorFiles>,
     names: &Names,
@@ -183,8 +180,7 @@ fn kept<'a>(
         let part = name.rsplit('.').next();
         part.is_some_and(|part| packed::PARTS.contains(&part))
     };
-    // Drop packed K and V projections of layers that share an earlier layer's KV cache. No layer uses these projections, and
-    // the saved checkpoint has no packed weights.
+    // Drop packed K and V projections that no layer uses, because the saved checkpoint has no packed weights.
     kept.retain(|name| !(is_packed(name) && names.is_ours(name)));
     match kept.iter().find(|name| is_packed(name)) {
         None => Ok(kept),
@@ -195,8 +191,7 @@ fn kept<'a>(
     }
 }
 
-/// Returns the text of the `config.json` at `path`, with the given dtype and without a description of packed weights. The file
-/// must describe the same model as `config`.
+/// Returns the text of the `config.json` at `path`, with the given dtype and without a description of packed weights.
 fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<String, Gemma4Error> {
     let base = Gemma4Config::from_file(path)?;
     let same = Gemma4Config {
@@ -214,8 +209,7 @@ fn config_like(path: &Path, config: &Gemma4Config, dtype: DType) -> Result<Strin
         reason: error.to_string(),
     };
     let mut json: Value = serde_json::from_slice(&read(path)?).map_err(malformed)?;
-    // Set the dtype at the top level and in `text_config`, because a dtype in `text_config` takes precedence over the top-level
-    // dtype.
+    // Set the dtype in `text_config` too, because it takes precedence over the top-level dtype.
     for pointer in ["", "/text_config"] {
         if let Some(Value::Object(fields)) = json.pointer_mut(pointer) {
             fields.shift_remove("torch_dtype");
@@ -239,8 +233,7 @@ pub(crate) fn write_file(path: &Path, contents: &[u8]) -> Result<(), Gemma4Error
     replace(path, |partial| fs::write(partial, contents))
 }
 
-/// Writes tensors to a safetensors file under a temporary name, and renames the file when it is complete. `metadata` is an
-/// optional entry of the file's metadata, in addition to `format`.
+/// Writes tensors to a safetensors file, and replaces an older file when the new file is complete.
 pub(crate) fn write_tensors<V: View>(
     path: &Path,
     metadata: Option<(&str, String)>,
@@ -260,8 +253,7 @@ pub(crate) fn write_tensors<V: View>(
     })
 }
 
-/// Replaces the file at `path` atomically. `write` fills a temporary file in the same folder. The temporary file is then
-/// renamed to `path`.
+/// Replaces the file at `path` atomically. `write` fills a temporary file, which is then renamed.
 pub(super) fn replace(
     path: &Path,
     write: impl FnOnce(&Path) -> std::io::Result<()>,
@@ -269,8 +261,7 @@ pub(super) fn replace(
     let mut builder = partial();
     #[cfg(unix)]
     {
-        // Give the temporary file the permissions of an ordinary new file. The umask then removes some of them, as for any
-        // new file.
+        // Request the permissions of an ordinary new file. The umask removes some of these permissions.
         use std::os::unix::fs::PermissionsExt;
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
@@ -294,16 +285,14 @@ pub(super) fn replace(
     })
 }
 
-/// Returns a builder of temporary files and folders with unique names. A unique name cannot conflict with another process, with
-/// a file that a killed process has left, or with a link.
+/// Returns a builder of temporary files and folders with unique names.
 pub(super) fn partial() -> tempfile::Builder<'static, 'static> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("partial-");
     builder
 }
 
-/// Returns a builder of temporary folders with unique names, like [`partial`]. The folders get the permissions that
-/// the umask leaves to ordinary new folders.
+/// Returns a builder of temporary folders like [`partial`], with the permissions of ordinary new folders.
 pub(super) fn partial_folder() -> tempfile::Builder<'static, 'static> {
     let mut builder = partial();
     #[cfg(unix)]
@@ -334,8 +323,8 @@ const BESIDE: [&str; 8] = [
     "preprocessor_config.json",
 ];
 
-/// Copies the files beside a checkpoint's weights, such as the tokenizer, from one folder to another. Weights and
-/// `config.json` are not copied.
+/// Copies the files beside a checkpoint's weights, such as the tokenizer, from one folder to another. `config.json` is
+/// not copied.
 ///
 /// # Errors
 /// Returns an error that names the file that cannot be copied.
@@ -389,8 +378,7 @@ impl Stored {
         Self::of_read(shape, dtype, move || bytes.clone())
     }
 
-    /// Creates a tensor to write. `read` is called when the file is written, and returns the tensor's bytes in the file's
-    /// format.
+    /// Creates a tensor to write. `read` returns the tensor's bytes in the file's format.
     pub fn of_read(shape: Vec<usize>, dtype: Dtype, read: impl Fn() -> Vec<u8> + 'static) -> Self {
         Self {
             shape,

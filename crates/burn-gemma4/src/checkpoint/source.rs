@@ -1,5 +1,5 @@
-//! Reads parameters from the formats of their checkpoints and uploads them to a device. A slice is the part of a parameter at
-//! one index of its slowest dimension.
+//! Reads parameters from the formats of their checkpoints and uploads them to a device. A slice is the part of a
+//! parameter at one index of its slowest dimension.
 
 use crate::config::Gemma4Config;
 use crate::error::TensorProblem;
@@ -12,8 +12,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use safetensors::{Dtype, tensor::TensorView};
 use std::{collections::BTreeSet, ops::Range};
 
-/// The weights of a checkpoint. The path of a parameter in the model identifies a weight. If the per-layer embedding table
-/// stays on the host, the table keeps this source alive as long as the model.
+/// The weights of a checkpoint, by the paths of the model's parameters.
 pub(super) trait WeightSource: Send + Sync {
     /// Returns the names of the tensors that store the parameter at `path`.
     fn names(&self, path: &str) -> Vec<String>;
@@ -21,8 +20,7 @@ pub(super) trait WeightSource: Send + Sync {
     /// Returns the shape and the stored bytes of the parameter at `path`.
     fn get(&self, path: &str) -> Result<Source<'_>, TensorProblem>;
 
-    /// Returns the names of unknown tensors. A tensor is unknown if its name is not in `known`. But a format may allow
-    /// certain tensors for which the model has no parameter, and these tensors do not count as unknown.
+    /// Returns the names of tensors that are neither in `known` nor allowed by the format.
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String>;
 }
 
@@ -45,14 +43,13 @@ enum Numbers<'a> {
     Packed(Packed<'a>),
     /// Several matrices of the same shape, which form a stacked tensor: one matrix per slice of the slowest dimension.
     Joined(Vec<Source<'a>>),
-    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor's slice, followed by
-    /// the rows of the second tensor's slice.
+    /// Two stacked tensors of the same shape. Each slice of the parameter has the rows of the first tensor, then those of
+    /// the second tensor.
     Stacked(Box<[Source<'a>; 2]>),
 }
 
 impl<'a> Source<'a> {
-    /// Creates a parameter from floating-point elements in `dtype`. `bytes` must hold exactly the elements that the shape
-    /// requires.
+    /// Creates a parameter from floating-point elements in `dtype`. `bytes` must hold exactly the elements of the shape.
     pub fn floats(shape: Vec<usize>, dtype: DType, bytes: &'a [u8]) -> Self {
         let numbers = Numbers::Floats { dtype, bytes };
         Self { shape, numbers }
@@ -72,8 +69,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. Each matrix is paired with its name in
-    /// the files, for error messages.
+    /// Stacks matrices of the same shape into one parameter `[matrices, rows, columns]`. The names are for error
+    /// messages.
     pub fn joined(matrices: Vec<(String, Self)>) -> Result<Self, TensorProblem> {
         let mut shape = vec![matrices.len()];
         shape.extend(matrices.first().iter().flat_map(|(_, first)| &first.shape));
@@ -86,8 +83,8 @@ impl<'a> Source<'a> {
         Ok(Self { shape, numbers })
     }
 
-    /// Concatenates two tensors `[slices, rows, columns]` along their rows to one parameter `[slices, 2 · rows, columns]`.
-    /// `name` is the second tensor's name in the file, for error messages.
+    /// Concatenates two tensors `[slices, rows, columns]` to one parameter `[slices, 2 · rows, columns]`. `name` is for
+    /// error messages.
     pub fn stacked(first: Self, name: String, second: Self) -> Result<Self, TensorProblem> {
         same_shape(name, &second.shape, &first.shape)?;
         let mut shape = first.shape.clone();
@@ -111,8 +108,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the dtype of the elements. For a packed matrix this is the dtype before the packing. Returns `None` for
-    /// quantized blocks, which have no dtype.
+    /// Returns the dtype of the elements, before packing if the matrix is packed. Returns `None` for quantized blocks.
     pub fn dtype(&self) -> Option<DType> {
         match &self.numbers {
             Numbers::Floats { dtype, .. } => Some(*dtype),
@@ -138,8 +134,7 @@ impl<'a> Source<'a> {
         self.shape.iter().product::<usize>() / columns
     }
 
-    /// Dequantizes the slices `range` to `dtype`. `dequantize` writes the row with the given index. `shape` is the shape of the
-    /// result.
+    /// Dequantizes the slices `range` to `dtype`. `dequantize` writes the row with the given index.
     fn dequantized(
         &self,
         range: Range<usize>,
@@ -147,8 +142,8 @@ impl<'a> Source<'a> {
         dtype: DType,
         dequantize: impl Fn(usize, &mut [f32]) + Sync,
     ) -> TensorData {
-        // Dequantize a vector as one whole row and then cut out the range, because the range may begin or end inside a
-        // quantized block.
+        // Dequantize the whole vector before cutting out the range, because the range may begin or end inside a quantized
+        // block.
         if self.shape.len() == 1 {
             let whole = dequantized(0..1, self.shape.clone(), dtype, dequantize);
             let bytes = part(whole.as_bytes(), self.shape[0], range).to_vec();
@@ -159,9 +154,8 @@ impl<'a> Source<'a> {
         dequantized(rows, shape, dtype, dequantize)
     }
 
-    /// Returns the layout of the rows in packed words. A quantized parameter keeps its own quantization. Floats get the
-    /// quantization `target`. Returns `None` if the rows stay unquantized: no target is given, or no layout fits rows of this
-    /// length.
+    /// Returns the layout of the rows in packed words, or `None` if the rows stay unquantized. A quantized parameter
+    /// keeps its own quantization. Floats get the quantization `target`.
     pub fn layout(&self, target: Option<QuantTarget>) -> Option<Layout> {
         let columns = match self.shape.len() {
             0 | 1 => return None,
@@ -176,7 +170,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Returns the slices `range` of the slowest dimension as packed words, `[rows, words]`. `layout` must be the result of
+    /// Returns the slices `range` as packed words, `[rows, words]`. `layout` must be the result of
     /// [`layout`](Self::layout).
     pub fn words(
         &self,
@@ -220,8 +214,8 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Copies some rows of a matrix into `bytes`, cast to `dtype`, which is f32, f16 or bf16. `rows` are the indices of the
-    /// rows, in any order and possibly repeated.
+    /// Copies some rows of a matrix into `bytes`, cast to `dtype`, which is f32, f16 or bf16. `rows` may be in any order
+    /// and may repeat.
     ///
     /// # Panics
     /// Panics if the matrix lacks one of the rows.
@@ -304,8 +298,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Returns the packed layout that all `parts` have in common. Returns `None` if the layouts differ, or if a part has no packed
-/// layout.
+/// Returns the packed layout that all `parts` have in common, or `None` if they have none.
 fn layout_of_all(parts: &[Source<'_>], target: Option<QuantTarget>) -> Option<Layout> {
     let mut layouts = parts.iter().map(|part| part.layout(target));
     let first = layouts.next()??;
@@ -353,8 +346,7 @@ pub(super) fn burn_dtype(dtype: Dtype) -> Option<DType> {
     }
 }
 
-/// Uploads a small tensor of a file in f32. Returns `None` if the tensor has none of the floating-point dtypes in which a model
-/// computes.
+/// Uploads a small tensor of a file in f32. Returns `None` if a model cannot compute in the tensor's dtype.
 pub(crate) fn upload_f32<const D: usize>(
     view: &TensorView<'_>,
     shape: [usize; D],
@@ -366,9 +358,8 @@ pub(crate) fn upload_f32<const D: usize>(
     Some(Tensor::from_data(data, (device, DType::F32)))
 }
 
-/// The number of bytes of a tensor that are uploaded at once. During the upload the host holds these bytes twice: in a buffer
-/// of this process and in the driver's staging buffer. The per-layer embedding table has several GB, so it is uploaded in
-/// portions.
+/// The number of bytes of a tensor that are uploaded at once. The host holds these bytes twice during the upload, so a
+/// table of several GB is uploaded in portions.
 pub(super) const PORTION: usize = 256 << 20;
 
 /// Uploads the slices `range` of a parameter to `device`, about `portion` bytes at a time.
@@ -382,8 +373,8 @@ pub(super) fn upload<const D: usize>(
     let slices = range.len();
     let at_once = (portion / source.slice_bytes()).clamp(1, slices);
     if at_once == slices {
-        // Allocate memory of exactly the size of the weights, and outside the memory pools of temporary tensors, because the
-        // weights live as long as the model.
+        // Allocate the weights outside the memory pools of temporary tensors, because the weights live as long as the
+        // model.
         return device.memory_persistent_allocations(source.slices(range, dtype), |data| {
             Tensor::from_data(data, (device, dtype))
         });
@@ -401,15 +392,14 @@ pub(super) fn upload<const D: usize>(
         });
         let part = source.slices(range.start + start..range.start + end, dtype);
         whole = whole.slice_assign(ranges, Tensor::from_data(part, (device, dtype)));
-        // Wait for each upload before the next one begins, because queued uploads keep their bytes on the host. Ignore a device
-        // error here: the loader reports it when all weights are loaded.
+        // Wait for each upload, because queued uploads keep their bytes on the host. The loader reports device errors
+        // later.
         let _ = device.sync();
     }
     whole.detach()
 }
 
-/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads them to `device`, about `portion` bytes at
-/// a time.
+/// Packs the slices `range` of a parameter into words, `[rows, words]`, and uploads about `portion` bytes at a time.
 pub(super) fn upload_words(
     source: &Source<'_>,
     range: Range<usize>,
@@ -469,9 +459,8 @@ mod tests {
         }
     }
 
-    /// Checks that an upload in several portions gives the same elements as one upload. The matrix has two Q8_0 blocks per
-    /// row. Each block has 32 equal elements and a scale of its own, so the elements would differ if two blocks were
-    /// exchanged.
+    /// Checks that an upload in several portions gives the same elements as one upload. Each Q8_0 block has its own
+    /// scale, so exchanged blocks would change the elements.
     #[test]
     fn upload_of_blocks_in_portions_equals_upload_at_once() {
         let bytes: Vec<u8> = (0..6u8)

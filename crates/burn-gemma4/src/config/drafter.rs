@@ -12,8 +12,8 @@ use crate::json;
 use serde::Deserialize;
 use std::{fs, path::Path};
 
-/// The configuration of a drafter. A drafter proposes tokens for a target model, and reads the target model's KV cache. The
-/// target model verifies the proposed tokens.
+/// The configuration of a drafter, which proposes tokens that a target model verifies. The drafter reads the target
+/// model's KV cache.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DrafterConfig {
     /// The configuration of the drafter's own layers. These layers do not compute keys and values.
@@ -24,8 +24,7 @@ pub struct DrafterConfig {
     pub ordered_embeddings: Option<OrderedEmbeddings>,
 }
 
-/// The parameters of a head that works in two steps. The head first selects groups of tokens, and then computes logits only for
-/// the tokens in these groups.
+/// The parameters of a head that first selects groups of tokens, and then computes logits only for these tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OrderedEmbeddings {
     /// The number of groups. All groups have equally many tokens.
@@ -83,8 +82,7 @@ impl DrafterConfig {
         schemes_of(json)?;
         let file: File = json::from_slice(json.as_bytes()).map_err(bad)?;
         let mut text = file.text_config;
-        // Use the top-level value of `tie_word_embeddings` if `text_config` has none. The files of Gemma 4 models are read in
-        // the same way.
+        // Use the top-level value of `tie_word_embeddings` if `text_config` has none, as for Gemma 4 models.
         text.tie_word_embeddings = text.tie_word_embeddings.or(file.tie_word_embeddings);
         let mut text = text.into_config()?;
         if text.num_kv_shared_layers == 0 {

@@ -53,21 +53,20 @@ pub struct GenerationDefaults {
     pub pad_token: Option<u32>,
     /// The maximum number of generated tokens. Default: none.
     pub max_new_tokens: Option<usize>,
-    /// See [`GenerateOptions::max_length`](crate::generate::GenerateOptions::max_length). Ignored if `max_new_tokens` is set
-    /// too. Default: none.
+    /// See [`GenerateOptions::max_length`](crate::generate::GenerateOptions::max_length). Ignored if `max_new_tokens` is
+    /// set. Default: none.
     pub max_length: Option<usize>,
     /// See [`GenerateOptions::min_new_tokens`](crate::generate::GenerateOptions::min_new_tokens). Default: none.
     pub min_new_tokens: Option<usize>,
-    /// See [`GenerateOptions::min_length`](crate::generate::GenerateOptions::min_length). Ignored if `min_new_tokens` is set
-    /// too. Default: none.
+    /// See [`GenerateOptions::min_length`](crate::generate::GenerateOptions::min_length). Ignored if `min_new_tokens` is
+    /// set. Default: none.
     pub min_length: Option<usize>,
     /// See [`GenerateOptions::begin_suppress_tokens`](crate::generate::GenerateOptions::begin_suppress_tokens). Default: none.
     pub begin_suppress_tokens: Vec<u32>,
-    /// Tokens that are never sampled unless they are stop tokens. The tokens come from the file's `bad_words_ids`: each entry
-    /// that consists of a single token gives one token here. Default: none.
+    /// Tokens that are never sampled unless they are stop tokens: the entries of `bad_words_ids` that consist of one
+    /// token. Default: none.
     pub bad_words: Vec<u32>,
-    /// Warnings about settings in the file that this crate does not support. Each warning is one sentence for the user.
-    /// Default: none.
+    /// Warnings to the user about settings in the file that this crate does not support. Default: none.
     pub unsupported: Vec<String>,
 }
 
@@ -128,8 +127,7 @@ impl GenerationDefaults {
         self
     }
 
-    /// Returns the sampling settings, without a seed. If `do_sample` is false, the settings are those of greedy decoding. The
-    /// repetition penalty and the suppressed tokens apply in both cases.
+    /// Returns the sampling settings, without a seed. If `do_sample` is false, the settings are those of greedy decoding.
     pub fn sampling(&self) -> Sampling {
         let mut suppress_tokens = self.suppress_tokens.clone();
         let bad_words = self.bad_words.iter();
@@ -228,9 +226,8 @@ impl From<File> for GenerationDefaults {
         let bad_words = file.bad_words_ids.unwrap_or_default();
         let (single, longer): (Vec<_>, Vec<_>) =
             bad_words.into_iter().partition(|word| word.len() == 1);
-        // Report bad words of several tokens as unsupported. A sampler would have to forbid the word's last token only where
-        // the rest of the word precedes it. A sampler on a device cannot do so, because it does not see the earlier tokens
-        // of the text.
+        // Report bad words of several tokens as unsupported. A sampler on a device does not see the earlier tokens of the
+        // text.
         if !longer.is_empty() {
             unsupported.push(sentence("bad_words_ids", &json!(longer)));
         }
@@ -257,8 +254,7 @@ impl From<File> for GenerationDefaults {
     }
 }
 
-/// Refuses empty stop strings. Every text contains the empty string, so an empty stop string would end every generation at
-/// once.
+/// Refuses empty stop strings, because every text contains the empty string.
 pub(crate) fn validate_stop_strings(strings: &[String]) -> Result<(), Gemma4Error> {
     match strings.iter().any(String::is_empty) {
         true => Err(Gemma4Error::Argument {
@@ -405,8 +401,8 @@ mod tests {
         assert!(!hostile.unsupported[0].contains(|one: char| one.is_control()));
     }
 
-    /// Checks that settings without an effect cause no warning. Each setting in the file has the value that transformers writes
-    /// if the setting is off.
+    /// Checks that settings without an effect cause no warning. Each setting has the value that means "off" in
+    /// transformers.
     #[test]
     fn read_of_neutral_values_gives_no_warning() {
         let defaults = read(

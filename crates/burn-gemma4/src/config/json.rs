@@ -19,8 +19,8 @@ const MODEL_TYPES: [&str; 4] = [
     "gemma4_unified_text",
 ];
 
-/// The top level of a `config.json`. In the file of a text model, the model's fields are at the top level. The file of a
-/// multimodal model has one object per submodel, such as `text_config`.
+/// The top level of a `config.json`. A text model's fields are at the top level. A multimodal model has one object per
+/// submodel, such as `text_config`.
 #[derive(Deserialize)]
 struct File {
     model_type: Option<String>,
@@ -71,8 +71,8 @@ pub(super) struct Text {
     dtype: Option<String>,
 }
 
-/// The fields of one layer's entry in `per_layer_config`. transformers' `save_pretrained` writes an entry for each layer with
-/// values that differ from those of the other layers.
+/// The fields of one layer's entry in `per_layer_config`. An entry holds the values that differ from those of other
+/// layers.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PerLayer {
@@ -154,8 +154,7 @@ impl Gemma4Config {
             None => json::from_slice(json.as_bytes()),
         }
         .map_err(Gemma4Error::Config)?;
-        // A multimodal model's file may have some fields of the text model at its top level. Read these fields from the top
-        // level too.
+        // Read some fields of a multimodal model's text model from the top level too.
         text.eos_token_id = file.eos_token_id.or(text.eos_token_id);
         text.dtype = text.dtype.or(file.dtype).or(file.torch_dtype);
         text.rope_scaling = text.rope_scaling.or(file.rope_scaling);
@@ -175,8 +174,8 @@ impl Text {
         let sliding_head_dim = self.head_dim.unwrap_or(256);
         let attention_k_eq_v = self.attention_k_eq_v.unwrap_or(false);
         let (global_head_dim, per_layer_heads) = self.global_heads(&layer_types)?;
-        // Read `num_global_key_value_heads` only if full layers compute V from the output of the K projection. In all other
-        // models only `per_layer_config` can give full layers their own number of KV heads.
+        // Read `num_global_key_value_heads` only if full layers compute V from the output of the K projection. In all
+        // other models only `per_layer_config` can set the number of KV heads of full layers.
         let num_global_key_value_heads = match attention_k_eq_v {
             true => self.num_global_key_value_heads.or(per_layer_heads),
             false => per_layer_heads,
@@ -245,8 +244,7 @@ impl Text {
             )));
         }
         match self.use_bidirectional_attention.as_deref() {
-            // Accept "vision". With this value only the tokens of an image attend to each other in both directions. Attention
-            // between text tokens stays causal.
+            // Accept "vision", with which attention between text tokens stays causal.
             None | Some("vision") => Ok(()),
             Some(other) => refuse("use_bidirectional_attention", other, "null or \"vision\""),
         }
@@ -291,8 +289,8 @@ impl Text {
             .collect()
     }
 
-    /// Returns the head size of full layers, and their number of KV heads. The number of KV heads is `None` unless the file has
-    /// the field `per_layer_config`, as in the dialect of `save_pretrained`.
+    /// Returns the head size of full layers, and their number of KV heads. The number is `None` if the file has no
+    /// `per_layer_config`.
     fn global_heads(
         &self,
         layer_types: &[LayerType],
@@ -341,8 +339,8 @@ impl Text {
         };
         let partial_rotary_factor = match rope.rope_type.as_deref() {
             None | Some("default") => match rope.factor {
-                // Refuse a factor other than 1 for the `rope_type` "default". transformers ignores the factor of this type,
-                // so the intention of the file's author is unknown.
+                // Refuse a factor other than 1 for the `rope_type` "default". transformers ignores the factor, so its
+                // meaning is unclear.
                 Some(factor) if factor != 1.0 => {
                     return Err(Gemma4Error::Config(format!(
                         "rope_parameters.{kind}.factor is {factor} beside the rope_type \"default\", which has no factor; only \"proportional\" has one"
@@ -365,8 +363,8 @@ impl Text {
     }
 }
 
-/// True if the value of a `rope_scaling` field changes the positions. Files of older transformers versions contain this field
-/// with values that have no effect.
+/// True if the value of a `rope_scaling` field changes the positions. Older transformers versions write values without
+/// effect.
 fn scales(scaling: &serde_json::Value) -> bool {
     let Some(fields) = scaling.as_object() else {
         return !scaling.is_null();

@@ -18,10 +18,10 @@ pub(crate) use write::name_of;
 use crate::error::Gemma4Error;
 use burn::tensor::DType;
 
-/// The configuration of a Gemma 4 text model. A field has the same name as in `config.json`, if that file contains the field.
+/// The configuration of a Gemma 4 text model.
 ///
-/// The presets ([`e2b`](Self::e2b), …) return the configurations of the published models. [`from_file`](Self::from_file) and
-/// [`from_json`](Self::from_json) read the configuration of a checkpoint.
+/// The presets ([`e2b`](Self::e2b), …) return the configurations of the published models. [`from_file`](Self::from_file)
+/// and [`from_json`](Self::from_json) read the configuration of a checkpoint.
 ///
 /// ```
 /// use burn_gemma4::{Gemma4Config, LayerType};
@@ -41,8 +41,7 @@ pub struct Gemma4Config {
     pub hidden_size: usize,
     /// The hidden size of the dense feed-forward network.
     pub intermediate_size: usize,
-    /// True if the feed-forward networks have a hidden size of twice [`Self::intermediate_size`] in the layers that share an
-    /// earlier layer's KV cache.
+    /// True if the feed-forward networks are twice as wide in the layers that share an earlier layer's KV cache.
     pub use_double_wide_mlp: bool,
     /// The attention type of each layer. The list has one element per layer.
     pub layer_types: Vec<LayerType>,
@@ -62,8 +61,7 @@ pub struct Gemma4Config {
     pub sliding_window: usize,
     /// True if full layers have no V projection and compute V from the output of the K projection.
     pub attention_k_eq_v: bool,
-    /// The number of channels of a token's per-layer embedding (PLE) in each layer. The number is 0 if the model has no
-    /// per-layer embeddings.
+    /// The number of channels of a token's per-layer embedding (PLE) in each layer, or 0 if the model has no PLE.
     pub hidden_size_per_layer_input: usize,
     /// The mixture of experts that runs beside the dense feed-forward network, or `None` if the model has no experts.
     pub experts: Option<ExpertsConfig>,
@@ -117,8 +115,7 @@ pub struct ExpertsConfig {
 pub struct RopeConfig {
     /// The base of the rotation frequencies, called `theta` in the formula.
     pub theta: f64,
-    /// The fraction of channel pairs that are rotated. The rotated pairs are the first pairs of a head, and the remaining pairs
-    /// stay unchanged.
+    /// The fraction of a head's channel pairs that are rotated. The first pairs are rotated.
     pub partial_rotary_factor: f64,
     /// The number by which all positions are divided.
     pub factor: f64,
@@ -130,11 +127,10 @@ impl RopeConfig {
         (self.partial_rotary_factor * head_dim as f64 / 2.0) as usize
     }
 
-    /// Returns the rotation of each channel pair per position, in radians. The list has `head_dim / 2` values. A pair without
-    /// rotation has the value 0.
+    /// Returns the rotation of each channel pair per position, in radians. The list has `head_dim / 2` values.
     ///
-    /// The f32 operations are the same as in transformers and have the same order, because the checkpoints were trained with
-    /// the rounding errors of that computation.
+    /// The f32 operations have the order of transformers, because the checkpoints were trained with the rounding errors
+    /// of transformers.
     pub(crate) fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
         let rotated = self.rotated_pairs(head_dim);
         (0..head_dim / 2)
@@ -155,8 +151,8 @@ impl Gemma4Config {
         self.layer_types.len()
     }
 
-    /// Returns the index of the first layer that shares an earlier layer's KV cache, or the number of layers if no layer shares
-    /// a KV cache.
+    /// Returns the index of the first layer that shares an earlier layer's KV cache, or the number of layers if none
+    /// does.
     pub fn first_shared_layer(&self) -> usize {
         self.num_layers() - self.num_kv_shared_layers
     }
@@ -166,8 +162,8 @@ impl Gemma4Config {
         layer >= self.first_shared_layer()
     }
 
-    /// Returns the index of the layer whose KV cache `layer` reads. A layer with its own KV cache reads that cache. Every other
-    /// layer reads the cache of the last layer that has the same type and its own KV cache.
+    /// Returns the index of the layer whose KV cache `layer` reads: `layer` itself, or the last layer of the same type
+    /// that has its own KV cache.
     ///
     /// # Panics
     /// Panics if the model has no layer with this index.

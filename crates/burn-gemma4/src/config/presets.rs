@@ -58,8 +58,7 @@ fn common() -> Gemma4Config {
 }
 
 impl Gemma4Config {
-    /// Returns the configuration of Gemma 4 E2B, which has 4.6 billion parameters. Half of the parameters are per-layer
-    /// embeddings.
+    /// Returns the configuration of Gemma 4 E2B, which has 4.6 billion parameters.
     pub fn e2b() -> Self {
         Self {
             use_double_wide_mlp: true,
@@ -99,7 +98,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Returns the configuration of Gemma 4 26B-A4B, a mixture of 128 experts. Each token uses 4 billion of the 25 billion
+    /// Returns the configuration of Gemma 4 26B-A4B, a mixture of 128 experts. Each token uses 4 billion of 25 billion
     /// parameters.
     pub fn moe_26b_a4b() -> Self {
         Self {
@@ -144,8 +143,7 @@ mod tests {
     use crate::model::Gemma4Model;
     use burn::{module::Module, tensor::Device};
 
-    /// Checks the presets' parameter counts against those of transformers. The counts of transformers do not include the scalar
-    /// of each layer, so one parameter per layer is subtracted.
+    /// Checks the presets' parameter counts against those of transformers, which do not count the scalar of each layer.
     #[test]
     fn presets_have_published_parameter_counts() {
         let cases = [

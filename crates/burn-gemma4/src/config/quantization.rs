@@ -1,6 +1,5 @@
-//! Reads the `quantization_config` in a `config.json`. This object lists packing schemes, but does not say which matrix has
-//! which scheme. The loader finds the scheme of a matrix from the matrix's tensors. All other kinds of quantization are
-//! refused.
+//! Reads the `quantization_config` in a `config.json`. The object does not say which matrix has which scheme. The loader
+//! finds the scheme of a matrix from the matrix's tensors.
 
 use super::unknown_models::{refuse_quantized, says_something};
 use crate::error::Gemma4Error;

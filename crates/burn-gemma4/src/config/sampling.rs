@@ -4,8 +4,8 @@ use crate::error::Gemma4Error;
 
 /// The options by which the next token is sampled. Sampling is [`greedy`](Self::greedy) or random.
 ///
-/// The options apply in the order of transformers' logits processors. Repetition penalty and suppressed tokens come first, and
-/// they also apply to greedy decoding. Temperature, top-k, top-p and min-p follow in this order.
+/// The options apply in this order, as in transformers: repetition penalty, suppressed tokens, temperature, top-k, top-p,
+/// min-p. The first two also apply to greedy decoding.
 ///
 /// # Examples
 /// ```
@@ -26,25 +26,22 @@ use crate::error::Gemma4Error;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sampling {
-    /// The number by which the logits are divided. A temperature below 1 makes likely tokens even likelier. A temperature of 0
-    /// means greedy decoding.
+    /// The number by which the logits are divided. A temperature of 0 means greedy decoding.
     pub temperature: f32,
-    /// If set, only the `top_k` tokens with the largest logits can be sampled. Tokens whose logit equals the smallest of
-    /// these logits can be sampled too.
+    /// If set, only the `top_k` tokens with the largest logits can be sampled, and tokens whose logit equals the smallest
+    /// of these.
     pub top_k: Option<usize>,
     /// If set, only the most likely tokens can be sampled: the fewest tokens whose probabilities sum to at least `top_p`.
     pub top_p: Option<f32>,
     /// If set, only tokens with at least `min_p` times the probability of the most likely token can be sampled.
     pub min_p: Option<f32>,
     /// The penalty on tokens that the prompt or the generated text already contains. A positive logit is divided by the
-    /// penalty, and a negative logit is multiplied by it. A penalty above 1 makes repetition less likely. A penalty of 1 has no
-    /// effect.
+    /// penalty, and a negative logit is multiplied by the penalty. A penalty of 1 has no effect.
     pub repetition_penalty: f32,
     /// Tokens that are never sampled. Tokens outside the vocabulary are ignored.
     pub suppress_tokens: Vec<u32>,
-    /// The seed of the random numbers. Two runs with the same seed, logits and positions sample the same tokens. Without a
-    /// seed, each run draws different random numbers. In a batch the first sequence has this seed, the second sequence has
-    /// the seed plus 1, and so on.
+    /// The seed of the random numbers. Without a seed, each run draws different random numbers. In a batch the first
+    /// sequence has this seed, the second sequence has the seed plus 1, and so on.
     pub seed: Option<u64>,
 }
 
@@ -62,8 +59,8 @@ impl Sampling {
         }
     }
 
-    /// True if the token with the largest logit is always chosen. The comparison uses the logits after the repetition penalty
-    /// and after the removal of suppressed tokens.
+    /// True if the token with the largest logit is always chosen. The repetition penalty and suppressed tokens still
+    /// apply.
     pub fn is_greedy(&self) -> bool {
         self.temperature == 0.0 || self.top_k == Some(1)
     }
@@ -73,8 +70,8 @@ impl Sampling {
         self.is_greedy() && !self.changes_logits()
     }
 
-    /// Returns the repetition penalty, but at least the smallest normal f32. A subnormal penalty would become 0 on devices that
-    /// flush subnormal numbers to 0.
+    /// Returns the repetition penalty, or the smallest normal f32 if the penalty is subnormal. Some devices would flush a
+    /// subnormal penalty to 0.
     pub(crate) fn penalty(&self) -> f32 {
         self.repetition_penalty.max(f32::MIN_POSITIVE)
     }

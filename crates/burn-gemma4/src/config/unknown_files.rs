@@ -1,5 +1,4 @@
-//! Recognizes files in unsupported formats, so that an error can name the format. Without this module, the error would only say
-//! that a file is missing.
+//! Recognizes files in unsupported formats, so that an error can name the format.
 
 use crate::error::Gemma4Error;
 use std::{
@@ -55,8 +54,8 @@ pub(crate) fn refuse_contents(path: &Path, contents: &[u8]) -> Result<(), Gemma4
     }
 }
 
-/// Returns the error for the file at `path`, which could not be read. The parent of `path` may be a file in an unsupported
-/// format, or a folder that contains such a file. The error then names the unsupported file.
+/// Returns the error for the file at `path`, which could not be read. The error names an unsupported file, if there is
+/// one.
 pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     let is_missing = matches!(
         source.kind(),
@@ -70,8 +69,8 @@ pub(crate) fn missing(path: PathBuf, source: std::io::Error) -> Gemma4Error {
     instead.unwrap_or(Gemma4Error::Io { path, source })
 }
 
-/// Searches a folder for files whose extension belongs to an unsupported format. Returns an error for the first such file in
-/// the order of names, or `None` if there is no such file.
+/// Searches a folder for files whose extension belongs to an unsupported format. Returns an error for the first such file
+/// in alphabetical order.
 fn other_weights(folder: &Path) -> Option<Gemma4Error> {
     let mut paths: Vec<PathBuf> = fs::read_dir(folder)
         .ok()?
@@ -95,8 +94,7 @@ fn unsupported(path: &Path, kind: &Kind) -> Gemma4Error {
     }
 }
 
-/// Returns the first bytes of a file, as many as are needed to recognize any format. The list is empty if the file cannot be
-/// read.
+/// Returns the first bytes of a file, or an empty list if the file cannot be read.
 fn beginning(path: &Path) -> Vec<u8> {
     let longest = KINDS.iter().map(|kind| kind.beginning.len()).max();
     let mut bytes = Vec::new();

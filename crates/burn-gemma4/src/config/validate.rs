@@ -1,5 +1,4 @@
-//! Checks that a model with a given configuration can exist. Each value is checked before the code uses it as a size, an index
-//! or a divisor.
+//! Checks that a model with a given configuration can exist.
 
 use super::{Gemma4Config, LayerType, RopeConfig};
 use crate::error::Gemma4Error;
@@ -9,11 +8,9 @@ use std::ops::RangeInclusive;
 pub(crate) const MOST_LAYERS: usize = 1024;
 /// The maximum of every size in a configuration. Devices store tokens and positions as i32.
 const LARGEST_SIZE: usize = i32::MAX as usize;
-/// The maximum size of the sliding window in positions. The ring buffer of a sliding layer has one slot per position of the
-/// window.
+/// The maximum size of the sliding window in positions.
 const WIDEST_WINDOW: usize = 1 << 20;
-/// The maximum number of elements in a tensor. Even if a thousand layers have such tensors, a 64-bit integer can hold their
-/// total size in bytes.
+/// The maximum number of elements in a tensor. A 64-bit integer can hold the size of a thousand such tensors in bytes.
 pub(super) const LARGEST_TENSOR: usize = 1 << 45;
 /// The range of valid softcaps, which lies within the range of f16.
 const SOFTCAPS: RangeInclusive<f64> = 1e-4..=65_504.0;
@@ -22,8 +19,7 @@ fn refuse<T>(reason: String) -> Result<T, Gemma4Error> {
     Err(Gemma4Error::Config(reason))
 }
 
-/// Refuses a number of layers above [`MOST_LAYERS`]. Callers check the number from a file before they allocate memory for that
-/// many layers.
+/// Refuses a number of layers above [`MOST_LAYERS`], before memory is allocated for the layers.
 pub(crate) fn number_of_layers(layers: usize) -> Result<(), Gemma4Error> {
     match layers > MOST_LAYERS {
         true => refuse(format!(
@@ -42,8 +38,8 @@ impl Gemma4Config {
         self.validate_with(Self::validate_shared_layers)
     }
 
-    /// Checks the configuration like [`validate`](Self::validate), but calls the argument `validate_shared_layers` to check the
-    /// layers that share an earlier layer's KV cache. A drafter has other rules for these layers.
+    /// Checks the configuration like [`validate`](Self::validate), but calls `validate_shared_layers` to check the layers
+    /// that share an earlier layer's KV cache.
     pub(super) fn validate_with(
         &self,
         validate_shared_layers: impl FnOnce(&Self) -> Result<(), Gemma4Error>,
@@ -180,8 +176,8 @@ impl Gemma4Config {
             self.vocab_size_per_layer_input,
         );
         let heads = ("num_attention_heads", self.num_attention_heads);
-        // Count the elements twice for two kinds of matrix: some feed-forward networks have twice the hidden size, and each
-        // expert stacks the gate and the up projection.
+        // Count the elements twice, because some feed-forward networks are twice as wide, and experts stack two
+        // projections.
         let two = ("2", 2);
         let mut tensors = vec![
             vec![("vocab_size", self.vocab_size), hidden],
@@ -223,8 +219,7 @@ impl Gemma4Config {
         }
     }
 
-    /// Checks that each special token has a row in the embedding table, and also in the per-layer embedding table if the model
-    /// has one.
+    /// Checks that each special token has a row in the embedding table and in the per-layer embedding table.
     fn validate_tokens(&self) -> Result<(), Gemma4Error> {
         let eos = self.eos_tokens.iter().map(|token| ("eos_token_id", *token));
         let mut tokens = eos.chain([
@@ -303,8 +298,7 @@ impl RopeConfig {
     }
 }
 
-/// True if a value is positive, finite and not subnormal after its conversion to f32. The value is tested in f32, because
-/// the models compute in f32 or in a smaller dtype.
+/// True if a value is positive, finite and not subnormal as an f32. Models compute in f32 or in a smaller dtype.
 fn is_positive_in_f32(number: f64) -> bool {
     let number = number as f32;
     number.is_normal() && number > 0.0

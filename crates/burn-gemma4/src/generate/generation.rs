@@ -11,8 +11,7 @@ use std::{ops::ControlFlow, time::Duration};
 pub struct Token<'a> {
     /// The token id.
     pub id: u32,
-    /// The text that this token completes. The text is empty if the token ends inside a character. A later token then
-    /// completes the character.
+    /// The text that this token completes. The text is empty if the token ends inside a character.
     pub text: &'a str,
     /// The kind of the text: answer, thought or tool call.
     pub kind: TextKind,
@@ -35,8 +34,8 @@ pub struct Generation {
     pub logprobs: Vec<TokenLogprobs>,
     /// The reason why the text ended.
     pub finish_reason: FinishReason,
-    /// The numbers of proposed and of accepted draft tokens, if [`GenerateOptions::drafts`](super::GenerateOptions::drafts) is
-    /// set.
+    /// The numbers of proposed and accepted draft tokens, if [`GenerateOptions::drafts`](super::GenerateOptions::drafts)
+    /// is set.
     pub drafts: DraftCounts,
     /// The durations of prefill and decoding.
     pub timings: Timings,

@@ -5,9 +5,8 @@ use std::cmp::Ordering;
 
 /// The log-probability of a generated token, and the most likely tokens at its position.
 ///
-/// Log-probabilities are natural logarithms of the softmax over the model's raw logits. Temperature, repetition penalty,
-/// suppressed tokens and the other settings of [`Sampling`](crate::config::sampling::Sampling) are not applied. The list of
-/// most likely tokens may therefore contain suppressed tokens.
+/// Log-probabilities are natural logarithms of the softmax over the model's raw logits. The settings of
+/// [`Sampling`](crate::config::sampling::Sampling) are not applied, so suppressed tokens may appear.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TokenLogprobs {
     /// The log-probability of the generated token.
@@ -28,8 +27,7 @@ impl TokenLogprobs {
             .copied()
             .map(number)
             .fold(f32::NEG_INFINITY, f32::max);
-        // `below` is the difference between a logit and the largest logit. Return 0 for the largest logit without subtracting,
-        // because ∞ − ∞ would give NaN.
+        // Return 0 for the largest logit without subtracting, because ∞ − ∞ would give NaN.
         let below = |logit: f32| match number(logit) {
             logit if logit == largest => 0.0,
             logit => f64::from(logit) - f64::from(largest),

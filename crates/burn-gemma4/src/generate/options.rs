@@ -14,14 +14,13 @@ use crate::text::chat::ChatOptions;
 pub struct GenerateOptions {
     /// The maximum number of tokens to generate. Generation also ends at the model's last position.
     pub max_tokens: usize,
-    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length of
-    /// the longest one, so each sequence may generate equally many tokens.
+    /// The maximum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length
+    /// of the longest prompt.
     pub max_length: Option<usize>,
     /// The minimum number of generated tokens before a [stop token](Self::stop_tokens) may be chosen.
     pub min_new_tokens: Option<usize>,
-    /// The minimum length, in tokens, of a prompt together with its generated text. No stop token may be chosen before this length
-    /// is reached. In a batch, every prompt counts with the length of the longest one, so each sequence must generate equally
-    /// many tokens. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
+    /// The minimum length of a prompt plus its generated text, in tokens. In a batch, every prompt counts with the length
+    /// of the longest prompt. Ignored if [`min_new_tokens`](Self::min_new_tokens) is set.
     pub min_length: Option<usize>,
     /// Tokens that are forbidden as the first generated token.
     pub begin_suppress_tokens: Vec<u32>,
@@ -31,20 +30,18 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// True if generation continues after a stop token.
     pub ignore_stop_tokens: bool,
-    /// Strings that end the text. Only the generated text is searched, not the prompt. A stop string may begin and end in the
-    /// middle of a token. A special token in the text matches its name in a stop string. As in transformers, the text keeps the
-    /// stop string and the rest of the token in which the stop string ends.
+    /// Strings that end the generated text. A stop string may begin and end in the middle of a token, and may contain the
+    /// names of special tokens. As in transformers, the text keeps the stop string and the rest of the last token.
     pub stop_strings: Vec<String>,
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,
-    /// The number of tokens of each prompt in a prefill chunk. Smaller chunks need less memory for activations. The default is
-    /// 8,192 tokens, or 512 on a CPU, divided by the number of prompts in the batch.
+    /// The number of tokens of each prompt in a prefill chunk. Smaller chunks need less memory. The default is 8,192
+    /// tokens, or 512 on a CPU, divided by the batch size.
     pub prefill_chunk: Option<usize>,
     /// A flag by which another thread stops the generation, also during prefill.
     pub cancellation: Option<Cancellation>,
-    /// True if a CUDA graph captures the launches of a decode step once and then replays them, on devices that support graphs.
-    /// Set this option to false if other threads of the program use the same CUDA device: see
-    /// [`Decoder`](crate::generate::decode::Decoder).
+    /// True if a CUDA graph replays the launches of a decode step, on devices that support graphs. Set this option to
+    /// false if other threads use the same CUDA device: see [`Decoder`](crate::generate::decode::Decoder).
     pub graph_capture: bool,
     /// True if the cache stores keys in compact form in the layers that support it: see [`CacheKind::compact_keys`].
     pub compact_keys: bool,
@@ -52,21 +49,20 @@ pub struct GenerateOptions {
     pub kv_precision: KvPrecision,
     /// The source of draft tokens for speculative decoding. The generated text does not depend on the source.
     pub drafts: Drafts,
-    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to the
-    /// acceptance rate so far.
+    /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to
+    /// the acceptance rate so far.
     ///
     /// The decode kernels take at most 8 tokens per pass, counted over all sequences. Each sequence contributes its draft
-    /// tokens and the token before them, so a pass with 8 draft tokens runs without the decode kernels. The default
-    /// therefore depends on the number of sequences. A single sequence has 1 to 7 draft tokens. Two sequences have up to 3
-    /// each, three or four sequences have 1 each, and more than four sequences have none.
+    /// tokens and the token before them. By default a single sequence has 1 to 7 draft tokens, two sequences have up to 3
+    /// each, three or four have 1 each, and more have none.
     pub draft_tokens: Option<usize>,
     /// Options of the chat template.
     pub chat: ChatOptions,
 }
 
 impl GenerateOptions {
-    /// Creates an empty KV cache with one sequence per element of `padding`. Each element is the number of padding tokens
-    /// before that sequence's prompt.
+    /// Creates an empty KV cache with one sequence per element of `padding`. An element is the number of padding tokens
+    /// before the sequence's prompt.
     pub(crate) fn cache(&self, config: &Gemma4Config, padding: Vec<usize>) -> Cache {
         Cache::new(config, padding, self.cache_kind()).forgetting(self.forgettable())
     }
@@ -79,14 +75,13 @@ impl GenerateOptions {
         }
     }
 
-    /// True if a session's cache can serve a generation with these options. The cache must have the same format, and the same
-    /// number of spare slots in its ring buffers, as the caches that [`cache`](Self::cache) creates.
+    /// True if a session's cache can serve a generation with these options.
     pub(crate) fn fits(&self, cache: &Cache) -> bool {
         cache.kind() == self.cache_kind() && cache.spare() == self.forgettable()
     }
 
-    /// Returns the number of columns that the cache must be able to remove from its end. A column is one token position of
-    /// every sequence. Columns are removed if draft tokens are rejected.
+    /// Returns the number of tokens that each sequence of the cache must be able to remove, because draft tokens may be
+    /// rejected.
     fn forgettable(&self) -> usize {
         match self.drafts {
             Drafts::None => 0,
@@ -100,8 +95,7 @@ impl GenerateOptions {
         self.min_new_tokens.unwrap_or(by_length)
     }
 
-    /// True if the device can draw all tokens. This is the case if tokens are sampled, rather than chosen by argmax, and no
-    /// log-probabilities are requested.
+    /// True if the device can draw all tokens: tokens are sampled, and no log-probabilities are requested.
     pub(super) fn draws_all(&self) -> bool {
         !self.sampling.is_argmax() && self.logprobs.is_none()
     }

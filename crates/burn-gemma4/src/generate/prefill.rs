@@ -12,12 +12,10 @@ use burn::tensor::Tensor;
 
 /// The default size of a prefill chunk on a CPU, in tokens of all prompts of a batch together.
 const PROCESSORS_CHUNK: usize = 512;
-/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together. This size is larger
-/// than the size on a CPU, because a GPU needs more tokens to be fully used.
+/// The default size of a prefill chunk on a CubeCL device, in tokens of all prompts of a batch together.
 const ACCELERATORS_CHUNK: usize = 8192;
 
-/// True if the model's device queues its work and computes it later, as a CubeCL device does. A CPU backend computes each
-/// operation before it returns.
+/// True if the model's device queues its work and computes it later, as a CubeCL device does.
 fn is_accelerated(model: &Gemma4Model) -> bool {
     #[cfg(feature = "cube")]
     return op::runs(&model.device(), model.dtype());
@@ -28,9 +26,8 @@ fn is_accelerated(model: &Gemma4Model) -> bool {
     }
 }
 
-/// Prefills the prompts, except for the columns (tokens of every prompt) that the cache already holds. Returns the hidden
-/// state `[batch, 1, hidden]` of each prompt's last token, from which the first logits are computed. Returns `None` if the
-/// generation was cancelled.
+/// Prefills the tokens of the prompts that are not in the cache. Returns the hidden state `[batch, 1, hidden]` of each
+/// prompt's last token, or `None` if the generation was cancelled.
 pub(super) fn prefill(
     model: &Gemma4Model,
     sequences: &[Sequence<'_>],
@@ -53,11 +50,10 @@ pub(crate) fn read_beginning(
     read(model, &[beginning], end, Logits::None, cache, options).map(|_| ())
 }
 
-/// Prefills prompts in chunks, from the first column (token of every prompt) that the cache lacks up to the column
-/// `longest`. `longest` is the length of the longest prompt. `asked` selects the positions in the last chunk for which
-/// logits are requested.
+/// Prefills the tokens of the prompts that are not in the cache, in chunks. `longest` is the length of the longest
+/// prompt. `asked` selects positions in the last chunk.
 ///
-/// Returns the hidden states of these positions, `[batch, asked, hidden]`. Returns `None` if no logits are requested or the
+/// Returns the hidden states of these positions, `[batch, asked, hidden]`. Returns `None` if `asked` is empty or the
 /// generation was cancelled.
 fn read(
     model: &Gemma4Model,
@@ -97,8 +93,8 @@ fn read(
         }
         model.step_hidden(&tokens, cache, Logits::None)?;
         if options.cancellation.is_some() || model.host_table.is_some() {
-            // Wait for the chunk before the next chunk is queued. Queued work can no longer be cancelled. If the embedding
-            // table is on the host, queued work also keeps copies of the table's rows in memory.
+            // Wait for the chunk, because queued work cannot be cancelled and keeps host copies of embedding rows in
+            // memory.
             device
                 .sync()
                 .map_err(|error| Gemma4Error::Device(error.to_string()))?;

@@ -1,5 +1,4 @@
-//! The generation loop: prefill of the prompts, then decode steps until all texts have ended. A column of the KV cache is one
-//! token position of every sequence.
+//! The generation loop: prefill of the prompts, then decode steps until all texts have ended.
 
 use super::decode::{Decoder, Next};
 use super::generation::{Generation, OnToken, Timings};
@@ -88,12 +87,10 @@ pub(crate) fn check(
     }
 }
 
-/// Generates a continuation of each prompt. `cache` already holds the first `cache.len()` columns (tokens of every prompt),
-/// and the prefill adds the remaining columns. Prompts that are shorter than the longest prompt are padded on the left.
-/// `max_tokens` is the result of [`check`] for the same options.
+/// Generates a continuation of each prompt. Prompts are padded on the left, and `cache` already holds the first
+/// `cache.len()` positions of the padded prompts. `max_tokens` is the result of [`check`] for the same options.
 ///
-/// Returns one [`Generation`] per prompt. Afterwards the cache holds all tokens of the prompts and all generated tokens, except
-/// the last generated token of each sequence.
+/// Afterwards the cache holds all tokens of the prompts and all generated tokens, except the last token of each sequence.
 pub(crate) fn run(
     checkpoint: Checkpoint<'_>,
     prompts: Vec<Vec<u32>>,
@@ -154,20 +151,18 @@ pub(crate) fn run(
             on_token,
         )?;
         timings.decode = decoding.elapsed();
-        // Return before the loop below, which reads the cancellation flag again. The flag may have stopped the speculative loop
-        // and may have been reset since. In this case the loop below would continue the cancelled sequences.
+        // Return before the loop below. After a reset of the cancellation flag, that loop would continue cancelled
+        // sequences.
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {
-        // Device samplers do not support tokens that are suppressed only at the beginning of a text. Sample on the host until
-        // no sequence suppresses such tokens any more, and then attach the device samplers.
+        // Sample on the host as long as a sequence suppresses tokens at its beginning. Device samplers do not support
+        // such tokens.
         if may_draw && !begins(&sequences) {
             decoder = decoder.with_samplers(&samplers(&sequences))?;
             may_draw = false;
         }
-        // A finished sequence stays in the batch until all sequences have finished. The current step chooses one more token of
-        // each sequence. Queue a further step only if an unfinished sequence may still get another token after the token of the
-        // current step.
+        // Queue a further step only if an unfinished sequence may still get a token after the current step.
         let goes_on = sequences
             .iter()
             .any(|sequence| sequence.finished.is_none() && sequence.tokens.len() + 1 < max_tokens);
@@ -189,8 +184,8 @@ fn choose(
     Chosen::of(next, sequences, options)?.tokens(sequences, options)
 }
 
-/// Runs a decode step over `tokens` and chooses the next token of each sequence. If `goes_on` is true, the device may start the
-/// decode step over the chosen tokens before the host has received them.
+/// Runs a decode step over `tokens` and chooses the next token of each sequence. If `goes_on` is true, the device may
+/// start the following step before the host receives the chosen tokens.
 fn read_and_choose(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,

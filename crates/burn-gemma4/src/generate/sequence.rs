@@ -12,19 +12,17 @@ use crate::text::parts::Parts;
 use crate::text::stop::StopStrings;
 use crate::text::tokenizer::Tokenizer;
 
-/// The data from which the host gets the next tokens. If the device has chosen the tokens, only their ids are copied to the
-/// host. Otherwise the logits are copied, and the host chooses the tokens.
+/// The data from which the host gets the next tokens: the token ids if the device has chosen the tokens, or the logits.
 pub(crate) enum Chosen {
-    /// The first field holds the token that the device chose from each row of logits, or `None` for a row without a possible
-    /// token. The second field is the vocabulary size.
+    /// The token that the device chose from each row of logits, or `None` for a row without a possible token, and the
+    /// vocabulary size.
     Tokens(Vec<Option<u32>>, usize),
     /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),
 }
 
 impl Chosen {
-    /// Copies the tokens or the logits of `next` to the host. The rows are ordered by sequence, with equally many rows per
-    /// sequence.
+    /// Copies the tokens or the logits of `next` to the host. The rows are ordered by sequence.
     pub fn of(
         next: Next<'_>,
         sequences: &[Sequence<'_>],
@@ -44,8 +42,7 @@ impl Chosen {
         }
     }
 
-    /// Chooses the next token of each sequence. The data must hold one row of logits, or one token, per sequence. A finished
-    /// sequence gets an arbitrary token.
+    /// Chooses the next token of each sequence. A finished sequence gets an arbitrary token.
     pub fn tokens(
         &self,
         sequences: &mut [Sequence<'_>],

@@ -1,5 +1,5 @@
-//! Reusable host buffers for uploads. The first writes to newly allocated pages take longer than filling a reused buffer, up to
-//! ten times as long in a virtual machine.
+//! Reusable host buffers for uploads. The first writes to new pages take longer than filling a reused buffer, up to ten
+//! times as long in a virtual machine.
 
 use burn::tensor::{AllocationProperty, Bytes};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,8 +20,7 @@ struct PooledBuffer {
 }
 
 impl BufferPool {
-    /// Returns a buffer of `length` bytes after `fill` has written it. `fill` must write every byte, because a reused buffer
-    /// still holds old bytes.
+    /// Returns a buffer of `length` bytes after `fill` has written every byte. A reused buffer still holds old bytes.
     pub fn filled(&self, length: usize, fill: impl FnOnce(&mut [u8])) -> Bytes {
         let mut bytes = self.locked(Vec::pop).unwrap_or_default();
         bytes.resize(length, 0);

@@ -1,5 +1,4 @@
-//! The methods that run the model. They compute hidden states and logits of whole texts, and of tokens that follow the tokens
-//! in a KV cache.
+//! The methods that run the model over whole texts, and over tokens that follow the tokens in a KV cache.
 
 use super::cache::{Cache, kind::CacheKind};
 #[cfg(feature = "cube")]
@@ -22,8 +21,7 @@ impl Gemma4Model {
     /// `tokens` is `[batch, positions]`; the result is `[batch, positions, vocabulary]`.
     ///
     /// # Errors
-    /// If a token is outside the vocabulary. The check copies the tokens to the host, so it waits until the device has computed
-    /// them.
+    /// If a token is outside the vocabulary. The check waits for the device.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, Gemma4Error> {
         self.forward_observed(tokens, &mut ())
     }
@@ -42,14 +40,12 @@ impl Gemma4Model {
         Ok(self.logits(hidden))
     }
 
-    /// Computes the normalized hidden states, from which the head computes the logits. [`loss`](Self::loss) accepts this
-    /// result.
+    /// Computes the normalized hidden states, from which the head computes the logits.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, hidden]`.
     ///
-    /// In the shape, `asked` is the number of requested positions. The layers that share an earlier layer's KV cache run
-    /// only for these positions.
+    /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
     /// The errors of [`forward`](Self::forward).
@@ -61,13 +57,12 @@ impl Gemma4Model {
         Ok(hidden.narrow(1, 0, asked_positions))
     }
 
-    /// Creates an empty KV cache for a batch of sequences. Sequence `i` begins with `padding[i]` padding tokens, so that all
-    /// prompts have the length of the longest.
+    /// Creates an empty KV cache for a batch of sequences. Sequence `i` begins with `padding[i]` padding tokens.
     pub fn cache(&self, padding: Vec<usize>) -> Cache {
         Cache::new(&self.config, padding, CacheKind::default())
     }
 
-    /// Creates a [`cache`](Self::cache) with [compact keys](CacheKind::compact_keys). Compact keys affect only layers whose
+    /// Creates a [`cache`](Self::cache) with [compact keys](CacheKind::compact_keys), which affect only layers whose
     /// values come from the key projection ([`Gemma4Config::values_are_keys`](crate::Gemma4Config::values_are_keys)).
     pub fn compact_cache(&self, padding: Vec<usize>) -> Cache {
         let kind = CacheKind {
@@ -80,7 +75,7 @@ impl Gemma4Model {
     /// Creates a [`cache`](Self::cache) with the storage format `kind`.
     ///
     /// # Errors
-    /// [`Gemma4Error::Argument`] if int8 is requested and a head's channels do not fill whole 32-bit words of four int8 codes.
+    /// [`Gemma4Error::Argument`] if int8 is requested and a head's channels do not fill whole 32-bit words.
     pub fn cache_of(&self, kind: CacheKind, padding: Vec<usize>) -> Result<Cache, Gemma4Error> {
         kind.check(&self.config)?;
         Ok(Cache::new(&self.config, padding, kind))
@@ -91,8 +86,7 @@ impl Gemma4Model {
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, asked, vocabulary]`, or `None` for [`Logits::None`].
     ///
-    /// In the shape, `asked` is the number of requested positions. The layers that share an earlier layer's KV cache run
-    /// only for these positions.
+    /// Here `asked` is the number of requested positions.
     ///
     /// # Errors
     /// If the batch size differs from the cache's, or if `tokens` has no positions. Also the errors of
@@ -108,8 +102,8 @@ impl Gemma4Model {
         Ok(hidden.map(|hidden| self.logits(hidden)))
     }
 
-    /// Runs [`step`](Self::step) without the head. Returns the normalized hidden states, `[batch, asked, hidden]`, of the
-    /// `asked` requested positions.
+    /// Runs [`step`](Self::step) without the head. Returns the normalized hidden states of the requested positions,
+    /// `[batch, asked, hidden]`.
     pub(crate) fn step_hidden(
         &self,
         tokens: &Tokens,

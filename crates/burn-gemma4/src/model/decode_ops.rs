@@ -1,8 +1,8 @@
-//! The operations of a layer in a decode step. All operations are GPU kernels, in about a dozen launches per layer. A decode
-//! step processes up to 8 rows. The rows are either one token each of several sequences, or several tokens of one sequence.
+//! The GPU kernels of a layer in a decode step, about a dozen launches. A decode step processes up to 8 rows. A row is
+//! one token.
 //!
-//! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the launches
-//! and replay them for later tokens.
+//! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the
+//! launches and replay them for later tokens.
 
 use super::cache::WriteTarget;
 use super::cache::key_values::{KeyValues, Visible};
@@ -31,9 +31,8 @@ use burn::{
 /// The operations of a decode step.
 pub(crate) struct DecodeOps<'a> {
     pub batch: usize,
-    /// The position of each row, `[rows]`. All sequences have the same number of rows, and the rows are ordered by sequence.
-    /// No launch of a captured graph may write this tensor, because kernels may read it before the previous launch has
-    /// ended.
+    /// The position of each row, `[rows]`, ordered by sequence. No launch of a captured graph may write this tensor,
+    /// because kernels may read it before the previous launch has ended.
     pub positions: Tensor<1, Int>,
     pub sliding: RotationTables,
     pub full: RotationTables,
@@ -47,8 +46,7 @@ pub(crate) struct DecodeOps<'a> {
 pub(crate) struct Targets<'a> {
     /// The buffers of every layer that computes its own keys and values.
     pub layers: &'a [WriteTarget],
-    /// The rules that decide which keys a query sees in sliding-window layers. The ring buffers of these layers hold columns
-    /// (one token each) in any order.
+    /// The rules that decide which keys a query sees in sliding-window layers, whose ring buffers are not in text order.
     pub sliding: Visible,
     pub full: Visible,
 }
@@ -73,9 +71,8 @@ impl DecodeOps<'_> {
             && OneDtype::is_of(model, dtype)
     }
 
-    /// Computes rows with `write`, and stores them in `slots`. If the cache has the model's dtype, `write` writes directly
-    /// to the cache's buffer. If the cache is in int8, `write` writes to a temporary buffer of one slot per row, and
-    /// [`store_rows`] then quantizes that buffer into the cache.
+    /// Computes rows with `write`, and stores them in `slots`. If the cache is in int8, `write` writes to a temporary
+    /// buffer, which [`store_rows`] then quantizes into the cache.
     fn placed(&self, slots: Slots, write: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Slots {
         let [sequences, heads, _, width] = slots.dims();
         match slots {
@@ -90,8 +87,7 @@ impl DecodeOps<'_> {
         }
     }
 
-    /// Reshapes heads from `[rows, heads, 1, head_dim]` to `[batch, heads, rows / batch, head_dim]`, so that the rows of a
-    /// sequence become its positions.
+    /// Reshapes heads from `[rows, heads, 1, head_dim]` to `[batch, heads, rows / batch, head_dim]`.
     fn by_sequences(&self, heads: Tensor<4>) -> Tensor<4> {
         let [rows, count, _, head_dim] = heads.dims();
         match rows == self.batch {
@@ -272,9 +268,8 @@ impl LayerOps for DecodeOps<'_> {
         let (Slots::Whole(keys), Slots::Whole(values)) = (&buffers.key, &buffers.value) else {
             return None;
         };
-        // Use separate launches if the layer has an adapter. The fused launch needs one projection output that holds the query
-        // columns first, then the key and value columns. With an adapter each projection has its own output, which starts at
-        // column 0.
+        // Use separate launches if the layer has an adapter. The fused launch reads all projections from one tensor, but
+        // with an adapter each projection has its own output.
         if own.key.start == 0 || own.value.start == 0 {
             return None;
         }
@@ -303,8 +298,8 @@ impl LayerOps for DecodeOps<'_> {
     fn mlp(&mut self, input: Tensor<2>, mlp: &Mlp) -> Tensor<2> {
         let (gate, up) = (&mlp.gate_proj, &mlp.up_proj);
         let inner = if is_adapted(gate) || is_adapted(up) {
-            // Compute the gate projection and the up projection separately. The adapter's output must be added before the GELU,
-            // which the fused kernel does not support.
+            // Compute the gate and the up projection separately. The fused kernel cannot add the adapter's output before
+            // the GELU.
             gelu(self.project(input.clone(), gate)) * self.project(input, up)
         } else {
             let factors = Factors::Gated {
@@ -353,8 +348,7 @@ fn matrices_of_one_launch(projections: &[&Linear]) -> Option<Vec<Matrix>> {
     }
 }
 
-/// Returns the factors of the per-layer embedding's gate if the gate has no adapter: the weight of the gate projection, and the
-/// embedding by which the GELU of the projection is multiplied.
+/// Returns the weight of the per-layer embedding's gate, and the embedding that is multiplied by the gate.
 fn gate_of(gate: &Linear, embedding: ColumnSlice) -> Factors {
     Factors::GateOf {
         gate: gate.weight.matrix(),

@@ -1,5 +1,5 @@
-//! The embeddings of a decode step in three launches. The first launch looks up the token embeddings and computes the first
-//! norm. The second launch is the GEMV of the per-layer projection. The third launch combines the per-layer embeddings.
+//! The embeddings of a decode step in three launches: token embeddings with the first norm, the GEMV of the per-layer
+//! projection, and the per-layer embeddings.
 
 use super::Gemma4Model;
 use super::layer::ops::ResidualStream;
@@ -11,8 +11,8 @@ use burn::tensor::{Int, Tensor};
 
 impl Gemma4Model {
     /// Returns the residual stream before the first layer, `[rows, hidden]`, and the per-layer embeddings,
-    /// `[rows, layers · columns]`. The per-layer embeddings are `None` if the model has no table of them. No launch of a
-    /// captured graph may write `tokens`, `[rows]`. `from_host` holds the rows that [`host_rows`](Self::host_rows) returned.
+    /// `[rows, layers · columns]`, if the model has them. No launch of a captured graph may write `tokens`, `[rows]`.
+    /// `from_host` holds the result of [`host_rows`](Self::host_rows).
     pub(crate) fn first_rows(
         &self,
         tokens: &Tensor<1, Int>,
@@ -34,8 +34,7 @@ impl Gemma4Model {
         (ResidualStream::of((rows, normed)), embeddings)
     }
 
-    /// Computes [`per_layer_embeddings`](Self::per_layer_embeddings) with kernels. The kernels round the same intermediate
-    /// values as that function.
+    /// Computes [`per_layer_embeddings`](Self::per_layer_embeddings) with kernels, with equal rounding.
     fn few_per_layer_embeddings(
         &self,
         tokens: &Tensor<1, Int>,
@@ -70,8 +69,7 @@ impl Gemma4Model {
     }
 }
 
-/// Describes the tokens' rows of an embedding table to the kernel that reads them. Returns `None` if the table is quantized,
-/// because the kernel reads only unquantized tables.
+/// Describes the tokens' rows of an embedding table to the kernel that reads them. Returns `None` for a quantized table.
 fn token_rows(embedding: &Embedding, tokens: &Tensor<1, Int>) -> Option<TokenRows> {
     match embedding.weight.matrix() {
         Matrix::Whole(table) => Some(TokenRows {

@@ -27,8 +27,7 @@ use std::ops::Range;
 pub(crate) struct Text {
     /// The token ids, `[batch, positions]`.
     pub ids: Tensor<2, Int>,
-    /// The tokens' [rows](Gemma4Model::host_rows) of the per-layer embedding table, or `None` if no such table is in host
-    /// memory.
+    /// The tokens' [rows](Gemma4Model::host_rows) of the per-layer embedding table, if the table is in host memory.
     pub from_host: Option<Tensor<2>>,
     /// The cosines and sines of the rotary embedding (RoPE) at the tokens' positions.
     pub rotations: Rotations,
@@ -62,9 +61,9 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`, for the last `asked` positions. `asked` is
-    /// the number of positions that `logits` requests. If `asked` is 0, the layers that share an earlier layer's KV cache do
-    /// not run. The result is then the output of the last layer that runs, for all positions and without a norm.
+    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`, for the `asked` positions that `logits`
+    /// requests. If `asked` is 0, shared KV layers do not run, and the result is the output of the last layer that runs,
+    /// without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,
@@ -122,8 +121,8 @@ impl Gemma4Model {
         if asked == 0 {
             return stream.into_rows().reshape([batch, count, hidden]);
         }
-        // Run the remaining layers only for the requested positions. The remaining layers are shared KV layers. They compute no
-        // keys and values, so their output at one position does not depend on their output at another position.
+        // Run the remaining layers only for the requested positions. These layers are shared KV layers, whose output at
+        // one position does not depend on their output at other positions.
         let rest = self.config.first_shared_layer()..self.config.num_layers();
         let last = |rows| last_positions(rows, batch, asked);
         let (stream, embeddings) = (
@@ -166,9 +165,8 @@ impl Gemma4Model {
         normed
     }
 
-    /// Runs a range of layers in order. A layer that computes its own keys and values stores them in `shared`. A layer that
-    /// shares an earlier layer's keys and values reads them from `shared`. `embeddings`, `[rows, layers · columns]`, holds
-    /// the per-layer embeddings of all layers.
+    /// Runs a range of layers in order. The layers store their keys and values in `shared`, from which shared KV layers
+    /// read. `embeddings`, `[rows, layers · columns]`, holds the per-layer embeddings of all layers.
     pub(crate) fn layers(
         &self,
         range: Range<usize>,
@@ -203,8 +201,7 @@ impl Gemma4Model {
         }
     }
 
-    /// Creates the decode operations for the last position of each sequence. These operations run the layers that share an
-    /// earlier layer's KV cache.
+    /// Creates the decode operations that run shared KV layers for the last position of each sequence.
     #[cfg(feature = "cube")]
     pub(crate) fn last_position<'a>(
         &self,

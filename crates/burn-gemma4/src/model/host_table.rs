@@ -1,5 +1,4 @@
-//! The per-layer embedding table in host memory. The checkpoint's files are memory-mapped. A call of the model reads and
-//! uploads only the rows of its tokens.
+//! The per-layer embedding table in host memory. The model reads and uploads only the rows of its tokens.
 
 use super::buffer_pool::BufferPool;
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -24,8 +23,7 @@ pub(crate) trait TableRows: Send + Sync {
 #[derive(Clone)]
 pub(crate) struct HostTable {
     rows: Arc<dyn TableRows>,
-    /// The size of one upload in bytes. The rows of a long prompt are uploaded in several portions of this size, which bounds
-    /// the host memory that an upload needs.
+    /// The size of one upload in bytes, which bounds the host memory that a long prompt needs.
     portion: usize,
     /// The host buffers that hold rows during an upload.
     buffers: BufferPool,
@@ -83,8 +81,8 @@ impl HostTable {
         for (index, part) in tokens.chunks(at_once).enumerate() {
             let first = index * at_once;
             rows = rows.slice_assign([first..first + part.len(), 0..columns], upload(part));
-            // Wait until the device has read this portion, so that host memory holds only one portion at a time. Ignore a
-            // device error here. The error is reported when the rows are used.
+            // Wait for this portion, so that host memory holds only one portion at a time. A device error is reported
+            // later, when the rows are used.
             let _ = device.sync();
         }
         rows

@@ -22,8 +22,7 @@ pub enum Site {
 pub enum LayerSite {
     /// The normalized and rotated queries, `[batch, q_heads, positions, head_dim]`.
     Query,
-    /// The normalized and rotated keys, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own keys
-    /// report them.
+    /// The normalized and rotated keys, `[batch, kv_heads, positions, head_dim]`, of layers that compute their own keys.
     Key,
     /// The normalized values, `[batch, kv_heads, positions, head_dim]`. Only layers that compute their own values report them.
     Value,
@@ -45,8 +44,7 @@ pub enum LayerSite {
 
 /// Receives intermediate tensors of a forward pass. The observer `()` ignores all tensors at no cost.
 pub trait Observer {
-    /// Receives one tensor. The calls come in the order of the computation. The function `tensor` returns the tensor at `site`,
-    /// in the dtype in which the model computes it.
+    /// Receives one tensor, in the order of the computation. `tensor` returns the tensor at `site`.
     fn observe<const D: usize>(&mut self, site: Site, tensor: impl FnOnce() -> Tensor<D>);
 }
 

@@ -1,5 +1,5 @@
-//! Per-layer embeddings (PLE). The table has one row per token of the vocabulary. A row holds one vector for each layer. The
-//! table may be too large for the device. In shapes, `columns` is the length of one layer's vector.
+//! Per-layer embeddings (PLE). The table has one row per token of the vocabulary. A row holds one vector of length
+//! `columns` for each layer.
 
 use super::placement::TablePlacement;
 use super::text_model::Gemma4Model;
@@ -9,8 +9,8 @@ use crate::op::linear::Matrix;
 use burn::tensor::{DType, Device, Int, Tensor};
 
 impl Gemma4Model {
-    /// Returns where the per-layer embedding table was placed, and why. Returns `None` if the model has no table, or was not
-    /// loaded from a checkpoint.
+    /// Returns where the per-layer embedding table was placed, and why. `None` if the model was not loaded from a
+    /// checkpoint or has no table.
     pub fn per_layer_table(&self) -> Option<TablePlacement> {
         self.placement
     }
@@ -26,16 +26,15 @@ impl Gemma4Model {
         Ok(Tokens { ids, on_host })
     }
 
-    /// Returns the tokens' rows of the per-layer embedding table, `[tokens, layers · columns]`, or `None` if the table is not
-    /// in host memory. The tokens must be in the vocabulary.
+    /// Returns the tokens' rows of the per-layer embedding table, `[tokens, layers · columns]`, if the table is in host
+    /// memory. The tokens must be in the vocabulary.
     pub(crate) fn host_rows(&self, tokens: &[u32], device: &Device) -> Option<Tensor<2>> {
         let table = self.host_table.as_ref()?;
         Some(table.rows(tokens, self.dtype(), device))
     }
 
-    /// Computes the per-layer embeddings, `[rows, layers · columns]`. A per-layer embedding is the token's table row plus the
-    /// projected token embedding, times 1/√2. The function `project` multiplies by the transpose of a weight. `from_host` holds
-    /// the rows that [`host_rows`](Self::host_rows) returned.
+    /// Computes the per-layer embeddings, `[rows, layers · columns]`: `(table row + projected token embedding) / √2`.
+    /// `project` multiplies by the transpose of a weight. `from_host` holds the result of [`host_rows`](Self::host_rows).
     pub(crate) fn per_layer_embeddings(
         &self,
         tokens: &Tensor<2, Int>,
@@ -50,8 +49,7 @@ impl Gemma4Model {
         let layers = self.config.num_layers();
         let columns = self.config.hidden_size_per_layer_input;
         let of_token = of_token.reshape([rows, layers, columns]);
-        // Multiply in f32, because bf16 cannot represent the constants. The function `first_rows` rounds the same intermediate
-        // values, but computes them in one launch.
+        // Multiply in f32, because bf16 cannot represent the constants.
         let of_embedding = project(embedded.clone(), projection.weight.matrix());
         let of_embedding = of_embedding.reshape([rows, layers, columns]);
         let of_embedding = norm.forward(of_embedding.cast(DType::F32) * (hidden as f64).powf(-0.5));
@@ -60,8 +58,7 @@ impl Gemma4Model {
         Some(sum.reshape([rows, layers * columns]))
     }
 
-    /// Looks up the tokens' rows, `[rows, layers · columns]`, on the device or the host. The rows are scaled as in
-    /// [`Embedding`](super::layer::Embedding).
+    /// Looks up the tokens' rows, `[rows, layers · columns]`, scaled as in [`Embedding`](super::layer::Embedding).
     pub(crate) fn rows_of(
         &self,
         tokens: &Tensor<2, Int>,

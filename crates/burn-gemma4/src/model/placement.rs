@@ -1,5 +1,5 @@
-//! The placement of the per-layer embedding table, on the device or on the host. The table is half of a small model's weights,
-//! but a token needs only one row of the table.
+//! The placement of the per-layer embedding table, on the device or on the host. The table is half of a small model's
+//! weights.
 
 use crate::op::device_memory::DeviceMemory;
 use std::fmt;
@@ -7,17 +7,14 @@ use std::fmt;
 /// The placement of the per-layer embedding table that the caller requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PerLayerTable {
-    /// Places the table on the device if it fits in one buffer and, together with the other weights, in device memory.
-    /// Otherwise the table stays on the host. The device reports both limits. Full training needs [`Device`](Self::Device).
+    /// Places the table on the device if the table fits in one buffer, and if all weights fit in device memory. Otherwise
+    /// the table stays on the host. Full training needs [`Device`](Self::Device).
     #[default]
     Auto,
-    /// Keeps the table in host memory. The checkpoint's files are mapped, and the table keeps their format, quantized or not.
-    /// Each input token uploads one row: 18 KB for E2B in bf16. The table is then not a parameter, so it is not trained.
-    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization) does not change the table. No program may
-    /// write to the files while the model exists.
+    /// Keeps the table in host memory, in the checkpoint's mapped files. Each input token uploads one row: 18 KB for E2B
+    /// in bf16. The table is not trained. No program may write to the files while the model exists.
     Host,
-    /// Places the table on the device. A table that is larger than one buffer is split into several buffers. A split table
-    /// supports inference only.
+    /// Places the table on the device. A table that is larger than one buffer is split, and then supports inference only.
     Device,
 }
 
@@ -49,8 +46,8 @@ enum Reason {
 }
 
 impl TablePlacement {
-    /// Chooses the placement. The sizes are in bytes. `table` is the table's size on the device, `in_files` its size in the
-    /// files, and `other_bytes` the size of the other weights on the device.
+    /// Chooses the placement. All sizes are in bytes. `table` is the table's size on the device, and `in_files` the size
+    /// in the files. `other_bytes` is the size of the other weights on the device.
     pub(crate) fn choose(
         asked: PerLayerTable,
         [table, in_files, other_bytes]: [usize; 3],

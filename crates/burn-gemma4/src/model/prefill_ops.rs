@@ -1,5 +1,5 @@
-//! A layer's operations for any number of rows, with gradients. Prefill and training always use these operations. Decoding uses
-//! them only if the decode kernels do not support the model.
+//! A layer's operations for any number of rows, with gradients. Decoding uses them only if the decode kernels do not
+//! support the model.
 
 use super::cache::key_values::{KeyValues, Visible};
 use super::cache::slots::Slots;
@@ -36,8 +36,7 @@ pub(crate) struct PrefillOps<'a, O> {
     pub window: usize,
     /// The packed document to which each token belongs, `[batch, positions]`, or `None` if each row contains one document.
     pub segments: Option<Tensor<2, Int>>,
-    /// The KV cache that stores the keys and values of this call for later calls. Without a cache, as in training, only the
-    /// queries of this call can attend to them.
+    /// The KV cache that stores the keys and values of this call for later calls, or `None` in training.
     pub cache: Option<(&'a mut Cache, Call)>,
     /// True if the backward pass recomputes the activations inside the dense MLPs that have LoRA adapters.
     pub mlp_recompute: bool,
@@ -60,8 +59,8 @@ impl Rotations {
         }
     }
 
-    /// Returns four tables: the cosines and sines of sliding-window layers, and the cosines and sines of full-attention layers.
-    /// Each table is `[batch or 1, 1, positions, head_dim / 2]`.
+    /// Returns the cosines and sines of sliding-window layers, then those of full-attention layers. Each table is
+    /// `[batch or 1, 1, positions, head_dim / 2]`.
     #[cfg(feature = "cube")]
     pub fn tables(&self) -> [Tensor<4>; 4] {
         let [sliding, full] = [&self.sliding, &self.full].map(Rotation::parts);
@@ -100,8 +99,8 @@ impl Rotations {
 }
 
 impl<O> PrefillOps<'_, O> {
-    /// Reshapes rows to `[batch, positions, columns]`. Without the reshape, Burn's fusion would autotune each matmul
-    /// separately for every set of elementwise operations that follows the matmul.
+    /// Reshapes rows to `[batch, positions, columns]`. The reshape keeps Burn's fusion from autotuning each matmul with
+    /// its following elementwise operations.
     fn of_text(&self, rows: Tensor<2>) -> Tensor<3> {
         let [_, columns] = rows.dims();
         rows.reshape([self.batch, self.rotations.positions(), columns])
@@ -109,8 +108,7 @@ impl<O> PrefillOps<'_, O> {
 }
 
 impl<O: Observer> PrefillOps<'_, O> {
-    /// Stores new keys and values, `[batch, kv_heads, positions, head_dim]`. Returns the keys and values that the queries
-    /// attend to.
+    /// Stores new keys and values, `[batch, kv_heads, positions, head_dim]`. Returns those that the queries attend to.
     fn keep(&mut self, attention: &Attention, key: Tensor<4>, value: Tensor<4>) -> KeyValues {
         let (layer, kind, norm) = (attention.layer, attention.kind, attention.key_norm());
         self.observe(layer, LayerSite::Key, || key.clone());
@@ -162,10 +160,8 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Use separate launches if the projections have separate outputs, or if the values come from the key projection. The
-        // fused launch needs one projection output that holds the query columns first, then separate key and value columns.
-        // Layers whose values come from the key projection may store compact keys, which need queries in another channel
-        // order than the fused launch gives them.
+        // Use separate launches if the projections have separate outputs, or if the values come from the key projection.
+        // Layers of the second kind may store compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

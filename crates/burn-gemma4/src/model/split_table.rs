@@ -6,8 +6,7 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// A table that is too large for one device buffer, and is therefore split into several buffers. Each buffer holds consecutive
-/// rows.
+/// A table that is split by rows into several buffers, because it is too large for one device buffer.
 #[derive(Module, Debug)]
 pub(crate) struct SplitTable {
     /// The parts of the table, each `[tokens of the part, columns]`.

@@ -15,11 +15,10 @@ use std::sync::Arc;
 
 /// A Gemma 4 text model.
 ///
-/// The field names equal the names of the checkpoint's tensors, so that a parameter's path is its name in the file.
+/// A parameter's path is the name of the checkpoint's tensor.
 ///
 /// # Training
 /// [`forward`](Self::forward) and [`forward_packed`](Self::forward_packed) are differentiable through Burn's autodiff.
-/// [`forward_packed`](Self::forward_packed) processes several packed documents per row.
 ///
 /// An example:
 ///
@@ -52,14 +51,13 @@ use std::sync::Arc;
 /// # }
 /// ```
 ///
-/// With a large vocabulary such as Gemma's, the logits are by far the largest tensor. [`loss`](Self::loss) computes the loss
-/// from [`hidden`](Self::hidden) and never stores the logits.
+/// [`loss`](Self::loss) computes the loss from [`hidden`](Self::hidden) and never stores the logits, which would be by
+/// far the largest tensor.
 #[derive(Module, Debug)]
 pub struct Gemma4Model {
     /// The token embedding table. It is also the weight of the head if the model has no `lm_head`.
     pub embed_tokens: Embedding,
-    /// The table of per-layer embeddings (PLE), if the table is one parameter on the device: see
-    /// [`PerLayerTable`](crate::model::placement::PerLayerTable).
+    /// The table of per-layer embeddings (PLE), if the table is one parameter on the device.
     pub embed_tokens_per_layer: Option<Embedding>,
     /// The PLE table on the device, if it is split into several buffers.
     pub(crate) split_table: Option<SplitTable>,
@@ -74,8 +72,8 @@ pub struct Gemma4Model {
     /// The dtype of the checkpoint's weights, or `None` if the model was not loaded from a checkpoint.
     #[module(skip)]
     pub(crate) written: Option<DType>,
-    /// The projection of the scaled token embeddings to vectors that are added to the per-layer embeddings. It is `None` if the
-    /// model has no per-layer embeddings.
+    /// The projection of the scaled token embeddings to vectors that are added to the per-layer embeddings, if the model
+    /// has any.
     pub per_layer_model_projection: Option<Linear>,
     /// The norm of the projected token embeddings, which applies before they are added to the per-layer embeddings.
     pub per_layer_projection_norm: Option<RmsNorm>,
@@ -95,7 +93,7 @@ pub struct Gemma4Model {
 }
 
 impl Gemma4Model {
-    /// Creates a model with random weights in the device's default dtype. Each weight is drawn when it is first used.
+    /// Creates a model with random weights in the device's default dtype.
     ///
     /// # Panics
     /// If the configuration is not [valid](Gemma4Config::validate).
@@ -106,14 +104,13 @@ impl Gemma4Model {
         Self::of(config, device)
     }
 
-    /// Returns warnings about settings in the checkpoint's files that this crate ignores. Each warning is one sentence for the
-    /// user.
+    /// Returns warnings to the user about settings in the checkpoint's files that this crate ignores.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// Creates a model like [`new`](Self::new), from a configuration that is already validated. The configuration may describe
-    /// an incomplete model, such as the layers of a drafter.
+    /// Creates a model like [`new`](Self::new), from a validated configuration. The model may be incomplete, such as the
+    /// layers of a drafter.
     pub(crate) fn of(config: &Gemma4Config, device: &Device) -> Self {
         let (hidden, columns) = (config.hidden_size, config.hidden_size_per_layer_input);
         let layers = config.num_layers();

@@ -2,8 +2,8 @@
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 
-/// The tokens of a call, on the device and on the host. The host needs the tokens to look up rows of a per-layer embedding
-/// table in host memory.
+/// The tokens of a call, on the device and on the host. A per-layer embedding table in host memory needs the tokens on
+/// the host.
 #[derive(Clone)]
 pub(crate) struct Tokens {
     /// The token ids, `[batch, positions]`.

@@ -22,8 +22,8 @@ impl Gemma4Model {
         self.held().is_quantized
     }
 
-    /// Returns the dtype of the checkpoint from which the model was loaded, or `None` for a model without a checkpoint. A
-    /// quantized weight in the checkpoint counts as bf16.
+    /// Returns the dtype of the checkpoint, or `None` for a model without a checkpoint. A quantized weight counts as
+    /// bf16.
     pub fn written_dtype(&self) -> Option<DType> {
         self.written
     }
@@ -37,7 +37,7 @@ impl Gemma4Model {
     /// Refuses to train weights other than adapters in a model with quantized weights.
     ///
     /// # Errors
-    /// If the model has quantized weights, and a weight that is not an adapter requires gradients.
+    /// If the model has quantized weights, and any other weight than an adapter requires gradients.
     pub(crate) fn refuse_training_quantized(&self) -> Result<(), Gemma4Error> {
         let held = self.held();
         match held.is_quantized && held.trains_weights {
@@ -106,8 +106,8 @@ impl Gemma4Model {
     }
 }
 
-/// Describes the format of the model's weights: `whole`, or quantized to some number of bits. The description leaves out the
-/// per-layer embedding table, because the table is not a parameter if it is on the host.
+/// Describes the format of the model's weights: `whole`, or quantized to some number of bits. The per-layer embedding
+/// table does not count.
 pub(crate) fn form_of_weights(model: &Gemma4Model) -> String {
     let mut model = model.clone();
     let is_table =

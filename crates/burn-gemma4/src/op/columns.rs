@@ -1,5 +1,5 @@
-//! Views of a column range in a KV cache, without a copy. In compact layers (see `model::cache::compact`) a cache slot holds
-//! both the key and the value of a token. The key and the value are two overlapping ranges of the slot's columns.
+//! Views of a column range in a KV cache, without a copy. In layers with compact keys (see `model::cache::compact`), a
+//! token's key and value are two overlapping ranges of columns.
 
 use burn::tensor::{Int, Tensor};
 #[cfg(feature = "cube")]
@@ -18,9 +18,9 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 
-/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view if the
-/// device's kernels address buffers by pointers, and the range begins at a multiple of 16 bytes. Otherwise the result is Burn's
-/// slice, which may copy.
+/// Returns `count` columns of `slots`, `[batch, heads, slots, width]`, beginning at column `start`. The result is a view
+/// if the device's kernels address buffers by pointers, and the range is aligned to 16 bytes. Otherwise the result may be
+/// a copy.
 pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4> {
     #[cfg(feature = "cube")]
     if super::serve(&slots) {
@@ -29,8 +29,8 @@ pub(crate) fn columns(slots: Tensor<4>, start: usize, count: usize) -> Tensor<4>
     slots.narrow(3, start, count)
 }
 
-/// Returns a range of columns of the packed int8 words of a quantized cache, as [`columns`] does. `scales` only tells the
-/// function which device the cache is on.
+/// Returns a range of columns of the packed int8 words of a quantized cache, as [`columns`] does. `scales` gives the
+/// device.
 pub(crate) fn columns_of_words(
     words: Tensor<4, Int>,
     scales: &Tensor<4>,
@@ -66,8 +66,8 @@ fn metadata(slots: &TensorSpec, count: usize) -> TensorSpec {
     TensorSpec::new(Shape::new([batch, heads, rows, count]), slots.dtype)
 }
 
-/// The width of a kernel's widest load in bytes. Kernels require that the address of a tensor's first element is a multiple of
-/// this width.
+/// The width of a kernel's widest load in bytes. The address of a tensor's first element must be a multiple of this
+/// width.
 #[cfg(feature = "cube")]
 const WIDEST_LOAD: u64 = 16;
 

@@ -29,8 +29,7 @@ impl DeviceMemory {
         self.largest_buffer.is_none_or(|largest| bytes <= largest)
     }
 
-    /// True if weights of `bytes` leave at least an eighth of the memory free, or if the device does not report its memory
-    /// size.
+    /// True if weights of `bytes` leave at least an eighth of the memory free, or if the memory size is unknown.
     pub(crate) fn holds(self, bytes: usize) -> bool {
         self.total.is_none_or(|total| bytes <= total / 8 * 7)
     }

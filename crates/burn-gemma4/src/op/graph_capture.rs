@@ -6,16 +6,13 @@ use burn::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate
-/// the buffers. During the warm-up runs, Burn's fusion and CubeCL also finish their autotuning. If a different computation
-/// ran just before, the first warm-up run is also the one in which fusion fuses the operations of this computation.
+/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs
+/// allocate the buffers. Burn's fusion and CubeCL also finish their autotuning.
 const WARM_UPS: usize = 3;
 
-/// A computation that reads only tensors on the device, and can be captured. Repeating the computation must not change its
-/// result.
+/// A computation that reads only tensors on the device. Repeating the computation must not change its result.
 pub(crate) trait Computation: 'static {
-    /// The number of runs before the capture. A capture runs the computation a few more times, so a capture pays off only for
-    /// computations that repeat often.
+    /// The number of runs before the capture. A capture pays off only for computations that repeat often.
     const BEFORE_CAPTURE: usize;
 
     /// The output tensors.
@@ -60,8 +57,8 @@ impl<C: Computation> CapturedGraph<C> {
         self.graph.is_some()
     }
 
-    /// Runs the computation. If `may_capture` is true and the computation has run often enough, captures its launches first and
-    /// replays the graph. Sets `may_capture` to false if the device cannot capture.
+    /// Runs the computation. If `may_capture` is true and the computation has run often enough, captures its launches
+    /// first. Sets `may_capture` to false if the device cannot capture.
     pub fn run(&mut self, may_capture: &mut bool) -> C::Outputs {
         self.runs += 1;
         if *may_capture && self.graph.is_none() && self.runs > C::BEFORE_CAPTURE {
@@ -77,9 +74,8 @@ impl<C: Computation> CapturedGraph<C> {
         let Some(graph) = &self.graph else {
             return self.computation.compute();
         };
-        // SAFETY: the launches read and write the tensors of `computation` and `graph.outputs`, which live as long as the
-        // graph. The graph owns the memory of all intermediate tensors. All launches are issued on this thread, and therefore
-        // in order.
+        // SAFETY: the launches access the tensors of `computation` and `graph.outputs`, which live as long as the graph,
+        // and the graph's own intermediate tensors. All launches are issued on this thread, and therefore in order.
         let replayed = unsafe {
             Dispatch::graph_replay(self.computation.device().as_dispatch(), &graph.launches)
         };
@@ -97,8 +93,8 @@ impl<C: Computation> CapturedGraph<C> {
             is_open: true,
         };
         for _ in 0..WARM_UPS {
-            // Keep the outputs alive until the synchronization: fusion does not launch operations whose results have been
-            // dropped.
+            // Keep the outputs alive until the synchronization, because fusion does not launch operations whose results
+            // have been dropped.
             let outputs = self.computation.compute_captured();
             Dispatch::sync(device)?;
             drop(outputs);
@@ -110,8 +106,8 @@ impl<C: Computation> CapturedGraph<C> {
     }
 }
 
-/// A window: the period from the preparation of a capture to the end of the capture. Until the end, the device runs no
-/// launches. Dropping an open window therefore ends the capture, even after an error or a panic.
+/// A capture in progress, during which the device runs no launches. Dropping the value ends the capture, even after a
+/// panic.
 struct Window<'a> {
     device: &'a DispatchDevice,
     is_open: bool,

@@ -16,9 +16,8 @@ use cubecl::{
     ir::features::{Plane, TypeUsage},
 };
 
-/// The largest number of buffers that a kernel binds. The quantized GEMV with three matrices needs the most: two bindings for the
-/// words of each matrix, one for the input and one for the output. The limit that a device reports does not include the runtime's
-/// own bindings.
+/// The largest number of buffers that a kernel binds. The quantized GEMV with three matrices needs the most: two for each
+/// matrix, one for the input and one for the output. The runtime's own bindings do not count.
 const BINDINGS: u32 = 8;
 
 /// True if the device supports the dtype, and has enough bindings and units for every kernel.
@@ -44,8 +43,8 @@ pub(super) fn memory(device: &CubeDevice) -> DeviceMemory {
     }
 }
 
-/// The number of units whose values one plane operation adds up. The result is 1 if the device has no plane operations, or
-/// if its planes have several sizes.
+/// The number of units whose values one plane operation adds up, or 1 if the device has no plane operations or several
+/// plane sizes.
 pub(super) fn plane_width(client: &Client) -> usize {
     let properties = client.properties();
     let hardware = &properties.hardware;
@@ -56,8 +55,8 @@ pub(super) fn plane_width(client: &Client) -> usize {
     }
 }
 
-/// True if the device converts the bits of f16 values to f32 exactly, even if the values are subnormal. Subnormal f16 values
-/// occur in block formats whose scales are quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
+/// True if the device converts subnormal f16 values to f32 exactly. These values occur in block formats whose scales are
+/// quantized. Vulkan and WGSL let the driver flush subnormal values to zero.
 pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     match device {
         #[cfg(feature = "cuda")]
@@ -70,8 +69,7 @@ pub(super) fn converts_f16(device: &CubeDevice) -> bool {
     }
 }
 
-/// Returns a team, a group of units that reduce a value together. The team is a whole cube, with enough units for `work`
-/// vectors or elements.
+/// Returns a cube whose units reduce a value together, with enough units for `work` vectors or elements.
 pub(super) fn team(client: &Client, work: usize) -> Team {
     let width = plane_width(client);
     // If the device has no plane operations, use few units: every unit then adds up the partial results of all units.
@@ -86,8 +84,8 @@ pub(super) fn team(client: &Client, work: usize) -> Team {
     }
 }
 
-/// Returns the largest vector width, for elements of `size` bytes, that divides all `multiples`. Callers pass the lengths and
-/// strides of rows, so that the start of every row is aligned too.
+/// Returns the largest vector width, for elements of `size` bytes, that divides all `multiples`, such as row lengths and
+/// strides.
 pub(super) fn vector_size(client: &Client, size: usize, multiples: &[usize]) -> usize {
     let fits = |width: &usize| multiples.iter().all(|multiple| multiple % width == 0);
     let widths = client.io_optimized_vector_sizes(size);

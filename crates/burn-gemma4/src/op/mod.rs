@@ -1,9 +1,9 @@
 //! The model's operators. Each module holds one operator: its kernels, their launches and its gradients.
 //!
-//! On CubeCL devices kernels compute the operators. For any number of rows, kernels fuse the operations between GEMMs into as
-//! few launches as possible. For inference, kernels also compute GEMVs (matrix products of a few rows), which memory bandwidth
-//! bounds. On other devices Burn's own operators compute the same results. Training also runs on Burn's operators, except for
-//! norms, GeGLU, cross entropy, matrix products and optimizer updates.
+//! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute
+//! GEMVs, which memory bandwidth bounds. On other devices Burn's own operators compute the same results.
+//!
+//! Training runs on Burn's operators, except for norms, GeGLU, cross entropy, matrix products and optimizer updates.
 
 pub(crate) mod adamw;
 pub(crate) mod argmax;
@@ -65,8 +65,7 @@ pub(crate) fn serves(device: &Device, dtype: DType) -> bool {
     !device.is_autodiff() && runs(device, dtype)
 }
 
-/// True if the device can run the kernels on `dtype`, whether it tracks gradients or not. Operators that implement their own
-/// backward also run on devices that track gradients.
+/// True if the device can run the kernels on `dtype`, with or without autodiff.
 #[cfg(feature = "cube")]
 pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     match device.clone().without_autodiff().as_dispatch() {
@@ -79,17 +78,15 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
-/// Lets the launches of the CUDA graph that is being captured overlap, if the device supports PDL: see [`cube_kit::pdl`]. The
-/// last launch of the graph must write `last`. Burn's fusion may not have issued this launch and some earlier launches yet, so
-/// this function first makes fusion issue all of them.
+/// Lets the launches of the CUDA graph that is being captured overlap, if the device supports PDL: see [`cube_kit::pdl`].
+/// The last launch of the graph must write `last`.
 #[cfg(feature = "cube")]
 pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]
     if let DispatchDevice::Cube(cube @ burn::backend::CubeDevice::Cuda(device)) =
         last.device().as_dispatch()
-        // Require PDL, because `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels only by `_pdl` in their
-        // names. On a GPU without PDL these kernels have the same names, but do not wait for the previous launch. If they
-        // overlapped the previous launch, they would read unfinished data.
+        // Require PDL. `cube_kit::pdl::graph::make_edges_programmatic` recognizes PDL kernels by `_pdl` in their names.
+        // Without PDL these kernels would overlap the previous launch without a wait, and read unfinished data.
         && cube_kit::pdl::supports_pdl(&cube.client())
     {
         if let Ok(last) = last.clone().try_into_primitive::<burn::backend::Cube>() {
@@ -137,8 +134,8 @@ pub(crate) fn flat_rows<const D: usize>(tensor: Tensor<D>) -> Tensor<2> {
     with_shape(tensor, [shape.iter().product::<usize>() / columns, columns])
 }
 
-/// Reshapes the tensor to `E` dimensions. If `D` equals `E`, the shape is already the same. The function then returns the
-/// tensor without a reshape, because Burn's fusion would turn the reshape into a copy.
+/// Reshapes the tensor to `E` dimensions. If `D` equals `E`, the function returns the tensor unchanged, because Burn's
+/// fusion would copy the tensor for a reshape.
 pub(crate) fn with_shape<const D: usize, const E: usize>(
     tensor: Tensor<D>,
     shape: [usize; E],

@@ -18,8 +18,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// A pending copy of integers to the host. The copy is enqueued right after the kernels that write the integers, before all
-/// later launches.
+/// A pending copy of integers to the host, enqueued right after the kernels that write the integers.
 pub(crate) struct Reading {
     /// The integers on the device, `[count]`.
     pub numbers: Tensor<1, Int>,
@@ -36,8 +35,8 @@ impl fmt::Debug for Reading {
 }
 
 impl Reading {
-    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when the
-    /// host asks for the data. Such a read would therefore also wait for all launches that were enqueued in the meantime.
+    /// Enqueues the copy of 32-bit integers, `[count]`, on a CubeCL device. Burn's own reads enqueue their copy only when
+    /// the host asks for the data. The copy would wait for all launches that are enqueued in the meantime.
     pub fn begin(numbers: Tensor<1, Int>) -> Self {
         assert_eq!(
             numbers.dtype(),
@@ -83,9 +82,9 @@ impl Reading {
 
 impl Drop for Reading {
     fn drop(&mut self) {
-        // Wait until the copy has ended. The kernels that write the integers have then ended too, because the copy runs
-        // after them. Without this wait, the allocator could give the buffers of these kernels to another thread while the
-        // kernels still run. The device does not order launches of the other thread after these kernels.
+        // Wait until the copy and the kernels before the copy have ended. Without this wait, the allocator could give the
+        // buffers of running kernels to another thread. The device does not order the other thread's launches after these
+        // kernels.
         if let Some(copied) = self.copied.take() {
             // Ignore an error: the next operation on the failed device reports it.
             let _ = block_on(copied);
@@ -93,8 +92,8 @@ impl Drop for Reading {
     }
 }
 
-/// Returns a client of the tensor's device that is never dropped. The future of a pending copy borrows its client, so the client
-/// must outlive every copy.
+/// Returns a client of the tensor's device that is never dropped. Pending copies borrow their client, so the client must
+/// outlive every copy.
 fn lasting_client(tensor: &CubeTensor) -> &'static Client {
     static CLIENTS: Mutex<Vec<(CubeDevice, &'static Client)>> = Mutex::new(Vec::new());
     let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,5 +1,5 @@
-//! Writes rows into the slots of an int8 KV cache. A tensor on the device holds the position of each row. Inference on CubeCL
-//! devices uses this operator.
+//! Writes rows into the slots of an int8 KV cache, for inference on CubeCL devices. The rows' positions are in device
+//! memory.
 
 use attention_cube::internals::auxiliary::quantize;
 use burn::{
@@ -11,8 +11,7 @@ use burn::{
 };
 use burn_cubecl::CubeBackend;
 
-/// Packed int8 words and their scales. All handles to a cache share the same memory, so later writes are visible through each
-/// handle.
+/// Packed int8 words and their scales. All handles to a cache share the same memory, so every handle sees later writes.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct StoredRows<B: Backend> {
@@ -20,12 +19,10 @@ pub struct StoredRows<B: Backend> {
     pub scales: FloatTensor<B>,
 }
 
-/// Quantizes `rows` to int8, and writes each row into its slot of a KV cache. The slot of a row is the row's position modulo the
-/// number of slots.
+/// Quantizes `rows` to int8, and writes each row into its slot of a KV cache. A row's slot is its position modulo `slots`.
 ///
 /// # Shapes
-/// - `rows`: `[sequences, heads, count, width]`. The row at position `p` of a sequence has the index `p % count` in the
-///   dimension of size `count`.
+/// - `rows`: `[sequences, heads, count, width]`. Position `p` of a sequence is at index `p % count` of the third dimension.
 /// - `positions`: `[sequences · count]`. The positions of one sequence are consecutive.
 /// - `words`: `[sequences, heads, slots, width / 4]`, four int8 values in each word.
 /// - `scales`: `[sequences, heads, slots, 1]`.

@@ -1,6 +1,5 @@
-//! Sums and maxima over the units of a team. The functions use plane operations if the device has them, and only shared memory
-//! otherwise. A part is the partial result that one plane writes to shared memory. Without plane operations each unit writes a
-//! part.
+//! Sums and maxima over a team, which is a group of units. The functions use plane operations if the device has them, and
+//! only shared memory otherwise.
 
 use cubecl::prelude::*;
 
@@ -30,8 +29,8 @@ pub(super) fn part_of_sum(value: f32, #[comptime] team: Team) -> f32 {
     }
 }
 
-/// Returns, to every unit, the sum over a cube that is a single team. `partial` is shared memory with one element per plane, or
-/// per unit without plane operations. Synchronizes the cube.
+/// Returns, to every unit, the sum over the cube. `partial` is shared memory with one element per plane, or per unit without
+/// plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
     // Wait, because some units may still read the partial results of an earlier sum.
@@ -39,8 +38,7 @@ pub(super) fn cube_sum(value: f32, partial: &mut Shared<[f32]>, #[comptime] team
     first_cube_sum(value, partial, team)
 }
 
-/// Returns the same sum as [`cube_sum`], but with one barrier fewer. The kernel must not have used the shared memory
-/// `partial` before.
+/// Returns the same sum as [`cube_sum`], with one barrier fewer. The kernel must not have used `partial` before.
 #[cube]
 pub(super) fn first_cube_sum(
     value: f32,
@@ -60,8 +58,8 @@ pub(super) fn first_cube_sum(
     sum
 }
 
-/// Returns, to every unit, the maximum over a cube that is a single team. `partial` is shared memory with one element per
-/// plane, or per unit without plane operations. Synchronizes the cube.
+/// Returns, to every unit, the maximum over the cube. `partial` is shared memory with one element per plane, or per unit
+/// without plane operations. Synchronizes the cube.
 #[cube]
 pub(super) fn cube_max(value: f32, partial: &mut Shared<[f32]>, #[comptime] team: Team) -> f32 {
     // Wait, because some units may still read earlier contents of `partial`.

@@ -1,5 +1,5 @@
-//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has an f16 scale of its own, and
-//! in some formats also a minimum.
+//! The block formats of ggml in GGUF files. A row consists of blocks of equal size. Each block has an f16 scale, and in some
+//! formats also a minimum.
 
 use super::super_blocks::{q4_k, q5_k, q6_k};
 use burn::tensor::f16;
@@ -82,8 +82,7 @@ pub(super) fn half(bytes: &[u8]) -> f32 {
     f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
 }
 
-/// Returns the 4-bit codes. The low 4 bits of all bytes are the first half of the codes, and the high 4 bits are the second
-/// half.
+/// Returns the 4-bit codes: first the low 4 bits of all bytes, then the high 4 bits of all bytes.
 pub(super) fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let low = bytes.iter().map(|byte| byte & 15);
     low.chain(bytes.iter().map(|byte| byte >> 4))
@@ -139,8 +138,7 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// Checks the dequantization of random blocks in every format, bit by bit. The expected elements were computed by the
-    /// Python package `gguf`.
+    /// Checks the dequantization of random blocks in every format, bit by bit, against the Python package `gguf`.
     #[test]
     fn dequantize_of_every_format_equals_gguf_package_bitwise() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");

@@ -1,18 +1,16 @@
-//! The device layout of quantized rows. All file formats and all devices share this layout of 32-bit words, which the kernels
-//! read.
+//! The device layout of quantized rows, in 32-bit words. The layout is the same for all file formats and all devices.
 //!
-//! A row begins with the lower bits of all codes. The upper bits of 5-bit and 6-bit codes follow, and then the scales of each
-//! group of columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. Each row is
-//! self-contained, so a kernel can read single rows of an embedding table or a range of a matrix's rows.
+//! A row holds the lower bits of all codes, then the upper bits of 5-bit and 6-bit codes, then the scales of each group of
+//! columns. A *group* is a run of columns that share a scale. The row is padded to a multiple of 4 words. A kernel can read
+//! any row on its own.
 //!
-//! The quantized tensors of Burn 0.22 do not serve this purpose. They are symmetric, and lack the minimums or zero points that
-//! half of the formats need. Burn's GEMM and row selection dequantize the whole quantized matrix.
+//! Burn 0.22's quantized tensors are symmetric, and lack the minimums or zero points of half of the formats. Burn's GEMM and
+//! row selection also dequantize the whole matrix.
 
 use burn::tensor::{bf16, f16};
 
-/// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32, where `zero` is the zero
-/// point and `least` is the minimum of the group. In a format without zero points or minimums, the corresponding term is
-/// missing.
+/// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32. `zero` is the zero
+/// point, and `least` is the minimum of the group. Formats without zero points or minimums lack the term.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Format {
     /// The number of bits per code: 4, 5, 6 or 8.
@@ -35,13 +33,12 @@ pub enum Scales {
     Single { zero: u32 },
     /// Each group has two words: an f32 scale, and the zero point that is subtracted from each code.
     SingleAndZero,
-    /// Each run of [`SUPER`] columns has five words, which hold an f16 scale and 16 signed bytes, one byte for each of 16
-    /// groups. The scale of a group is the f16 scale times the group's byte.
+    /// Each run of [`SUPER`] columns has five words: an f16 scale, and a signed byte for each of 16 groups. The scale of a
+    /// group is the f16 scale times the byte.
     Bytes { zero: u32 },
-    /// Each run of [`SUPER`] columns has five words. The low half of the first word is an f16 multiplier of all group
-    /// scales, and the high half is an f16 multiplier of all group minimums. Then 8 bytes of group scales and 8 bytes of
-    /// group minimums follow. Each element of a group is reduced by the product of the group's minimum and the multiplier of
-    /// minimums. So `least` is the negative product.
+    /// Each run of [`SUPER`] columns has five words: the f16 multiplier of scales, the f16 multiplier of minimums, 8 bytes
+    /// of group scales and 8 bytes of group minimums. `least` is the negative product of the group's minimum and the
+    /// multiplier of minimums.
     BytesAndLeast,
 }
 
@@ -73,8 +70,8 @@ impl Rounding {
 }
 
 impl Format {
-    /// Returns how many lower bits a code has: 8 for an 8-bit code, and 4 for a shorter code. The lower bits of all codes
-    /// are the first part of the row.
+    /// The number of lower bits of a code: 8 for an 8-bit code, and 4 for a shorter code. The lower bits of all codes are
+    /// the first part of the row.
     pub const fn low_bits(self) -> usize {
         match self.bits {
             8 => 8,
@@ -101,8 +98,8 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks, or if the codes of a group or
-    /// the upper bits of the row do not fill whole words.
+    /// Creates a layout. Returns `None` if the columns do not form whole groups or super-blocks, or if the codes of a group
+    /// or the upper bits of the row do not fill whole words.
     pub fn new(format: Format, columns: usize) -> Option<Self> {
         let layout = Self { format, columns };
         let is_whole = match format.scales {
@@ -160,8 +157,8 @@ impl Layout {
         write(self, words, numbers);
     }
 
-    /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. The two numbers are compile-time constants, so that the
-    /// compiler can unroll the loops.
+    /// Dequantizes codes that have `LOW` lower and `TOP` upper bits. The numbers of bits are constants, so that the compiler
+    /// can unroll the loops.
     fn write<const LOW: usize, const TOP: usize>(self, words: &[u32], numbers: &mut [f32]) {
         let codes = 32 / LOW;
         let (of_top, of_groups) = (&words[self.top()..], &words[self.scales()..]);

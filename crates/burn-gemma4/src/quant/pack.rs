@@ -1,5 +1,4 @@
-//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements, because only the
-//! order and the encoding of codes and scales change.
+//! Packs the rows of a file into the words of a [`Layout`]. The packed rows dequantize to the same elements.
 
 use super::{
     blocks::{BlockFormat, five_bits, nibbles},
@@ -193,8 +192,7 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// Checks that packed words dequantize to the same bits as the blocks of a file from which they were packed. The blocks are
-    /// random.
+    /// Checks that packed words dequantize to the same bits as the random blocks from which they were packed.
     #[test]
     fn pack_of_blocks_dequantizes_to_same_bits() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
@@ -246,8 +244,8 @@ mod tests {
         assert_eq!(BlockFormat::Q4K.words(128), None);
     }
 
-    /// Checks that rows of compressed-tensors dequantize to the same bits before and after they are packed for the device. The
-    /// cases cover both bit widths, groups and whole rows, matrices with and without zero points, and every dtype of scales.
+    /// Checks that rows of compressed-tensors dequantize to the same bits before and after packing. The cases cover both bit
+    /// widths, groups and whole rows, with and without zero points, and every dtype of scales.
     #[test]
     fn pack_of_packed_rows_dequantizes_to_same_bits() {
         use super::super::packed::Scheme;

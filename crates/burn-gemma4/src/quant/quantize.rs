@@ -1,5 +1,5 @@
-//! Quantizes weights to blocks by ggml's definitions. The element with the largest absolute value determines the scale of a
-//! block. Each element gets the nearest code.
+//! Quantizes weights to blocks by ggml's definitions. The largest absolute element determines the scale of a block. Each
+//! element gets the nearest code.
 
 use super::{blocks::BlockFormat, layout::Layout, pack::Row};
 use burn::tensor::f16;
@@ -30,8 +30,8 @@ impl QuantTarget {
         self.format().words(columns)
     }
 
-    /// Quantizes a row into `words`, which must be all zero. A block with an element that is not finite gets the scale NaN, so
-    /// all elements of the block dequantize to NaN. With another scale a NaN would dequantize to an ordinary number.
+    /// Quantizes a row into `words`, which must be all zero. A block with an element that is not finite gets the scale NaN,
+    /// so that the error stays visible after dequantization.
     pub fn pack(self, layout: Layout, numbers: &[f32], words: &mut [u32]) {
         let mut row = Row { layout, words };
         let mut codes = [0; COLUMNS];
@@ -80,8 +80,8 @@ impl QuantTarget {
     }
 }
 
-/// Returns the reciprocal of a scale, or 0 for a scale of 0. As in ggml, the argument is the f32 scale, not the scale rounded
-/// to f16.
+/// Returns the reciprocal of a scale, or 0 for a scale of 0. As in ggml, the argument is the f32 scale, not the scale
+/// rounded to f16.
 fn inverse(scale: f32) -> f32 {
     match scale {
         0.0 => 0.0,
@@ -110,8 +110,8 @@ fn q4(numbers: &[f32], codes: &mut [u8]) -> f16 {
     let scale = largest / -8.0;
     let inverse = inverse(scale);
     for (code, number) in codes.iter_mut().zip(numbers) {
-        // Round the product `number * inverse` to f32 before 8.5 is added, as in llama.cpp's reference implementation. For
-        // an element halfway between two codes, this rounding decides which code it gets.
+        // Round `number * inverse` to f32 before 8.5 is added, as in llama.cpp's reference implementation. This rounding
+        // decides the code of an element halfway between two codes.
         *code = ((number * inverse + 8.5) as u8).min(15);
     }
     f16::from_f32(scale)
@@ -122,9 +122,8 @@ mod tests {
     use super::*;
     use safetensors::SafeTensors;
 
-    /// Checks the rounding of an element halfway between two codes. The expected codes are those of llama.cpp's
-    /// `quantize_row_q4_0_ref` in f32. If the product `number * inverse` were not rounded to f32, the second element would
-    /// get the code 3 instead of 4.
+    /// Checks the rounding of an element halfway between two codes, against llama.cpp's `quantize_row_q4_0_ref` in f32.
+    /// Without the rounding of `number * inverse`, the second element would get the code 3 instead of 4.
     #[test]
     fn write_of_numbers_halfway_between_codes_rounds_as_llama_cpp() {
         let mut numbers = [0f32; COLUMNS];
@@ -135,8 +134,7 @@ mod tests {
         assert_eq!([bytes[2] & 15, bytes[3] & 15, bytes[4]], [0, 4, 0x88]);
     }
 
-    /// Checks the quantized blocks and their packed words bit by bit. The expected blocks were computed by the Python package
-    /// `gguf`.
+    /// Checks the quantized blocks and their packed words bit by bit, against the Python package `gguf`.
     #[test]
     fn pack_and_write_equal_blocks_of_gguf_package() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/fixtures/gguf");
@@ -176,8 +174,7 @@ mod tests {
         assert_eq!(QuantTarget::Q4.layout(48), None);
     }
 
-    /// Checks that NaN or an infinity in a block makes all elements of the block NaN, so that the error stays visible. ggml's
-    /// programs refuse such weights instead.
+    /// Checks that a NaN or an infinity makes all elements of its block NaN, so that the error stays visible.
     #[test]
     fn pack_of_nonfinite_numbers_gives_nan_block() {
         for target in [QuantTarget::Q8, QuantTarget::Q4] {

@@ -3,12 +3,10 @@
 use burn::tensor::{DType, TensorData, bf16, f16};
 use std::{num::NonZero, ops::Range, thread};
 
-/// The minimum number of output bytes per thread. For fewer bytes, the start of one more thread costs more time than the thread
-/// saves.
+/// The minimum number of output bytes per thread. For fewer bytes, starting a thread costs more time than the thread saves.
 const WORTH: usize = 1 << 18;
 
-/// Dequantizes rows to a tensor of shape `shape` in `dtype`, which is f32, f16 or bf16. The function `dequantize` writes one
-/// row in f32. Each thread holds only one f32 row at a time.
+/// Dequantizes rows to a tensor of shape `shape` in `dtype`, which is f32, f16 or bf16. `dequantize` writes one row in f32.
 pub(crate) fn dequantized(
     rows: Range<usize>,
     shape: Vec<usize>,
@@ -50,8 +48,7 @@ pub(crate) fn packed(
     TensorData::from_bytes_vec(bytes, shape, DType::U32)
 }
 
-/// Returns the bytes of all rows. The function `space` creates the scratch memory of a thread. The function `write` writes one
-/// row and receives the scratch memory of its thread.
+/// Returns the bytes of all rows. `write` writes one row, with the scratch memory that `space` creates once per thread.
 pub(crate) fn written<S>(
     rows: Range<usize>,
     row_bytes: usize,
@@ -63,8 +60,7 @@ pub(crate) fn written<S>(
     bytes
 }
 
-/// Writes all rows into `bytes`, whose length must be `rows.len() · row_bytes`. The functions `write` and `space` do the
-/// same as in [`written`].
+/// Writes all rows into `bytes`, of length `rows.len() · row_bytes`. `write` and `space` are those of [`written`].
 pub(crate) fn write_rows<S>(
     bytes: &mut [u8],
     rows: Range<usize>,

@@ -1,5 +1,5 @@
-//! ggml's K formats. A block has 256 elements, which are divided into groups. Each group has a scale of 6 or 8 bits, which is
-//! multiplied by an f16 scale of the block.
+//! ggml's K formats. A block has 256 elements in groups. Each group has a scale of 6 or 8 bits, which is multiplied by the
+//! block's f16 scale.
 
 use super::blocks::half;
 
@@ -8,12 +8,11 @@ const GROUP: usize = 32;
 
 /// Returns the 6-bit scale and the 6-bit minimum of each of the 8 groups. `packed` has 12 bytes:
 ///
-/// - The lower 6 bits of bytes 0 to 3 hold the scales of groups 0 to 3. The lower 6 bits of bytes 4 to 7 hold the
-///   minimums of groups 0 to 3.
-/// - The upper 2 bits of bytes 0 to 3 are the upper bits of the scales of groups 4 to 7. The upper 2 bits of bytes 4 to 7 are
-///   the upper bits of the minimums of groups 4 to 7.
-/// - The lower 4 bits of bytes 8 to 11 are the lower bits of the scales of groups 4 to 7. The upper 4 bits of bytes 8 to 11
-///   are the lower bits of the minimums of groups 4 to 7.
+/// - bytes 0 to 3: the scales of groups 0 to 3 in the lower 6 bits
+/// - bytes 4 to 7: the minimums of groups 0 to 3 in the lower 6 bits
+/// - bytes 8 to 11: the lower 4 bits of groups 4 to 7, the scale in the low half and the minimum in the high half
+///
+/// The upper 2 bits of bytes 0 to 7 are the upper bits of groups 4 to 7: scales in bytes 0 to 3, minimums in bytes 4 to 7.
 pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
     std::array::from_fn(|group| match group {
         0..4 => (packed[group] & 63, packed[group + 4] & 63),
@@ -26,9 +25,8 @@ pub(super) fn scales_and_least(packed: &[u8]) -> [(u8, u8); 8] {
 }
 
 /// Dequantizes groups by `scale · q - least`. A code `q` has 4 bits, and a fifth bit if `fifth` is given. Each 32 bytes of
-/// `nibbles` hold the codes of two groups: the low 4 bits are the codes of the first group, and the high 4 bits are the
-/// codes of the second group. Byte `i` of `fifth` holds one bit for each of the 8 groups: the fifth bit of the group's
-/// element `i`.
+/// `nibbles` hold two groups: the first in the low 4 bits, the second in the high 4 bits. Bit `g` of byte `i` of `fifth`
+/// belongs to element `i` of group `g`.
 fn groups(header: &[u8], fifth: Option<&[u8]>, nibbles: &[u8], values: &mut [f32]) {
     let (scale, least) = (half(header), half(&header[2..]));
     let parts = scales_and_least(&header[4..16]);
@@ -68,8 +66,8 @@ pub(super) fn q5_k(block: &[u8], values: &mut [f32]) {
     groups(&block[..16], Some(&block[16..48]), &block[48..], values);
 }
 
-/// Dequantizes 16 groups of 16 elements with 6-bit codes. A block is stored in two halves of 128 elements. In each half, 64
-/// bytes hold the lower 4 bits of the codes, and 32 bytes hold the upper 2 bits of the codes.
+/// Dequantizes 16 groups of 16 elements with 6-bit codes. Each half of a block has 128 elements: 64 bytes hold the lower 4
+/// bits of the codes, and 32 bytes hold the upper 2 bits.
 pub(super) fn q6_k(block: &[u8], values: &mut [f32]) {
     let (codes, rest) = block.split_at(128 + 64);
     let (scales, scale) = rest.split_at(16);

@@ -1,11 +1,11 @@
-//! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken at the boundary between two
-//! turns. A column of the cache is one token position.
+//! The checkpoints of a session. A checkpoint is a copy of the KV cache's ring buffers, taken between two turns. A column of
+//! the cache is one token position.
 
 use crate::model::cache::Cache;
 use crate::model::cache::checkpoint::Checkpoint;
 
-/// The maximum size of all checkpoints together in bytes. The newest checkpoint is kept even if it alone is larger. In bf16 a
-/// checkpoint of E2B's ring buffers takes 6 MB, and a checkpoint of 31B's takes 840 MB.
+/// The maximum size of all checkpoints together in bytes. The newest checkpoint is kept even if it alone is larger. In bf16
+/// a checkpoint takes 6 MB for E2B, and 840 MB for 31B.
 const MOST_BYTES: usize = 256 << 20;
 
 /// The checkpoints, in ascending order of the columns at which they were taken.

@@ -1,4 +1,4 @@
-//! A session file is a safetensors file with the session's tokens, their keys and values, and data that identify the model. A
+//! A session file: a safetensors file with the session's tokens, their keys and values, and data that identify the model. A
 //! column of the KV cache is one token position.
 
 use super::{Session, checkpoints::Checkpoints, fingerprint::Fingerprint};
@@ -38,12 +38,12 @@ struct Header {
     /// The storage format of the keys and values.
     #[serde(default, skip_serializing_if = "is_of_model")]
     kv: KvPrecision,
-    /// The dtype in which keys and values were computed. Files of earlier versions contain this field only if the keys and
-    /// values are int8.
+    /// The dtype in which keys and values were computed. Older files contain this field only if the keys and values are
+    /// int8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     computed_in: Option<String>,
-    /// The name of the weights' quantization, for error messages: see [`form_of_weights`]. Files of earlier versions do not
-    /// contain this field.
+    /// The name of the weights' quantization, for error messages: see [`form_of_weights`]. Older files do not contain this
+    /// field.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     weights: Option<String>,
     /// The number of columns that the cache can remove from its end.
@@ -55,8 +55,7 @@ struct Header {
     messages: Vec<Message>,
 }
 
-/// True if keys and values have the model's dtype. In this case the header omits the field `kv`, like files of earlier
-/// versions.
+/// True if keys and values have the model's dtype. The header then omits the field `kv`, like older files.
 fn is_of_model(precision: &KvPrecision) -> bool {
     *precision == KvPrecision::Model
 }
@@ -80,12 +79,12 @@ pub struct SavedSession {
 
 impl SavedSession {
     /// Reads a file that [`Session::save`] wrote. `model` must have the same configuration, weights and compute dtype as the
-    /// model of the saved session.
+    /// saved session's model.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is incomplete or
-    /// not a session file. Returns [`Gemma4Error::Unsupported`] if the session belongs to another model. This error names the
-    /// difference.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is incomplete
+    /// or not a session file. Returns [`Gemma4Error::Unsupported`], which names the difference, if the session belongs to
+    /// another model.
     pub fn read(model: &Gemma4Model, path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = map(path)?;
@@ -118,12 +117,12 @@ impl Gemma4 {
 }
 
 impl Session<'_> {
-    /// Writes the session's tokens, its keys and values, and a conversation to a file, for [`SavedSession::read`]. An existing
-    /// file is replaced only when the new file is complete.
+    /// Writes the session's tokens, its keys and values, and a conversation to a file. An existing file is replaced only
+    /// when the new file is complete.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot be read
-    /// from the device. Passes on the errors of [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
+    /// Returns [`Gemma4Error::Io`] if the file cannot be written. Returns [`Gemma4Error::Device`] if the weights cannot be
+    /// read from the device. Passes on the errors of [`Gemma4Config::to_json`](crate::config::Gemma4Config::to_json).
     ///
     /// # Panics
     /// Panics if the device fails while the file is written.
@@ -181,8 +180,8 @@ fn ring_tensors(prefix: &str, checkpoint: &Checkpoint) -> Vec<(String, Slots)> {
         .collect()
 }
 
-/// Returns the tensors that store a KV buffer in a file, with their names. An int8 buffer is stored as a tensor of packed words
-/// and a tensor of scales. Every other buffer is stored as one tensor.
+/// Returns the tensors that store a KV buffer in a file, with their names. An int8 buffer is stored as packed words and
+/// scales, and every other buffer as one tensor.
 fn stored(name: String, slots: Slots) -> Vec<(String, Stored)> {
     let numbers = |name, tensor: Tensor<4>| {
         let (shape, dtype) = (tensor.dims().to_vec(), tensor.dtype());
@@ -290,8 +289,8 @@ impl<'a> File<'a> {
 
     /// Checks that the session belongs to `model`.
     fn check_model(&self, model: &Gemma4Model) -> Result<(), Gemma4Error> {
-        // Convert the model's configuration to text and parse the text before the comparison. The configuration in the file
-        // has been through the same conversion, which may change a float.
+        // Convert the model's configuration to JSON and back before the comparison. The conversion may change a float, and
+        // the file's configuration has been through it.
         let own = config(model)?.to_string();
         let own: Value =
             serde_json::from_str(&own).map_err(|error| Gemma4Error::Config(error.to_string()))?;
@@ -407,8 +406,8 @@ impl<'a> File<'a> {
         })
     }
 
-    /// Uploads the tensors that `shapes` lists by name and shape. The only further tensors that the file may contain are the
-    /// tokens and the fingerprint of the weights.
+    /// Uploads the tensors that `shapes` lists by name and shape. Apart from these tensors the file may contain only the
+    /// tokens and the fingerprint.
     fn upload(
         &self,
         shapes: Vec<CacheColumns>,

@@ -7,8 +7,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// The number of elements that are sampled from each weight. The sample begins at the middle of the weight, because the ends of
-/// embedding tables hold padding and unused tokens.
+/// The number of elements that are sampled from each weight, from the middle on. The ends of embedding tables hold padding
+/// and unused tokens.
 const NUMBERS: usize = 16;
 
 /// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.
@@ -37,8 +37,8 @@ impl Fingerprint {
         })
     }
 
-    /// Compares the fingerprint with the sampled elements `numbers` of another model, bit by bit. Returns the path of the first
-    /// weight whose elements differ, or `None` if all elements are equal.
+    /// Compares the fingerprint with the samples `numbers` of another model, bit by bit. Returns the path of the first
+    /// weight whose samples differ, or `None` if all are equal.
     pub fn differs(&self, numbers: &[f32]) -> Option<&str> {
         let mut first = 0;
         for (path, count) in &self.weights {
@@ -58,11 +58,11 @@ impl Fingerprint {
 const FNV: [u64; 2] = [0xCBF2_9CE4_8422_2325, 0x0000_0100_0000_01B3];
 
 impl Gemma4Model {
-    /// Returns a hash of 16 elements of every weight, to recognize the model's weights. The hash does not depend on the device
-    /// or on the placement of the weights. A quantized model has another hash than the unquantized model.
+    /// Returns a hash of 16 elements of every weight, to recognize the model's weights. The hash does not depend on the
+    /// device. A quantized model has another hash than the unquantized model.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Device`] if the weights cannot be read from the device.
+    /// [`Gemma4Error::Device`] if the weights cannot be read.
     pub fn fingerprint(&self) -> Result<u64, Gemma4Error> {
         let numbers = Fingerprint::of(self)?.numbers;
         let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
@@ -98,8 +98,8 @@ impl Sampled {
         self.numbers.push(numbers.cast(DType::F32));
     }
 
-    /// True while the visitor is in the per-layer embedding table. The visitor skips this table. Instead,
-    /// [`Fingerprint::of`] adds one row of the table to the fingerprint.
+    /// True while the visitor is in the per-layer embedding table, which it skips. [`Fingerprint::of`] adds one row of this
+    /// table to the fingerprint.
     fn is_table(&self) -> bool {
         let module = self.path.first().map(String::as_str);
         matches!(module, Some(TABLE | "split_table"))
@@ -127,8 +127,8 @@ impl ModuleVisitor for Sampled {
         let words = param.val();
         let count = words.shape().num_elements();
         if !self.is_table() {
-            // Sample only the low 16 bits of each packed word, because samples are stored as f32, which represents 16-bit
-            // integers exactly. The low bits of different weights differ as often as the high bits.
+            // Sample only the low 16 bits of each packed word. Samples are stored as f32, which represents 16-bit integers
+            // exactly.
             let low = words.reshape([count]).remainder_scalar(1 << 16);
             self.add(self.path.join("."), low.float());
         }

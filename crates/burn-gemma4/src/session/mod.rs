@@ -1,11 +1,14 @@
 //! Sessions: consecutive generations of one model that share the KV cache of their common prefix.
 //!
-//! The common prefix of two prompts is the prefix in which their tokens are equal, no matter which chat template wrote them.
-//! A session keeps the keys and values of this prefix. A *column* is one token position in the cache. Full layers hold the
-//! keys and values of all columns. Sliding layers hold only the columns of their window, in ring buffers that overwrite old
-//! columns. The session therefore takes a checkpoint of the ring buffers at the beginning of each turn. For the next turn of
-//! a conversation, the session restores a checkpoint, and runs the model only over the tokens after it. If the template
-//! changes earlier turns, for example by removing thoughts, the session prefills again from the first changed token.
+//! The common prefix of two prompts is the prefix in which their tokens are equal. A session keeps the keys and values of
+//! this prefix. A *column* is one token position in the cache.
+//!
+//! Full layers hold the keys and values of all columns. Sliding layers hold only the columns of their window, in ring
+//! buffers that overwrite old columns. The session therefore takes a checkpoint of the ring buffers at the beginning of each
+//! turn.
+//!
+//! For the next turn of a conversation, the session restores a checkpoint, and prefills only the tokens after the
+//! checkpoint. If the template changes earlier turns, the session prefills from the first changed token.
 
 mod checkpoints;
 mod file;
@@ -22,8 +25,8 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// The number of tokens at the end of a text that may change when the text continues. The tokenizer may join the characters of
-/// these tokens with the characters that follow. The session takes its checkpoint before these tokens.
+/// The number of tokens at the end of a text that may change when the text continues. The tokenizer may merge these tokens
+/// with the next characters. The session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -46,13 +49,14 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with tokens of the session, the model does not run
-    /// over these tokens again, as far as the cache can be restored. The cache can be restored to the end of the cached
-    /// tokens and to the beginning of an answer. The cache can be restored to any other token position only while the ring
-    /// buffers of sliding layers have not overwritten any keys and values.
+    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with cached tokens, the model does not run over
+    /// these tokens again, as far as the cache can be restored.
     ///
-    /// The cache is reused only if the previous and the new generation store keys in the same format. In addition, both
-    /// generations must use drafts, or both must use none.
+    /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. Any other token position
+    /// works only while no ring buffer of a sliding layer has overwritten a column.
+    ///
+    /// The cache is reused only if the previous and the new generation store keys in the same format. The two generations
+    /// must also agree on whether they use drafts.
     ///
     /// # Errors
     /// Passes on the errors of [`Gemma4::generate`].
@@ -73,8 +77,8 @@ impl<'a> Session<'a> {
             options,
         )?;
         let common = self.go_back(&tokens, options);
-        // Take a checkpoint at the column where this prompt begins to differ from the cached tokens, because the next prompt
-        // may begin to differ at the same column. Take another checkpoint at the beginning of the answer.
+        // Take a checkpoint where this prompt begins to differ from the cached tokens, because the next prompt may begin to
+        // differ at the same column. Take another checkpoint at the beginning of the answer.
         let mut boundaries = [common, self.boundary(&prompt, &tokens, options.chat)];
         boundaries.sort_unstable();
         let generation =
@@ -121,8 +125,7 @@ impl<'a> Session<'a> {
     /// Restores the cache to the last possible column in the common prefix of `tokens` and the cached tokens. Returns the
     /// length of the common prefix.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
-        // Exclude the prompt's last token from the prefix. This token must run through the model again, because its logits are
-        // needed.
+        // Exclude the prompt's last token, which must run through the model for its logits.
         let common = common(&self.read, tokens).min(tokens.len() - 1);
         if !options.fits(&self.cache) {
             self.cache = options.cache(self.gemma.config(), vec![0]);
@@ -139,7 +142,7 @@ impl<'a> Session<'a> {
     }
 
     /// Returns how many tokens at the beginning of `tokens` the next prompt will probably share. In a conversation these are
-    /// the tokens before the model's answer.
+    /// the tokens before the answer.
     fn boundary(&self, prompt: &Prompt, tokens: &[u32], chat: ChatOptions) -> usize {
         let history = match prompt {
             Prompt::Chat(_) => {

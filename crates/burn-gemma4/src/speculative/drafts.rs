@@ -11,8 +11,8 @@ pub enum Drafts {
     /// Disables speculative decoding.
     #[default]
     None,
-    /// Prompt lookup, which proposes the tokens that followed an earlier occurrence of the last tokens of the text. Prompt
-    /// lookup helps if answers repeat parts of their prompts.
+    /// Prompt lookup: proposes the tokens after an earlier occurrence of the text's last tokens. Prompt lookup helps if
+    /// answers repeat parts of their prompts.
     Lookup,
     /// A small model that was trained to predict the target model's tokens: see
     /// [`Gemma4::with_drafter`](crate::gemma::Gemma4::with_drafter).
@@ -26,8 +26,8 @@ pub struct DraftCounts {
     pub passes: usize,
     /// The number of draft tokens in these passes.
     pub drafted: usize,
-    /// The number of draft tokens that the model accepted and that are in the text. The last token of each pass counts as the
-    /// model's own token. A draft token that ends the text therefore does not count.
+    /// The number of accepted draft tokens in the text. The last token of each pass counts as the model's own token, even if
+    /// it equals a draft token.
     pub accepted: usize,
 }
 
@@ -37,8 +37,8 @@ impl DraftCounts {
         share(self.accepted, self.drafted)
     }
 
-    /// Returns the mean number of generated tokens per pass. This mean is one more than the mean number of accepted draft
-    /// tokens per pass. Returns 0 without passes.
+    /// Returns the mean number of generated tokens per pass, or 0 without passes. This mean is one more than the mean number
+    /// of accepted draft tokens.
     pub fn tokens_per_pass(&self) -> f64 {
         share(self.passes + self.accepted, self.passes)
     }

@@ -39,8 +39,8 @@ pub(crate) struct Parts<'a> {
     stream: TextStream<'a>,
     marks: Vec<(u32, TextKind)>,
     kind: TextKind,
-    /// The beginning of a channel's first line, which is held back because the line may be the channel's name. `None` if no
-    /// line is held back.
+    /// The beginning of a channel's first line, or `None`. The beginning is held back because the line may be the channel's
+    /// name.
     name: Option<String>,
     pub answer: String,
     pub thoughts: String,

@@ -4,8 +4,8 @@ use crate::error::Gemma4Error;
 use crate::text::tokenizer::Tokenizer;
 use crate::text::tokenizer::stream::TextStream;
 
-/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. If a stop string
-/// contains the name of a special token, this name matches the special token in the text.
+/// A search for stop strings in generated text. A stop string may begin and end in the middle of a token. The name of a
+/// special token in a stop string matches the special token.
 pub(crate) struct StopStrings<'a> {
     tokenizer: &'a Tokenizer,
     strings: &'a [String],
@@ -38,8 +38,8 @@ impl<'a> StopStrings<'a> {
         }
         let held = self.stream.held()?;
         let text = match held.contains(char::REPLACEMENT_CHARACTER) {
-            // The stream holds back bytes at the end of the text that form an incomplete character. Search without these
-            // bytes, because the next tokens may complete the character.
+            // The stream holds back an incomplete character at the end of the text. Search without its bytes, because the
+            // next tokens may complete the character.
             true => self.end.clone(),
             false => self.end.clone() + &held,
         };

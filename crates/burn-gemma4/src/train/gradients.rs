@@ -1,9 +1,8 @@
 //! Gradients with the activations of only one layer in memory at a time: gradient checkpointing (Chen et al. 2016,
 //! arXiv:1604.06174).
 //!
-//! Burn's own checkpointing recomputes cheap operations, but keeps the outputs of all GEMMs. At long context these outputs take
-//! most of the memory. This module keeps only the input of each layer. The backward recomputes one layer after the other, from
-//! the last layer to the first.
+//! Burn's own checkpointing keeps the outputs of all GEMMs, which take most of the memory at long context. This module keeps
+//! only the input of each layer. The backward recomputes the layers from the last to the first.
 
 use crate::error::Gemma4Error;
 use crate::model::cache::key_values::{KeyValues, SharedKeyValues};
@@ -24,12 +23,11 @@ use burn::{
 use std::collections::BTreeMap;
 
 impl Gemma4Model {
-    /// Computes a loss of the hidden states, and the gradients of all parameters. The backward recomputes each layer, so the
-    /// peak memory contains the activations of only one layer. The cost is one more forward.
+    /// Computes a loss of the hidden states, and the gradients of all parameters, as [`Tensor::backward`] does. The backward
+    /// recomputes each layer, so only one layer's activations are in memory. The cost is one more forward.
     ///
-    /// Without a packing, `loss` receives the hidden states that [`hidden`](Self::hidden) returns. With a packing, `loss`
-    /// receives the hidden states that [`hidden_packed`](Self::hidden_packed) returns. The gradients equal the gradients of
-    /// [`Tensor::backward`].
+    /// `loss` receives the hidden states of [`hidden`](Self::hidden), or of [`hidden_packed`](Self::hidden_packed) with a
+    /// packing.
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
@@ -59,7 +57,7 @@ impl Gemma4Model {
     /// - The shape of the tokens differs from the packing's.
     /// - A packing comes with any [`Logits`] other than [`Logits::All`].
     /// - `asked` requests no position.
-    /// - The model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA adapter are trained.
+    /// - The model has [quantized weights](crate::model::layer::Weight), and trains parameters outside a LoRA adapter.
     ///
     /// Passes on the errors of [`forward`](Self::forward) and of `loss`.
     ///
@@ -91,8 +89,8 @@ impl Gemma4Model {
                 reason: format!("is {asked:?}, which leaves nothing to learn from"),
             });
         }
-        // Remove autodiff from the tokens, so that the forward records no graph. Burn would keep such a graph in memory until
-        // the next backward.
+        // Remove autodiff from the tokens, so that the forward records no graph, which Burn would keep until the next
+        // backward.
         let tokens = self.read_tokens(tokens.inner())?;
         let text = match packing {
             Some(packing) => self.packed_text(&tokens, packing),
@@ -101,8 +99,8 @@ impl Gemma4Model {
         self.gradients_by_layer(text, asked, loss)
     }
 
-    /// Computes the [`gradients`](Self::gradients) for a text whose tensors have no autodiff. The computation needs no data on
-    /// the host, only shapes, so a CUDA graph can capture it.
+    /// Computes the [`gradients`](Self::gradients) for tensors without autodiff. The computation needs no data on the host,
+    /// so a CUDA graph can capture it.
     pub(crate) fn gradients_by_layer(
         &self,
         text: Text,
@@ -159,8 +157,7 @@ impl Gemma4Model {
         Ok((loss.detach(), sum))
     }
 
-    /// True if a parameter of the embeddings is trained. These parameters compute the input of the first layer and the
-    /// per-layer embeddings.
+    /// True if a parameter of the embeddings is trained, including the per-layer embeddings.
     fn trains_embeddings(&self) -> bool {
         let mut trained = HasTrainable(false);
         self.embed_tokens.visit(&mut trained);
@@ -211,8 +208,7 @@ struct Kept {
 /// The data with which the backward of one layer begins.
 struct Objective {
     layer: usize,
-    /// The inputs of the layer, as leaves of the autodiff graph. `input` is the residual stream, and `embedding` is the layer's
-    /// per-layer embedding.
+    /// The inputs of the layer, as leaves of the autodiff graph: the residual stream `input`, and the per-layer `embedding`.
     input: Tensor<2>,
     embedding: Option<Tensor<2>>,
     /// The gradient with respect to the layer's output.
@@ -237,9 +233,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the number of positions, counted from the end of the text, at which a layer computes. A layer that computes its
-    /// own keys and values computes at all positions. A layer that shares an earlier layer's keys and values computes only at
-    /// the requested positions.
+    /// Returns the number of last positions at which a layer computes. A layer with its own keys and values computes at all
+    /// positions. A layer that shares an earlier layer's keys and values computes only at the requested positions.
     fn computed(&self, layer: usize) -> usize {
         match self.model.config().is_shared(layer) {
             true => self.asked,
@@ -262,13 +257,12 @@ impl<'a> Pass<'a> {
             .require_grad()
     }
 
-    /// Returns a loss of zero. The caller uses [`attach`] to register the gradients with which the backward of this loss
-    /// begins.
+    /// Returns a loss of zero, to which [`attach`] connects gradients that are already computed.
     fn zero(&self) -> Tensor<1> {
         Tensor::zeros([1], (&self.model.device(), DType::F32))
     }
 
-    /// Runs the forward without autodiff. Returns the results that the backward needs, and the output of the last layer at the
+    /// Runs the forward without autodiff. Returns the results that the backward needs, and the last layer's output at the
     /// requested positions.
     fn forward(
         &self,
@@ -301,8 +295,7 @@ impl<'a> Pass<'a> {
         (kept, self.last(stream, self.asked))
     }
 
-    /// Computes a layer's output. If `shared` is `None`, the layer computes its own keys and values, and this function returns
-    /// them too.
+    /// Computes a layer's output. If `shared` is `None`, also computes and returns the layer's keys and values.
     fn layer(
         &self,
         model: &Gemma4Model,
@@ -321,8 +314,8 @@ impl<'a> Pass<'a> {
             window: model.config().sliding_window,
             segments: self.segments.clone(),
             cache: None,
-            // Do not recompute the activations inside the feed-forward network. Only one layer has activations in memory at a
-            // time, so the recomputation would save little.
+            // Keep the activations inside the feed-forward network. Only one layer has activations in memory, so
+            // recomputation would save little.
             mlp_recompute: false,
             observer: &mut (),
         };
@@ -336,10 +329,10 @@ impl<'a> Pass<'a> {
         (stream.into_rows(), own)
     }
 
-    /// Computes the gradients with respect to a layer's inputs: the residual stream and the layer's per-layer embedding.
+    /// Computes the gradients with respect to a layer's inputs: the residual stream and the per-layer embedding.
     ///
-    /// Adds the gradients of the layer's parameters to `sum`. If the layer reads shared keys and values, adds their gradients
-    /// to `of_shared`, under the index of the layer that computed them.
+    /// Adds the gradients of the layer's parameters to `sum`. Adds the gradients of shared keys and values to `of_shared`,
+    /// under the index of the layer that computed them.
     fn backward(
         &self,
         objective: Objective,

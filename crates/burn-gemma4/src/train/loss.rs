@@ -1,12 +1,14 @@
-//! The cross entropy at the head, computed in chunks of positions, so that the logits of all positions are never in memory at
-//! once. This module also computes the loss of each position, for evaluation.
+//! The cross entropy at the head, computed in chunks of positions. This module also computes the loss of each position, for
+//! evaluation.
 //!
-//! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions therefore take 8.6 GB in f32, and their gradients take
-//! another 8.6 GB. From each chunk of logits, the forward computes three results: the chunk's part of the loss, the gradient of
-//! the chunk's hidden states, and the chunk's part of the head's gradient. The logits are then dropped. The method follows
-//! Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989. The gradients are complete before the backward
-//! begins. The backward only scales the gradients, so no logits are computed twice. In shapes, `rows` counts positions and
-//! `columns` is the hidden size.
+//! Gemma's vocabulary has 262,144 tokens. The logits of 8,192 positions take 8.6 GB in f32, and their gradients another 8.6
+//! GB. The forward therefore computes the logits in chunks. It drops each chunk once the chunk's loss and gradients are
+//! computed.
+//!
+//! The gradients are complete before the backward begins. The backward only scales the gradients. The method follows Wijmans
+//! et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
+//!
+//! In shapes, `rows` counts positions and `columns` is the hidden size.
 
 use crate::error::Gemma4Error;
 use crate::model::Gemma4Model;
@@ -16,11 +18,10 @@ use crate::op::linear::{Matrix, columns, product, rows};
 use burn::tensor::{DType, Int, Tensor};
 
 impl Gemma4Model {
-    /// Computes the mean cross entropy between `targets` and the logits of the hidden states `hidden`, as one f32 element.
+    /// Computes the mean cross entropy between `targets` and the logits of the hidden states `hidden`, in f32.
     ///
-    /// The result equals the cross entropy of the logits that [`forward`](Self::forward) returns, but the logits of all
-    /// positions are never in memory at once. Negative targets do not count: they mark padding, ends of documents or a prompt.
-    /// The loss is 0 if no target counts.
+    /// The logits of all positions are never in memory at once. Negative targets do not count: they mark padding, ends of
+    /// documents or a prompt. The loss is 0 if no target counts.
     ///
     /// # Shapes
     /// - `hidden`: `[batch, positions, hidden]`
@@ -45,9 +46,9 @@ impl Gemma4Model {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if the shape of the targets does not match the hidden states. Returns an error if autodiff tracks the
-    /// hidden states, the model has [quantized weights](crate::model::layer::Weight), and parameters outside a LoRA adapter are
-    /// trained. Targets beyond the vocabulary are not detected.
+    /// Returns an error if the shape of the targets does not match the hidden states. Returns an error if a tracked model
+    /// with [quantized weights](crate::model::layer::Weight) trains parameters outside a LoRA adapter. Targets beyond the
+    /// vocabulary are not detected.
     pub fn loss(
         &self,
         hidden: Tensor<3>,
@@ -67,8 +68,8 @@ impl Gemma4Model {
 
     /// Computes the cross entropy of each target given the hidden states `hidden`, in nats.
     ///
-    /// The loss of a negative target is 0. [`loss`](Self::loss) returns the mean over all other targets. The result is a constant
-    /// without autodiff, even if the hidden states are tracked.
+    /// The loss of a negative target is 0. [`loss`](Self::loss) returns the mean over all other targets. The result is never
+    /// tracked by autodiff.
     ///
     /// # Shapes
     /// - `hidden`: `[batch, positions, hidden]`
@@ -127,17 +128,17 @@ fn check(hidden: &Tensor<3>, targets: &Tensor<2, Int>) -> Result<[usize; 3], Gem
     }
 }
 
-/// The maximum number of logits in memory at once. These logits take 128 MB in half precision. The gradient overwrites the
-/// logits, so the gradient takes no extra memory. Without fused kernels, up to four f32 tensors of this size exist at once.
+/// The maximum number of logits in memory at once: 128 MB in half precision. The gradient overwrites the logits. Without
+/// fused kernels, up to four f32 tensors of this size exist at once.
 const LOGITS_AT_ONCE: usize = 1 << 26;
 
-/// The maximum number of rows in a chunk in f16. A row adds at most its hidden state to each row of the head's gradient. With
-/// this limit the sum over a chunk stays below f16's maximum, 65,504.
+/// The maximum number of rows in a chunk in f16. A row adds at most its hidden state to each row of the head's gradient, so
+/// the sum over a chunk stays below f16's maximum, 65,504.
 const ROWS_IN_F16: usize = 256;
 
-/// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. The hidden
-/// states are `[rows, columns]`, and the head is `[vocabulary, columns]`. Negative targets do not count. The loss is 0 if no
-/// target counts.
+/// Computes the mean cross entropy between `targets`, `[rows]`, and the softcapped logits `hidden · headᵀ`, in f32. `hidden`
+/// is `[rows, columns]`, and `head` is `[vocabulary, columns]`. Negative targets do not count. The loss is 0 if no target
+/// counts.
 fn mean_cross_entropy(
     hidden: Tensor<2>,
     head: Matrix,
@@ -198,8 +199,8 @@ fn in_chunks(
     let mean = |gradient: Tensor<2>, dtype: DType| {
         let mean = gradient.cast(DType::F32) * share.clone().unsqueeze::<2>();
         match dtype {
-            // Keep the gradient in f32. The mean divides the gradient by the number of positions. In f16 the quotient would
-            // underflow before the loss scale is applied.
+            // Keep the gradient in f32. The mean divides the gradient by the number of positions, and the quotient would
+            // underflow in f16.
             DType::F16 => mean,
             _ => mean.cast(dtype),
         }
@@ -325,8 +326,7 @@ mod tests {
         let device = Device::flex().autodiff();
         for device in [device.clone(), device.gradient_checkpointing()] {
             for softcap in [None, Some(2.0)] {
-                // Multiply the loss by 3. The gradients are complete before the backward begins, so this checks that the
-                // backward multiplies the finished gradients by 3.
+                // Multiply the loss by 3, to check that the backward scales the finished gradients by 3.
                 let [hidden, head] = leaves(&device);
                 let expected = plain(hidden.clone(), head.clone(), softcap) * 3.0;
                 let gradients = expected.backward();
@@ -354,8 +354,8 @@ mod tests {
     fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // Divide the head by 256 to make the gradients of the hidden states small. Each of these gradients is a linear
-            // combination of the head's rows.
+            // Divide the head by 256 to make the gradients of the hidden states small, which are linear combinations of the
+            // head's rows.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;
@@ -380,7 +380,7 @@ mod tests {
     }
 
     /// Checks that the head's gradient does not overflow in f16. The gradients of 16,384 equal rows have the same sign, so
-    /// their sum before the division by the number of rows exceeds the largest f16.
+    /// their sum before the mean exceeds the largest f16.
     #[test]
     fn in_chunks_with_large_head_gradient_stays_finite_in_f16() {
         let device = Device::flex().autodiff();
@@ -399,8 +399,8 @@ mod tests {
         }
     }
 
-    /// Checks the gradient of an embedding table that is also the head. This gradient is the sum of two parts: one through the
-    /// head, and one through the hidden states.
+    /// Checks the gradient of an embedding table that is also the head. The gradients through the head and through the
+    /// hidden states add up.
     #[test]
     fn in_chunks_with_head_inside_hidden_adds_both_gradients() {
         let device = Device::flex().autodiff();

@@ -7,11 +7,10 @@ use crate::model::{Gemma4Model, Logits};
 use crate::op::rope::Positions;
 use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 
-/// The document lengths of a batch of packed sequences. Each row holds its documents one after another. All rows have equal
-/// length.
+/// The document lengths of a batch of packed sequences. Each row holds its documents one after another.
 ///
 /// [`Gemma4Model::forward_packed`](crate::model::Gemma4Model::forward_packed) computes the logits of each document as if the
-/// document were alone. The positions of each document begin at 0, and its tokens attend to no other document.
+/// document were alone: positions begin at 0, and tokens attend to no other document.
 ///
 /// ```
 /// use burn_gemma4::Packing;
@@ -25,18 +24,17 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 pub struct Packing {
     /// The lengths of the documents in each row. If a row ends with padding, the last length is the length of the padding.
     rows: Vec<Vec<usize>>,
-    /// The index of the padding in each row's list of lengths in `rows`. If a row has no padding, this index is the length
-    /// of the list.
+    /// The number of documents in each row, which is also the index of the row's padding, if any.
     padding: Vec<usize>,
     positions: usize,
 }
 
 impl Packing {
     /// Creates a packing with rows of `positions` tokens. Row `row` contains documents with the lengths `rows[row]`, in this
-    /// order, followed by padding.
+    /// order, then padding.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
+    /// [`Gemma4Error::Argument`] if the documents of a row have more tokens than the row.
     pub fn new(mut rows: Vec<Vec<usize>>, positions: usize) -> Result<Self, Gemma4Error> {
         let padding = rows.iter().map(Vec::len).collect();
         for (index, row) in rows.iter_mut().enumerate() {
@@ -70,9 +68,8 @@ impl Packing {
         self.positions
     }
 
-    /// Returns a mask `[batch, positions]`. The mask is true at each position where the next token belongs to the same
-    /// document, so that the logits have a token to predict. The mask is false at the last token of each document and in the
-    /// padding.
+    /// Returns a mask `[batch, positions]`, which is true where the next token belongs to the same document. The mask is
+    /// false at the last token of each document and in the padding.
     pub fn predicts(&self, device: &Device) -> Tensor<2, Bool> {
         let mut predicts = Vec::with_capacity(self.batch() * self.positions);
         for (row, padding) in self.rows.iter().zip(&self.padding) {
@@ -121,8 +118,8 @@ impl Packing {
 impl Gemma4Model {
     /// Computes the logits of every position of packed documents.
     ///
-    /// The logits of each document equal the logits that [`forward`](Self::forward) returns for the document alone. The logits
-    /// of the padding are meaningless.
+    /// Each document has the logits that [`forward`](Self::forward) returns for the document alone. The logits of the
+    /// padding are meaningless.
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`
@@ -139,8 +136,8 @@ impl Gemma4Model {
         Ok(self.logits(self.hidden_packed(tokens, packing)?))
     }
 
-    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents. From these states, the head of
-    /// [`forward_packed`](Self::forward_packed) computes the logits.
+    /// Computes the [`hidden`](Self::hidden) states at every position of packed documents, the input of the head in
+    /// [`forward_packed`](Self::forward_packed).
     ///
     /// # Shapes
     /// - `tokens`: `[batch, positions]`

@@ -1,5 +1,4 @@
-//! `cp.async`: asynchronous copies from global to shared memory that bypass the registers. A thread starts the copies and
-//! waits for their completion later.
+//! `cp.async`: asynchronous copies from global to shared memory that bypass the registers.
 
 use crate::nvidia::ROW_BYTES;
 use crate::nvidia::ptx::value_of;
@@ -14,8 +13,8 @@ pub const PIECE: usize = PIECE_BYTES / 2;
 /// Returns the global address of the element at `index` of a tensor in half precision.
 #[cube]
 pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
-    // SAFETY: this expression only takes the address of `tensor` and reads no memory. If the caller reads from the result, the
-    // caller's `index` must be inside the tensor.
+    // SAFETY: this expression only takes the address of `tensor` and reads no memory. A caller that reads from the result
+    // must pass an `index` inside the tensor.
     crate::nvidia::ptx::element_address::<E>(
         unsafe { tensor.as_slice().as_ptr_unchecked() },
         index,
@@ -23,7 +22,7 @@ pub fn half_address<E: Float>(tensor: &Tensor<E>, index: u64) -> u64 {
     )
 }
 
-/// Copies `bytes` bytes from `source` to the 16-byte piece at `target` in the shared window, and fills the rest of the piece
+/// Copies `bytes` bytes from `source` to the 16 bytes at `target` in the shared window, and fills the rest of the 16 bytes
 /// with zeros. The address `source` must be a multiple of 16.
 #[cube]
 pub fn copy_piece(target: u32, source: u64, bytes: u32) {
@@ -48,8 +47,8 @@ pub fn await_copies(#[comptime] pending: usize) {
     gpu_asm!("cp.async.wait_group {pending};");
 }
 
-/// Returns the address of a 16-byte piece of row `row`, where `piece` is the index of the piece within the row. The row belongs
-/// to swizzled subtiles of `rows` rows and 64 columns that start at `start`.
+/// Returns the address of the 16-byte piece `piece` of row `row`. Swizzled subtiles of `rows` rows and 64 columns start at
+/// `start`.
 #[cube]
 pub fn piece_address(start: u32, row: u32, piece: u32, #[comptime] rows: usize) -> u32 {
     let subtile = start + (piece / 8u32) * comptime!((rows * ROW_BYTES) as u32);

@@ -1,5 +1,4 @@
-//! Exchanges registers between warps through shared memory. Warps need this exchange if several warps hold partial sums of
-//! the same elements in their accumulators, and these sums must be added.
+//! Exchanges registers between warps through shared memory, to add the partial sums of several warps.
 //!
 //! Four registers of all 32 lanes occupy 512 bytes, 16 consecutive bytes per lane, so bank conflicts do not occur.
 
@@ -45,8 +44,8 @@ fn load_text(count: usize) -> String {
         .collect()
 }
 
-/// Stores `count` registers of a vector, from register `first` on, at the lane's [`exchange_address()`]. `count` is a multiple
-/// of 4.
+/// Stores `count` registers of a vector, from register `first` on, at the lane's [`exchange_address()`]. `count` is a
+/// multiple of 4.
 #[cube]
 pub fn store_registers<N: Size>(
     address: u32,
@@ -62,8 +61,8 @@ pub fn store_registers<N: Size>(
     );
 }
 
-/// Loads `count` registers that another warp has stored. `count` is a multiple of 4. There must be a barrier between the store
-/// and the load.
+/// Loads `count` registers, a multiple of 4, that another warp has stored. There must be a barrier between the store and the
+/// load.
 #[cube]
 pub fn load_registers<N: Size>(address: u32, #[comptime] count: usize) -> Vector<f32, N> {
     let text = comptime!(load_text(count));

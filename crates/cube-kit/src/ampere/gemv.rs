@@ -1,12 +1,12 @@
-//! GEMV with tensor cores: matrix products with at most 8 rows, whose operands are loaded from global memory straight into
-//! registers. The products use `mma.sync` of 16 × 8 × 16, without shared memory and without `ldmatrix`.
+//! GEMV with tensor cores: matrix products with at most 8 rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from
+//! global memory straight into registers, without shared memory and without `ldmatrix`.
 //!
-//! The left operand of `mma.sync` has 16 rows. The upper 8 rows are the rows to be multiplied, and the lower 8 rows are zeros.
-//! The right operand of `mma.sync` has 8 rows. Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of
-//! the result, the lane holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
+//! The left operand of `mma.sync` has 16 rows. The upper 8 rows are the rows to be multiplied, and the lower 8 rows are
+//! zeros. The right operand has 8 rows. Lane `l` holds some columns of row `l / 4` of both operands. In row `l / 4` of the
+//! result, the lane holds elements `2 (l % 4)` and `2 (l % 4) + 1`.
 //!
 //! `mma.sync` sums over the inner columns, so the order of these columns does not matter. A lane may hold any columns, if it
-//! holds the same columns of both operands. Each lane gets adjacent columns, so that one load reads all of them.
+//! holds the same columns of both operands. Each lane gets adjacent columns, which one load reads.
 
 use crate::nvidia::Half;
 use crate::nvidia::ptx::value_of;
@@ -19,11 +19,10 @@ pub const PRODUCT_ROWS: usize = 8;
 /// `mma.sync`.
 pub const PIECE_COLUMNS: usize = 32;
 
-/// Starts a load of `words` words at `offset` bytes after a global address. The loaded address must be aligned to the size of
-/// the load.
+/// Starts a load of `words` words at `offset` bytes after a global address, without keeping the data in the L1 cache. The
+/// loaded address must be aligned to the size of the load.
 ///
-/// The L1 cache does not keep the data, because the kernel reads the data only once. Calls of this function stay in program
-/// order.
+/// Calls of this function stay in program order.
 #[cube]
 pub fn stream<N: Size>(
     address: u64,
@@ -87,7 +86,7 @@ fn piece_text(offset: usize) -> String {
 }
 
 /// Multiplies 16 inner columns and adds the result to `sums`. The lane passes two pairs of columns of each operand. Only the
-/// first two elements of the result have a meaning, because the other two elements belong to the left operand's zero rows.
+/// first two elements of the result have a meaning, because the left operand's lower rows are zeros.
 #[cube]
 pub fn add_pairs(
     sums: Vector<f32, Const<4>>,
@@ -112,8 +111,8 @@ pub fn add_pairs(
     sum
 }
 
-/// Returns the PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand, and
-/// two pairs of the right operand.
+/// Returns the PTX of [`add_pairs()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of the left operand,
+/// and two pairs of the right operand.
 fn product_text(half: Half) -> String {
     let half = half.ptx();
     format!(
@@ -138,8 +137,8 @@ pub fn add_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     sum
 }
 
-/// Returns the PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. One instruction multiplies the first
-/// pair by one and adds the second pair, because sm_80 (Ampere) has no plain addition of bf16.
+/// Returns the PTX of [`add_halves()`]. Output: the packed sums. Inputs: two packed pairs. The PTX multiplies the first pair
+/// by one and adds the second pair, because sm_80 (Ampere) has no plain addition of bf16.
 fn sums_text(half: Half) -> String {
     let name = half.ptx();
     let one = match half {

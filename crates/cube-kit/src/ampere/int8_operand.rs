@@ -1,19 +1,18 @@
 //! Matrix products of a warp on tensor cores, with an int8 right operand in shared memory. The left operand is bf16, and the
 //! int8 codes are converted to bf16 in registers.
 //!
-//! Budget: a code takes one byte of shared memory, which is read once. Seven instructions convert the four codes of a
-//! register, and none of these instructions uses the tensor cores.
+//! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
+//! four codes.
 //!
-//! A subtile of codes has 128 columns, twice as many as a subtile of half-precision elements. `ldmatrix` moves 16-bit elements,
-//! and each such element contains two neighbouring codes of a row. The first code becomes an element of the right operand of
-//! one `mma.sync`. The second code becomes an element of the right operand of another `mma.sync`. No data has to move between
-//! lanes:
+//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements, which hold two neighbouring codes of a row each.
+//! The first codes form the right operand of one `mma.sync`. The second codes form the right operand of another `mma.sync`.
+//! No data has to move between lanes:
 //!
 //! - For scores (summed over columns), a lane holds codes of four neighbouring columns of a row. The left operand must hold
 //!   its columns in the same order: see [`order_columns()`].
-//! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one group
-//!   of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and column
-//!   `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`. A lane thus has four neighbouring columns of a row.
+//! - For sums (summed over rows), a lane has two neighbouring columns of two rows. The result's even columns are in one
+//!   group of 8 columns, and the odd columns in another group. Register `i` of lane `l` is row `l / 4 + 8 (i / 2 % 2)` and
+//!   column `16 (i / 8) + 4 (l % 4) + 2 (i % 2) + i / 4 % 2`.
 
 use super::FRAGMENT_ROWS;
 use super::cp_async::PIECE_BYTES;
@@ -29,19 +28,19 @@ pub const WORDS_SUBTILE: usize = ROW_BYTES;
 /// The number of steps whose codes one `ldmatrix` loads. One step is 16 columns.
 const LOADED_STEPS: usize = 2;
 
-/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128; the conversion puts a code's 7 low bits into
-/// the mantissa of this number. `shift` is −128; a code's sign bit, if set, turns this number into −256. `one` is 1.
+/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128, whose mantissa takes a code's 7 low bits.
+/// `shift` is −128, which a code's sign bit turns into −256. `one` is 1.
 const CONSTANTS: &str =
     "mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n";
 
 /// PTX that declares the registers that the PTX of [`numbers`] uses.
 const NAMES: &str = ".reg .b32 base, shift, one, low, high, next;\n";
 
-/// Returns PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`, and
-/// the second code goes to `odd`.
+/// Returns PTX that converts the four int8 codes of a register to bf16. The first code of each 16-bit half goes to `even`,
+/// and the second code goes to `odd`.
 ///
-/// For each code, the PTX adds two numbers. The first number is 128 plus the code's 7 low bits. The second number is −256 if
-/// the code's sign bit is set, and −128 otherwise. Both numbers are exact in bf16, and their sum is the code.
+/// Each result is the sum of two bf16 numbers, without rounding. The first is 128 plus the code's 7 low bits. The second is
+/// −256 if the code's sign bit is set, and −128 otherwise.
 fn numbers(register: &str, even: &str, odd: &str) -> String {
     let half = |from: &str, to: &str| {
         format!(
@@ -105,8 +104,8 @@ fn scores_text(product: &Scores) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, and
-/// the lane's address of the right operand.
+/// Returns the PTX of [`add_word_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers,
+/// and the lane's address of the right operand.
 fn sums_text(product: &Sums) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -123,8 +122,8 @@ fn sums_text(product: &Sums) -> String {
             let rows = subtile * product.right_rows + STEP * step;
             text += &load("b", "ra", within, rows * ROW_BYTES, true);
             for of_load in 0..LOADED_STEPS.min(steps - LOADED_STEPS * loaded) {
-                // The right operand is in the registers n0 and n2 for the even columns of the result. It is in the registers n1
-                // and n3 for the odd columns.
+                // The registers n0 and n2 hold the right operand for the result's even columns, and n1 and n3 for its odd
+                // columns.
                 text += &numbers(&format!("b{}", 2 * of_load), "n0", "n1");
                 text += &numbers(&format!("b{}", 2 * of_load + 1), "n2", "n3");
                 for (tile, right) in ["n0, n2", "n1, n3"].into_iter().enumerate() {
@@ -158,16 +157,15 @@ fn order_text() -> String {
     text + stores + "}\n"
 }
 
-/// Reorders 16 columns of a row into the order in which lanes hold int8 codes. The row belongs to the left operand of
-/// [`word_scores()`]. The columns are in two 16-byte pieces, and the first piece is at address `first`.
+/// Reorders 16 columns of a row of the left operand of [`word_scores()`] into the order in which lanes hold int8 codes. The
+/// columns are in two 16-byte pieces, and the first piece is at address `first`.
 ///
-/// A lane has four neighbouring columns. After the reordering, the first and third of these columns of all lanes come first,
-/// and the second and fourth of these columns of all lanes follow.
+/// A lane has four neighbouring columns. After the reordering, the first and third columns of all lanes precede the second
+/// and fourth columns of all lanes.
 #[cube]
 pub fn order_columns(first: u32) {
     let text = comptime!(order_text());
-    // Flip one address bit to get the address of the second piece. In every row, the swizzle keeps the two pieces of a step
-    // side by side.
+    // Flip one address bit to get the address of the second piece. The swizzle keeps the two pieces of a step side by side.
     let second = first ^ comptime!(PIECE_BYTES as u32);
     gpu_asm!(
         "{text} // {first} {second}\n",

@@ -1,11 +1,13 @@
 //! Matrix products of a warp on tensor cores, with `mma.sync` of 16 × 8 × 16. `ldmatrix` loads the right operand from shared
-//! memory. For [`Scores`] (QK) and [`SharedSums`], `ldmatrix` also loads the left operand. For [`Sums`] (PV), the left operand
-//! is in registers.
+//! memory. For [`Scores`] (QK) and [`SharedSums`], `ldmatrix` also loads the left operand. For [`Sums`] (PV), the left
+//! operand is in registers.
 //!
 //! One PTX text multiplies a whole block and updates the accumulators in place, so that ptxas may reorder the loads and
-//! `mma.sync`. A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment is row
-//! `l / 4 + 8 (i / 2 % 2)` and column `8 (i / 4) + 2 (l % 4) + i % 2`. A warpgroup's [accumulator](crate::nvidia::accumulator)
-//! has the same layout. The registers of different fragments follow one another in a register vector.
+//! `mma.sync`.
+//!
+//! A warp has `fragments` fragments of 16 rows. Register `i` of lane `l` of a fragment is row `l / 4 + 8 (i / 2 % 2)` and
+//! column `8 (i / 4) + 2 (l % 4) + i % 2`, as in [accumulators](crate::nvidia::accumulator). The registers of different
+//! fragments follow one another in a register vector.
 
 use super::FRAGMENT_ROWS;
 use crate::hopper::wgmma::{STEP, STEP_BYTES, SUBTILE_STEPS, moves, registers};
@@ -30,8 +32,8 @@ pub struct Scores {
     pub half: Half,
 }
 
-/// The multiplication `sum += left · right`, such as O += P V, which sums over the right operand's rows. The left operand is
-/// in registers.
+/// The multiplication `sum += left · right` with the left operand in registers, such as O += P V. The sum is over the right
+/// operand's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Sums {
     /// The number of 16-row fragments per warp.
@@ -42,15 +44,14 @@ pub struct Sums {
     pub depth: usize,
     /// The number of rows per subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if the multiplication uses zeros in place of each row of the right operand whose bit in `used` is 0. Such a row may
-    /// contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
 }
 
 /// The multiplication `sum += left · right` with both operands in shared memory. If several warps compute the same rows of
-/// the result, its columns are divided into groups of 16, and the groups are assigned to the warps in turn.
+/// the result, each warp computes some groups of 16 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SharedSums {
     /// The number of 16-row fragments per warp.
@@ -72,8 +73,7 @@ pub struct SharedSums {
     pub left_rows: usize,
     /// The number of rows per subtile of the right operand in shared memory.
     pub right_rows: usize,
-    /// True if the multiplication uses zeros in place of each row of the right operand whose bit in `used` is 0. Such a row may
-    /// contain NaN.
+    /// True if zeros replace each row of the right operand whose bit in `used` is 0. The replaced row may contain NaN.
     pub masked: bool,
     /// The precision of the operands.
     pub half: Half,
@@ -115,8 +115,8 @@ impl SharedSums {
     }
 }
 
-/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the left and
-/// right operand, and of the previous sum.
+/// Returns PTX of one `mma.sync` of a fragment with 8 columns. The arguments name the registers of the result, of the
+/// operands, and of the previous sum.
 pub(super) fn multiply(half: Half, sum: &str, left: &str, right: &str, before: &str) -> String {
     let half = half.ptx();
     format!(
@@ -132,11 +132,11 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns PTX that loads four 8 × 8 matrices into four registers. The matrices cover 16 rows and the 16 columns of the
-/// subtile's step with index `within`. The names of the four registers are `name` followed by the numbers 0 to 3.
+/// Returns PTX that loads four 8 × 8 matrices into four registers, named `name` plus 0 to 3. The matrices cover 16 rows and
+/// the 16 columns of the subtile's step `within`.
 ///
-/// The PTX reads one of four address registers, which hold the lane's swizzled addresses for the steps of a subtile. The
-/// names of these registers are `address` followed by the index of the step. `offset` (in bytes) is added to the address.
+/// The PTX loads from the register `address` plus `within`, which holds the lane's swizzled address for this step, plus
+/// `offset` bytes.
 pub(super) fn load(
     name: &str,
     address: &str,
@@ -159,8 +159,8 @@ pub(super) fn addresses(name: &str, address: &str) -> String {
 }
 
 /// Returns PTX that computes the masks m0 and m1 for the right operand's registers of a step of 16 rows. In the register
-/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to
-/// another two rows, which lie 8 rows below the first two.
+/// `used`, bits `4 step` and `4 step + 1` belong to two neighbouring rows. Bits `4 step + 2` and `4 step + 3` belong to the
+/// rows 8 below.
 fn masks(used: usize, step: usize) -> String {
     (0..2)
         .map(|pair| {
@@ -181,8 +181,8 @@ fn masked() -> String {
         .collect()
 }
 
-/// Returns the PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then the
-/// lane's addresses of the left and right operand.
+/// Returns the PTX of [`scores()`] and [`add_scores()`]. Outputs: the scores. Inputs: the previous scores if `adds`, then
+/// the lane's addresses of the left and right operand.
 fn scores_text(product: &Scores, adds: bool) -> String {
     let count = product.registers();
     let left = if adds { 2 * count } else { count };
@@ -226,8 +226,8 @@ fn scores_text(product: &Scores, adds: bool) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the lane's
-/// address of the right operand, and the bits `used` if the product is masked.
+/// Returns the PTX of [`add_product()`]. Outputs: the sums. Inputs: the previous sums, the left operand's registers, the
+/// lane's address of the right operand, and the bits `used` if the product is masked.
 fn sums_text(product: &Sums) -> String {
     let count = product.registers();
     let left = 2 * count;
@@ -262,7 +262,7 @@ fn sums_text(product: &Sums) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of both
+/// Returns the PTX of [`add_shared_product()`]. Outputs: the sums. Inputs: the previous sums, the lane's addresses of the
 /// operands, and the bits `used` if the product is masked.
 fn shared_sums_text(product: &SharedSums) -> String {
     let count = product.registers();
@@ -307,8 +307,8 @@ fn shared_sums_text(product: &SharedSums) -> String {
     text + "}\n"
 }
 
-/// Returns the PTX of [`store_fragments()`]. Inputs: the lane's address, and the lane's packed pairs, with `stride` registers
-/// per fragment. One step covers 16 columns.
+/// Returns the PTX of [`store_fragments()`]. Inputs: the lane's address, and the lane's packed pairs, with `stride`
+/// registers per fragment. One step covers 16 columns.
 fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
     let mut text = String::from("{\n.reg .b32 to<4>;\n");
     for tile in 0..2 * steps {
@@ -325,10 +325,10 @@ fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
     text + "}\n"
 }
 
-/// Returns the address from which this lane's `ldmatrix` loads the warp's left operand. The operand's first row is row `row` of
-/// the subtiles that start at `start`.
+/// Returns the lane's `ldmatrix` address for the warp's left operand. The subtiles start at `start`, and the operand's first
+/// row is their row `row`.
 ///
-/// The right operand of [`Sums`] is loaded in the same way, with `row` = 0.
+/// The right operand of [`Sums`] has the address with `row` = 0.
 #[cube]
 pub fn left_address(start: u32, row: u32) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -344,8 +344,8 @@ pub fn right_address(start: u32) -> u32 {
     start + row * comptime!(ROW_BYTES as u32) + (((lane / 8u32 % 2u32) ^ (lane % 8u32)) << 4u32)
 }
 
-/// Returns the address from which this lane's `ldmatrix` loads the right operand of [`SharedSums`]. Several warps divide the
-/// result's columns among them, and `group` is the index of this warp among these warps. A subtile has `rows` rows.
+/// Returns the lane's `ldmatrix` address for the right operand of [`SharedSums`]. `group` is the warp's index among the
+/// warps that divide the result's columns. A subtile has `rows` rows.
 #[cube]
 pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -356,8 +356,8 @@ pub fn turn_address(start: u32, group: u32, #[comptime] rows: usize) -> u32 {
 
 /// Returns the address at which this lane stores its first pair of a fragment: see [`store_fragments()`].
 ///
-/// Subtiles of `rows` rows start at `start`. The fragment's first row is row `row` of these subtiles. Its columns are the 32
-/// columns from `32 · group` on.
+/// Subtiles of `rows` rows start at `start`. The fragment begins at row `row`, and covers 32 columns from column
+/// `32 · group` on.
 #[cube]
 pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -371,8 +371,8 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
-/// Each fragment has `stride` registers. The first 8 of these registers hold packed pairs of f16 or bf16, whatever the type `P`
-/// is, in the register order of a left operand.
+/// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, whatever the type `P` is,
+/// in the register order of a left operand.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
@@ -424,9 +424,8 @@ pub fn add_scores<NS: Size>(
 
 /// Multiplies two operands in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` (columns `16 s` to `16 s + 15` of the left operand), lane `l` holds flags of four columns in bits `4 s` to
-/// `4 s + 3` of `used`. The first two flags are for column `16 s + 2 (l % 4)` and the next column. The last two flags are for
-/// the columns that lie 8 columns after these two columns.
+/// For each step `s` of 16 columns of the left operand, lane `l` holds flags of four columns in bits `4 s` to `4 s + 3` of
+/// `used`. The columns are `c`, `c + 1`, `c + 8` and `c + 9`, where `c = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_shared_product<NO: Size>(
     sums: Vector<f32, NO>,
@@ -450,9 +449,8 @@ pub fn add_shared_product<NO: Size>(
 
 /// Multiplies `left` by an operand in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` (rows `16 s` to `16 s + 15` of the right operand), lane `l` holds flags of four rows in bits `4 s` to
-/// `4 s + 3` of `used`. The first two flags are for row `16 s + 2 (l % 4)` and the next row. The last two flags are for the
-/// rows that lie 8 rows below these two rows.
+/// For each step `s` of 16 rows of the right operand, lane `l` holds flags of four rows in bits `4 s` to `4 s + 3` of
+/// `used`. The rows are `r`, `r + 1`, `r + 8` and `r + 9`, where `r = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

@@ -1,9 +1,7 @@
-//! Tensor cores and asynchronous copies of NVIDIA GPUs from sm_80 (Ampere) on: `mma.sync`, `ldmatrix` and `cp.async`. Every
-//! later architecture also supports these instructions.
+//! Tensor cores and asynchronous copies of NVIDIA GPUs from sm_80 (Ampere) on: `mma.sync`, `ldmatrix` and `cp.async`.
 //!
-//! Operands lie in shared memory as subtiles of 64 columns. The eight 16-byte pieces of a row are permuted by the row's index.
-//! This permutation is the 128-byte swizzle of [`hopper`](crate::hopper). The swizzle avoids bank conflicts of `cp.async` and
-//! `ldmatrix`.
+//! Operands lie in shared memory as subtiles of 64 columns, with the 128-byte swizzle of [`hopper`](crate::hopper): the
+//! row's index permutes the eight 16-byte pieces of a row. The swizzle avoids bank conflicts of `cp.async` and `ldmatrix`.
 
 #![allow(
     missing_docs,

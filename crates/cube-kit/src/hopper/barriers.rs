@@ -4,8 +4,8 @@ use crate::hopper::WARPGROUP;
 use crate::nvidia::ptx::{named_barrier, named_barrier_arrive};
 use cubecl::prelude::*;
 
-/// Synchronizes the threads of one warpgroup. The function uses the named barrier with number 3 plus the index of the
-/// warpgroup. Kernels use the numbers below 3 for their own barriers.
+/// Synchronizes the threads of one warpgroup, by the named barrier 3 plus the warpgroup's index. Kernels use the numbers
+/// below 3 for their own barriers.
 #[cube]
 pub fn warpgroup_barrier() {
     let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);

@@ -25,8 +25,8 @@ use cubecl::{client::Client, ir::features::Tma};
 #[cfg(feature = "cube")]
 pub fn is_hopper(client: &Client) -> bool {
     let properties = client.properties();
-    // Checks for TMA, because CubeCL supports TMA only through CUDA C++. Then checks for sm_90 by name, because later
-    // architectures have other tensor-core instructions.
+    // Check for TMA, which CubeCL supports only through CUDA C++. Check for sm_90 by name, because later architectures have
+    // other tensor-core instructions.
     cfg!(feature = "cuda")
         && properties.features.tma.contains(Tma::Base)
         && properties.identity.fingerprint == "ptx_sm90"

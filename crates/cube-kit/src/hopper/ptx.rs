@@ -2,7 +2,7 @@
 //! matrix multiplications is in `hopper/wgmma.rs` and `hopper/gemm/text.rs`.
 //!
 //! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
+//! outputs come before the inputs. A trailing comment names every operand once, because `gpu_asm!` requires it.
 
 use crate::nvidia::ptx::{plain, value_of, with_one, with_two};
 use cubecl::prelude::*;
@@ -32,7 +32,7 @@ pub fn barrier_init_fence() {
 
 /// Returns PTX that waits until the barrier at `address + offset` has completed its phase of parity `parity`.
 ///
-/// The surrounding text must declare a predicate `waited`, and `label` must be unique within the braces of that text.
+/// The surrounding text must declare a predicate `waited`. `label` must be unique within the braces of the text.
 pub fn wait_text(label: &str, address: &str, offset: usize, parity: &str) -> String {
     format!(
         "W{label}:\nmbarrier.try_wait.parity.shared::cta.b64 waited, [{address}+{offset}], {parity};\n\
@@ -76,8 +76,8 @@ pub fn barrier_wait_both(first: u32, first_parity: u32, second: u32, second_pari
     );
 }
 
-/// Returns the PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity of the
-/// second barrier.
+/// Returns the PTX of [`barrier_wait_both()`]. Inputs: address and parity of the first barrier, then address and parity of
+/// the second barrier.
 fn wait_both_text() -> String {
     let ask = |predicate: &str, address: usize| {
         let parity = address + 1;
@@ -137,8 +137,8 @@ pub fn barrier_expect_bytes(address: u32, bytes: u32) {
     );
 }
 
-/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. `map` is the address of a tensor
-/// map for a tensor `[batch, heads, length, columns]`.
+/// Copies a box to `target` in shared memory, and signals `barrier` when the copy is complete. `map` is the address of a
+/// tensor map for a tensor `[batch, heads, length, columns]`.
 #[cube]
 pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: u32, barrier: u32) {
     gpu_asm!(
@@ -153,7 +153,7 @@ pub fn tma_load(target: u32, map: u64, batch: u32, head: u32, row: i32, column: 
     );
 }
 
-/// Copies a box to `target` in shared memory, from subtile `subtile` of the tensor on, and signals `barrier` when the copy is
+/// Copies a box to `target` in shared memory, from the tensor's subtile `subtile` on, and signals `barrier` when the copy is
 /// complete. `map` is the address of a tensor map for a tensor `[batch, heads, subtiles, length, 64]`.
 #[cube]
 pub fn tma_load_subtiles(

@@ -19,11 +19,10 @@ pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
-/// Builds the tensor map of a tensor, with boxes of `[1, heads, rows, 64]` elements or of `[1, heads, subtiles, rows, 64]`
-/// elements.
+/// Builds the tensor map of a tensor. A box is `[1, heads, subtiles, rows, 64]` if `subtiles` is given and the rows consist
+/// of whole subtiles of 64 columns, and otherwise `[1, heads, rows, 64]`.
 ///
-/// The second form is used if `subtiles` is given and the rows consist of whole subtiles of 64 columns. Reads beyond the shape
-/// give zeros, and writes beyond the shape are dropped.
+/// Reads beyond the shape give zeros, and writes beyond the shape are dropped.
 pub fn map(
     tensor: &CubeTensor,
     [heads, rows]: [usize; 2],
@@ -33,8 +32,8 @@ pub fn map(
     let mut strides = tensor.meta.strides().to_vec();
     for dim in 0..3 {
         if is_single(tensor, dim) {
-            // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never
-            // uses it.
+            // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it
+            // never uses it.
             shape[dim] = 1;
             strides[dim] = shape[3].next_multiple_of(SUBTILE);
         }
@@ -51,8 +50,8 @@ pub fn map(
     boxes(tensor, shape, strides, tile_size)
 }
 
-/// Builds a tensor map with boxes of `tile_size` elements over a view of the tensor. `shape` and `strides` describe the view.
-/// All elements of the view must be elements of the tensor.
+/// Builds a tensor map with boxes of `tile_size` elements over a view with the given `shape` and `strides`. All elements of
+/// the view must be elements of the tensor.
 pub fn boxes(
     tensor: &CubeTensor,
     shape: Vec<usize>,
@@ -72,8 +71,7 @@ pub fn boxes(
 
 /// Copies `subtiles` subtiles (of 64 columns) to `target`, from row `row` and column `column` of the tensor on.
 ///
-/// If `whole`, a box of the tensor map contains all these subtiles, so one copy loads all of them. Otherwise a box has 64
-/// columns, and each subtile is copied separately.
+/// If `whole`, one box contains all these subtiles, and one copy loads them. Otherwise each subtile is copied separately.
 #[cube]
 pub fn load_subtiles(
     target: u32,
@@ -152,8 +150,10 @@ pub fn await_stores() {
 /// Neighbouring subtiles are `subtile_bytes` apart.
 ///
 /// Before the call, each warp must have finished its reads of the previous data at `target`. Only the warpgroup's own last
-/// TMA store may still be reading from `target`. If `own_place` is true, `target` holds no operand, and each call waits at
-/// its start for the store of the previous call. If `own_place` is false, each call waits at its end for its own store.
+/// TMA store may still be reading.
+///
+/// If `own_place` is true, `target` holds no operand, and each call waits at its start for the store of the previous call.
+/// If `own_place` is false, each call waits at its end for its own store.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -179,8 +179,8 @@ pub fn store_tma_tiles<NO: Size>(
             tma_store_wait();
         }
     }
-    // After this barrier, the previous TMA store has read the data at `target`. Thread 0 has waited for that store, either just
-    // above or at the end of the previous call.
+    // After this barrier the data at `target` may be overwritten: thread 0 has waited until the previous TMA store has read
+    // the data.
     warpgroup_barrier();
     #[unroll]
     for step in 0..columns / 16 {

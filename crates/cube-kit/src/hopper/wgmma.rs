@@ -1,13 +1,14 @@
 //! Tile multiplications on Hopper with `wgmma`: a warpgroup multiplies 64 rows of operands that TMA copied to shared memory.
 //! A `wgmma` runs asynchronously, so the warpgroup's threads can do other work meanwhile.
 //!
-//! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that issues and
-//! commits its `wgmma` and outputs the accumulator immediately. A later *fence* text waits for the `wgmma` and passes the
-//! registers on. Between these two texts, code may neither read nor write the registers.
+//! No instruction may touch the registers of a `wgmma` in flight. Each multiplication is therefore one PTX text that issues
+//! and commits its `wgmma` and outputs the accumulator immediately. A later *fence* text waits for the `wgmma` and passes
+//! the registers on. Between these two texts, code may neither read nor write the registers.
 //!
-//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors in this module address
-//! the subtiles in groups of 8 rows, and the groups are 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared
-//! memory layout"). Accumulator register `i` of lane `l` of warp `w` is row `16 w + l / 4 + 8 (i / 2 % 2)` and column
+//! Operands are subtiles of 64 columns: `rows × 128` bytes with TMA's 128-byte swizzle. The descriptors address the subtiles
+//! in groups of 8 rows, 1024 bytes apart (PTX ISA, "Asynchronous warpgroup level matrix shared memory layout").
+//!
+//! Accumulator register `i` of lane `l` of warp `w` is row `16 w + l / 4 + 8 (i / 2 % 2)` and column
 //! `8 (i / 4) + 2 (l % 4) + i % 2`. P, the left operand of `O += P V`, has the same layout with two columns per register.
 
 use crate::hopper::ptx::arrive_text;
@@ -28,14 +29,14 @@ pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 
-/// Returns the lower half of the descriptor of an operand at `address`. The `wgmma` sums over this operand's columns, as for Q,
-/// K and P.
+/// Returns the lower half of the descriptor of an operand at `address`, if the `wgmma` sums over the operand's columns, as
+/// for Q, K and P.
 #[cube]
 pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
-/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes. The `wgmma` sums over this
+/// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes, if the `wgmma` sums over the
 /// operand's rows, as for V.
 #[cube]
 pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
@@ -49,8 +50,6 @@ fn described(address: u32, #[comptime] leading_bytes: usize) -> u32 {
 
 /// Returns PTX that sets `name` to the descriptor whose lower half is `low + offset`. The surrounding text must declare a
 /// register `low`.
-///
-/// The PTX adds the offset only to the lower half, which is cheaper than an addition to the whole descriptor.
 pub fn descriptor_text(name: &str, low: &str, offset: usize) -> String {
     format!("add.u32 low, {low}, {offset};\nmov.b64 {name}, {{low, {DESCRIPTOR_LAYOUT}}};\n")
 }
@@ -102,8 +101,8 @@ fn scores_text(product: &ScoreProduct) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Returns the PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P, and
-/// the descriptor of V.
+/// Returns the PTX of `O += P V` for a block, with P in registers. Outputs: the registers of O. Inputs: the previous O, P,
+/// and the descriptor of V.
 fn output_text(product: &Product) -> String {
     let [p_fragment, o_fragment] = product.fragments();
     let p = 2 * o_fragment;
@@ -124,8 +123,8 @@ fn output_text(product: &Product) -> String {
     text + "wgmma.commit_group.sync.aligned;\n}\n"
 }
 
-/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a stage is
-/// free.
+/// Returns PTX that waits until at most `pending` `wgmma` groups are in flight, and then signals at a barrier that a stage
+/// is free.
 ///
 /// Outputs: the `used` registers of a fragment. Inputs: the same registers, the barrier, and the elected flag (nonzero in
 /// threads that arrive at the barrier).
@@ -190,8 +189,6 @@ fn fence_text(used: usize, fragment: usize, pending: usize) -> String {
 
 /// Returns the address of the matrix row that the thread passes to `ldmatrix` or `stmatrix`. The subtile at `subtile` holds
 /// the warpgroup's 64 rows. The warp's matrices are 16 of these rows, in the 16 columns of step `step`.
-///
-/// The 128-byte swizzle permutes the 16-byte pieces of a row by the row's index.
 #[cube]
 pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -200,8 +197,8 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// Loads 16 rows per warp over `steps` steps of 16 columns, as registers of a left operand. The first subtile starts at
-/// `start`, and each subtile has `subtile_rows` rows.
+/// Loads 16 rows per warp over `steps` steps of 16 columns, as registers of a left operand. Subtiles of `subtile_rows` rows
+/// start at `start`.
 #[cube]
 pub fn load_rows<N: Size>(
     start: u32,
@@ -221,8 +218,8 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// Loads 16 columns per warp over `steps` steps of 16 rows of the subtile at `subtile`. The matrices are transposed, so the
-/// columns become the rows of a left operand.
+/// Loads 16 columns per warp over `steps` steps of 16 rows of the subtile at `subtile`. The transposed columns are the rows
+/// of a left operand.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;
@@ -260,8 +257,8 @@ pub fn take_fragment<NF: Size>(
     taken
 }
 
-/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. The argument `p` keeps the registers of
-/// the left operand alive until the wait.
+/// Does the same as [`take_fragment()`] for a multiplication whose left operand is `p`. The argument keeps the registers of
+/// `p` alive until the wait.
 #[cube]
 pub fn take_sums<NF: Size, NP: Size>(
     fragment: Vector<f32, NF>,
@@ -281,8 +278,8 @@ pub fn take_sums<NF: Size, NP: Size>(
     taken
 }
 
-/// Waits until at most `pending` `wgmma` groups are in flight. Then each thread whose `elected` is not 0 arrives `times` times
-/// at the barrier `empty`.
+/// Waits until at most `pending` `wgmma` groups are in flight. Then each thread whose `elected` is not 0 arrives `times`
+/// times at the barrier `empty`.
 #[cube]
 pub fn free_chunk(empty: u32, elected: u32, #[comptime] pending: usize, #[comptime] times: usize) {
     let text = comptime!(format!(

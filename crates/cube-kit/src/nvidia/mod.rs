@@ -1,5 +1,5 @@
-//! Code that all tensor-core architectures of NVIDIA share: half precisions, the swizzled layout in shared memory, accumulator
-//! registers, mbarriers, and PTX helpers.
+//! Code that all tensor-core architectures of NVIDIA share: half precisions, the swizzled layout in shared memory,
+//! accumulator registers, mbarriers, and PTX helpers.
 
 #![allow(
     missing_docs,
@@ -43,8 +43,8 @@ impl Half {
     }
 }
 
-/// The number of bytes in a row of a subtile, which has 64 half-precision elements. The 128-byte swizzle permutes the 16-byte
-/// pieces of such a row.
+/// The number of bytes in a row of a subtile, which has 64 half-precision elements. The 128-byte swizzle permutes the row's
+/// 16-byte pieces.
 pub const ROW_BYTES: usize = 128;
 
 /// The number of columns per subtile.

@@ -1,7 +1,7 @@
 //! Inline PTX that Ampere and Hopper share: addresses, small arithmetic, words of shared memory, `ldmatrix`.
 //!
 //! Addresses are byte addresses in the shared window (`.shared`). In a PTX text, `%N` is operand register `N`, where the
-//! outputs come before the inputs. Every operand is also named once in a trailing comment, because `gpu_asm!` requires it.
+//! outputs come before the inputs. A trailing comment names every operand once, because `gpu_asm!` requires it.
 
 use crate::nvidia::Half;
 use cubecl::prelude::*;
@@ -69,7 +69,7 @@ pub fn fmin_nan(a: f32, b: f32) -> f32 {
 }
 
 /// Moves a number that is equal in all lanes of the warp into a uniform register. Numbers that are computed from the result
-/// are also uniform. If the lanes have different numbers, the result is the bitwise or of these numbers.
+/// are also uniform. If the lanes differ, the result is the bitwise or of their numbers.
 #[cube]
 pub fn uniform(x: u32) -> u32 {
     let y: u32;
@@ -81,8 +81,8 @@ pub fn uniform(x: u32) -> u32 {
     y
 }
 
-/// Compares two words half by half, where each half is an f16 number. In each half of the result, all bits are 1 if `x` is
-/// greater than `y` in this half, and 0 otherwise. Comparisons with NaN are false.
+/// Compares the two f16 halves of `x` and `y`. In each half of the result, all bits are 1 if `x` is greater than `y`, and 0
+/// otherwise. Comparisons with NaN are false.
 #[cube]
 pub fn above_as_f16(x: u32, y: u32) -> u32 {
     let above: u32;
@@ -96,9 +96,8 @@ pub fn above_as_f16(x: u32, y: u32) -> u32 {
     above
 }
 
-/// Returns a word of four selected bytes. The bytes to select from are those of `low` (indices 0 to 3) and of `high`
-/// (indices 4 to 7). Hexadecimal digit `i` of `selector`, counted from the lowest digit, is the index of the byte that
-/// becomes byte `i` of the result.
+/// Returns a word of four selected bytes of `low` (indices 0 to 3) and `high` (indices 4 to 7). Hexadecimal digit `i` of
+/// `selector`, counted from the lowest digit, is the index of the byte that becomes byte `i` of the result.
 #[cube]
 pub fn permuted_bytes(low: u32, high: u32, selector: u32) -> u32 {
     let bytes: u32;
@@ -131,8 +130,7 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
 /// Returns a pointer as an integer, for use in `gpu_asm!` only.
 #[cube]
 pub(crate) fn number_of<T: CubePrimitive>(pointer: *const T) -> u64 {
-    // SAFETY: no memory is read. `*pointer` only builds an expression of the kernel, and the value of this expression is the
-    // pointer itself.
+    // SAFETY: no memory is read. `*pointer` only builds an expression of the kernel, whose value is the pointer.
     intrinsic!(|scope| unsafe { *pointer }.value(scope).into())
 }
 
@@ -160,8 +158,8 @@ pub fn element_address<T: CubePrimitive>(
     address
 }
 
-/// Loads the word that is `offset` 4-byte words after a global address, through the read-only cache. No launch may write this
-/// word while the kernel runs.
+/// Loads the word `offset` words after a global address, through the read-only cache. No launch may write this word while
+/// the kernel runs.
 #[cube]
 pub fn load_word(address: u64, #[comptime] offset: usize) -> u32 {
     let bytes = comptime!(4 * offset);
@@ -200,8 +198,8 @@ pub fn unpack(word: u32, #[comptime] half: Half) -> Vector<f32, Const<2>> {
     both
 }
 
-/// Takes two words with two packed half-precision elements each. Returns the minimum of the two low elements, packed with
-/// the minimum of the two high elements. If only one of the two elements is NaN, the minimum is the element that is not NaN.
+/// Returns the minimums of the two low elements and of the two high elements, as packed half-precision elements. If only one
+/// element is NaN, the minimum is the other element.
 #[cube]
 pub fn smaller_halves(a: u32, b: u32, #[comptime] half: Half) -> u32 {
     let name = comptime!(half.ptx());

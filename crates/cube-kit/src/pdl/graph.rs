@@ -20,22 +20,22 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Finds each dependency of a CUDA graph in which a PDL kernel ([`pdl`](super)) waits for another kernel, and makes this
-/// dependency programmatic. Returns the number of changed dependencies.
+/// Turns dependencies of a CUDA graph into programmatic dependencies: those in which a PDL kernel ([`pdl`](super)) waits for
+/// another kernel. Returns the number of changed dependencies.
 ///
-/// The function changes the graph that captures the calling thread's launches on `device`. It returns 0 if no graph is being
-/// captured, or if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
+/// The graph is the one that captures the calling thread's launches on `device`. Returns 0 if no graph is being captured, or
+/// if the driver is older than CUDA 12.3, which lacks programmatic dependencies.
 pub fn make_edges_programmatic(device: &CudaDevice) -> usize {
     let stream = StreamId::current();
     let handle = DeviceHandle::<CudaServer>::new(device.to_id());
     let edited = handle.submit_blocking(move |server| {
         let stream = server.write_streams().try_stream_mut(&stream)?;
         let driver = Driver::loaded()?;
-        // SAFETY: the stream belongs to the server, and the server's thread runs this closure in the server's CUDA context. No
-        // other thread uses the stream while the closure runs.
+        // SAFETY: the stream belongs to the server, and the server's thread runs this closure in the server's CUDA context.
+        // No other thread uses the stream while the closure runs.
         unsafe { driver.overlap(stream.sys.cast()) }
     });
-    // If the closure has panicked, the caller must panic, too. The graph may have lost a dependency, and must then not be
+    // If the closure has panicked, the caller must panic, too. The graph may have lost a dependency, and must not be
     // replayed.
     edited.unwrap_or_resume().unwrap_or(0)
 }
@@ -50,7 +50,7 @@ struct Edge {
     reserved: [u8; 5],
 }
 
-/// A programmatic edge. The second kernel begins when every cube of the first kernel has called `launch_dependents` or has
+/// A programmatic edge: the second kernel begins when every cube of the first kernel has called `launch_dependents` or has
 /// ended. The numbers are `CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC` and `CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC`.
 const OVERLAPPING: Edge = Edge {
     from_port: 1,
@@ -73,8 +73,8 @@ struct KernelParameters {
     rest: [*mut c_void; 4],
 }
 
-/// The functions of the CUDA driver that this module calls. They are loaded under the names that they have in CUDA 12.3 and
-/// later, because CubeCL's bindings contain only the functions of the CUDA version at build time.
+/// The functions of the CUDA driver that this module calls, under their names in CUDA 12.3 and later. CubeCL's bindings
+/// contain only the functions of the CUDA version at build time.
 struct Driver {
     capture_info: unsafe extern "C" fn(
         *mut c_void,
@@ -123,8 +123,8 @@ impl Driver {
         }
     }
 
-    /// In the graph that captures `stream`, makes each edge programmatic that leads from a kernel to a PDL kernel. Returns
-    /// the number of changed edges.
+    /// Makes each edge from a kernel to a PDL kernel programmatic, in the graph that captures `stream`. Returns the number
+    /// of changed edges.
     ///
     /// # Safety
     /// `stream` must be a stream of the current context that no other thread uses.
@@ -132,7 +132,7 @@ impl Driver {
         let mut status = 0;
         let mut graph: Graph = null_mut();
         // SAFETY: `stream` is a stream of the current context. The output pointers `status` and `graph` point to local
-        // variables, and the other output pointers are null, which the driver allows.
+        // variables. All other output pointers are null, which the driver allows.
         let asked = unsafe {
             (self.capture_info)(
                 stream,
@@ -153,8 +153,8 @@ impl Driver {
             unsafe { (self.edges)(graph, null_mut(), null_mut(), null_mut(), &mut count) };
         let (mut from, mut to) = (vec![null_mut(); count], vec![null_mut(); count]);
         let mut edges = vec![Edge::default(); count];
-        // SAFETY: the driver writes at most `count` elements to each of `from`, `to` and `edges`. Each of these vectors has
-        // `count` elements.
+        // SAFETY: the driver writes at most `count` elements to each of `from`, `to` and `edges`, which have `count`
+        // elements each.
         let read = unsafe {
             (self.edges)(
                 graph,
@@ -206,7 +206,7 @@ impl Driver {
             rest: [null_mut(); 4],
         };
         let mut name = null();
-        // SAFETY: the driver returns parameters only for kernel nodes, and `kind` is checked first. The function in
+        // SAFETY: `kind` is checked first, because the driver returns parameters only for kernel nodes. The function in
         // `parameters` stays loaded while the graph exists, and its `name` ends with a zero byte.
         unsafe {
             if (self.kind)(node, &mut kind) != 0

@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 /// The number of bytes that [`load_now()`] loads.
 pub const LOAD_BYTES: usize = 16;
 
-/// Allows the next launch to begin. The next launch begins as soon as every cube of this launch has ended or has called this
+/// Allows the next launch to begin. The next launch begins once every cube of this launch has ended or has called this
 /// function from at least one unit.
 #[cube]
 pub fn launch_dependents(#[comptime] pdl: bool) {
@@ -55,8 +55,8 @@ fn text(#[comptime] _text: String) {}
 
 /// Marks a tensor that an earlier launch may have written. Call this function after [`wait_prior_launch()`].
 ///
-/// If a kernel never writes a tensor, compilers assume that the tensor is constant. Compilers may then move the loads of an
-/// unmarked tensor before the wait, or use the read-only cache, which is not coherent.
+/// Compilers assume that a tensor is constant if the kernel never writes the tensor. A compiler may therefore move the
+/// tensor's loads before the wait, or use the read-only cache, which is not coherent.
 #[cube]
 pub fn mark_volatile<T: CubePrimitive>(tensor: &Tensor<T>, #[comptime] pdl: bool) {
     if pdl {
@@ -90,8 +90,8 @@ pub fn mark_owned_volatile_if_present<T: CubePrimitive>(
     }
 }
 
-/// Emits inline PTX that consists only of a comment with the tensor's address. The compiler must then assume that the inline
-/// PTX changes the tensor.
+/// Emits inline PTX that is only a comment with the tensor's address. The compiler must assume that the PTX changes the
+/// tensor.
 #[cfg(feature = "cuda")]
 #[cube]
 fn tell<T: CubePrimitive>(tensor: &Tensor<T>) {
@@ -107,9 +107,8 @@ fn tell<T: CubePrimitive>(_tensor: &Tensor<T>) {}
 
 /// Loads the vector at `index` of a tensor that no launch writes.
 ///
-/// If `now`, the vector must have [`LOAD_BYTES`] bytes, and the load is issued before all later instructions of the kernel. If
-/// `now` is false, the compiler may delay the load until the first use of the vector, after the wait for the previous launch.
-/// Several delayed loads may then run one after another and not overlap.
+/// If `now`, the load is issued before all later instructions of the kernel, and the vector must have [`LOAD_BYTES`] bytes.
+/// Otherwise the compiler may delay the load until the first use of the vector, after the wait for the previous launch.
 #[cube]
 pub fn load_now<E: Float, N: Size>(
     tensor: &Tensor<Vector<E, N>>,
@@ -126,8 +125,8 @@ pub fn load_now<E: Float, N: Size>(
 #[cfg(feature = "cuda")]
 #[cube]
 fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Vector<E, N> {
-    // SAFETY: this expression only takes the address of `tensor`. The load below reads the vector at `index`, which is inside
-    // the tensor, as in `tensor[index]`.
+    // SAFETY: this expression only takes the address of `tensor`. The load below reads the vector at `index`, which is
+    // inside the tensor, as in `tensor[index]`.
     let start = unsafe { tensor.as_slice().as_ptr_unchecked() };
     let source =
         crate::nvidia::ptx::element_address::<Vector<E, N>>(start, index as u64, LOAD_BYTES);
@@ -148,8 +147,8 @@ fn ordered<E: Float, N: Size>(tensor: &Tensor<Vector<E, N>>, index: usize) -> Ve
     tensor[index]
 }
 
-/// Loads the element of 2 or 4 bytes at `index` of a slice that no launch writes. If `now`, the load is issued before all later
-/// instructions, as in [`load_now()`].
+/// Loads the element of 2 or 4 bytes at `index` of a slice that no launch writes. If `now`, the load is issued before all
+/// later instructions, as in [`load_now()`].
 #[cube]
 pub fn load_element_now<T: CubePrimitive>(
     elements: &[T],

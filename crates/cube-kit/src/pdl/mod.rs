@@ -1,29 +1,26 @@
 //! Programmatic dependent launch (PDL) of NVIDIA GPUs from sm_90 (Hopper) on: a launch begins before the previous launch has
 //! ended.
 //!
-//! Between two dependent launches of a CUDA graph without PDL, a GPU is idle for about a microsecond. In this time, the last
-//! cubes of the first launch end, and then the cubes of the next launch start and load their arguments. One decode step of a
+//! Without PDL, a GPU is idle for about a microsecond between two dependent launches of a CUDA graph. One decode step of a
 //! small model needs hundreds of launches. With PDL, the start of a launch overlaps with the end of the previous launch. The
 //! started cubes may already load tensors that no launch writes, such as weights.
 //!
-//! The name of a kernel that takes part in PDL ends in [`SUFFIX`]. Each cube of such a kernel does the following:
+//! The name of a kernel that takes part in PDL ends in [`SUFFIX`]. Each cube of the kernel does the following:
 //!
-//! - The cube allows the next launch to begin ([`launch_dependents()`]). If a cube does not call this function, the next launch
-//!   begins only when that cube has ended.
-//! - The cube waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and before it
-//!   writes anything.
+//! - The cube allows the next launch to begin ([`launch_dependents()`]). A cube that does not call this function allows the
+//!   next launch when the cube ends.
+//! - The cube waits ([`wait_prior_launch()`]) before it reads any tensor that an earlier launch may have written, and before
+//!   it writes anything.
 //! - The cube then marks the tensors that earlier launches may have written ([`mark_volatile()`]).
 //!
-//! When the wait returns, the previous launch has ended. The previous launch itself waited for the launch before it, so all
-//! earlier launches have ended.
+//! When the wait returns, all earlier launches have ended, because each launch waits for the launch before it.
 //!
 //! Outside a graph, `launch_dependents` and `wait_prior_launch` do nothing, and launches run one after the other.
 //! `graph::make_edges_programmatic` turns a graph's dependencies into programmatic dependencies.
 //!
-//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. An earlier call of
-//! `launch_dependents` is slower if a launch has more cubes than run at once. In this case, the loads of the next launch
-//! compete with the loads of the last cubes. A decode step of a small model took a tenth longer with earlier calls. All
-//! other kernels are small, and allow the next launch immediately.
+//! In a GEMM or GEMV kernel, a cube allows the next launch only when the cube has issued its last loads. After an earlier
+//! call, the loads of the next launch compete with those of the last cubes. A decode step of a small model took a tenth
+//! longer with earlier calls. All other kernels are small, and allow the next launch immediately.
 
 #[cfg(feature = "cuda")]
 pub mod graph;

@@ -63,8 +63,8 @@ fn run(cli: &Chat) -> Result<(), Error> {
         },
     };
     if conversation.messages.is_empty() {
-        // The file may contain a session without messages. In this case, the conversation begins with the system message, if
-        // any, even if the session's KV cache contains this message already.
+        // The file may contain a session without messages. The conversation then begins with the system message, if any,
+        // even if the KV cache contains this message already.
         conversation.messages.clone_from(&conversation.beginning);
     }
     let mut output = Output::default();
@@ -138,7 +138,7 @@ fn end_of(interrupt: &Interrupt) -> Result<(), Error> {
     }
 }
 
-/// Returns the first messages of the conversation: the system message of `--system`, or else the system message in the file of
+/// Returns the first messages of the conversation: the system message of `--system`, or else the one in the file of
 /// `--cache`.
 fn beginning(cli: &Chat, messages: &[Message]) -> Result<Vec<Message>, Error> {
     let asked: Vec<Message> = cli.system.iter().map(Message::system).collect();
@@ -200,8 +200,8 @@ impl Conversation<'_> {
                 if answer.finish_reason == FinishReason::Length {
                     tell_length(self.gemma, &answer);
                 }
-                // Only the answer's text becomes part of the conversation. Thoughts are dropped, as in the chat templates of the
-                // checkpoints.
+                // Only the answer's text becomes part of the conversation. Thoughts are dropped, as in the checkpoints' chat
+                // templates.
                 match answer.text.is_empty() {
                     true => drop(self.messages.pop()),
                     false => self.messages.push(Message::assistant(answer.text)),

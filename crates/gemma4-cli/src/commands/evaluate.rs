@@ -16,7 +16,7 @@ use std::{path::PathBuf, process::ExitCode, time::Instant};
 /// Measure the cross entropy and perplexity of texts.
 ///
 /// The loss counts the tokens that finetune trains on. In conversations, these tokens are the assistant's messages, each
-/// including the end of its turn. In texts, they are all tokens and the end token.
+/// including the end of its turn. In texts, all tokens and the end token count.
 #[derive(Parser)]
 #[command(version)]
 pub struct Evaluate {

@@ -126,8 +126,8 @@ fn finetune(cli: &Finetune, group: &Arc<ProcessGroup>) -> Result<(), Error> {
     drop(gemma);
     let parameters = model.num_params();
     let base = format!("{:016x}", model.fingerprint()?);
-    // The settings record the size of the weights in bytes, because this size identifies the formats of the weights. The size
-    // of the per-layer embedding table is left out, because each device may place the table differently.
+    // The settings record the size of the weights in bytes, which identifies the formats of the weights. The per-layer
+    // embedding table does not count, because each device may place the table differently.
     let table = model.per_layer_table();
     let bytes = table.map_or_else(|| model.parameter_bytes(), |table| table.other_bytes);
     let model = match &adapter {
@@ -208,13 +208,13 @@ fn write(cli: &Finetune, adapter: Option<&Adapter>, model: &Gemma4Model) -> Resu
                 );
             }
             // The written checkpoint keeps the dtype of the original checkpoint unless `--dtype` is given. The compute dtype
-            // cannot be used instead, because the CPU computes in f32 for checkpoints of every dtype.
+            // would not do, because the CPU computes in f32 by default.
             let written = model.written_dtype().filter(|dtype| *dtype != DType::F64);
             let dtype = written.filter(|_| cli.dtype.is_none());
             let saved = model.save_like(&cli.model, &cli.out, dtype);
             if saved.is_err() {
                 // If the base checkpoint cannot be copied, for example because it was deleted, only the trained weights are
-                // saved, without the checkpoint's other files.
+                // saved.
                 model.save(&cli.out, dtype)?;
             }
             saved?;
@@ -252,8 +252,8 @@ fn table(cli: &Finetune) -> Result<PerLayerTable, Error> {
     }
 }
 
-/// Refuses a GGUF file as the model if a checkpoint is to be written. The written checkpoint copies the layout of the original
-/// checkpoint, so the original checkpoint must be a folder.
+/// Refuses a GGUF file as the model if a checkpoint is to be written. The written checkpoint copies the original folder's
+/// layout.
 fn refuse_file(cli: &Finetune) -> Result<(), Error> {
     match cli.model.is_file() && (cli.full || cli.merge) {
         true => {

@@ -125,7 +125,7 @@ fn quantize(cli: &Quantize) -> Result<(), Error> {
         cli.out.display(),
         written.bytes as f64 / 1e9
     ));
-    // The quantized model computes in the same dtype as the original model, so that the comparison shows only the effect of
+    // The quantized model computes in the original model's dtype, so that the comparison shows only the effect of
     // quantization.
     let after = cli.cost(&cli.out, dtype.flatten().or(cli.dtype))?;
     Report {

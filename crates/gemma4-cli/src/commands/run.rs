@@ -30,8 +30,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub struct Run {
     #[command(flatten)]
     model: ModelArguments,
-    /// Text to continue; `-` reads the text from standard input. Without this option, the text is read from standard input if
-    /// that is a pipe.
+    /// Text to continue; `-` reads the text from standard input. Without this option, standard input is read if it is a
+    /// pipe.
     #[arg(
         long,
         help_heading = "Prompt",
@@ -62,8 +62,8 @@ pub struct Run {
     prompt_tokens: Option<Vec<u32>>,
     #[command(flatten)]
     generation: GenerationArguments,
-    /// Print the log probability of each token and of the COUNT most likely alternatives. With --json the probabilities are in
-    /// the report, and otherwise on standard error. They are the model's own, before temperature and other sampling options.
+    /// Print the log probability of each token and of the COUNT most likely alternatives, in the report with --json, and
+    /// otherwise on standard error. The probabilities are those before temperature and other sampling options.
     #[arg(
         long,
         help_heading = "Output",
@@ -155,8 +155,8 @@ fn prompt(cli: &Run) -> Result<Prompt, Error> {
         Some("-") => read_input()?,
         Some(text) => text.to_owned(),
         None if stdin().is_terminal() => String::new(),
-        // The prompt is optional here, because the program can continue a sample instead. So the program waits for a prompt
-        // only for [`PATIENCE`].
+        // The prompt is optional, because the program can continue a sample instead. The program therefore waits for a
+        // prompt only for [`PATIENCE`].
         None if is_embedded => read_input_within(PATIENCE)?.unwrap_or_default(),
         None => {
             note("no --prompt: reading the prompt from standard input");

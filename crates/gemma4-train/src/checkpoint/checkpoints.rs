@@ -1,8 +1,8 @@
 //! Writes and restores checkpoints that survive a crash. A file has a temporary name until it is complete. An earlier
 //! checkpoint is deleted only after the new checkpoint is complete.
 //!
-//! A checkpoint is a folder with three files: Burn's records of the model, the optimizer and the learning rate schedule. With
-//! ZeRO-1, each process writes a part of the optimizer's record to a file of its own.
+//! A checkpoint is a folder with three files: Burn's records of the model, the optimizer and the learning rate schedule.
+//! With ZeRO-1, each process writes its shard of the optimizer's record to its own file.
 
 use crate::{Error, checkpoint::stop::Stop, data::schedule::Schedule};
 use burn::{
@@ -35,25 +35,24 @@ fn named(record: &str, part: usize) -> String {
     }
 }
 
-/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner identifies a
-/// record by its epoch. The checkpoint folders are named by finished steps instead, because a stopped run ends its epoch early.
+/// The reader and writer of one record (model, optimizer or schedule) in all checkpoints of a run. Burn's learner identifies
+/// a record by its epoch. The folders are named by steps instead, because a stopped run ends its epoch early.
 pub struct Records {
     folder: PathBuf,
     name: &'static str,
     schedule: Schedule,
     stop: Stop,
-    /// The index of this process's part of the record, and the number of parts. Only the first process writes records that have
-    /// one part.
+    /// The index of this process's shard of the record, and the number of shards. Only the first process writes records with
+    /// one shard.
     part: (usize, usize),
 }
 
 impl Records {
-    /// Returns the readers and writers of the three records, for Burn's learner: model, optimizer and learning rate schedule.
-    /// The first process writes the records. If the optimizer is sharded, each process writes its own part of the optimizer's
-    /// record.
+    /// Returns the readers and writers of the model's, the optimizer's and the schedule's record. The first process writes
+    /// the records. If the optimizer is sharded, each process writes its own shard of the optimizer's record.
     ///
     /// # Errors
-    /// Returns an error if the folder cannot be created, or if the incomplete checkpoints of a killed run cannot be removed.
+    /// Returns an error if the folder cannot be created, or if incomplete checkpoints cannot be removed.
     pub fn all(
         folder: &Path,
         schedule: Schedule,
@@ -64,8 +63,7 @@ impl Records {
         if process == 0 {
             fs::create_dir_all(folder).map_err(|error| failed(folder, error))?;
             for (step, path) in steps(folder)? {
-                // If a process is killed while a checkpoint is written, the checkpoint stays incomplete. So the run resumes
-                // from an earlier checkpoint, and the incomplete checkpoint is removed here.
+                // Remove incomplete checkpoints, which remain if a process is killed while a checkpoint is written.
                 if step > schedule.done {
                     fs::remove_dir_all(&path).map_err(|error| failed(&path, error))?;
                 }
@@ -130,7 +128,7 @@ fn steps(folder: &Path) -> Result<Vec<(usize, PathBuf)>, Error> {
     Ok(steps)
 }
 
-/// Returns the step of the last complete checkpoint whose optimizer record has `optimizer_parts` parts.
+/// Returns the step of the last complete checkpoint whose optimizer record has `optimizer_parts` shards.
 ///
 /// # Errors
 /// Returns an error if the folder exists and cannot be read.
@@ -188,8 +186,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch, and from all earlier checkpoints. Earlier checkpoints may still
-    /// exist if they were written before the run was resumed.
+    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints, which a resumed run may still
+    /// have.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());
@@ -204,8 +202,7 @@ impl<R: Restored> Checkpointer<R> for Records {
                 }
                 _ => (),
             }
-            // The result is ignored. The call fails as long as the folder contains another record, and removes the folder after
-            // its last record is deleted.
+            // Ignore the result. The call fails until the last record in the folder is deleted, and then removes the folder.
             let _ = fs::remove_dir(folder);
         }
         Ok(())
@@ -217,8 +214,8 @@ impl<R: Restored> Checkpointer<R> for Records {
     }
 }
 
-/// Checks that a process can read the records that it restores: the model, its part of the optimizer, and the schedule. The
-/// check runs before Burn's learner starts, because the learner panics on a broken record.
+/// Checks that a process can read the records that it restores: the model, its shard of the optimizer, and the schedule.
+/// Burn's learner would panic on a broken record.
 ///
 /// # Errors
 /// The error names the file that is missing or broken.
@@ -263,8 +260,8 @@ mod tests {
             fs::write(path, []).expect("a file");
         }
         assert_eq!(last(&folder, 1).expect("a folder"), Some(3));
-        // For a run with two optimizer parts, the checkpoint is incomplete. The file of the second part is missing, as if a
-        // process was killed before it had written the file.
+        // With two optimizer shards, the checkpoint is incomplete: the second shard's file is missing, as if a process was
+        // killed.
         assert_eq!(last(&folder, 2).expect("a folder"), None);
         assert!(check(&folder, 3, 0).is_err());
 

@@ -24,8 +24,8 @@ const RESULTS: [&str; 3] = [
     "adapter_model.safetensors",
 ];
 
-/// Returns the step of the checkpoint from which the run in the folder `out` resumes, or `None` for a new run. Only a
-/// checkpoint whose optimizer record has `optimizer_parts` parts is accepted.
+/// Returns the step of the checkpoint from which the run in the folder `out` resumes, or `None` for a new run. The
+/// checkpoint's optimizer record must have `optimizer_parts` shards.
 ///
 /// # Errors
 /// Returns an error if there is no checkpoint to resume from, or if a new run would overwrite a model or a checkpoint.
@@ -37,8 +37,8 @@ pub fn find_checkpoint(
 ) -> Result<Option<usize>, Error> {
     let folder = history.join(checkpoints::FOLDER);
     let last = checkpoints::last(&folder, optimizer_parts)?;
-    // `is_begun` is true even if the checkpoint has another number of optimizer parts than this run. The run cannot resume
-    // from such a checkpoint. But a new run would overwrite it, so a new run must be refused too.
+    // `is_begun` is true even if the checkpoint has another number of optimizer shards than this run. A new run must be
+    // refused, because it would overwrite the checkpoint.
     let is_begun = checkpoints::last(&folder, 1)?.is_some();
     let has_result = RESULTS.iter().any(|result| out.join(result).exists());
     let name = out.display();
@@ -62,8 +62,8 @@ pub fn find_checkpoint(
     }
 }
 
-/// True if torchrun or Slurm has restarted the run after a failure. A restarted run has its original arguments, so `--resume`
-/// may be missing.
+/// True if torchrun or Slurm has restarted the run after a failure. A restarted run has its original arguments, so
+/// `--resume` may be missing.
 fn is_restarted() -> bool {
     let counts = ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"];
     let count = |name| env::var(name).ok()?.parse::<usize>().ok();
@@ -79,12 +79,12 @@ pub fn shared_settings(settings: &Value, begun: Option<usize>) -> Value {
     all
 }
 
-/// Writes the settings of a new or extended run to its folder. If the run resumes, `begun` is the step of its checkpoint, and
-/// the settings and the checkpoint are checked first.
+/// Writes the settings of a new or extended run to its folder. `begun` is the step of the checkpoint of a resumed run, whose
+/// settings and checkpoint are checked first.
 ///
 /// # Errors
-/// Returns an error if the settings cannot be written, or if a process is lost. Also returns an error if the run cannot resume
-/// with these settings or this checkpoint.
+/// Returns an error if the settings cannot be written, if a process is lost, or if the run cannot resume with these settings
+/// or this checkpoint.
 pub fn keep_settings(
     group: &ProcessGroup,
     history: &Path,
@@ -97,8 +97,7 @@ pub fn keep_settings(
         if !is_longer {
             return Ok(());
         }
-        // All processes wait here before the first process writes the file, because another process may still be reading the
-        // file.
+        // Wait before the first process writes the file, because another process may still be reading the file.
         group.wait_for_all()?;
     }
     match group.rank().is_first() {
@@ -114,9 +113,8 @@ fn write_settings(history: &Path, settings: &Value) -> Result<(), Error> {
         .map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
-/// Checks that a run can resume, and returns true if the run is extended to more steps. The check fails if a setting has
-/// another value than at the beginning of the run, or if the checkpoint is broken. The check also fails if Burn's default
-/// device does not open.
+/// Checks that a run can resume, and returns true if the run is extended to more steps. The settings must be those of the
+/// beginning of the run. The checkpoint must be intact, and Burn's default device must open.
 ///
 /// # Errors
 /// The error names the setting, the file or the device.
@@ -135,9 +133,9 @@ fn check(
     let mut others: Vec<_> = fields
         .filter(|(name, value)| begun[name.as_str()] != **value)
         .collect();
-    // The error names only the first setting that differs, so the settings are sorted to begin with the cause. A change of
-    // `steps` changes the defaults of other settings, so `steps` comes first. A change of the weight format changes the base
-    // model's fingerprint, so the fingerprint comes last.
+    // The error names only the first setting that differs, so the cause must come before its effects. A change of `steps`
+    // changes other defaults, so `steps` comes first. A change of the weight format changes the base model's fingerprint, so
+    // the fingerprint comes last.
     others.sort_by_key(|(name, _)| match name.as_str() {
         "steps" => 0,
         BASE => 2,
@@ -163,8 +161,7 @@ fn check(
     Ok(is_longer)
 }
 
-/// Checks that Burn's default device opens. Burn restores an optimizer's state on its default device even if the model is on
-/// another device.
+/// Checks that Burn's default device opens. Burn restores an optimizer's state there even if the model is on another device.
 fn check_default_device() -> Result<(), Error> {
     let open = || Tensor::<1>::zeros([1], &Device::default()).into_data();
     catch_panic(open).map(|_| ()).map_err(|reason| {
@@ -185,8 +182,8 @@ mod tests {
         fs::write(path, []).expect("a file");
     }
 
-    /// Checks that a run resumes only from a checkpoint whose optimizer record has the run's number of parts. A new run is
-    /// refused for any number of parts, because it would overwrite the checkpoint.
+    /// Checks that a run resumes only from a checkpoint whose optimizer record has the run's number of shards. A new run is
+    /// always refused, because it would overwrite the checkpoint.
     #[test]
     fn checkpoint_with_other_optimizer_parts_is_refused() {
         for (files, own, other) in [
@@ -233,8 +230,8 @@ mod tests {
         }
     }
 
-    /// Checks that settings keep their exact values when they are written to the file and read back. A decimal parser with
-    /// rounding errors would return a neighbouring float for some of the 999 values of this test.
+    /// Checks that settings keep their exact values in the file. A decimal parser with rounding errors would return a
+    /// neighbouring float for some of the 999 values of this test.
     #[test]
     fn settings_read_back_equal_those_written() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -28,8 +28,8 @@ impl Default for Stop {
 }
 
 impl Stop {
-    /// Returns the stop request for one of several processes. Such a process does not stop at once, but before the step that is
-    /// passed to [`end_before`](Self::end_before).
+    /// Returns the stop request for one of several processes. The process stops before the step that is passed to
+    /// [`end_before`](Self::end_before).
     pub fn among_processes() -> Self {
         Self {
             is_told: true,
@@ -47,9 +47,9 @@ impl Stop {
         self.is_asked.load(Ordering::SeqCst)
     }
 
-    /// True if the run ends before `step`, which a device is about to begin. If a stop has been requested, a run on a single
-    /// device (`is_alone`) ends before `step`. With several devices, another device may have begun `step` already, so the run
-    /// ends after `step`. No device can have begun a later step, because devices exchange gradients at the end of each step.
+    /// True if the run ends before `step`, which a device is about to begin. After a stop request, a run on a single device
+    /// (`is_alone`) ends before `step`. A run on several devices ends after `step`, because another device may have begun
+    /// `step` already.
     pub fn is_before(&self, step: usize, is_alone: bool) -> bool {
         if self.is_asked() && !self.is_told {
             self.end_before(step + usize::from(!is_alone));
@@ -70,9 +70,8 @@ impl Stop {
     }
 }
 
-/// An early stopping strategy that ends Burn's learner after a stop request. An interval is the steps between two
-/// checkpoints, and the stop may cut an interval short. The learner writes the checkpoint of this interval, and ends after
-/// that.
+/// An early stopping strategy that ends Burn's learner after a stop request. The stop may cut short an interval, the steps
+/// between two checkpoints. The learner still writes the checkpoint of this interval.
 #[derive(Clone)]
 pub struct AfterCheckpoint {
     /// The request to stop.
@@ -97,8 +96,7 @@ mod tests {
         assert!(!stop.is_before(7, false));
         assert!(stop.ask());
         assert!(!stop.ask());
-        // When the stop is requested, another device may have begun step 7 already. So the run ends after step 7, before step
-        // 8.
+        // At the stop request, another device may have begun step 7 already. The run therefore ends after step 7.
         assert!(!stop.is_before(7, false));
         assert!(!stop.is_before(7, false));
         assert!(stop.is_before(8, false));

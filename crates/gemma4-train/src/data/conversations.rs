@@ -1,10 +1,10 @@
 //! Conversations and texts for fine-tuning, from files with one JSON object per line.
 //!
-//! A conversation becomes one or more examples. An example consists of pieces: a piece is either context, or text that the
-//! model is trained on. A chat template renders messages to text.
+//! A chat template renders the messages of a conversation to one or more examples. An example is a list of pieces. A piece
+//! is either context, or text that the model is trained on.
 //!
-//! The texts of users, systems and tools must not act as special tokens, because the model did not write these texts. Before
-//! rendering, a mark is therefore inserted into each special token of these texts, so that the token is encoded as plain text.
+//! The texts of users, systems and tools must not act as special tokens. A mark is therefore inserted into each special
+//! token of these texts before rendering, so that the token is encoded as plain text.
 
 use crate::data::packing::Example;
 use burn_gemma4::{ChatOptions, ChatTemplate, Gemma4, Gemma4Error, Marking, Prompt, Tokenizer};
@@ -39,8 +39,7 @@ const ASSISTANT: &str = "assistant";
 const TOOL_RESPONSES: &str = "tool_responses";
 
 /// The fields of a line that are meant for the chat template. A line is refused if the template does not render one of these
-/// fields. Any field outside of this list may be a mere column of the data set, so it is ignored if the template does not
-/// render it.
+/// fields. Any other field may be a mere column of the data set, and is ignored if it is not rendered.
 const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
 
 /// The ignored columns, each with the number of lines that contain it.
@@ -133,8 +132,8 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-/// Returns the training examples of one line of the file. Fields of a conversation that the chat template does not render are
-/// counted in `ignored`.
+/// Returns the training examples of one line of the file. Counts the fields that the chat template does not render in
+/// `ignored`.
 pub(super) fn of_line(
     line: Line,
     gemma: &Gemma4,
@@ -143,7 +142,7 @@ pub(super) fn of_line(
     let said = |error: Gemma4Error| error.to_string();
     match line {
         Line::Text(text) => {
-            // The beginning and end tokens are added only if the text lacks them. Prompts may contain the beginning token, and
+            // Add the beginning and end tokens only if the text lacks them. Prompts may contain the beginning token, and
             // texts from templates may contain the end token.
             let mut tokens = gemma
                 .tokens(&Prompt::Text(text), ChatOptions::default())
@@ -172,7 +171,7 @@ pub(super) fn of_line(
                     let follows_answer = example.learned.last() == Some(&true);
                     let start = example.tokens.len();
                     // A context piece with a tool's response may begin with the token that ends the model's tool call. The
-                    // model is trained on this one token.
+                    // model is trained on this token.
                     let ends_answer = tokens.first().is_some_and(|token| ends.contains(token));
                     example.extend(tokens, learned);
                     if follows_answer && ends_answer {
@@ -214,27 +213,27 @@ fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
 struct Turn {
     /// The rendered text before the turn.
     before: String,
-    /// The opening of the turn, which is context and is not trained on. The opening is the turn's header, such as
-    /// `<|turn>model`, followed by the text that a generation prompt adds after the header.
+    /// The opening of the turn, which is context: the turn's header, such as `<|turn>model`, and the text that a generation
+    /// prompt adds after the header.
     opening: String,
     /// The text of the turn after the opening, as pieces with one flag each. The flag is true for the model's own text,
-    /// which is trained on. The flag is false for a tool's response, which is context.
+    /// which is trained on, and false for a tool's response, which is context.
     answer: Vec<(String, bool)>,
     /// True if the rendering of the whole conversation contains this turn unchanged.
     stays: bool,
 }
 
 impl Conversation {
-    /// Chooses a mark, a character that does not occur in any text that a template may render. The function looks for the
-    /// character in the JSON form of the texts. JSON escapes some characters, but none that can be a mark.
+    /// Chooses a mark, a character that does not occur in any text that a template may render. The texts are searched in
+    /// their JSON form, which escapes no character that can be a mark.
     fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
         let rendered = self.messages.iter().chain(self.variables.values());
         let texts: Vec<String> = rendered.map(Value::to_string).collect();
         tokenizer.marking(texts.iter().map(String::as_str))
     }
 
-    /// Inserts marks into the special tokens in the texts of users, systems and tools before rendering. These tokens are then
-    /// encoded as plain text, as in a chat. The model's own text stays unmarked, so it may contain special tokens.
+    /// Inserts marks into the special tokens in the texts of users, systems and tools, so that these tokens are encoded as
+    /// plain text. The model's own text stays unmarked, and may contain special tokens.
     fn marked(&self, marking: Marking<'_>) -> Result<Self, Gemma4Error> {
         let of_message = |message: &Value| {
             if !is_answer(message) {
@@ -284,7 +283,7 @@ impl Conversation {
     }
 
     /// Returns the text of each example as a list of pieces: context, or text to train on. Each piece is tokenized
-    /// separately, because generation also tokenizes the prompt separately from the text that the model adds to it.
+    /// separately, as generation tokenizes the prompt and the answer.
     fn examples(
         &self,
         template: &ChatTemplate,
@@ -304,8 +303,8 @@ impl Conversation {
     }
 
     /// Splits the conversation into examples. The whole conversation is a single example if the text before each turn of the
-    /// model is the same as in generation. But a template may drop the beginning of an earlier answer, such as an empty
-    /// thought. In that case, each turn becomes its own example.
+    /// model is the same as in generation. A template may drop the beginning of an earlier answer, such as an empty thought.
+    /// Each turn then becomes its own example.
     fn pieces(
         &self,
         template: &ChatTemplate,
@@ -380,9 +379,9 @@ impl Conversation {
         })
     }
 
-    /// Splits an answer into pieces, so that the responses of tools are context and are not trained on. Special tokens mark the
-    /// beginning and end of a response. If a template has no such tokens, a response is the text that is missing when the
-    /// message is rendered without its field `tool_responses`.
+    /// Splits an answer into pieces, so that tools' responses are context. Special tokens mark the beginning and end of a
+    /// response. Without these tokens, a response is the text that is missing when the message is rendered without
+    /// `tool_responses`.
     fn without_responses(
         &self,
         template: &ChatTemplate,
@@ -412,8 +411,8 @@ impl Conversation {
         }
     }
 
-    /// Refuses messages and `tools` that the template does not render completely. Any other column that does not change the
-    /// rendering is counted in `ignored`.
+    /// Refuses messages and `tools` that the template does not render completely. Any other column that is not rendered is
+    /// counted in `ignored`.
     fn refuse_unrendered(
         &self,
         template: &ChatTemplate,
@@ -424,8 +423,8 @@ impl Conversation {
         for name in self.variables.keys() {
             let mut without = self.clone();
             without.variables.shift_remove(name);
-            // The field is unused if the rendering without it is unchanged. If the template fails without the field, the
-            // template uses it.
+            // The field is unused if the rendering without it is unchanged. A template that fails without the field uses the
+            // field.
             if matches!(without.render(template, &self.messages, false), Ok(text) if text == *whole)
             {
                 if MEANT.contains(&name.as_str()) {
@@ -436,8 +435,8 @@ impl Conversation {
         }
         for (index, message) in self.messages.iter().enumerate() {
             let fields = message.as_object().into_iter().flatten();
-            // Look for each field in the rendering of the messages up to this one. A template may drop earlier thoughts when
-            // the conversation continues.
+            // Look for each field in the rendering up to this message, because a template may drop earlier thoughts when the
+            // conversation continues.
             let until = &until[index + 1];
             for (name, value) in fields.filter(|(name, value)| *name != "role" && !is_empty(value))
             {
@@ -470,8 +469,8 @@ impl Conversation {
     }
 }
 
-/// True if an answer begins with its own thought. Such an answer begins with the same tag as the empty thought of a generation
-/// prompt, such as `<|channel>` or `<think>`. Tool calls and HTML begin with other tags.
+/// True if an answer begins with its own thought, with the same tag as the empty thought of a generation prompt, such as
+/// `<|channel>` or `<think>`. Tool calls and HTML begin with other tags.
 fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
     let text = empty_thought.trim_start();
     let end = match text.starts_with('<') {
@@ -498,8 +497,8 @@ fn responses(answer: &str) -> Vec<Range<usize>> {
     found
 }
 
-/// Returns the range of `whole` whose removal leaves `without`, or `None` if there is no such range. If there are several such
-/// ranges, a range that starts at a `<` is preferred.
+/// Returns the range of `whole` whose removal leaves `without`, or `None`. Among several ranges, a range that starts at a
+/// `<` is preferred.
 fn inserted(without: &str, whole: &str) -> Option<Range<usize>> {
     let count = whole.len().checked_sub(without.len())?;
     let alike = |(a, b): &(char, char)| a == b;
@@ -533,8 +532,7 @@ fn apart(text: &str, read: Vec<Range<usize>>) -> Vec<(String, bool)> {
     pieces
 }
 
-/// True if a rendering contains the list of a message's content parts, printed as JSON or Python. A template should render the
-/// texts of the parts instead.
+/// True if a rendering contains a message's list of content parts, printed as JSON or Python, instead of their texts.
 fn prints_parts(parts: &Value, rendered: &str) -> bool {
     let parts = parts.as_array().into_iter().flatten();
     let mut kinds = parts.filter_map(|part| part["type"].as_str());
@@ -605,8 +603,8 @@ mod tests {
         );
     }
 
-    /// A template like those of the larger Gemma models. The template renders tools, calls, answers and thoughts. Before an
-    /// answer without a thought, the template renders an empty thought.
+    /// A template like those of the larger Gemma models. The template renders tools, calls, answers and thoughts, and an
+    /// empty thought before an answer without a thought.
     const THINKING: &str = "{% if tools %}[{{ tools | length }}]{% endif %}\
         {% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n\
         {% if m.reasoning and loop.last %}<|channel>{{ m.reasoning }}<channel|>{% endif %}\
@@ -851,7 +849,7 @@ mod tests {
     );
 
     /// Checks that special tokens are encoded as plain text in messages, in fields of messages, and in columns such as
-    /// `tools`. Only in the assistant's own text are special tokens encoded as special tokens.
+    /// `tools`. Only the assistant's own text may contain special tokens.
     #[cfg(feature = "flex")]
     #[test]
     fn texts_for_the_model_encode_without_special_tokens() {
@@ -906,8 +904,8 @@ mod tests {
         let pieces = pieces.expect("pieces").concat().into_iter();
         let text: String = pieces.map(|(text, _)| text).collect();
         assert_eq!(tokens(&line), tokenizer.encode(&text).expect("tokens"));
-        // A column that the template does not render must be counted as ignored even if it has the name of a special token,
-        // here `bos_token`.
+        // A column that is not rendered must be counted as ignored even if it has the name of a special token, here
+        // `bos_token`.
         let named = line.replacen('{', r#"{"bos_token": "<bos>", "#, 1);
         let mut ignored = Ignored::default();
         let Line::Messages(named) = parse(&named, &mut ignored).expect("a line") else {

@@ -18,12 +18,12 @@ pub struct CorpusFile {
     pub text: String,
 }
 
-/// Reads the files at `paths`. For a folder, reads all Markdown, Rust and text files in it, in the order of their names. Within
-/// a folder, hidden folders, folders called `target` and empty files are skipped.
+/// Reads the files at `paths`. For a folder, reads all its Markdown, Rust and text files, in the order of their names.
+/// Within a folder, hidden folders, folders called `target` and empty files are skipped.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read, is not UTF-8 or is empty. The error names the file and, for invalid UTF-8, the
-/// line. If the paths contain no text at all, the error names all paths.
+/// Returns an error if a file cannot be read, is not UTF-8 or is empty, or if the paths contain no text. The error names the
+/// file and, for invalid UTF-8, the line.
 pub fn read_files(paths: &[PathBuf]) -> Result<Vec<CorpusFile>, Error> {
     let mut documents = Vec::new();
     for path in paths {

@@ -12,7 +12,7 @@ use crate::{
 use burn_gemma4::Gemma4;
 use std::path::Path;
 
-/// A document: a text, or a conversation. A text is one example. A conversation is one example or several, depending on the
+/// A document: a text, or a conversation. A text is one example. A conversation is one or more examples, depending on the
 /// chat template.
 #[derive(Clone, Debug)]
 pub struct Document {
@@ -23,14 +23,18 @@ pub struct Document {
 }
 
 /// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
-/// object with `text`, all tokens are trained on. A conversation may have `tools` and `enable_thinking`, and its messages
-/// may have every field that the chat template renders, such as `tool_calls`. Empty lines are ignored. A column that the
-/// chat template does not render or that is `null` is ignored, and a note reports the number of lines with this column.
+/// object with `text`, all tokens are trained on.
+///
+/// A conversation may have `tools` and `enable_thinking`, and its messages every field that the chat template renders, such
+/// as `tool_calls`. A column that is `null` or not rendered is ignored, and a note reports the number of lines with this
+/// column. Empty lines are ignored too.
 ///
 /// # Errors
-/// Returns an error if a line is not such an object, or if the chat template fails. Also returns an error if the template
-/// does not render a part of a message, or a column that is meant for templates, such as `tools`. The error names the file
-/// and the line.
+/// Returns an error, which names the file and the line, in these cases:
+///
+/// - A line is not one of these objects.
+/// - The chat template fails.
+/// - The template does not render a part of a message, or a column that is meant for templates, such as `tools`.
 pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Error> {
     let text = read_text(path)?;
     refuse_other_forms(path, &text)?;
@@ -55,8 +59,8 @@ pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Erro
     }
 }
 
-/// Refuses two forms that editors and exports give to a JSON Lines file: a byte order mark at the beginning, or one JSON array
-/// around all objects.
+/// Refuses two forms that editors and exports give to a JSON Lines file: a byte order mark at the beginning, or one JSON
+/// array around all objects.
 fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
     let problem = if text.starts_with('\u{feff}') {
         "begins with a byte order mark; expected UTF-8 without one"
@@ -68,8 +72,8 @@ fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
     Err(format!("{}: {problem}", path.display()).into())
 }
 
-/// Reads the documents of a file. The extension selects the reader: a `.jsonl` file is read by [`read_documents`], and a `.txt`,
-/// `.md` or `.rs` file is a single document.
+/// Reads the documents of a file. [`read_documents`] reads a `.jsonl` file. A `.txt`, `.md` or `.rs` file is a single
+/// document.
 ///
 /// # Errors
 /// Returns [`InvalidArgument`] for other extensions. Also returns the errors of [`read_documents`].

@@ -1,7 +1,7 @@
 //! Loads rows as batches, in an order that a seed determines.
 //!
-//! A row is a sequence of packed documents, as `packing` makes it. A pass is one iteration over all rows. An interval is the
-//! steps between two checkpoints.
+//! A row is a sequence of packed documents. A pass is one iteration over all rows. An interval is the steps between two
+//! checkpoints.
 
 use crate::{
     checkpoint::stop::Stop,
@@ -40,8 +40,8 @@ pub struct Step {
 pub struct Batch {
     /// The token ids, `[rows, positions]`.
     pub tokens: Tensor<2, Int>,
-    /// The id of the next token at each position, `[rows, positions]`. The id is negative at positions that the loss does not
-    /// count.
+    /// The id of the next token at each position, `[rows, positions]`. The id is negative at positions that the loss does
+    /// not count.
     pub targets: Tensor<2, Int>,
     /// The number of targets that the loss counts.
     pub counted: usize,
@@ -93,9 +93,11 @@ impl Data {
     }
 }
 
-/// Loads the batches of training steps. The loader ends early if the run is stopped. Each call of [`iter`](DataLoader::iter)
-/// loads the steps of the next interval between checkpoints. Each pass over the data has its own order of rows. Only the
-/// seed and the step's number determine the rows of a step. Each device processes a part of these rows.
+/// Loads the batches of training steps, until the run is stopped. Each call of [`iter`](DataLoader::iter) loads the steps of
+/// the next interval between checkpoints.
+///
+/// Each pass over the data has its own order of rows. Only the seed and the step's number determine the rows of a step,
+/// which are divided among the devices.
 pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
@@ -128,7 +130,7 @@ impl TrainingLoader {
         })
     }
 
-    /// Returns the rows that this device processes in a step. `pass` caches the latest pass over the data: its number, and
+    /// Returns the rows that this device processes in a step. `pass` caches the number of the latest pass over the data, and
     /// its order of rows.
     fn chosen(&self, step: usize, pass: &mut Option<(usize, Vec<usize>)>) -> Chosen {
         let rows = self.data.rows.len();
@@ -188,8 +190,8 @@ impl DataLoader<Step> for TrainingLoader {
         self.copy(device, self.part)
     }
 
-    /// Returns a loader for one device's part of every step. Burn calls `slice` once per device, with a range of item indices.
-    /// The start of the range determines the index of the device. The end of the range is ignored.
+    /// Returns a loader for one device's share of every step. Burn calls `slice` once per device, with a range of item
+    /// indices. Only the start of the range counts, which determines the device.
     fn slice(&self, start: usize, _end: usize) -> Arc<dyn DataLoader<Step>> {
         let devices = self.schedule.devices;
         let steps = self.num_items() / devices;

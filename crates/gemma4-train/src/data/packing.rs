@@ -26,8 +26,8 @@ pub struct Example {
 }
 
 impl Example {
-    /// Cuts the example to its first `positions` tokens. Returns `None` if none of these tokens can be trained on. The first
-    /// token of an example cannot be trained on, because no token precedes it.
+    /// Cuts the example to its first `positions` tokens. Returns `None` if none of these tokens can be trained on. No token
+    /// precedes the first token, so it cannot be trained on.
     pub fn within(mut self, positions: usize) -> Option<Self> {
         self.tokens.truncate(positions);
         self.learned.truncate(positions);
@@ -36,8 +36,8 @@ impl Example {
     }
 }
 
-/// Cuts documents into rows of `positions` tokens. All rows except the last are full. A document that does not fit into the rest
-/// of a row continues in the next row. Every token except the first of a document is a target exactly once.
+/// Cuts documents into rows of `positions` tokens. All rows except the last are full. A document that does not fit continues
+/// in the next row. Every token except the first of a document is a target exactly once.
 pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> Vec<Row> {
     let mut rows = Vec::new();
     let mut row = Row::empty();
@@ -60,9 +60,8 @@ pub fn cut(documents: impl IntoIterator<Item = Vec<u32>>, positions: usize) -> V
     rows
 }
 
-/// Packs whole examples into rows of at most `positions` tokens. Returns the rows, and the number of examples that were cut
-/// because they were longer than a row. Examples are placed in descending order of length. Each example goes into the row in
-/// which the example leaves the least free space (best fit). An example without a token to train on is dropped.
+/// Packs whole examples into rows of at most `positions` tokens, by best fit in descending order of length. Examples without
+/// a token to train on are dropped. Returns the rows, and the number of examples that were longer than a row and were cut.
 pub fn pack(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
     let longer = |example: &Example| example.tokens.len() > positions;
     let too_long = examples.iter().filter(|example| longer(example)).count();
@@ -81,8 +80,8 @@ pub fn pack(examples: Vec<Example>, positions: usize) -> (Vec<Row>, usize) {
     (rows.collect(), too_long)
 }
 
-/// Distributes examples with the given lengths over rows of at most `positions` tokens. Returns the indices of the examples in
-/// each row. Each example goes into the row with the least free space that still suffices (best-fit bin packing).
+/// Distributes examples with the given lengths over rows of at most `positions` tokens, by best fit. Returns the indices of
+/// the examples in each row.
 pub fn bin_pack(lengths: &[usize], positions: usize) -> Vec<Vec<usize>> {
     let mut rows: Vec<Vec<usize>> = Vec::new();
     // Each entry is a row: the number of tokens that still fit into the row, and the row's index.

@@ -1,7 +1,6 @@
 //! Divides a run into steps, and steps into batches.
 //!
-//! An interval is the steps between two checkpoints. A step's batches are divided among devices and processes, and each process
-//! computes its part.
+//! An interval is the steps between two checkpoints. A step's batches are divided among devices and processes.
 
 use std::ops::Range;
 

@@ -1,5 +1,5 @@
-//! Trains a tokenizer of Gemma's kind on the data, by byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909). Spaces are
-//! written as `▁`. Characters without a token are encoded as tokens of their UTF-8 bytes.
+//! Trains a tokenizer of Gemma's kind on the data, by byte pair encoding (Sennrich et al. 2016, arXiv:1508.07909). Spaces
+//! are written as `▁`. Characters without a token are encoded as tokens of their UTF-8 bytes.
 
 use crate::Error;
 use burn_gemma4::Gemma4Config;
@@ -30,14 +30,14 @@ const SPECIAL: [&str; 17] = [
     "<|tool_response>",
     "<tool_response|>",
 ];
-/// The largest number of characters that get a token of their own. The most frequent characters are chosen. All other
-/// characters are encoded as the tokens of their UTF-8 bytes.
+/// The largest number of characters that get a token of their own, the most frequent first. All other characters are encoded
+/// as the tokens of their UTF-8 bytes.
 const ALPHABET: usize = 512;
 /// The smallest number of occurrences at which a sequence of characters may become a token.
 const MIN_FREQUENCY: u64 = 2;
 
-/// The smallest vocabulary size that [`train`] supports. This size has room for the special tokens, a token per byte value, and
-/// the most frequent characters.
+/// The smallest vocabulary size that [`train`] supports, with room for the special tokens, a token per byte value, and the
+/// most frequent characters.
 pub const SMALLEST: usize = SPECIAL.len() + 256 + 128;
 
 /// Trains a tokenizer of at most `size` tokens on texts, and returns its `tokenizer.json`.
@@ -63,8 +63,8 @@ pub fn train<'a>(texts: impl Iterator<Item = &'a str>, size: usize) -> Result<St
     Ok(serde_json::to_string(&json)?)
 }
 
-/// Splits a text into pieces, because byte pair encoding must merge tokens only within a piece. A piece is a word with the
-/// space before it, a single digit, or a run of characters of one kind. The kinds are spaces, line breaks and signs.
+/// Splits a text into pieces, within which byte pair encoding merges tokens. A piece is a word with the space before it, a
+/// single digit, or a run of spaces, line breaks or signs.
 fn words(text: &str) -> Vec<String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
@@ -159,8 +159,7 @@ fn description(model: &BPE) -> Result<Value, Error> {
     }))
 }
 
-/// Writes the files of the tokenizer and of generation into the model's folder: `tokenizer.json`, `tokenizer_config.json` and
-/// `generation_config.json`.
+/// Writes `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` into the model's folder.
 ///
 /// # Errors
 /// The error names the file that cannot be written.

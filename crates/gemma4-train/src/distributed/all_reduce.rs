@@ -1,14 +1,13 @@
 //! The all-reduce of gradients: among the devices of this process, or among several processes with one device each.
 //!
-//! Burn's data parallelism has one worker per device, and a server that averages gradients while the backward pass runs. The
-//! server deadlocks if one worker begins its next backward pass before another worker has reported the end of the current
-//! pass. The cause is in `DistributedSyncServer` of Burn 0.22.1. At the beginning of a backward pass, each worker announces
-//! its parameters. The server forgets all announcements when the last worker reports the end of a pass. Even an announcement
-//! for the next pass is lost.
+//! Burn's data parallelism has one worker per device, and a server that averages gradients during the backward. The server
+//! (`DistributedSyncServer` of Burn 0.22.1) deadlocks if a worker begins its next backward before all workers have ended the
+//! current one. When the last worker ends, the server forgets all announced parameters, including those for the next
+//! backward.
 //!
-//! So the workers here compute with parameters that Burn's server does not know. The workers meet at a barrier after the last
-//! backward pass of a step. Then each worker sums the gradients in buckets, in the same order as all other workers. A round is
-//! one use of the barrier.
+//! The workers here therefore compute with parameters that Burn's server does not know. After the last backward of a step,
+//! the workers meet at a barrier. All workers then sum the gradients in buckets, in the same order. A round is one use of
+//! the barrier.
 
 use crate::{
     checkpoint::stop::Stop,
@@ -76,8 +75,8 @@ impl fmt::Debug for Workers {
 }
 
 impl AllReduce {
-    /// Returns the model with which a step computes gradients. The parameters of this model are excluded from Burn's own
-    /// averaging of gradients.
+    /// Returns the model with which a step computes gradients. Burn's own averaging of gradients does not know this model's
+    /// parameters.
     pub fn unmarked(&self, model: &Gemma4Model) -> Gemma4Model {
         match self {
             Self::Workers(_) => model.clone().map(&mut Unmarked),
@@ -148,7 +147,7 @@ impl Processes {
 }
 
 impl Workers {
-    /// Creates the shared state of workers on `devices`, with one worker per device. A worker at the barrier stops waiting if
+    /// Creates the shared state of the workers on `devices`, one per device. A worker at the barrier stops waiting if
     /// `interrupter` reports that the run was stopped.
     pub fn new(devices: Vec<Device>, interrupter: Interrupter) -> Self {
         let barrier = Barrier {
@@ -162,8 +161,8 @@ impl Workers {
         }
     }
 
-    /// Returns the sums of the loss and the gradients over all workers. If the run is interrupted before all workers reach the
-    /// barrier, each waiting worker returns its own loss and gradients. The step is then discarded.
+    /// Returns the sums of the loss and the gradients over all workers. If the run is interrupted before all workers reach
+    /// the barrier, returns the worker's own loss and gradients. The step is then discarded.
     fn sum(
         &self,
         loss: Tensor<1>,
@@ -181,8 +180,7 @@ impl Workers {
 }
 
 impl Barrier {
-    /// Waits at the barrier for all workers. Returns true when all workers have reached the barrier, or false if the run is
-    /// interrupted first.
+    /// Waits at the barrier for all workers. Returns false if the run is interrupted first.
     fn is_complete(&self, workers: usize) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.waiting += 1;

@@ -10,8 +10,8 @@ use std::iter::Peekable;
 /// The smallest number of elements per bucket. The last bucket may have fewer.
 pub const BUCKET: usize = 1 << 25;
 
-/// Returns `losses`, `[count]`, and the gradients, each summed over all participants. `sum` is called once per bucket. A bucket
-/// is closed when it has at least `size` elements, or when the next gradient has another dtype.
+/// Returns `losses`, `[count]`, and the gradients, each summed over all participants. `sum` is called once per bucket. A
+/// bucket is full when it has at least `size` elements, or when the next gradient has another dtype.
 pub fn sum_in_buckets(
     losses: Tensor<1>,
     mut gradients: GradientsParams,

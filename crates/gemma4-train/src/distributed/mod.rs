@@ -1,7 +1,8 @@
-//! Trains one model by several processes, on one or more machines. Each process has a device and computes a part of every step.
+//! Trains one model by several processes, on one or more machines. Each process has a device and computes a part of every
+//! step.
 //!
-//! A launcher starts the processes and gives each its [`Rank`]. Control messages are sent by TCP or MPI (`control_plane`).
-//! Gradients are summed by NCCL or MPI (`collective`). Rank 0 validates and writes checkpoints. If one process fails, all other
+//! A launcher starts the processes and gives each its [`Rank`]. TCP or MPI sends control messages (`control_plane`), and
+//! NCCL or MPI sums gradients (`collective`). Rank 0 validates and writes checkpoints. If one process fails, all other
 //! processes end.
 //!
 //! ```no_run
@@ -55,8 +56,7 @@ const LAST: Duration = Duration::from_secs(10);
 /// The collective of a group. [`ProcessGroup::connect`] sets it.
 type SharedCollective = Arc<OnceLock<Box<dyn Collective>>>;
 
-/// True if this process is already ending, because of its own error or an error of another process. Later errors are not
-/// reported.
+/// True if this process is already ending because of an error. Later errors are not reported.
 type EndingFlag = Arc<AtomicBool>;
 
 /// The group of all processes of a run, from the view of one process.
@@ -90,8 +90,8 @@ impl ProcessGroup {
         Self::new(rank::SINGLE_PROCESS, Box::new(SingleProcess))
     }
 
-    /// Connects this process, which has the rank `rank`, to the other processes that the launcher started. The call waits up to
-    /// five minutes for all processes.
+    /// Connects this process, of rank `rank`, to the other processes that the launcher started. Waits up to five minutes for
+    /// all processes.
     ///
     /// # Errors
     /// Returns an error if a process is missing, or belongs to another run.
@@ -136,8 +136,8 @@ impl ProcessGroup {
         }
     }
 
-    /// Runs a program, and then tells the other processes how the program ended. The closure `ending` classifies an error of
-    /// the program. A panic also counts as an error.
+    /// Runs a program, and then tells the other processes how the program ended. `ending` classifies an error or a panic of
+    /// the program.
     ///
     /// # Errors
     /// Returns the error of the program.
@@ -163,8 +163,8 @@ impl ProcessGroup {
         outcome
     }
 
-    /// Marks this process as ending with its own error. If this process has already received the error of another process,
-    /// this call does not return. In this case, the thread that received the error ends this process.
+    /// Marks this process as ending with its own error. Does not return if this process has already received another
+    /// process's error, because the thread that received this error ends the process.
     fn end_with_own_error(&self) {
         if self.ending.swap(true, Ordering::SeqCst) {
             loop {
@@ -183,7 +183,7 @@ impl ProcessGroup {
         self.rank.size > 1
     }
 
-    /// Returns the same text in every process. The first process calls `make` to create the text, and broadcasts the text.
+    /// Returns the same text in every process. The first process creates the text by `make`, and broadcasts the text.
     ///
     /// # Errors
     /// Returns the errors of `make` in the first process. Returns an error in every process if another process is gone.
@@ -234,11 +234,9 @@ impl ProcessGroup {
         if !self.has_others() {
             return Ok(());
         }
-        // Autodiff is removed from the device, because the collective works on plain tensors, and a device with autodiff hides
-        // its kind.
+        // Remove autodiff from the device. The collective works on plain tensors, and autodiff hides the device's kind.
         let collective = self.collective_for(&device.clone().without_autodiff())?;
-        // `set` fails only if an earlier call has already set a collective. The earlier collective then stays in use, so the
-        // failure is ignored.
+        // Ignore the failure of `set`: if an earlier call has set a collective, that collective stays in use.
         let _ = self.collective.set(collective);
         Ok(())
     }
@@ -258,8 +256,7 @@ impl ProcessGroup {
         Err("several processes need NCCL on CUDA devices, or MPI: build with --features mpi, and start the processes with mpirun".into())
     }
 
-    /// Returns the elementwise sums of `numbers`, `[count]`, over all processes. If the sum fails, this process ends, because no
-    /// other process could continue either.
+    /// Returns the elementwise sums of `numbers`, `[count]`, over all processes. If the sum fails, this process ends.
     pub fn sum(&self, numbers: Tensor<1>) -> Tensor<1> {
         let collective = self
             .collective
@@ -276,8 +273,8 @@ impl ProcessGroup {
     }
 }
 
-/// Ensures that this failed process ends. Without this call, the process could hang: NCCL's kernels wait for other processes,
-/// which may be gone, and the driver waits for the kernels.
+/// Ensures that this failed process ends. Otherwise NCCL's kernels could wait for processes that are gone, and the driver
+/// would wait for the kernels.
 fn give_up(collective: &SharedCollective) {
     thread::spawn(|| {
         thread::sleep(LAST);
@@ -299,8 +296,7 @@ fn has_nccl(device: &Device) -> bool {
     }
 }
 
-/// Describes the first setting in which a process differs from the first process, or returns `None` if all processes have equal
-/// settings.
+/// Describes the first setting in which a process differs from the first process. Returns `None` if all settings are equal.
 fn difference(all: &[Value]) -> Option<String> {
     let (first, others) = all.split_first()?;
     let (rank, other) = others

@@ -87,8 +87,8 @@ impl ControlPlane for Mpi {
     /// Prints the error. Afterwards MPI ends all processes, including this one.
     fn fail(&self, message: &str, code: i32) {
         fatal(message);
-        // Do not take the lock here. Another thread may hold the lock while it waits within MPI for a process that will never
-        // answer.
+        // Do not take the lock here. Another thread may hold the lock while it waits within MPI for a process that will
+        // never answer.
         SimpleCommunicator::world().abort(code);
     }
 

@@ -1,8 +1,8 @@
-//! The all-reduce by NCCL. This module calls NCCL through cudarc. Tensors go directly from the memory of one GPU to the memory
-//! of another GPU.
+//! The all-reduce by NCCL, called through cudarc. Tensors go directly from the memory of one GPU to the memory of another
+//! GPU.
 //!
-//! CubeCL's own collectives cannot replace this module, because they connect only the devices of one process. To join one
-//! communicator, several processes must share its identifier, and CubeCL does not expose the identifier.
+//! CubeCL's own collectives connect only the devices of one process. Several processes that join one communicator must share
+//! its identifier, which CubeCL does not expose.
 
 use crate::{
     Error,
@@ -47,7 +47,7 @@ fn named(call: &str) -> impl Fn(NcclError) -> Error {
     move |error| format!("NCCL's {call} failed: {error:?}").into()
 }
 
-/// Returns the identifier of a new communicator. Every process needs the identifier to join the communicator.
+/// Returns the identifier of a new communicator, which every process needs to join.
 ///
 /// # Errors
 /// Returns an error if NCCL does not start.
@@ -57,7 +57,7 @@ pub fn identifier() -> Result<Vec<u8>, Error> {
 }
 
 impl Nccl {
-    /// Joins the communicator with this [`identifier`]. The call returns after all processes have joined the communicator.
+    /// Joins the communicator with this [`identifier`]. Returns after all processes have joined.
     ///
     /// # Errors
     /// Returns an error if `device` is not a CUDA device, or if NCCL fails.
@@ -74,8 +74,8 @@ impl Nccl {
         for (to, from) in id.internal.iter_mut().zip(identifier) {
             *to = *from as c_char;
         }
-        // `CudaContext::new` retains the device's primary context, which CubeCL also uses. Afterwards the context stays current
-        // in this thread.
+        // `CudaContext::new` retains the device's primary context, which CubeCL also uses. The context stays current in this
+        // thread.
         let context = CudaContext::new(device.index)?;
         let stream = context.new_stream()?;
         let mut communicator = MaybeUninit::uninit();
@@ -94,8 +94,7 @@ impl Nccl {
         })
     }
 
-    /// Returns the communicator. After an abort, the call does not return: it parks the calling thread until the process
-    /// ends.
+    /// Returns the communicator. After an abort, parks the calling thread until the process ends.
     fn communicator(&self) -> ncclComm_t {
         loop {
             let communicator = self.communicator.load(Ordering::Acquire);
@@ -144,8 +143,8 @@ impl Collective for Nccl {
         self.stream.context().bind_to_thread()?;
         let communicator = self.communicator();
         // SAFETY: `source` and `target` point to `count` contiguous elements of `dtype`. `from` and `to` keep this memory
-        // allocated until `stream.synchronize` below has returned. `device.sync` has ended all earlier work on this memory on
-        // CubeCL's streams. No tensor besides `sum` and `to` uses the memory of `target`.
+        // allocated until `stream.synchronize` below. `device.sync` has ended all earlier work on this memory on CubeCL's
+        // streams. No tensor besides `sum` and `to` uses the memory of `target`.
         let reduced = unsafe {
             result::all_reduce(
                 source as *const _,
@@ -159,7 +158,7 @@ impl Collective for Nccl {
         };
         let ended = self.stream.synchronize();
         // After an abort, this call parks the thread, so that the invalid sum is not used. An error of the sum is not
-        // reported in this case, because it only follows from another process's error.
+        // reported, because it follows from another process's error.
         self.communicator();
         reduced.map_err(named("ncclAllReduce"))?;
         ended?;
@@ -171,10 +170,10 @@ impl Collective for Nccl {
     fn abort(&self) {
         let communicator = self.communicator.swap(ptr::null_mut(), Ordering::AcqRel);
         if !communicator.is_null() {
-            // SAFETY: `communicator` comes from `ncclCommInitRank`, because it is not null. The swap has set the field to
-            // null, so only one thread aborts, and no thread loads the pointer afterwards. A thread that loaded the pointer
-            // before the swap may be inside an NCCL call, or may wait for NCCL's kernels. NCCL allows an abort in both
-            // situations. The sum of this thread may fail, because the abort is meant to end the sum.
+            // SAFETY: `communicator` comes from `ncclCommInitRank`, because it is not null. After the swap no other thread
+            // can load the pointer. A thread that loaded the pointer before may be inside an NCCL call, or may wait for
+            // NCCL's kernels. NCCL allows an abort in either case. The thread's sum may fail, which is the purpose of the
+            // abort.
             let _ = unsafe { result::comm_abort(communicator) };
         }
     }

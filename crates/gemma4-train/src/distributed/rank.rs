@@ -34,8 +34,8 @@ enum Kind {
     Slurm,
 }
 
-/// The supported launchers, in the order in which their size variables are looked for. The first launcher whose size
-/// variable is set has started this process, except in the case that [`launcher`] describes.
+/// The supported launchers, in the order in which their size variables are looked for. The first match has started this
+/// process, except in the case that [`launcher`] describes.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "torchrun",
@@ -58,8 +58,7 @@ const LAUNCHERS: [Launcher; 4] = [
         local_rank: "MPI_LOCALRANKID",
         kind: Kind::Mpi,
     },
-    // The entry for srun uses the variables of a Slurm step. `SLURM_NTASKS` cannot be used, because this variable is also set
-    // for a batch script, which is a single process.
+    // Use the variables of a Slurm step for srun. `SLURM_NTASKS` is also set for a batch script, which is a single process.
     Launcher {
         name: "srun",
         rank: "SLURM_PROCID",
@@ -85,9 +84,9 @@ pub const SINGLE_PROCESS: Rank = Rank {
     size: 1,
 };
 
-/// Returns the launcher that started this process, or `None` if no launcher started it. Under srun, Slurm's plugin for PMI2
-/// also sets MPICH's variables for rank and size, but not MPICH's variable for the local rank. So if a Slurm process lacks
-/// this variable, srun counts as its launcher.
+/// Returns the launcher that started this process, or `None`. Under srun, Slurm's plugin for PMI2 also sets MPICH's
+/// variables for rank and size. The plugin does not set MPICH's local rank, so a Slurm process without this variable counts
+/// as started by srun.
 fn launcher(variable: &impl Fn(&str) -> Option<String>) -> Option<&'static Launcher> {
     let is_set = |name: &str| variable(name).is_some();
     let is_of_slurm = |launcher: &Launcher| {
@@ -103,8 +102,8 @@ pub fn is_of_mpi() -> bool {
     launcher(&variable).is_some_and(|launcher| launcher.kind == Kind::Mpi)
 }
 
-/// Returns the id of the run to which this process belongs, together with the number of the run's restarts. The id
-/// distinguishes the run from other runs that may use the same port.
+/// Returns the id of the run, with the number of the run's restarts. The id distinguishes the run from other runs that may
+/// use the same port.
 pub fn run_id() -> String {
     run_id_of(variable)
 }
@@ -115,8 +114,8 @@ fn variable(name: &str) -> Option<String> {
 
 fn run_id_of(variable: impl Fn(&str) -> Option<String>) -> String {
     let names = match launcher(&variable).map(|launcher| launcher.kind) {
-        // With several machines, the id does not include the restart count. The count may differ between machines, because
-        // torchrun's agent on each machine counts its own restarts.
+        // With several machines, leave out the restart count. torchrun's agent on each machine counts its own restarts, so
+        // the counts may differ.
         Some(Kind::Torchrun) if variable("GROUP_WORLD_SIZE").is_some_and(|size| size != "1") => {
             &TORCHRUN[..1]
         }
@@ -244,7 +243,7 @@ mod tests {
         assert_eq!(found.kind, Kind::Slurm);
         let rank = rank_of(slurm).expect("a rank");
         assert_eq!((rank.global, rank.local), (3, 1));
-        // MPICH's mpiexec starts its processes by srun. So the processes have Slurm's variables too, but the launcher must be
+        // MPICH's mpiexec starts its processes by srun. The processes have Slurm's variables too, but the launcher must be
         // MPI.
         let mpich = &[
             ("PMI_RANK", "3"),

@@ -17,8 +17,8 @@ use burn::{
 
 impl ProcessGroup {
     /// Returns a copy of `model` on `device` with the trained parameters and the parameter identifiers of the first process.
-    /// The parameters are copied because random initial values may differ between devices. The identifiers are copied because
-    /// the optimizer's records refer to parameters by identifier. The group must be [`connect`](Self::connect)ed.
+    /// Random initial values may differ between devices, and the optimizer's records refer to parameters by identifier. The
+    /// group must be [`connect`](Self::connect)ed.
     ///
     /// # Errors
     /// Returns an error if a process is gone, or if a process has another model.
@@ -38,16 +38,15 @@ impl ProcessGroup {
         Ok(self.broadcast_from(model, device, |_| is_first))
     }
 
-    /// Returns the model on `device` with the updated parameters of all processes. Each process has updated only its own part
-    /// of the parameters, and sends this part to all other processes.
+    /// Returns the model on `device` with the updated parameters of all processes. Each process has updated only its own
+    /// shard of the parameters, and broadcasts this shard.
     pub fn gather_updated<M: Module>(&self, model: M, device: &Device) -> M {
         let owners = Owners::of(&model, self.rank.size);
         self.broadcast_from(model, device, |id| owners.has(self.rank.global, id))
     }
 
-    /// Returns the model after broadcasting each trained parameter from one process to all others. For each parameter,
-    /// `counts` returns true in exactly one process, the sender. The broadcast is a sum, to which all processes except the
-    /// sender add zeros.
+    /// Returns the model after each trained parameter is broadcast from one process: the process in which `counts` is true.
+    /// The broadcast is a sum, to which all other processes add zeros.
     fn broadcast_from<M: Module>(
         &self,
         model: M,
@@ -85,8 +84,8 @@ impl<I: Iterator<Item = u64>> ModuleMapper for Renamed<I> {
     }
 }
 
-/// A visitor that collects this process's contribution to the sum for each parameter. If `counts` returns true for a
-/// parameter, the contribution is the parameter's value, and otherwise zeros.
+/// A visitor that collects this process's contribution to the sum for each parameter: the parameter's value if `counts` is
+/// true, and otherwise zeros.
 struct Own<C> {
     counts: C,
     values: GradientsParams,

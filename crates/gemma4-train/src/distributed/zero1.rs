@@ -1,7 +1,6 @@
 //! Shards the optimizer's state among processes (ZeRO's first stage, Rajbhandari et al. 2020, arXiv:1910.02054). Each
 //! process keeps the optimizer state of some parameters, updates these parameters, and sends them to all other processes.
-//! ZeRO's second stage also shards the gradients. The second stage would save no memory here, because a backward pass of
-//! Burn returns all gradients at once.
+//! ZeRO's second stage would save no memory here, because Burn's backward returns all gradients at once.
 
 use crate::distributed::ProcessGroup;
 use burn::{
@@ -20,8 +19,7 @@ impl Owners {
         let mut sizes = Sizes(Vec::new());
         model.visit(&mut sizes);
         let Sizes(mut sizes) = sizes;
-        // All processes compute the same owners, because the sort by size is stable and the parameters have the same
-        // identifiers in all processes.
+        // The sort is stable, so all processes compute the same owners.
         sizes.sort_by_key(|(_, size)| Reverse(*size));
         let mut loads = vec![0; processes];
         let mut owners = HashMap::new();

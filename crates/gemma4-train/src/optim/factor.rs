@@ -1,9 +1,7 @@
-//! The common factor by which all gradients of a step are multiplied.
+//! The common factor by which all gradients of a step are multiplied, for clipping and for the loss scale.
 //!
-//! Clipping and the loss scale multiply every gradient by the same scalar, which is in device memory. A separate
-//! multiplication would cost one kernel launch per parameter. An adapter has hundreds of parameters. So the optimizer
-//! applies the factor when it reads a gradient. Burn calls an optimizer for one gradient at a time, and the call has no
-//! argument for the factor. So the factor is in a thread-local variable for the duration of the step.
+//! A separate multiplication would cost one kernel launch per parameter, so the optimizer multiplies when it reads a
+//! gradient. The factor is a thread-local variable, because Burn's call of an optimizer has no argument for the factor.
 
 use burn::tensor::{DType, Device, Tensor};
 use std::cell::RefCell;

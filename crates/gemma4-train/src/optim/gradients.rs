@@ -70,8 +70,7 @@ impl ModuleVisitor for Squares<'_> {
 }
 
 /// Returns the clipping factor, `[1]` in f32, for gradients whose global norm is `norm`. The factor reduces a norm above
-/// `largest` to `largest`, and is 1 for smaller norms. The factor is 0 if the norm is NaN or infinite, so that the step is
-/// skipped.
+/// `largest` to `largest`. A NaN or infinite norm gives the factor 0, so that the step is skipped.
 pub fn clipping(norm: Tensor<1>, largest: Option<f32>) -> Tensor<1> {
     let is_none = norm.clone().is_finite().bool_not();
     let factor = match largest {

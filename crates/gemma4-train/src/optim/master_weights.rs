@@ -1,8 +1,8 @@
 //! Master weights in f32 for weights in half precision.
 //!
-//! A weight in bf16 has 8 significant bits, so an update of less than a 512th of the weight is rounded away. At the learning
-//! rate of fine-tuning, most updates are that small. So the optimizer keeps each weight in f32, updates this master weight, and
-//! rounds it for the model by [`rounded`] (Micikevicius et al. 2018, arXiv:1710.03740). The optimizer's moments are in f32, too.
+//! A weight in bf16 has 8 significant bits, so an update of less than a 512th of the weight is rounded away. Most updates of
+//! fine-tuning are that small. So the optimizer updates weights in f32, and rounds them for the model by [`rounded`]
+//! (Micikevicius et al. 2018, arXiv:1710.03740). The optimizer's moments are in f32, too.
 
 use crate::{
     args::OptimizerName,
@@ -56,9 +56,7 @@ impl<O: Optimizer> Optimizer for InF32<O> {
         let dtype = tensor.dtype();
         let factor = factor::of_this_step(&gradient.device());
         let factor = factor.reshape([1; D]);
-        // A factor of 0 means that the step is skipped. Multiplying by 0 is not enough for this, because the gradient may be
-        // NaN, and NaN times 0 is NaN. So the gradient is set to 0 by a mask. An inner optimizer without momentum and weight
-        // decay then makes no update.
+        // A factor of 0 means that the step is skipped. A mask sets the gradient to 0, because 0 times NaN is NaN.
         let is_left_out = factor.clone().equal_elem(0.0).expand(gradient.shape());
         let gradient = (gradient.cast(DType::F32) * factor).mask_fill(is_left_out, 0.0);
         let master = master.unwrap_or_else(|| tensor.cast(DType::F32));

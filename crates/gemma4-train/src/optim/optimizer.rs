@@ -18,8 +18,7 @@ use burn_gemma4::update::{AdamW, ParamUpdate};
 /// The decay rates of AdamW's two moments. Language models since GPT-3 use these values.
 const BETAS: [f32; 2] = [0.9, 0.95];
 
-/// Returns the optimizer that the arguments choose. The optimizer computes in f32. It multiplies each gradient by the common
-/// factor of the step, which clips the gradients.
+/// Returns the optimizer that the arguments choose. The optimizer computes in f32 and clips the gradients.
 pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
     match arguments.optimizer {
         OptimizerName::Sgd => ModuleOptimizer::from(InF32(SgdConfig::new().build())),
@@ -31,9 +30,9 @@ pub fn optimizer(arguments: &StepArguments) -> ModuleOptimizer {
     }
 }
 
-/// Calls `made` and allocates its result in CubeCL's persistent memory. `made` must create a tensor that lives as long as
-/// the training. Outside of the persistent memory, CubeCL searches a whole page for each allocation. Hundreds of small
-/// long-lived tensors on a page would slow this search down (`docs/adapters.md` has the times).
+/// Allocates, in CubeCL's persistent memory, the tensor that `made` creates. The tensor must live as long as the training.
+/// Outside of the persistent memory, hundreds of small long-lived tensors would slow down the search for free memory
+/// (`docs/adapters.md` has the times).
 fn kept<const D: usize>(
     tensor: Tensor<D>,
     made: impl Fn(Tensor<D>) -> Tensor<D> + Send,

@@ -1,12 +1,11 @@
 //! Counts skipped steps, that is, steps with a NaN or infinite gradient. The count stays in device memory, so that the host
-//! does not wait for the device at every step. The host reads the count only when it prints a line of the log.
+//! does not wait for the device at every step.
 
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. With several devices, each device has a clone, and each clone counts all skipped
-/// steps of the run in `own`. After counting, a clone also stores its count in `shared`, which all clones share. Any clone
-/// can therefore report the count of the run from `shared`.
+/// The count of skipped steps of a run. Each device has a clone, which counts all skipped steps of the run in `own`. A clone
+/// copies its count to `shared`, so that any clone can report the count.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

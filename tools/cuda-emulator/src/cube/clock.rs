@@ -1,7 +1,6 @@
 //! Vector clocks for race detection. An actor is a warp, or the one actor that stands for all asynchronous copies. Each
-//! actor owns a clock, which has an entry for every actor. If the entry of actor `a` is the time `t`, all accesses of
-//! `a` up to time `t` happened before the owner's next access. A barrier joins the clocks of its warps. Two accesses
-//! that no barrier orders may happen in either order.
+//! actor owns a clock, which has an entry for every actor. If the entry of actor `a` is the time `t`, all accesses of `a` up
+//! to time `t` happened before the owner's next access. A barrier joins the clocks of its warps.
 
 #[derive(Clone, Debug)]
 pub struct Clock {
@@ -44,8 +43,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1. Every later access of the owner then has a later time than all accesses of
-    /// the owner that other actors already know.
+    /// Advances the owner's time by 1, so that the owner's next accesses are later than the accesses that other actors
+    /// already know.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

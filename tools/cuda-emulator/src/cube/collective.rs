@@ -72,7 +72,7 @@ impl Warp {
     /// Reduces the values of the lanes in `mask` to one value, and stores that value in each of these lanes.
     ///
     /// # Errors
-    /// Returns an error if the operation is not supported for this type. The decoder already refuses such instructions.
+    /// Returns an error if the operation is not supported for this type.
     pub fn reduce(&mut self, reduce: &Reduce, mask: u32) -> Result<(), Fault> {
         let values = self.words[reduce.value as usize];
         let mut of_lanes = lanes(mask).map(|lane| u64::from(values[lane]));

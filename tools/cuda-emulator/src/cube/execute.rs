@@ -11,8 +11,8 @@ pub enum Next {
     GoOn,
     /// The warp waits at a barrier.
     Wait,
-    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction
-    /// was a sleep, or found an mbarrier closed.
+    /// The lanes continue with the next instruction only after other lanes and warps have run. The executed instruction was
+    /// a sleep, or polled an incomplete mbarrier phase.
     AskLater,
 }
 

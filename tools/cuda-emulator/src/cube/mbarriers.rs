@@ -107,9 +107,8 @@ impl Mbarrier {
         }
     }
 
-    /// Returns true if the requested phase is complete. `state` is the phase's parity if `parity` is true, otherwise
-    /// the phase that an arrival returned. If the phase is complete, the clocks of all arrivals are joined into
-    /// `clock`, the vector clock of the waiting warp.
+    /// Returns true if the requested phase is complete. `state` is the phase's parity if `parity` is true, otherwise the
+    /// phase that an arrival returned. A complete phase joins the clocks of all arrivals into the waiting warp's `clock`.
     pub fn is_complete(&self, state: u64, parity: bool, clock: &mut Clock) -> bool {
         let complete = match parity {
             true => self.phase & 1 != state & 1,

@@ -124,8 +124,7 @@ impl Launch<'_> {
         }
     }
 
-    /// Checks the accesses of all lanes. The function first tests the common case, in which all accesses are in one
-    /// allocation.
+    /// Checks the accesses of all lanes.
     fn check_lanes(&self, addresses: &DoubleRow, bytes: usize, mask: u32) -> Result<(), Fault> {
         let of_lanes = || lanes(mask).map(|lane| addresses[lane]);
         let (first, last) = of_lanes().fold((u64::MAX, 0), |(first, last), address| {
@@ -328,9 +327,8 @@ impl Cube<'_> {
 /// Returns the memory space of the first lane in `mask`, and the lanes in the same space. Makes the addresses of these
 /// lanes relative to that space.
 fn in_one_space(addresses: &mut DoubleRow, named: Space, mask: u32) -> (Space, u32) {
-    // The address of a kernel argument is an offset in the parameter space. The offset alone does not show that it
-    // belongs to the parameter space, so the instruction must name this space. The instruction `cvta` converts the
-    // offset to a generic address, which shows its memory space.
+    // The address of a kernel argument is an offset, which does not show its memory space. So the instruction must name the
+    // parameter space, unless `cvta` has converted the offset to a generic address.
     if !matches!(named, Space::Generic | Space::Parameter) {
         return (named, mask);
     }

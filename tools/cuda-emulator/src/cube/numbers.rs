@@ -1,6 +1,5 @@
-//! The arithmetic instructions, computed for the lanes of a warp. A frequent operation has its own branch-free loop
-//! over all lanes, after which the mask selects the lanes whose results are stored. Any other operation is computed one
-//! lane at a time.
+//! The arithmetic instructions, computed for the lanes of a warp. A frequent operation has its own branch-free loop over all
+//! lanes. Any other operation is computed one lane at a time.
 
 use super::warp::{ALL, DoubleRow, LANES, Warp, WordRow, lanes};
 use crate::fault::Fault;
@@ -314,7 +313,7 @@ impl Warp {
     /// Computes any arithmetic operation, one lane at a time.
     ///
     /// # Errors
-    /// Returns an error if the operation is not supported for this type. The decoder already refuses such instructions.
+    /// Returns an error if the operation is not supported for this type.
     pub fn compute(
         &mut self,
         arithmetic: Arithmetic,

@@ -8,8 +8,8 @@ use super::{Cube, RACES_TOLD};
 use crate::fault::{Fault, LocatedFault};
 use crate::ptx::{Instruction, Operation};
 
-/// The number of successive rounds in which warps may poll barriers although no event lets a warp continue. In a round,
-/// each ready warp runs once. After more such rounds, the emulator reports a deadlock.
+/// The number of successive rounds in which warps may poll barriers without progress. In a round, each ready warp runs once.
+/// After more such rounds, the emulator reports a deadlock.
 const PATIENCE: usize = 3;
 
 /// The maximum number of warp instructions per thread block.
@@ -151,8 +151,7 @@ impl Cube<'_> {
         }
     }
 
-    /// Executes one instruction. If the instruction causes races or faults, the reports of the races and faults name
-    /// the instruction.
+    /// Executes one instruction. The reports of races and faults name the instruction.
     fn step(
         &mut self,
         warp: &mut Warp,

@@ -1,6 +1,5 @@
-//! The shared memory of a thread block, with race detection. An actor is a warp, or the one actor that stands for all
-//! asynchronous copies. For each 32-bit word, the module records the last write with its time, and the reads since that
-//! write. The module also records the pending copies and `wgmma` instructions that access the word.
+//! The shared memory of a thread block, with race detection. For each 32-bit word, the module records the last write, the
+//! reads since that write, and the pending copies and `wgmma` instructions that access the word.
 
 use super::clock::Clock;
 use super::warp::POISON;

@@ -55,8 +55,8 @@ pub struct Warp {
     pub live: u32,
     /// The mask of the lanes that wait for other lanes of the same warp.
     pub parked: u32,
-    /// The mask of the lanes that sleep, or that poll an mbarrier whose phase was incomplete at the last poll. Before such a
-    /// lane continues, the other lanes of the warp run.
+    /// The mask of the lanes that sleep, or that poll an incomplete mbarrier phase. Before such a lane continues, the other
+    /// lanes of the warp run.
     pub spinning: u32,
     place: [u32; LANES],
     pub predicates: Vec<u32>,

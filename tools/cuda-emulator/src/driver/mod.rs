@@ -1,8 +1,7 @@
 //! The functions of CUDA's driver that CubeCL calls. Device memory is host memory, and an operation on a stream has
 //! completed when its call returns. As on a GPU, a kernel's fault is permanent: every later call fails.
 //!
-//! The emulated library lacks every driver function that is not defined here. A program that looks up such a function
-//! reports the function's name.
+//! The emulated library lacks every driver function that is not defined here.
 #![allow(non_snake_case)]
 
 mod device;

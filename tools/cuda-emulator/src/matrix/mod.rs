@@ -1,6 +1,5 @@
 //! The matrix instructions, and the loads and stores of their tiles. The accumulators are f32, and the code names them
-//! `sums`. The emulator accumulates one element of the inner dimension after another, and rounds after each addition. A
-//! GPU accumulates in another order and rounds at other points.
+//! `sums`. The emulator rounds after each addition. A GPU accumulates in another order and rounds at other points.
 
 mod mma;
 mod tiles;

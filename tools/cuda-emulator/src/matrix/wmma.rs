@@ -1,7 +1,7 @@
-//! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. The layout of a
-//! fragment is opaque to programs, so this module chooses a layout. All lanes of the first register together hold
-//! the first elements of the tile in row-major order. All lanes of the second register hold the elements after
-//! those, and so on. If a fragment has more registers than its tile fills, the tile is repeated.
+//! The `wmma` instructions: matrix multiplication of fragments, and loads and stores of fragments. The layout of a fragment
+//! is opaque to programs, so this module chooses a layout. The tile's elements fill the lanes of the first register in
+//! row-major order, then the lanes of the second register, and so on. If a fragment has more registers than its tile fills,
+//! the tile is repeated.
 
 use super::check_all;
 use crate::cube::{Cube, LANES, Warp, WordRow};

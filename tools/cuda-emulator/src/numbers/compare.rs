@@ -26,9 +26,8 @@ pub enum Comparison {
 }
 
 impl Comparison {
-    /// Parses the name of a comparison in PTX. The names `lo`, `ls`, `hi` and `hs` are used with unsigned types only.
-    /// The type already tells that the comparison is unsigned, so these names become the same variants as `lt`, `le`,
-    /// `gt` and `ge`.
+    /// Parses the name of a comparison in PTX. The names `lo`, `ls`, `hi` and `hs`, for unsigned types only, become the same
+    /// variants as `lt`, `le`, `gt` and `ge`.
     pub fn of(text: &str) -> Option<Self> {
         Some(match text {
             "eq" => Self::Equal,

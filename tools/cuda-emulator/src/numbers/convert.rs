@@ -106,8 +106,8 @@ fn to_integer(conversion: Conversion, x: f64) -> u64 {
 }
 
 fn integer_to_float(conversion: Conversion, value: i128) -> u64 {
-    // The f64 `near` is inexact only for integers of more than 53 bits. `lack` is the difference between `value` and
-    // `near`. The final rounding needs this difference.
+    // The f64 `near` is inexact only for integers of more than 53 bits. The final rounding needs the difference `lack`
+    // between `value` and `near`.
     let near = value as f64;
     let lack = (value - near as i128) as f64;
     match conversion.to {

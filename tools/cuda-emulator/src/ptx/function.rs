@@ -194,8 +194,7 @@ impl<'a> Body<'a> {
                 self.symbols.insert(variable.name, at as u64);
                 self.local = at + variable.bytes;
             } else if text.starts_with(".pragma") || text.is_empty() {
-                // A `.pragma` only advises NVIDIA's assembler, so the parser skips it. The parser skips an empty
-                // statement as well.
+                // A `.pragma` only advises NVIDIA's assembler, so the parser skips it.
             } else if text.starts_with('.') {
                 return Err(Fault::Unsupported(format!("the declaration `{text}`")));
             } else {

@@ -1,6 +1,6 @@
 //! Decoded instructions: operations on rows of registers. A row has one value per lane. The class of a row is the kind of
 //! its values, such as 32-bit words or predicates. A frequent operation takes rows of a fixed class and has its own loop
-//! over all lanes. Any other operation is computed lane by lane.
+//! over all lanes.
 
 use super::types::{Register, Type};
 use crate::numbers::{Arithmetic, Comparison, Conversion};

@@ -96,8 +96,7 @@ pub enum Class {
     Double,
 }
 
-/// A register of a warp, given by its row among the rows of the register's class. A row has the register's values in
-/// all lanes.
+/// A register of a warp, given by its row among the rows of the register's class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Register {
     Predicate(u32),
@@ -125,8 +124,8 @@ pub enum Space {
     Parameter,
 }
 
-/// The size of a window, the range of generic addresses of an emulated memory space. All addresses of the emulator's
-/// own process, and therefore of global memory, are below the first window.
+/// The size of a window. A window is the range of generic addresses of an emulated memory space. All addresses of the
+/// emulator's own process, and therefore of global memory, are below the first window.
 const WINDOW: u64 = 1 << 60;
 
 /// The address at which shared memory starts. This address is above 0, so that address 0 is invalid in shared memory as

@@ -1,18 +1,18 @@
 //! Computes the gradient of a bias that is constant over keys, without computing any score.
 //!
-//! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the query's logsumexp,
-//! and no probability. A sink does not shift with the scores, so with a sink the bias also changes the probabilities. The score
-//! gradients of a query therefore sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
+//! Such a bias adds the same number to all scores of a query. Without a sink, this shift changes only the LSE and no
+//! probability. A sink does not shift with the scores, so with a sink the probabilities change too. The score gradients of a
+//! query sum to `dlse + Δ · exp(sink − lse)`, or to 0 for a query that sees no key.
 //!
-//! Schedule: all queries to which a bias element is broadcast are divided into groups. Each unit adds up the score gradients of
-//! one group. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per query.
+//! Schedule: the queries to which a bias element is broadcast are divided into groups. Each unit adds up the score gradients
+//! of one group. Budget: no shared memory and a few registers. Bound: memory, with at most four f32 values read per query.
 
 use crate::auxiliary::delta::kernel::row_lse_delta_of;
 use crate::math::score::{is_hidden, probability};
 use cubecl::prelude::*;
 
-/// The sizes of a bias, and the number of times that broadcasting repeats the bias along each dimension. In each dimension, the
-/// size or the number of repeats is 1.
+/// The sizes of a bias, and how often broadcasting repeats the bias along each dimension. In each dimension, the size or the
+/// number of repeats is 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Spread {
@@ -24,13 +24,13 @@ pub(crate) struct Spread {
     pub repeated_queries: u32,
     /// The number of queries, over all heads and sequences, that read one bias element.
     pub repeats: u32,
-    /// The number of groups into which the queries that read one bias element are divided. One unit adds up the score gradients
-    /// of one group.
+    /// The number of groups into which the queries of one bias element are divided. One unit adds up the score gradients of
+    /// one group.
     pub parts: u32,
 }
 
-/// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`. A
-/// unit adds up the score gradients of every `parts`-th query among the queries that read the bias element.
+/// Computes partial sums of the gradient of each bias element, and writes them to `gradient [parts, elements of the bias]`.
+/// A unit adds up the score gradients of every `parts`-th query to which the bias element is broadcast.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn constant_bias_gradient<S: Float>(
     rows: &Tensor<f32>,

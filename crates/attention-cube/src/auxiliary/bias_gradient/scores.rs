@@ -1,9 +1,9 @@
-//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS over all dimensions along which the bias is
-//! broadcast.
+//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS over all dimensions along which the bias
+//! is broadcast.
 //!
-//! Algorithm: a cube recomputes all score tiles that read its bias tile, and adds their dS in registers. A bias that is broadcast
-//! along queries has too few tiles to occupy the device. Several cubes (the grid's splits) then divide the score tiles of one
-//! bias tile, and `sum_parts` adds their partial sums in a fixed order. A bias that is broadcast along keys needs no scores: see
+//! Algorithm: a cube recomputes all score tiles that read its bias tile, and sums dS in registers. A bias that is broadcast
+//! along queries has too few tiles to occupy the device. Several cubes (splits) therefore divide the score tiles of a bias
+//! tile, and `sum_parts` adds the partial sums in a fixed order. A bias that is broadcast along keys needs no scores: see
 //! `constant_bias_gradient`.
 //!
 //! Budget: the shared memory of the forward's operand tiles plus 16 bytes per unit, and `12 · rows_per_unit` registers per
@@ -71,14 +71,14 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let tiles = comptime!(kind.tiles);
     let row_size = comptime!(tiles.rows as i32);
     let column_size = comptime!(tiles.columns() as i32);
-    // The grid runs over the tiles, heads and sequences of the bias, not of the scores. A dimension along which the bias is
-    // broadcast has size 1 in the grid.
+    // The grid runs over the tiles, heads and sequences of the bias. A broadcast dimension of the bias has size 1 in the
+    // grid.
     let work_tile = work_tile(&grid, index, false);
     let own_row_tile = (work_tile.tile / counts.key_tiles) as i32;
     let own_key_tile = (work_tile.tile % counts.key_tiles) as i32;
 
-    // The number of score tiles to sum is a product of three factors: query tiles, query heads and sequences. A factor is 1
-    // unless the bias is broadcast along its dimension.
+    // The number of score tiles to sum: query tiles times query heads times sequences. A factor is 1 unless the bias is
+    // broadcast along its dimension.
     let mut row_tiles = 1u32;
     if comptime!(broadcast.queries) {
         row_tiles = block_count(seq_lens.q_len, row_size) as u32;
@@ -196,8 +196,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up dS over the rows of each column: first over the rows that one unit holds, then over all units that hold rows
-        // of the column.
+        // Adds up dS over the rows of each column: first over the rows of one unit, then over all units with rows of the
+        // column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

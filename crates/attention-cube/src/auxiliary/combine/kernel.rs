@@ -1,18 +1,17 @@
-//! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink acts
-//! as one more split whose output is zero.
+//! Combines the partial outputs of split-KV attention: `o = Σ exp(lseₛ − lse) oₛ` with `lse = log Σ exp(lseₛ)`. The sink
+//! acts as one more split whose output is zero.
 //!
-//! Inputs and outputs store a logsumexp as two numbers. The first is the reference score, the score that the softmax subtracted
-//! before `exp` (about the row maximum). The second is the logarithm of the softmax sum relative to the reference score. If
-//! scores are huge, one f32 for the sum of both numbers would lose the logarithm.
+//! Inputs and outputs store an LSE as two numbers. The first is the reference score, which the softmax subtracted before
+//! `exp` (about the row maximum). The second is the logarithm of the softmax sum relative to the reference score. If scores
+//! are huge, one f32 for the sum of both numbers would lose the logarithm.
 //!
-//! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8 splits).
+//! Budget: at most 3 KB of shared memory. Registers: 6 for results, plus 6 per split that a unit loads at once (4 or 8
+//! splits).
 //!
-//! Bound: memory if there are many rows, because the kernel reads `splits` partial outputs once. If there are few rows, as
-//! in the decode of one sequence, the bound is the latency of a load. From 8 splits on, the splits of 4 output columns are
-//! therefore divided among several units. The first of these units then combines the results of these units. A unit loads
-//! the reference scores, logarithms and partial outputs of its first 4 or 8 splits before it uses any of them. A unit with
-//! further splits next loads the reference scores of the further splits, to find the largest reference score. Only then does
-//! the unit load the logarithms and partial outputs of the further splits.
+//! Bound: memory with many rows, because the kernel reads every partial output once. With few rows, as in the decode of one
+//! sequence, the bound is the latency of a load. From 8 splits on, several units therefore divide the splits of 4 output
+//! columns, and one of these units combines the results. A unit issues the loads of its first 4 or 8 splits before it uses
+//! any loaded value.
 
 use crate::math::rounding::rounded_vector;
 use crate::math::score::{LOWEST, saved_logarithm};
@@ -50,8 +49,8 @@ pub(crate) struct CombineSizes {
 ///
 /// # Shapes
 /// `partial_output [splits, rows, value_dim]` and `partial_logsumexp [2, splits, rows]` in f32; `output [rows, value_dim]`;
-/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences. In both logsumexps, the first
-/// half holds the reference scores (about the row maxima), the second half the logarithms of the softmax sums.
+/// `logsumexp [2, rows]` in f32. `rows` is the number of queries over all heads and sequences. The first half of a logsumexp
+/// holds the reference scores, the second half the logarithms of the softmax sums.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
@@ -83,8 +82,8 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     let row = index / row_vectors as usize;
     let column = index % row_vectors as usize;
     let exists = row < rows as usize;
-    // A unit without an existing row gets an empty range of splits. The unit does not return early, because all units of the
-    // cube must reach the later sync.
+    // A unit without a row gets an empty range of splits. The unit must not return early, because all units of the cube must
+    // reach the later sync.
     let own = joined::<N>(
         partial_output,
         partial_logsumexp,
@@ -131,8 +130,8 @@ pub(crate) fn combine_pdl<O: Float, F: Float, N: Size>(
     }
 }
 
-/// The combined result of several splits, for one vector of an output row. The softmax sum and the weighted output are relative
-/// to `largest`, the largest reference score of these splits.
+/// The combined result of several splits, for one vector of an output row. The softmax sum and the weighted output are
+/// relative to `largest`, the largest reference score of these splits.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Joined<N: Size> {
@@ -141,8 +140,7 @@ struct Joined<N: Size> {
     total: Vector<f32, N>,
 }
 
-/// Combines some splits of one vector of an output row: every `sharing.units`-th split, from split `first` up to but not
-/// including `end`.
+/// Combines every `sharing.units`-th split in `first..end`, for one vector of an output row.
 #[cube]
 fn joined<N: Size>(
     partial_output: &Tensor<Vector<f32, N>>,
@@ -163,8 +161,8 @@ fn joined<N: Size>(
     #[unroll]
     for index in 0..held {
         let split = first + comptime!((index * sharing.units) as u32);
-        // If the unit has no split with this index, the unit loads split 0 and ignores the loaded values. A branch around the
-        // load would keep the loads of different splits from overlapping.
+        // If the unit has no split with this index, the unit loads split 0 and ignores the values. A branch around the load
+        // would keep the loads of different splits from overlapping.
         let split = select(split < end, split, 0u32);
         let at = split as usize * rows + row;
         references[index] = partial_logsumexp[at];
@@ -216,8 +214,8 @@ fn joined<N: Size>(
     own
 }
 
-/// Adds one split to `own`, the combined result of earlier splits. `own.largest` must already be the largest reference score of
-/// all splits that the unit combines.
+/// Adds one split to `own`, the combined result of earlier splits. `own.largest` must be the largest reference score of all
+/// splits of the unit.
 #[cube]
 fn with_part<N: Size>(
     own: Joined<N>,
@@ -233,8 +231,8 @@ fn with_part<N: Size>(
     }
 }
 
-/// Combines the results of all units that combined splits of the same vector of an output row. Only the first of these units
-/// gets the complete result.
+/// Combines the results of all units that share a vector of an output row. Only the first of these units gets the complete
+/// result.
 #[cube]
 fn put_together<N: Size>(own: Joined<N>, #[comptime] sharing: usize) -> Joined<N> {
     let mut references = Shared::<[f32]>::new_slice(UNITS);

@@ -14,14 +14,12 @@ use cube_kit::launch::{address_type, cube_count, empty};
 use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 
-/// Several units may share the work on one vector of an output row. Each of these units combines some of the splits.
-/// `MOST_SHARING` is the largest number of such units. A launch uses about one unit per `PARTS_OF_A_UNIT` splits, and rounds
-/// the number of units up to a power of two.
+/// The largest number of units that share the splits of one vector of an output row. A launch uses about one unit per
+/// `PARTS_OF_A_UNIT` splits, rounded up to a power of two.
 const MOST_SHARING: usize = 16;
 const PARTS_OF_A_UNIT: usize = 4;
 
-/// The largest number of splits that a unit loads at once. A unit has more splits than this only if `MOST_SHARING` units share
-/// the splits. With fewer units, each unit has fewer than twice `PARTS_OF_A_UNIT` splits.
+/// The largest number of splits that a unit loads at once. A unit has more splits only if `MOST_SHARING` units share them.
 const MOST_HELD: usize = 2 * PARTS_OF_A_UNIT;
 
 fn sharing(splits: usize) -> Sharing {
@@ -42,8 +40,8 @@ fn sharing(splits: usize) -> Sharing {
 ///
 /// # Shapes
 /// `partial_output [splits, batch, q_heads, q_len, value_dim]` and `partial_logsumexp [2, splits, batch, q_heads, q_len]` in
-/// f32. The first half of `partial_logsumexp` holds the reference scores, which the softmax subtracts (about the row
-/// maxima). The second half holds the logarithms of the softmax sums. The results have the problem's shapes.
+/// f32. The first half of `partial_logsumexp` holds the reference scores (about the row maxima), the second half the
+/// logarithms of the softmax sums. The results have the problem's shapes.
 pub(crate) fn combine_splits(
     partial_output: CubeTensor,
     partial_logsumexp: CubeTensor,
@@ -59,9 +57,8 @@ pub(crate) fn combine_splits(
     let row_vectors = problem.value_dim / vector;
     let sharing = sharing(splits);
     let sink_dtype = sinks.as_ref().map_or(DType::F32, |sinks| sinks.dtype);
-    // SAFETY: a unit whose row is not below `rows` writes nothing and reads no split. All other units read `partial_output` and
-    // `partial_logsumexp` at splits below `splits` and rows below `rows`, the sizes of both tensors. Only one unit writes a
-    // vector of `output`.
+    // SAFETY: a unit whose row is not below `rows` reads no split and writes nothing. All other units read splits below
+    // `splits` at rows below `rows`. Only one unit writes a vector of `output`.
     unsafe {
         combine_pdl::launch_unchecked(
             &client,

@@ -32,9 +32,8 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// Returns a copy of the tensor if `copied`, or else the tensor itself with strides that TMA accepts. The first `broadcast`
-/// dimensions of the tensor may have stride 0. In such a dimension, the copy holds the repeated rows only once, and has
-/// stride 0 too.
+/// Returns a copy of the tensor if `copied`, or else the tensor with strides that TMA accepts. If one of the first
+/// `broadcast` dimensions has stride 0, the copy has stride 0 there too.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);
@@ -51,8 +50,8 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
         .into_iter()
         .find(|vector| *vector <= size && is_in_vectors(&source, *vector))
         .unwrap_or(1);
-    // SAFETY: a unit writes the vector of `target` at its own index, and units whose index is not below `vectors` stop at once.
-    // The kernel reads `source` only at rows and columns inside its shape.
+    // SAFETY: a unit writes the vector of `target` at its own index, and units with an index from `vectors` on stop at once.
+    // The kernel reads `source` only inside its shape.
     unsafe {
         align_rows::launch_unchecked(
             &client,
@@ -80,11 +79,10 @@ pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> Cub
     target
 }
 
-/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride in such a dimension, even one that is not a
-/// multiple of 16 bytes.
+/// Sets the stride of every dimension of size 1 to 0. Burn allows any stride in such a dimension.
 ///
-/// Kernels use these strides to compute addresses even of rows past the tensor's end. TMA copies nothing from such an address,
-/// but still requires that the address is a multiple of 16 bytes.
+/// Kernels compute addresses with these strides even for rows past the tensor's end. TMA copies nothing from such an
+/// address, but requires that the address is a multiple of 16 bytes.
 fn with_legal_strides(mut tensor: CubeTensor) -> CubeTensor {
     for dim in 0..3 {
         if tensor.meta.shape()[dim] == 1 {
@@ -152,8 +150,7 @@ mod tests {
         }
     }
 
-    /// Checks that a dimension of size 1 gets a stride that TMA accepts. Burn allows any stride in such a dimension, and a
-    /// kernel would compute unaligned addresses from an unaligned stride.
+    /// Checks that a dimension of size 1 gets a stride that TMA accepts. Burn allows any stride in such a dimension.
     #[test]
     fn aligned_dimension_of_one_has_a_legal_stride() {
         let device = cube_device();
@@ -167,8 +164,8 @@ mod tests {
         }
     }
 
-    /// Checks that repeated sequences and heads (stride 0) are copied only once. Repeated rows and columns are copied in full,
-    /// because TMA cannot read a stride of 0 in these dimensions.
+    /// Checks that repeated sequences and heads (stride 0) are copied only once. Repeated rows and columns are copied in
+    /// full, because TMA cannot read their stride of 0.
     #[test]
     fn aligned_broadcast_input_is_copied_once() {
         let expanded = |tensor| CubeBackend::float_expand(tensor, Shape::new([2, 3, 5, 6]));

@@ -3,23 +3,22 @@
 //! The result is the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. Each row is padded to a multiple of
 //! [`MULTIPLE`].
 //!
-//! The *reference score* of a query is the score that the softmax subtracted before `exp`. It is approximately the row maximum.
-//! A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a head are:
+//! The *reference score* of a query is the score that the softmax subtracted before `exp`. The reference score is about the
+//! row maximum. A query is *far* if the magnitude of its reference score is at least [`FAR`]. The five rows of a head are:
 //!
-//! - row 0: the LSE. With [`LogsumexpForm::Apart`] it is only the reference score, and with [`LogsumexpForm::Marked`] a far query
-//!   has a mark instead.
+//! - row 0: the LSE. With [`LogsumexpForm::Apart`], row 0 is only the reference score. With [`LogsumexpForm::Marked`], a far
+//!   query has a mark instead.
 //! - row 1: Δ
 //! - row 2: the logarithm of the softmax sum relative to the reference score, for each query whose LSE is not in row 0
 //! - row 3: the reference scores of far queries, with [`LogsumexpForm::Marked`]
-//! - row 4: one flag per [`ROWS`] queries, with [`LogsumexpForm::Marked`]. It is 1 if row 0 holds a mark for one of the queries.
+//! - row 4: one flag per [`ROWS`] queries, with [`LogsumexpForm::Marked`]. A flag is 1 if row 0 holds a mark for one of the
+//!   queries.
 //!
-//! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of the rows that they read
-//! is 0. With [`LogsumexpForm::Marked`], a kernel thus reads one f32 per query for the LSE, unless it finds a mark. A kernel that
-//! streams blocks of queries looks for marks only if a flag of its queries is 1.
+//! Kernels read rows 0 and 1 of every query, and with [`LogsumexpForm::Apart`] also row 2. The padding of these rows is 0. A
+//! kernel that streams blocks of queries looks for marks only if a flag of its queries is 1.
 //!
-//! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of shared
-//! memory, and in registers one vector of the output and one of its gradient. Bound: memory. The kernel reads the output and its
-//! gradient once.
+//! Schedule: eight units share a row of the attention output, and all rows of a cube belong to one head. Budget: 1 KB of
+//! shared memory, and two vectors in registers. Bound: memory. The kernel reads the output and its gradient once.
 
 use crate::math::gradient::RowLseDelta;
 use crate::math::layout::{head_rows, row_offset};
@@ -33,22 +32,21 @@ pub(crate) const UNITS: u32 = 256;
 const ROW_UNITS: u32 = 8;
 /// The number of queries (rows of the attention output) per cube.
 pub(crate) const ROWS: u32 = UNITS / ROW_UNITS;
-/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. For a query that sees
-/// no key, this element is +∞. The +∞ marks the query, and also makes the query's probabilities 0.
+/// True if a query sees no key. The argument is the query's element in row 0 of the LSE/delta tensor. The element +∞ marks
+/// such a query, and makes the query's probabilities 0.
 #[cube]
 pub(crate) fn is_blind(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == 0x7F80_0000u32
 }
 
-/// The smallest magnitude of a reference score that makes a query far (see the module's documentation). Below this magnitude,
-/// the rounding of the LSE changes P by at most 2⁻¹³, which is less than the rounding of half precision.
+/// The smallest magnitude of a far query's reference score (see the module's documentation). Below this magnitude, the
+/// rounding of the LSE changes P by at most 2⁻¹³, less than the rounding of half precision.
 pub(crate) const FAR: f32 = 2048.0;
 
 /// The bits of −0, which row 0 holds in place of the LSE of a far query. Subtracting −0 from a score changes nothing.
 const FAR_MARK: u32 = 0x8000_0000;
 
-/// True if a query is far (see the module's documentation). The argument is the query's element in row 0 of the LSE/delta
-/// tensor.
+/// True if a query is far (see the module's documentation). The argument is an element of row 0 of the LSE/delta tensor.
 #[cube]
 pub(crate) fn is_far(logsumexp: f32) -> bool {
     u32::reinterpret(logsumexp) == comptime!(FAR_MARK)
@@ -63,13 +61,13 @@ pub(crate) const TERMS: usize = NUMBERS + 1;
 /// The index of the row of flags in the LSE/delta tensor.
 pub(crate) const FLAGS: usize = NUMBERS;
 
-/// The indices of two rows of the LSE/delta tensor. Row `LOGARITHM` holds the logarithms of the softmax sums. Row `REFERENCE`
-/// holds the reference scores of far queries.
+/// Two rows of the LSE/delta tensor: `LOGARITHM` with the logarithms of the softmax sums, and `REFERENCE` with the reference
+/// scores of far queries.
 pub(crate) const LOGARITHM: usize = 2;
 pub(crate) const REFERENCE: usize = 3;
 
-/// The number of rows, from row 0 on, that kernels read for queries that are not far. In rows 2 and 3, elements that kernels
-/// do not read may hold any value.
+/// The number of rows that kernels read for queries that are not far. Elements of rows 2 and 3 that kernels do not read may
+/// hold any value.
 const fn rows_without_marks(form: LogsumexpForm) -> usize {
     match form {
         LogsumexpForm::Whole | LogsumexpForm::Marked => LOGARITHM,
@@ -77,8 +75,7 @@ const fn rows_without_marks(form: LogsumexpForm) -> usize {
     }
 }
 
-/// The multiple to which rows of the LSE/delta tensor are padded, in elements. TMA reads only rows that start at multiples of
-/// 16 bytes.
+/// The multiple to which rows of the LSE/delta tensor are padded, in elements. TMA requires rows at multiples of 16 bytes.
 pub(crate) const MULTIPLE: usize = 4;
 
 /// The runtime sizes of [`row_lse_delta`].
@@ -143,8 +140,8 @@ pub(crate) fn row_lse_delta<E: Float, N: Size>(
             let g = load_vec4(output_gradient, &gradient_rows, gradient_at, vector * 4u32);
             #[unroll]
             for component in 0..4usize {
-                // Skips products with an output of 0. A query that sees no key has an output of zeros, but its output gradient
-                // may be infinite or NaN. The product of 0 and such a gradient would be NaN.
+                // A query that sees no key has an output of 0, but its output gradient may be infinite or NaN. The product
+                // of the two would be NaN, so products with an output of 0 are skipped.
                 let output = o.extract(component);
                 sum += select(output == 0.0f32, 0.0f32, output * g.extract(component));
             }

@@ -15,8 +15,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Returns the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. The five rows of a head hold the LSE and the
-/// delta of every query, and flags. The header of `kernel.rs` lists the rows.
+/// Returns the LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32. The header of `kernel.rs` lists the five rows.
 pub(crate) fn rows_of_queries(
     saved: &AttentionSaved<CubeBackend>,
     problem: &AttentionProblem,
@@ -34,8 +33,8 @@ pub(crate) fn rows_of_queries(
     let client = target.client.clone();
     let planes = batch * q_heads;
     let logsumexp_gradient = saved.logsumexp_gradient.as_option();
-    // SAFETY: the kernel reads `output`, `output_gradient` and `logsumexp` only at heads below `planes` and queries below
-    // `q_len`. It writes `target` only at heads below `planes` and queries below `padded`.
+    // SAFETY: the kernel reads its inputs only at heads below `planes` and queries below `q_len`. It writes `target` only at
+    // heads below `planes` and queries below `padded`.
     unsafe {
         row_lse_delta::launch_unchecked(
             &client,

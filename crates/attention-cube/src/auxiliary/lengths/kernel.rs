@@ -1,10 +1,8 @@
 //! Packs sequence lengths, segment ids and the queries' key intervals into one i32 buffer. Also computes the bounds of every
-//! block of tokens, and the block range of every tile. The record of a query in the buffer is its segment id, then the first
-//! key and the end of each of its intervals.
+//! block of tokens, and the block range of every tile.
 //!
-//! A tile of queries has a block range of keys, and a tile of keys has a block range of queries. The block range spans all
-//! blocks that segments and intervals may leave visible to the tile. Attention kernels thus do not search for visible blocks,
-//! even with many packed documents.
+//! The block range of a query tile spans all key blocks that segments and intervals may leave visible to the tile. The block
+//! range of a key tile spans query blocks. Attention kernels thus do not search for visible blocks.
 //!
 //! Schedule: one unit copies one i32. One cube computes the bounds of one block, or the block range of one tile. Budget: no
 //! shared memory for copies, at most eight i32 values per unit for bounds and block ranges, and a few registers. Bound: memory,
@@ -14,11 +12,10 @@ use crate::math::side::Side;
 use crate::math::visibility::{BLOCK_BOUNDS, INTERVAL_BOUNDS, Structure};
 use cubecl::prelude::*;
 
-/// Copies the integers of `source` (lengths or segment ids), row by row, to `packed` from index `start` on. In `packed`, each
-/// integer lies `record` elements after the previous one, because the intervals of a query follow its segment id.
+/// Copies the lengths or segment ids in `source` to `packed` from index `start` on. In `packed`, consecutive integers are
+/// `record` elements apart.
 ///
-/// If `clamps`, the kernel clamps each integer to `0..=largest`. The type `I` of `source` must then be able to represent
-/// `largest`.
+/// If `clamps`, the kernel clamps each integer to `0..=largest`, and the type `I` must be able to represent `largest`.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_lengths_and_ids<I: Int>(
     source: &Tensor<I>,
@@ -47,12 +44,11 @@ pub(crate) fn pack_lengths_and_ids<I: Int>(
     }
 }
 
-/// Copies the key intervals of all queries to the queries' records in `packed`, and clamps both ends of each interval to
-/// `0..=kv_len`.
+/// Copies the key intervals of all queries to their records in `packed`, and clamps both ends to `0..=kv_len`.
 ///
 /// `source` is `[batch, q_len, 2 · intervals]`: the first key and the end of each interval. A type narrower than i32 is
-/// converted to i32 before the clamp, because the type may not represent `kv_len`. All other types are converted after the
-/// clamp, because their values may exceed i32.
+/// converted before the clamp, because the type may not represent `kv_len`. Wider types are clamped first, because their
+/// values may exceed i32.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_intervals<I: Int>(
     source: &Tensor<I>,
@@ -84,9 +80,8 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes ranges of key blocks for each block of `block` queries. A key block has `keys` keys. A query sees the keys of up
-/// to two intervals. For each interval, the kernel computes two ranges: the key blocks that may be visible, and the fully
-/// visible key blocks. See [`INTERVAL_BOUNDS`].
+/// Computes two ranges of key blocks per interval for each block of `block` queries: the key blocks that may be visible, and
+/// the fully visible key blocks. A key block has `keys` keys. See [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`. One
 /// cube handles one block.
@@ -156,8 +151,8 @@ pub(crate) fn bound_intervals(
             packed[at] = first;
             packed[at + 1] = end;
             packed[at + 2] = (largest_first + keys - 1i32) / keys;
-            // The last key block may be shorter than `keys`. The block counts as fully visible if the intervals of all queries
-            // end at `kv_len`.
+            // The last key block may be shorter than `keys`. The block is fully visible if the intervals of all queries end
+            // at `kv_len`.
             packed[at + 3] = select(
                 smallest_end == kv_len,
                 (kv_len + keys - 1i32) / keys,
@@ -211,8 +206,8 @@ fn reduced(value: i32, #[comptime] reduction: Reduction, #[comptime] units: u32)
 /// Computes the bounds of every block of `block` tokens: the smallest segment id, the largest segment id, and a bit set of all
 /// ids modulo 32. One cube handles one block.
 ///
-/// The segment ids start at index `ids` of `packed`, and each lies `record` elements after the previous one. The bounds start
-/// at index `bounds`, with `block_bounds` values per block.
+/// The segment ids start at index `ids` of `packed`, `record` elements apart. The bounds start at index `bounds`, with
+/// `block_bounds` values per block.
 #[cube(launch_unchecked)]
 pub(crate) fn bound_segments(
     packed: &mut Tensor<i32>,
@@ -256,13 +251,12 @@ pub(crate) fn bound_segments(
     }
 }
 
-/// Computes block ranges for `count` blocks of `side`. A block of queries gets the range of key blocks that segments and
-/// intervals may leave visible to the queries. A block of keys gets the range of query blocks that may see the keys. One cube
-/// handles one block.
+/// Computes the block ranges of `count` blocks of `side`, with one cube per block. The block range spans the blocks of the
+/// opposite side that segments and intervals may leave visible.
 ///
-/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side's blocks at
-/// index `others`. A range is stored as the index of its first block and the index after its last block. The kernel also
-/// sets the element at index `counter` to 0. With this counter, persistent cubes later claim tiles.
+/// The bounds of the blocks of `side` start at index `bounds` of `packed`, and the bounds of the opposite side at index
+/// `others`. A range is stored as the index of its first block and the index after its last block. The kernel also sets the
+/// counter of claimed tiles, at index `counter`, to 0.
 #[cube(launch_unchecked)]
 pub(crate) fn span_blocks(
     packed: &mut Tensor<i32>,

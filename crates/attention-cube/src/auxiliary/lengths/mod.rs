@@ -3,18 +3,17 @@
 //!
 //! A sequence has up to two lengths: its number of keys, then its number of queries.
 //!
-//! The record of a query holds its segment id, then the first key and the end of each interval. Without segments, the record
-//! has no id.
+//! The record of a query holds its segment id (if any), then the first key and the end of each interval.
 //!
-//! The bounds of a block are its smallest and its largest segment id, a bit set of its ids modulo 32, and a range of
-//! opposite blocks (key blocks for a block of queries, query blocks for a block of keys). Kernels compare these bounds of a
-//! block of queries and a block of keys. They skip the pair if the two blocks have no segment in common. The range covers
-//! all opposite blocks that segments and intervals may leave visible to the block. Only blocks of the stationary side (the
-//! side that a kernel's tiles keep) have such a range.
+//! The bounds of a block are its smallest and its largest segment id, and a bit set of its ids modulo 32. Kernels skip a
+//! pair of a query block and a key block if the bounds show no common segment.
 //!
-//! The bounds of a block of queries also have two ranges of key blocks per interval. An interval is a range of keys that a
-//! query sees. The first range covers each key block in which the interval makes at least one key visible to at least one
-//! query. The second range covers each key block in which the interval makes all keys visible to every query.
+//! Blocks of the stationary side (the side that a kernel's tiles keep) also have a range of opposite blocks. The range
+//! covers all opposite blocks that segments and intervals may leave visible.
+//!
+//! The bounds of a query block also have two ranges of key blocks per interval. The first range covers each key block with a
+//! key that a query of the block sees. The second range covers each key block whose keys are all visible to every query of
+//! the block.
 //!
 //! Kernels with different tile sizes have separate bounds. The bounds of key blocks are followed by a counter, initially 0.
 //! Persistent cubes claim tiles by incrementing this counter.
@@ -37,8 +36,8 @@ use burn_cubecl::tensor::CubeTensor;
 use cube_kit::launch::{cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. The kernel keeps a tile of the stationary
-/// side and streams blocks of the opposite side.
+/// The block sizes of a kernel in tokens, and its stationary side: queries or keys. The kernel keeps a tile of the
+/// stationary side and streams blocks of the opposite side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blocks {
     pub queries: usize,
@@ -111,8 +110,8 @@ impl BoundsOffsets {
     }
 }
 
-/// Packs the lengths, segment ids and intervals that the problem has. Returns the packed buffer, or `None` if the problem has
-/// none of the three. Also returns the offsets for each of the given block sizes.
+/// Packs the lengths, segment ids and intervals of the problem. Returns the packed buffer (`None` if the problem has none of
+/// the three) and the offsets for each of the given block sizes.
 pub(crate) fn prepare(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -140,8 +139,8 @@ pub(crate) fn prepare(
         .as_option()
         .zip(inputs.key_segments.as_option());
     let intervals = inputs.intervals.as_option();
-    // Clear the flags of mask and lengths, because the kernels that this function launches read neither. Problems that differ
-    // only in mask or lengths then share compiled kernels.
+    // The kernels that this function launches read neither mask nor lengths. With cleared flags, problems that differ only
+    // in mask or lengths share compiled kernels.
     let structure = Structure {
         lengths: false,
         lengths_ahead: false,
@@ -296,8 +295,8 @@ pub(crate) fn lengths_as_read(lengths: &CubeTensor, problem: &AttentionProblem) 
     contiguous_integers(lengths, problem.kv_len)
 }
 
-/// Returns a list or a table of integers in the layout that kernels read: i32, with contiguous rows. Kernels treat integers
-/// above `most` as `most`, and negative integers as 0. The conversion may therefore clamp integers to `0..=most`.
+/// Returns integers in the layout that kernels read: i32, with contiguous rows. The conversion may clamp integers to
+/// `0..=most`, as the kernels do.
 pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTensor {
     if is_as_read(integers) {
         return integers.clone();
@@ -315,9 +314,9 @@ pub(crate) fn contiguous_integers(integers: &CubeTensor, most: usize) -> CubeTen
 
 const UNITS: usize = 64;
 
-/// Copies `count` integers of `source`, which has `columns` integers per row, to the packed buffer from offset `start` on. In
-/// the buffer, each integer lies `record` elements after the previous one. If `largest` is given, integers of a type that may
-/// exceed i32 are first clamped to `0..=largest`.
+/// Copies `count` integers of `source`, with `columns` integers per row, to the packed buffer from offset `start` on. In the
+/// buffer, consecutive integers are `record` elements apart. With `largest`, integers of a type that may exceed i32 are
+/// clamped to `0..=largest`.
 fn pack(
     source: &CubeTensor,
     packed: &CubeTensor,
@@ -352,8 +351,7 @@ fn pack(
     }
 }
 
-/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records. The records start at
-/// offset `start` of the packed buffer.
+/// Copies the key intervals of all queries, `[batch, q_len, 2 · intervals]`, to the queries' records from offset `start` on.
 fn pack_records(
     intervals: &CubeTensor,
     packed: &CubeTensor,
@@ -382,8 +380,8 @@ fn pack_records(
     }
 }
 
-/// For each block of queries, writes the bounds that follow from the key intervals: two ranges of key blocks per interval. If
-/// `spans`, also does the work of [`span`] for the queries. See `bound_intervals`.
+/// Writes two ranges of key blocks per interval for each block of queries. If `spans`, also does the work of [`span`] for the
+/// queries. See `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,
@@ -417,11 +415,10 @@ fn bound_records(
     }
 }
 
-/// For each block of `side`, writes the range of opposite blocks that segments and intervals may leave visible to the block.
-/// Also sets the counter of claimed tiles to 0.
+/// Writes the range of opposite blocks for each block of `side`, and sets the counter of claimed tiles to 0.
 ///
-/// Two arguments are pairs, each with the offset of one side's bounds and that side's number of blocks per sequence. The first
-/// pair belongs to `side`, and the second pair to the opposite side.
+/// A pair holds the offset of a side's bounds and the side's number of blocks per sequence. The first pair belongs to
+/// `side`, the second pair to the opposite side.
 fn span(
     packed: &CubeTensor,
     batch: usize,
@@ -433,7 +430,7 @@ fn span(
 ) {
     let count = batch * blocks;
     // SAFETY: cubes whose index is not below `count` stop at once. All other cubes access `packed` only at the bounds of
-    // existing blocks and at `counter`, for which the caller has reserved elements.
+    // existing blocks and at `counter`. The caller has reserved these elements.
     unsafe {
         span_blocks::launch_unchecked(
             &packed.client,
@@ -453,9 +450,9 @@ fn span(
     }
 }
 
-/// Writes three bounds of every block of `block` tokens, for `batch` sequences: the smallest segment id, the largest segment
-/// id, and the bit set of ids modulo 32. The ids start at offset `ids` of the packed buffer, and each lies `record` elements
-/// after the previous one. The bounds start at offset `bounds`, with `block_bounds` values per block.
+/// Writes the smallest segment id, the largest segment id, and the bit set of ids modulo 32 of every block of `block`
+/// tokens. The ids start at offset `ids` of the packed buffer, `record` elements apart. The bounds start at offset `bounds`,
+/// with `block_bounds` values per block.
 fn bound(
     packed: &CubeTensor,
     ids: usize,
@@ -467,7 +464,7 @@ fn bound(
 ) {
     let blocks = length.div_ceil(block);
     let count = batch * blocks;
-    // SAFETY: the kernel accesses `packed` only at the ids and bounds of `count` blocks, for which the caller has reserved
+    // SAFETY: the kernel accesses `packed` only at the ids and bounds of `count` blocks. The caller has reserved these
     // elements.
     unsafe {
         bound_segments::launch_unchecked(

@@ -1,5 +1,5 @@
-//! Tests of the block ranges of tiles. A tile of queries visits blocks of keys, and a tile of keys visits blocks of queries. The
-//! tile's block range holds the blocks that may share a document with the tile.
+//! Tests of the block ranges of tiles. A block range holds the blocks of the opposite side (keys for a tile of queries) that
+//! may share a document with the tile.
 
 use super::*;
 use crate::options::AttentionOptions;
@@ -11,10 +11,9 @@ use burn::backend::{
 };
 use burn::tensor::{Tensor, TensorData};
 
-/// Returns the expected block range of each tile of `size` tokens. `stationary_side` holds the segment ids of the tiles'
-/// tokens. `others` holds the segment ids of the opposite side's tokens, in blocks of `other_size`. A range is the index of the
-/// first block that shares an id with the tile, and the index after the last such block. The range is empty if no block shares
-/// an id.
+/// Returns the expected block range of each tile of `size` tokens, given the segment ids of both sides. `others` has blocks
+/// of `other_size` tokens. A range is the index of the first block that shares an id with the tile, and the index after the
+/// last such block.
 fn expected(
     stationary_side: &[i32],
     others: &[i32],
@@ -34,8 +33,7 @@ fn expected(
     stationary_side.chunks(size).map(span).collect()
 }
 
-/// Checks the block ranges of query tiles and of key tiles, for two sequences. `queries` and `keys` hold the segment id of each
-/// token, one list per sequence.
+/// Checks the block ranges of query tiles and key tiles. `queries` and `keys` hold one list of segment ids per sequence.
 fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
     let cube = cube_device();
     let (q_len, kv_len) = (queries[0].len(), keys[0].len());
@@ -117,7 +115,7 @@ fn check(queries: [Vec<i32>; 2], keys: [Vec<i32>; 2]) {
 }
 
 /// Checks that the block range of a tile covers only blocks with documents of the tile. The tokens of every document are
-/// contiguous in this test, so the blocks of a document form one range.
+/// contiguous in this test.
 #[test]
 fn prepare_block_range_covers_only_own_documents() {
     let ids = |length: usize, document: usize| (0..length).map(move |i| (i / document) as i32);
@@ -129,8 +127,8 @@ fn prepare_block_range_covers_only_own_documents() {
     );
 }
 
-/// Checks that padding does not widen a block range. The block in which the last document ends contains padding tokens too, with
-/// an id that no document has.
+/// Checks that padding does not widen a block range. The block in which the last document ends contains padding tokens too,
+/// with an id that no document has.
 #[test]
 fn prepare_padding_does_not_widen_block_range() {
     let ids = |padding: i32| -> Vec<i32> {

@@ -1,10 +1,9 @@
-//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets a
-//! summary.
+//! Packs a bool mask for the tensor-core kernels into one bit per key. Every pair of a query tile and a key block also gets
+//! a summary.
 //!
-//! Without packing, a thread would load one byte per score. With packing, a thread loads its row of a key block in a few 32-bit
-//! words. The summary says how much of the key block is visible to the query tile, in four grades from [`NOTHING`] to
-//! [`EVERYTHING`]. Kernels skip key blocks that are hidden from the whole tile, and test no key in blocks that are fully
-//! visible.
+//! A thread loads its row of a key block in a few 32-bit words, instead of one byte per score. The summary says how much of
+//! the key block is visible to the query tile, in four grades from [`NOTHING`] to [`EVERYTHING`]. Kernels skip key blocks
+//! that are hidden from the whole tile, and test no key in blocks that are fully visible.
 //!
 //! Budget: no shared memory, a few registers. Bound: memory; the mask is read once.
 
@@ -16,7 +15,7 @@ use cubecl::prelude::*;
 /// The number of planes (warps) per cube.
 pub(crate) const PLANES: u32 = 8;
 
-/// The grades by which a summary states how much of a key block the mask leaves visible to a query tile.
+/// The grades of a summary: how much of a key block the mask leaves visible to a query tile.
 ///
 /// - `NOTHING`: no query of the tile sees any key of the block.
 /// - `SOME_KEYS`: some key is visible to a query, and some other key is visible to no query.
@@ -28,24 +27,23 @@ pub(crate) const EVERY_KEY: u32 = 2;
 pub(crate) const EVERYTHING: u32 = 3;
 
 /// The offsets and strides of the packed rows and of the block summaries, which lie in one buffer of 32-bit words. The first
-/// three fields are the strides from one sequence, head or row of the mask to the next. Along a broadcast dimension of the
-/// mask, the stride is 0.
+/// three fields are the strides of the mask's sequences, heads and rows. A broadcast dimension has stride 0.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct MaskOffsets {
     pub batch: u32,
     pub head: u32,
     pub row: u32,
-    /// The offset of the first block summary. The three fields after this one are the strides between summaries along
-    /// sequences, heads and tiles.
+    /// The offset of the first block summary. The next three fields are the strides of the summaries along sequences, heads
+    /// and tiles.
     pub blocks: u32,
     pub block_batch: u32,
     pub block_head: u32,
     pub block_tile: u32,
 }
 
-/// Packs the mask `[batch, heads, rows, kv_len]` into bits. Each row of the mask is packed into `pieces` pieces of
-/// [`WORDS_PER_PLANE`] words, and one plane packs one piece. The rows of the whole mask have `count` pieces.
+/// Packs the mask `[batch, heads, rows, kv_len]` into bits. A plane packs one piece of [`WORDS_PER_PLANE`] words, and a row
+/// has `pieces` pieces. The whole mask has `count` pieces.
 ///
 /// Each block of keys starts at a new word. Bits past the last key are 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -91,8 +89,8 @@ pub(crate) fn pack_mask_pdl<M: Numeric>(
     }
 }
 
-/// Returns the index of the plane within the whole launch. A plane has 32 units. The function does not compute the index of the
-/// unit within the launch, because that index may exceed a u32.
+/// Returns the index of the plane (of 32 units) within the whole launch. The index of the unit may exceed a u32, so the
+/// function does not compute that index.
 #[cube]
 fn plane_of_launch() -> u32 {
     CUBE_POS as u32 * PLANES + UNIT_POS / 32u32
@@ -100,8 +98,8 @@ fn plane_of_launch() -> u32 {
 
 /// Computes the summaries of `count` pairs of a query tile (`tile_rows` queries) and a key block (`block_keys` keys).
 ///
-/// A head has `tiles` tiles, `blocks` key blocks and `rows` queries. Each query's packed row has `words` words. The summaries
-/// start at word `start` of `bits`.
+/// A head has `tiles` tiles, `blocks` key blocks and `rows` queries. A packed row has `words` words. The summaries start at
+/// word `start` of `bits`.
 #[cube(launch_unchecked)]
 pub(crate) fn sum_up_mask(
     bits: &mut Tensor<u32>,
@@ -178,8 +176,7 @@ pub(crate) fn summary_of_block(
     }
 }
 
-/// Returns the 32-bit word with index `word` in the packed row of an existing query. The index counts the words of all key
-/// blocks of the row.
+/// Returns word `word` of the packed row of an existing query. The index counts the words of all key blocks of the row.
 #[cube]
 pub(crate) fn word_of(
     mask: &ComptimeOption<OwnedTensor<u32>>,

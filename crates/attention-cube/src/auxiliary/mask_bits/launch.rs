@@ -56,8 +56,7 @@ impl PackedMask {
 /// Packs the mask, if the problem has one. The rows of the packed mask belong to `side`, queries or keys. A tile has
 /// `tile_rows` rows, and a block has `block_keys` elements of each row.
 ///
-/// A block summary says how much of a key block the mask leaves visible to a query tile. If `tile_rows` is `None`, the
-/// function computes no block summaries.
+/// If `tile_rows` is `None`, the function computes no block summaries.
 pub(crate) fn pack(
     inputs: &AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -87,8 +86,8 @@ pub(crate) fn pack(
 
     let (cubes, units) = launch(words.all_pieces());
     let element = dtype_to_storage_type(mask.dtype);
-    // SAFETY: a plane writes the words of `bits` that belong to its own piece, and planes whose index is not below the number
-    // of pieces do nothing. The kernel reads `mask` only at existing rows and at columns below `columns`.
+    // SAFETY: a plane writes only the words of its own piece, and planes without a piece do nothing. The kernel reads `mask`
+    // only at existing rows and at columns below `columns`.
     unsafe {
         pack_mask_pdl::launch_unchecked(
             &client,
@@ -109,9 +108,8 @@ pub(crate) fn pack(
     }
     if let Some(tile_rows) = tile_rows {
         let (cubes, units) = launch(words.pairs());
-        // SAFETY: each plane handles one pair of a tile and a block. The plane reads the words of `bits` that the first
-        // launch wrote, and writes the summary of its pair after these words. Planes whose index is not below the number of
-        // pairs do nothing.
+        // SAFETY: each plane reads the words that the first launch wrote, and writes the summary of one pair of a tile and a
+        // block after these words. Planes without a pair do nothing.
         unsafe {
             sum_up_mask::launch_unchecked(
                 &client,
@@ -136,10 +134,8 @@ pub(crate) fn pack(
     }
 }
 
-/// Returns the mask as `[sequences, heads, rows, columns]`. Rows belong to `side`, queries or keys. The number of columns is
-/// the full length of the opposite side.
-///
-/// All broadcast dimensions except the columns keep size 1. Kernels read these dimensions with a stride of 0.
+/// Returns the mask as `[sequences, heads, rows, columns]`. Rows belong to `side`, queries or keys. The columns are
+/// expanded, and all other broadcast dimensions keep size 1.
 fn rows_of_mask(mask: &CubeTensor, problem: &AttentionProblem, side: Side) -> CubeTensor {
     let (mask, columns) = match side {
         Side::Queries => (mask.clone(), problem.kv_len),
@@ -161,8 +157,7 @@ mod tests {
     use crate::testing::{cube_device, device};
     use burn::tensor::{BoolDType, Tensor};
 
-    /// Checks that two masks are packed with the same shape: a mask with broadcast dimensions, and the same mask after the
-    /// caller has expanded it to full size.
+    /// Checks that a mask with broadcast dimensions and its expanded form are packed with the same shape.
     #[test]
     fn rows_of_mask_of_expanded_mask_keeps_own_shape() {
         let cube = cube_device();

@@ -12,8 +12,8 @@ const MOST_WORDS: usize = u32::MAX as usize;
 
 /// The layout of a packed mask: first the words of all mask rows, then one summary word per pair of a tile and a block.
 ///
-/// Either the rows are queries and the columns are keys, or the rows are keys and the columns are queries. All broadcast
-/// dimensions except the columns are stored only once.
+/// The rows are queries and the columns keys, or the rows are keys and the columns queries. All broadcast dimensions except
+/// the columns are stored only once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MaskWords {
     pub batch: usize,
@@ -28,10 +28,8 @@ pub(crate) struct MaskWords {
 }
 
 impl MaskWords {
-    /// Plans the layout of a mask of this shape. If `side` is queries, the rows are queries and the columns are keys. If
-    /// `side` is keys, it is the other way round. Tiles have `tile_rows` rows, and blocks have `block_columns` columns.
-    ///
-    /// If `tile_rows` is `None`, the layout has no summaries.
+    /// Plans the layout of a mask of this shape, whose rows belong to `side`. Tiles have `tile_rows` rows, and blocks have
+    /// `block_columns` columns. If `tile_rows` is `None`, the layout has no summaries.
     pub fn new(
         [batch, heads, queries, keys]: [usize; 4],
         problem: &AttentionProblem,
@@ -97,9 +95,8 @@ impl MaskWords {
     }
 }
 
-/// Refuses a mask that packs to more words than the kernels can index. A problem may need several packed forms of its mask,
-/// and `packed` has one entry for each form. An entry tells whether the rows are queries or keys, the number of rows per
-/// tile, and the number of columns per block.
+/// Refuses a mask that packs to more words than the kernels can index. An entry of `packed` describes a packed form of the
+/// mask: the side of its rows, the rows per tile, and the columns per block.
 pub(crate) fn check_mask(
     problem: &AttentionProblem,
     packed: impl IntoIterator<Item = (Side, usize, usize)>,
@@ -128,8 +125,8 @@ mod tests {
         testing::problem([batch, heads, heads, q_len, kv_len, 64])
     }
 
-    /// Checks that the bits of the last row end at the first summary, and that the summary of the last pair is the last word.
-    /// The offsets must fit u32, even for masks with more than 2³² elements.
+    /// Checks that the bits of the last row end at the first summary, and that the last summary is the last word. The
+    /// offsets must fit u32, even for masks with more than 2³² elements.
     #[test]
     fn mask_words_offsets_reach_the_last_word() {
         for (scores, mask) in [

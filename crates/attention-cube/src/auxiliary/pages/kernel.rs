@@ -1,8 +1,8 @@
 //! Copies rows between pages and contiguous tensors `[batch, heads, length, columns]`.
 //!
-//! Schedule: a unit copies one vector at a time. [`gather_pages`] copies pages to a contiguous tensor, and the cubes of a
-//! head divide the head's visible rows among them. [`append_rows`] copies new rows to pages, and has one unit per vector of
-//! the new rows. Budget: no shared memory, and one vector in registers. Bound: memory.
+//! Schedule: a unit copies one vector at a time. In [`gather_pages`], the cubes of a head divide the head's visible rows.
+//! [`append_rows`] has one unit per vector of the new rows. Budget: no shared memory, and one vector in registers. Bound:
+//! memory.
 
 use crate::math::layout::{head_rows, page_in, row_offset};
 use crate::math::visibility::{SeqLens, Structure, seq_info, visible_keys};
@@ -28,8 +28,8 @@ pub(super) struct GatherSizes {
     pub cubes_of_head: u32,
 }
 
-/// Copies from pages to the contiguous `target` the rows that at least one query of the sequence sees by causal mask, window
-/// and length. All other rows of the target stay uninitialized.
+/// Copies rows from pages to the contiguous `target`, if a query of the sequence sees the row by causal mask, window and
+/// length. All other rows of the target stay uninitialized.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn gather_pages<E: Numeric, N: Size>(
     pages: &Tensor<Vector<E, N>>,
@@ -91,8 +91,8 @@ pub(super) struct AppendSizes {
     pub vectors: usize,
 }
 
-/// Writes the new rows of each sequence to their slots in the pages. The kernel skips rows past the last page of the sequence,
-/// and rows whose page table entry is not the index of a page.
+/// Writes the new rows of each sequence to their slots in the pages. Skips rows past the last page of the sequence, and rows
+/// whose page table entry is not the index of a page.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn append_rows<E: Numeric, N: Size>(
     rows: &Tensor<Vector<E, N>>,

@@ -15,8 +15,8 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// The largest number of cubes per gather, unless there are more heads than this. In that case, each head gets one cube. The
-/// number is larger than the number of cubes that a device runs at once, but so small that cubes without rows cost little.
+/// The largest number of cubes per gather, unless there are more heads. The number exceeds the cubes that a device runs at
+/// once, but is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// The number of vectors that a unit copies before its cube goes on to the next group of rows.
@@ -27,9 +27,8 @@ pub(crate) fn page_table_as_read(page_table: &CubeTensor, pages: usize) -> CubeT
     contiguous_integers(page_table, pages.saturating_sub(1))
 }
 
-/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. The function copies only the
-/// rows that at least one query of the sequence sees by causal mask, window and `lengths`. All other rows stay uninitialized
-/// and may be NaN.
+/// Copies pages of keys or values to a contiguous tensor `[batch, heads, kv_len, columns]`. Rows that no query of the
+/// sequence sees by causal mask, window and `lengths` stay uninitialized, and may be NaN.
 ///
 /// `page_table` and `lengths` must be in the layout that kernels read.
 pub(crate) fn gathered_where_seen(
@@ -59,9 +58,8 @@ pub(crate) fn gathered_where_seen(
     let client = pages.client.clone();
     let structure = Structure::of_key_lengths(lengths.is_some());
     let element = dtype_to_storage_type(pages.dtype);
-    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages by
-    // their strides, because the kernel clamps the entries of the page table. The cube writes only rows below `length` of its
-    // own head in `target`.
+    // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads existing pages,
+    // because the kernel clamps page table entries. The cube writes only rows below `length` of its head in `target`.
     unsafe {
         gather_pages::launch_unchecked(
             &client,
@@ -91,7 +89,7 @@ pub(crate) fn gathered_where_seen(
     target
 }
 
-/// Writes new rows to their slots in the pages. The function writes in place if no other handle shares the pages. See
+/// Writes new rows to their slots in the pages, in place if no other handle shares the pages. See
 /// [`paged::append`](crate::paged::append).
 pub(crate) fn appended(
     pages: CubeTensor,
@@ -120,9 +118,8 @@ pub(crate) fn appended(
     let counts = counts.map(|counts| contiguous_integers(counts, new));
     let client = pages.client.clone();
     let element = dtype_to_storage_type(rows.dtype);
-    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows` by its
-    // strides. The unit writes only an existing page, because the kernel skips page table entries that are not the index of a
-    // page.
+    // SAFETY: units whose index is not below `vectors` stop at once. Every other unit reads one vector of `rows`. The unit
+    // writes only an existing page, because the kernel skips all other page table entries.
     unsafe {
         append_rows::launch_unchecked(
             &client,
@@ -149,8 +146,8 @@ pub(crate) fn appended(
     pages
 }
 
-/// Returns a page table in i32 with contiguous rows. The entries are not clamped, so that the kernel recognizes entries that
-/// are not the index of a page.
+/// Returns a page table in i32 with contiguous rows. The entries are not clamped, so that the kernel recognizes invalid
+/// entries.
 fn integers_as_read(integers: CubeTensor) -> CubeTensor {
     match is_as_read(&integers) {
         true => integers,

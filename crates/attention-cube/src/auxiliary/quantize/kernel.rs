@@ -1,8 +1,8 @@
 //! Quantizes rows to words of four int8 codes, and dequantizes them. The module `quantized.rs` describes the format.
 //!
-//! Budget: [`quantize`] uses one word per unit in shared memory, and the four elements of one word in registers. [`dequantize`]
-//! uses four words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the
-//! cache. [`dequantize`] writes two or four times as many bytes as it reads. It can skip rows that attention does not read.
+//! Budget: [`quantize`] uses one word per unit in shared memory, and four elements in registers. [`dequantize`] uses four
+//! words and their scales in registers. Bound: memory. [`quantize`] reads a row twice, the second time from the cache.
+//! [`dequantize`] writes two or four times as many bytes as it reads.
 
 use crate::math::layout::{head_rows, row_offset};
 use crate::math::rounding::rounded_vector;
@@ -26,10 +26,9 @@ const INFINITE: u32 = 0x7f80_0000;
 
 /// Quantizes rows, and writes their words and scales into the row slots of a KV cache. Each cube handles one row.
 ///
-/// If `positions` is absent, row `i` goes to slot `i`. If `positions` is present, it holds one sequence position per row,
-/// and both the source rows and the slots are ring buffers. The source row is then the position modulo `length`, the number
-/// of source rows per head. The target slot is the position modulo the number of slots. The argument `not_a_number` is NaN,
-/// because some shading languages have no literal for NaN.
+/// Without `positions`, row `i` goes to slot `i`. With `positions`, each row has a sequence position. The source row is the
+/// position modulo `length`, the number of source rows per head. The target slot is the position modulo the number of slots.
+/// The argument `not_a_number` is NaN, because some shading languages have no literal for NaN.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn quantize<E: Float, I: Int, N: Size>(
     rows: &Tensor<Vector<E, N>>,
@@ -72,7 +71,7 @@ pub(super) fn quantize<E: Float, I: Int, N: Size>(
         + to * scales.stride(2);
     let words_of_row = columns / comptime!(CODES as u32);
 
-    // Compares the f32 bits of the magnitudes as integers, which have the same order as the magnitudes. NaN counts as the
+    // Compares the f32 bits as integers, because the bits of magnitudes are ordered like the magnitudes. NaN counts as the
     // largest magnitude.
     let mut largest = 0u32;
     let mut word = UNIT_POS;
@@ -134,11 +133,10 @@ pub(super) struct DequantizeSizes {
     pub cubes_of_head: u32,
 }
 
-/// Dequantizes all rows, or only the visible range of rows if `is_bounded`.
+/// Dequantizes all rows, or only the visible range of rows if `is_bounded`. The visible range extends from the first to the
+/// last row that a query of the sequence sees by causal mask, window and length.
 ///
-/// The visible range extends from the first to the last row that a query of the sequence sees by causal mask, window and length.
-/// The rows of a head are divided into groups of `rows_of_cube` rows. A cube dequantizes every `cubes_of_head`-th group of its
-/// head, one group at a time.
+/// A head has groups of `rows_of_cube` rows. A cube dequantizes every `cubes_of_head`-th group of its head.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn dequantize<E: Float, N: Size>(
     words: &Tensor<u32>,

@@ -17,8 +17,7 @@ use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 use cube_kit::launch::{address_type, cube_count, empty};
 use cubecl::prelude::CubeDim;
 
-/// Quantizes rows `[batch, kv_heads, kv_len, columns]` into words and scales. Kernels must be able to read the dtype of the
-/// rows.
+/// Quantizes rows `[batch, kv_heads, kv_len, columns]` into words and scales. Kernels must support the dtype of the rows.
 pub(crate) fn quantized(rows: CubeTensor) -> QuantizedTensors<CubeBackend> {
     let shape = rows.meta.shape();
     let [batch, heads, length, columns] = [0, 1, 2, 3].map(|dim| shape[dim]);
@@ -31,9 +30,8 @@ pub(crate) fn quantized(rows: CubeTensor) -> QuantizedTensors<CubeBackend> {
 /// Quantizes rows and writes them into the row slots of an int8 KV cache on a CubeCL device.
 ///
 /// The quantization is the one of [`QuantizedRows::new`](crate::types::quantized::QuantizedRows::new). Without `positions`,
-/// row `i` is written to slot `i`. With `positions`, both the source rows and the slots are ring buffers. Each position `p`
-/// then names one row to write: source row `p % count` is written to slot `p % slots`. The function writes in place, so
-/// every handle to the memory of `words` and `scales` sees the new rows.
+/// row `i` is written to slot `i`. For each position `p` in `positions`, source row `p % count` is written to slot
+/// `p % slots`. The function writes in place, so every handle to the memory of `words` and `scales` sees the new rows.
 ///
 /// # Shapes
 /// `rows [batch, kv_heads, count, columns]`, `words [batch, kv_heads, slots, columns / 4]`,
@@ -96,8 +94,8 @@ pub fn write(
     let integer = positions
         .as_ref()
         .map_or(DType::I32, |positions| positions.dtype);
-    // SAFETY: cubes whose index is not below `all_rows` stop at once. Every other cube reads one row of `rows` by its strides,
-    // and writes one slot of `words` and `scales` in the row's head. The caller has checked that the slot exists.
+    // SAFETY: cubes whose index is not below `all_rows` stop at once. Every other cube reads one row of `rows`, and writes
+    // one slot of `words` and `scales`. The caller has checked that the slot exists.
     unsafe {
         quantize::launch_unchecked(
             &client,
@@ -129,10 +127,8 @@ pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> 
     target
 }
 
-/// Dequantizes the keys or values of a problem, from the first to the last row that any query of the sequence sees.
-///
-/// Causal mask, window and `lengths` decide which rows a query sees. All other rows stay uninitialized and may be NaN, so
-/// attention must not read them.
+/// Dequantizes the keys or values of a problem, from the first to the last row that any query of the sequence sees. Causal
+/// mask, window and `lengths` limit these rows. All other rows stay uninitialized and may be NaN.
 pub(crate) fn dequantized_where_seen(
     rows: QuantizedTensors<CubeBackend>,
     problem: &AttentionProblem,
@@ -151,8 +147,8 @@ fn empty_rows(rows: &QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor 
     empty(&rows.words, target, dtype)
 }
 
-/// The largest number of cubes per launch, unless there are more heads than this. In that case, each head gets one cube. The
-/// number is larger than the number of cubes that a device runs at once, but so small that cubes without rows cost little.
+/// The largest number of cubes per launch, unless there are more heads. The number exceeds the cubes that a device runs at
+/// once, but is small enough that cubes without rows cost little.
 const MOST_CUBES: usize = 4096;
 
 /// Dequantizes `rows` into `target`: all rows, or only the rows that the queries of a problem see.
@@ -183,8 +179,8 @@ fn write_numbers(
     };
     let structure = Structure::of_key_lengths(lengths.is_some());
     // SAFETY: cubes whose index is not below `planes · cubes_of_head` stop at once. Every other cube reads the words and
-    // scales of rows below `length` in its head, by their strides. The cube writes the elements of these words to `target`,
-    // which has as many rows as `words`.
+    // scales of rows below `length` in its head, and writes their elements to `target`. `target` has as many rows as
+    // `words`.
     unsafe {
         dequantize::launch_unchecked(
             &client,

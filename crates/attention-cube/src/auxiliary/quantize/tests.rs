@@ -25,8 +25,8 @@ fn numbers(tensor: CubeTensor) -> Vec<f32> {
     data.try_into_vec().expect("the tensor has dtype f32")
 }
 
-/// Returns quantized rows of `words_of_row` words each. No dequantized element equals [`BEFORE`], so the test can distinguish
-/// written rows from unwritten ones.
+/// Returns quantized rows of `words_of_row` words each. No dequantized element equals [`BEFORE`], which marks unwritten
+/// rows.
 fn rows(words_of_row: usize) -> QuantizedTensors<CubeBackend> {
     let device = cube_device();
     let count = BATCH * HEADS * LENGTH;
@@ -55,8 +55,8 @@ fn seen(problem: &AttentionProblem, length: usize) -> Range<usize> {
     first as usize..end.max(0) as usize
 }
 
-/// Checks that `write_numbers` writes the rows that queries see, and no other rows. `lengths` holds the number of valid keys of
-/// each sequence, and a flag. The flag is true if the tensor of lengths is i64, and false if it is i32.
+/// Checks that `write_numbers` writes only the rows that queries see. `lengths` holds the number of valid keys of each
+/// sequence, and a flag that is true for i64 and false for i32.
 fn check(problem: &AttentionProblem, words_of_row: usize, lengths: Option<([usize; BATCH], bool)>) {
     let device = cube_device();
     let columns = words_of_row * CODES;

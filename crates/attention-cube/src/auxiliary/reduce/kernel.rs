@@ -4,12 +4,12 @@ use crate::auxiliary::delta::kernel::is_blind;
 use crate::math::rounding::rounded_vector;
 use cubecl::prelude::*;
 
-/// Adds up `count` partial gradients, which lie one after another from element `first` on. Each unit computes one vector of the
-/// sum.
+/// Adds up `count` partial gradients, which lie one after another from element `first` on. Each unit computes one vector of
+/// the sum.
 ///
-/// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. If `rows` is
-/// present, the kernel sets the gradient of a query that sees no key to 0. The partial gradients of such a query may contain
-/// NaN, because other queries of the same tile may see keys that contain NaN.
+/// `rows` is the LSE/delta tensor `[batch, q_heads, 5, …]`, present only for the gradient of the queries. With `rows`, the
+/// gradient of a query that sees no key is 0. The partial gradients of such a query may contain NaN from keys that other
+/// queries of the tile see.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_parts<E: Float, N: Size>(
     gradients: &Tensor<Vector<f32, N>>,
@@ -47,11 +47,10 @@ pub(crate) fn sum_parts<E: Float, N: Size>(
 #[cfg(feature = "cuda")]
 pub(crate) const UNITS: usize = 128;
 
-/// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum. Each
-/// of these units adds up every `sharing`-th split.
+/// Adds up the `count` splits of a gradient, which lie one after another. `sharing` units work on one vector of the sum.
+/// Each of these units adds up every `sharing`-th split, and the first unit adds the results in order.
 ///
-/// The first of these units then adds the results of the other units, in order of their index. Budget: 2 KB of shared
-/// memory. Bound: memory, because each split is read once. For small splits, the bound is latency.
+/// Budget: 2 KB of shared memory. Bound: memory. For small splits, the bound is latency.
 #[cfg(feature = "cuda")]
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(crate) fn sum_splits<E: Float, N: Size>(

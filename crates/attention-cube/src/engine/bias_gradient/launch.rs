@@ -29,8 +29,7 @@ fn vector_of(bias: &CubeTensor) -> usize {
     }
 }
 
-/// Computes the bias gradient according to its plan. `offsets` gives the positions of lengths and segment bounds in the
-/// packed buffer. Only a kernel that recomputes scores reads lengths and segment bounds.
+/// Computes the bias gradient according to its plan. `offsets` locates lengths and segment bounds in the packed buffer.
 ///
 /// # Shapes
 /// `bias` is `[batch or 1, q_heads or 1, q_len or 1, kv_len or 1]`, and the gradient has the shape and dtype of `bias`.
@@ -93,8 +92,7 @@ impl BiasGrid {
 }
 
 impl BackwardPass<'_> {
-    /// Allocates `parts` partial gradients of `bias` in f32. The partial gradients lie one after another along the first
-    /// dimension.
+    /// Allocates `parts` partial gradients of `bias` in f32, one after another along the first dimension.
     fn parts_of(&self, bias: &CubeTensor, parts: usize) -> CubeTensor {
         let shape = bias.meta.shape();
         let shape = [parts * shape[0], shape[1], shape[2], shape[3]];
@@ -116,9 +114,8 @@ impl BackwardPass<'_> {
         let sinks = self.inputs.sinks.as_option();
         let sink_dtype = sinks.map_or(DType::F32, |sinks| sinks.dtype);
         let gradient = self.logsumexp_gradient.as_ref();
-        // SAFETY: a unit writes the element of `target` at its own index, and units whose index is not below `numbers · parts`
-        // return at once. The kernel reads all other tensors at sequences, heads and queries below the problem's `batch`,
-        // `q_heads` and `q_len`.
+        // SAFETY: a unit writes the element of `target` at its own index, and units with an index from `numbers · parts` on
+        // return at once. The kernel reads all other tensors inside the problem's `batch`, `q_heads` and `q_len`.
         unsafe {
             constant_bias_gradient::launch_unchecked(
                 &client,
@@ -189,8 +186,7 @@ impl BackwardPass<'_> {
             broadcast,
         } = BiasGrid::new(bias, problem, [tiles.rows, tiles.columns()], parts);
         // SAFETY: the kernel reads queries at rows below `q_len`, and keys and values at rows below `kv_len`. It writes
-        // `target` at elements of the bias, in one of its `parts` partial gradients. The grid and the counts bound heads and
-        // sequences.
+        // `target` at elements of the bias, in one of `parts` partial gradients. The grid bounds heads and sequences.
         unsafe {
             scores::bias_gradient::launch_unchecked(
                 &client,

@@ -7,8 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use crate::types::device::{ASSUMED_MULTIPROCESSORS, DeviceProfile, SOFTWARE_ITERATIONS};
 use crate::types::refusal::Refusal;
 
-/// The number of cubes per multiprocessor that the plan tries to reach. If the bias has too few tiles for this number, several
-/// cubes compute partial sums of each tile.
+/// The number of cubes per multiprocessor that the plan tries to reach. If there are fewer bias tiles, several cubes share a
+/// tile.
 const CUBES_PER_MULTIPROCESSOR: usize = 8;
 
 /// The plan of a bias gradient.
@@ -25,8 +25,7 @@ pub struct BiasGradientPlan {
 pub enum BiasTiles {
     /// Scalar units compute the GEMMs in f32.
     Units(UnitTiles),
-    /// The tensor cores compute the GEMMs in half precision, with a kernel of the mma engine. Every engine that supports half
-    /// precision can use these tiles.
+    /// The tensor cores compute the GEMMs in half precision, with a kernel of the mma engine.
     MatrixUnits(BiasGradientTiles),
 }
 
@@ -47,9 +46,9 @@ impl BiasTiles {
         }
     }
 
-    /// The fewest score tiles that one cube must sum, if there are enough tiles. A cube on matrix units needs two tiles,
-    /// because it copies one tile while it multiplies another. This minimum limits the number of partial sums, because each
-    /// partial sum costs a write to memory and a read.
+    /// The fewest score tiles that one cube sums, if there are enough tiles. A cube on matrix units needs two tiles, because
+    /// it copies one tile while it multiplies another. With a larger minimum, there are fewer partial sums to write and
+    /// read.
     fn least_summed(&self) -> usize {
         match self {
             Self::Units(_) => 1,
@@ -57,13 +56,11 @@ impl BiasTiles {
         }
     }
 
-    /// Returns the number of loop iterations that a unit runs for one tile of scores. The argument `columns` is
-    /// `head_dim + value_dim`, the columns over which S and dP sum. Software drivers limit the loop iterations of a unit, see
-    /// [`SOFTWARE_ITERATIONS`].
+    /// Returns the number of loop iterations of a unit for one tile of scores. `columns` is `head_dim + value_dim`. Software
+    /// drivers limit the iterations, see [`SOFTWARE_ITERATIONS`].
     fn iterations(&self, columns: usize) -> usize {
         match self {
-            // The scores stay in registers. The kernel therefore runs only the GEMMs that compute S and dP, and no GEMM that
-            // accumulates an output.
+            // The scores stay in registers. The kernel runs only the GEMMs that compute S and dP.
             Self::Units(tiles) => tiles.block_iterations(columns, 0, false),
             Self::MatrixUnits(_) => 1,
         }
@@ -71,17 +68,15 @@ impl BiasTiles {
 }
 
 /// The way in which a bias gradient is summed. If there are too few bias tiles to fill the device, several cubes compute
-/// partial sums of the same elements. A second kernel adds the partial sums in a fixed order.
+/// partial sums of a tile. A second kernel adds the partial sums in a fixed order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BiasSum {
-    /// The kernel recomputes the scores. For each bias tile, the kernel sums the gradients of all score tiles to which the bias
-    /// tile is broadcast.
+    /// The kernel recomputes the scores, and sums dS over all score tiles to which a bias tile is broadcast.
     Scores {
         /// The number of partial sums per tile of the bias.
         parts: usize,
     },
-    /// The bias does not vary along the keys, so it adds the same number to all scores of a query. The gradient is then a
-    /// sum over queries, which the kernel computes without any score.
+    /// The bias does not vary along the keys. The gradient is a sum over queries, which needs no scores.
     Queries {
         /// The number of partial sums per bias element.
         parts: usize,
@@ -89,8 +84,8 @@ pub enum BiasSum {
 }
 
 impl BiasGradientPlan {
-    /// Plans the gradient of the problem's bias on scalar units. A load of these units has `vector` elements. Returns `None` if
-    /// the problem has no bias.
+    /// Plans the gradient of the problem's bias on scalar units, with loads of `vector` elements. Returns `None` without a
+    /// bias.
     pub(crate) fn new(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -103,8 +98,8 @@ impl BiasGradientPlan {
         Ok(Some(Self::with(shape, problem, device, tiles)))
     }
 
-    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. Other rows are
-    /// copied first. The plan uses matrix units if the device has them, else scalar units.
+    /// Plans the gradient of the problem's bias for an engine that reads operand rows in multiples of 16 bytes. Other rows
+    /// are copied first. The plan uses matrix units if the device has them.
     pub(crate) fn on_matrix_units(
         problem: &AttentionProblem,
         device: &DeviceProfile,
@@ -162,8 +157,8 @@ fn sum(
     tiles: &BiasTiles,
 ) -> BiasSum {
     if columns == 1 {
-        // The number of partial sums is the square root of the number of summed queries. Each partial sum then adds about as
-        // many queries as there are partial sums. So computing one partial sum takes about as long as adding all partial sums.
+        // The number of partial sums is the square root of the number of summed queries. Computing one partial sum then
+        // takes about as long as adding all partial sums.
         let parts = summed(problem, 1).isqrt().max(1);
         return BiasSum::Queries { parts };
     }

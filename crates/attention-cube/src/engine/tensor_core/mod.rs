@@ -1,7 +1,5 @@
-//! The engines on NVIDIA's tensor cores: `mma` runs on Ampere and later GPUs, `wgmma` on Hopper.
-//!
-//! Both engines use the same register layout of an accumulator. `common` holds the online softmax, masks and outputs for that
-//! layout.
+//! The engines on NVIDIA's tensor cores: `mma` runs on Ampere and later GPUs, `wgmma` on Hopper. `common` holds the online
+//! softmax, masks and outputs of both engines, which use one register layout of accumulators.
 
 #[cfg(feature = "cuda")]
 pub(crate) mod common;

@@ -2,8 +2,7 @@
 
 use crate::math::side::{Side, Sums};
 
-/// The tiles of a backward kernel. A tile keeps rows of one side, queries or keys. The kernel streams blocks of the opposite
-/// side.
+/// The tiles of a backward kernel. A tile keeps rows of queries or keys, and the kernel streams blocks of the opposite side.
 pub trait BackwardTiles: Copy {
     /// Returns the side of the rows that a tile keeps: queries or keys.
     fn side(&self) -> Side;

@@ -1,10 +1,7 @@
-//! Splits of a backward kernel's tiles. Splits help if the tiles alone leave multiprocessors idle. This happens with few keys
-//! and many queries, or with few queries and many keys.
+//! Splits of a backward kernel's tiles, for problems whose tiles alone leave multiprocessors idle.
 //!
-//! A kernel keeps a tile of rows of one side (queries or keys) in shared memory and streams blocks of the opposite side. If the
-//! device runs more cubes at once than there are tiles, several cubes share a tile and divide its blocks. Each cube writes its
-//! partial f32 gradient to a workspace. A second kernel adds the partial gradients in a fixed order, so results are bitwise
-//! equal in every run.
+//! Several cubes share a tile and divide its blocks. Each cube writes its partial f32 gradient to a workspace. A second
+//! kernel adds the partial gradients in a fixed order, so results are bitwise equal in every run.
 
 use super::backward_tiles::BackwardTiles;
 use crate::math::side::Side;
@@ -14,9 +11,8 @@ use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 
 /// The number of splits in each kernel of a backward. If the number is 1, one cube processes all blocks of its tile.
 ///
-/// A kernel that keeps keys first divides the query heads of a group among the splits. If there are at most as many splits
-/// as heads, each split processes all blocks of some heads. If there are more splits than heads, the number of splits is a
-/// multiple of the number of heads. Several splits then divide the blocks of each head.
+/// A tile of keys first divides the query heads of a group among the splits. With more splits than heads, the number of
+/// splits is a multiple of the number of heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GradientSplits {
     /// The number of splits in the kernel that sums the queries' gradient.
@@ -26,20 +22,19 @@ pub struct GradientSplits {
     /// The number of splits in the kernel that sums only the values' gradient.
     pub value: usize,
     /// The size in bytes of the largest workspace that any of the kernels needs. A workspace holds the partial gradients of
-    /// tiles: at most two tiles for each cube that the device runs at once. For tiles of 128 × 256 elements on 132
-    /// multiprocessors with one cube each, this is 34 MB.
+    /// at most two tiles per cube that the device runs at once. For tiles of 128 × 256 elements on 132 multiprocessors with
+    /// one cube each, this is 34 MB.
     pub workspace: usize,
 }
 
-/// The largest number of waves of cubes that splitting the tiles may produce. A wave is the number of cubes that the device
-/// runs at once. The number of tiles times the number of splits is at most this many waves.
+/// The largest number of waves of cubes with split tiles. A wave is the number of cubes that the device runs at once.
 pub(crate) const MOST_ROUNDS: usize = 2;
 
 /// The smallest number of blocks per split, if a tile is split at all.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split costs in addition to its blocks, in units of the time that one block takes. The time covers writing
-/// the split's partial gradient, and reading it in the second kernel.
+/// The time that each split adds, in units of the time that one block takes: to write the partial gradient, and to read it
+/// in the second kernel.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {
@@ -91,8 +86,7 @@ fn splits<T: BackwardTiles>(
     device: &DeviceProfile,
     tiles: &T,
 ) -> usize {
-    // Do not split if the problem has packed documents. A tile then streams only the few blocks that share a document with it,
-    // and the plan does not know the number of these blocks.
+    // With packed documents, a tile streams only a few blocks, and the plan does not know how many.
     if problem.segments {
         return 1;
     }
@@ -117,7 +111,7 @@ fn splits<T: BackwardTiles>(
 }
 
 /// Returns the number of splits per tile, for `tiles` tiles on a device that runs `cubes` cubes at once. Each tile streams
-/// blocks of `heads` heads, with `blocks` blocks per head.
+/// `blocks` blocks for each of `heads` heads.
 fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize {
     let visits = heads * blocks;
     if tiles == 0 || tiles >= cubes || visits < 2 * LEAST_BLOCKS {
@@ -139,8 +133,7 @@ fn best_splits(tiles: usize, heads: usize, blocks: usize, cubes: usize) -> usize
         })
         .collect();
     let best = times.iter().map(|(_, time)| *time).min().unwrap_or(visits);
-    // Do not split if this saves less than a third of the time, since writing and reading the workspace then costs more than
-    // splits gain.
+    // If splits save less than a third of the time, writing and reading the workspace costs more than the splits save.
     if 3 * best > 2 * visits {
         return 1;
     }

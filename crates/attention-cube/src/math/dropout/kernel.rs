@@ -53,11 +53,9 @@ pub(crate) fn head_key(dropout: &DropoutArguments, batch: u32, head: u32) -> u32
     philox(plane, dropout.seed_high, dropout.seed_low).first
 }
 
-/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. A cell has the scores of two queries,
-/// eight positions apart, and four keys. The keys are two neighboring keys, and the two keys eight positions later. The
-/// first word belongs to the first query, and the second word to the second query. The low half of a word belongs to the
-/// even keys, and the high half to the odd keys. In each half, the high byte belongs to the earlier key, and the low byte to
-/// the key eight positions later.
+/// Draws the 64 random bits of the cell that contains the score of `query` and `key`. The first word belongs to the first
+/// query, and the second word to the second query. The low half of a word belongs to the even keys, and the high half to the
+/// odd keys. In each half, the high byte belongs to the earlier key.
 #[cube]
 pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     let query_cell = query / 16u32 * 8u32 + query % 8u32;
@@ -65,13 +63,11 @@ pub(crate) fn cell(head_key: u32, query: u32, key: u32) -> Drawn {
     philox(query_cell, key_cell, head_key)
 }
 
-/// A mask that selects the high byte of each half of a word. In [`random_bits_of_pair`], each of these bytes belongs to one
-/// score alone.
+/// Selects the high byte of each half of a word.
 const OWN_BYTES: u32 = 0xFF00_FF00;
 
-/// Returns the random bits of two scores. Each half of the result holds the 16 bits of one score. The high byte of a half is
-/// the high byte of the same half of `own`. The low byte of a half is the exclusive or of two bytes: the low bytes of the
-/// same half of `own` and of `other`.
+/// Returns the random bits of two scores, one in each half of the result. The high byte of a half is the high byte of that
+/// half of `own`. The low byte is the exclusive or of the low bytes of that half of `own` and of `other`.
 #[cube]
 pub(crate) fn random_bits_of_pair(own: u32, other: u32) -> u32 {
     own & comptime!(OWN_BYTES) | (own ^ other) & comptime!(!OWN_BYTES)
@@ -106,8 +102,7 @@ pub(crate) fn kept_scale(dropout: &ComptimeOption<DropoutArguments>) -> f32 {
     }
 }
 
-/// Returns the keep factor of the probability of `query` and `key`. The factor is 0 if the probability is dropped, and `kept`
-/// otherwise.
+/// Returns the factor of the probability of `query` and `key`: 0 if the probability is dropped, and `kept` otherwise.
 #[cube]
 pub(crate) fn keep_factor(
     dropout: &ComptimeOption<DropoutArguments>,

@@ -12,8 +12,7 @@ pub(crate) type ExpandScore =
 pub(crate) type ExpandVisible =
     fn(&Scope, ScorePlaceExpand, &KernelTableExpand) -> NativeExpand<bool>;
 
-/// The form of a [`ScoreTable`] in kernels. The type is public only because `ScoreTable` is public: the expanded form of a
-/// public type must be public too.
+/// The form of a [`ScoreTable`] in kernels. Rust requires this type to be public, because `ScoreTable` is public.
 #[derive(CubeType, CubeLaunch)]
 #[allow(dead_code, reason = "kernels read the expansion only")]
 pub struct KernelTable {
@@ -64,7 +63,7 @@ pub(crate) fn changed_score(
             comptime!(code.map(|code| code.expand_score)),
         );
         // The code may end in a product. The `fma` rounds this product, so that the compiler cannot fuse it with the later
-        // subtraction of the row maximum. The row maximum is a rounded score.
+        // subtraction of the row maximum, a rounded score.
         fma(changed, 1.0f32, 0.0f32)
     } else {
         score

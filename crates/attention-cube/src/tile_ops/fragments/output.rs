@@ -1,8 +1,7 @@
 //! The second product `O += P B` in fragments, and the store of O to memory.
 //!
 //! Budget: a plane's fragments of O stay in registers over all blocks, together with the operand fragments of one
-//! multiplication. O passes through shared memory when its rows are multiplied by factors, and when it is stored at the end.
-//! At any time, shared memory holds only one fragment of O per plane.
+//! multiplication. Shared memory holds only one fragment of O per plane at a time.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, load_sum, multiply, plane_index, store_sum,
@@ -18,9 +17,8 @@ use crate::math::layout::{Operand, Rows, row_offset};
 use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
-/// Returns the plane's fragments of the output O, filled with zeros. The fragments of the cube's planes interleave: the fragment
-/// at index `r · output_fragments + c` lies `r · plane_rows` fragments below the plane's first fragment, and `c · plane_columns`
-/// fragments to the right of the first fragment.
+/// Returns the plane's fragments of O, filled with zeros. The fragment at index `r · output_fragments + c` lies `r ·
+/// plane_rows` fragments below the plane's first fragment, and `c · plane_columns` fragments to its right.
 #[cube]
 pub(in crate::tile_ops) fn zero_output(#[comptime] tiles: UnitTiles) -> Sequence<SumFragment> {
     zero_sums(
@@ -111,8 +109,7 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of a streamed operand whose elements would all be multiplied by zeros of P. The function syncs the cube at
-/// its end.
+/// Zeroes each row of a streamed operand that only zeros of P multiply. The function syncs the cube at its end.
 #[cube]
 fn clear_unused<C: Float>(
     operands: &mut Shared<[Four<C>]>,
@@ -133,9 +130,8 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies P by B over an inner dimension of size `rows`, and adds the product to fragments of O. The inner dimension is
-/// the columns of the tile P, from vector `tile_at` on, and the rows of B in the stage. In each row of fragments, a plane
-/// computes `count` fragments, from its fragment `first_fragment` on.
+/// Multiplies P by B over `rows` columns of P, from vector `tile_at` on, and adds the product to fragments of O. In each row
+/// of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -186,10 +182,10 @@ fn multiply_rows<C: Float>(
     }
 }
 
-/// Multiplies the rows of O by their factors, through shared memory, if any row maximum has changed.
+/// Multiplies the rows of O by their factors, through shared memory, if any row maximum has changed (`moved`).
 ///
-/// The function syncs the cube before it reads `moved`, the flags of row groups whose maximum has changed. All units must
-/// have read S before the call, because the fragments of O overwrite S in shared memory.
+/// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the fragments of
+/// O overwrite S in shared memory.
 #[cube]
 pub(in crate::tile_ops) fn rescale<C: Float>(
     output: &mut Sequence<SumFragment>,
@@ -245,8 +241,8 @@ pub(in crate::tile_ops) fn rescale<C: Float>(
     }
 }
 
-/// Computes [`store_output`](super::super::product::store_output) on fragments, one fragment per plane at a time. When the
-/// function returns, no unit reads shared memory any more.
+/// Computes [`store_output`](super::super::product::store_output) on fragments. When the function returns, no unit reads
+/// shared memory any more.
 #[cube]
 pub(in crate::tile_ops) fn store_output<E: Float, C: Float, N: Size>(
     output: &Sequence<SumFragment>,

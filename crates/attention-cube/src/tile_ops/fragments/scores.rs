@@ -1,9 +1,8 @@
 //! The first product `S = A Bᵀ` in fragments, and the distribution of S to the units.
 //!
 //! Budget: registers for a plane's fragments of S and for the operand fragments of one multiplication. S passes through
-//! shared memory once, because a unit cannot know which elements of a fragment it holds. If planes divide S evenly, units
-//! read only scores of their own plane. In this case each plane syncs by itself, which is possible because all devices with
-//! fragments have a plane barrier. If planes do not divide S evenly, the cube syncs.
+//! shared memory once, because a unit cannot know which elements of a fragment it holds. If planes divide S evenly, each
+//! plane syncs by itself. Otherwise the cube syncs.
 
 use super::super::cmma::{
     LeftFragment, SumFragment, load_left, load_right, multiply, plane_index, store_sum, zero_sums,
@@ -85,8 +84,7 @@ pub(in crate::tile_ops) fn multiply_transposed<
     }
     if comptime!(tiles.owns_scores()) {
         if comptime!(stationary > 0 && tiles.is_resident()) {
-            // Wait until all units of the plane have read the scores of the previous multiplication. The next scores use the
-            // same memory.
+            // The next scores overwrite the scores of the previous multiplication.
             sync_own_plane(tiles);
         }
         hand_to_plane(&sums, stage, s, tiles);

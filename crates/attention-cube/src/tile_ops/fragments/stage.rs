@@ -33,8 +33,8 @@ pub(in crate::tile_ops) fn new_tile<C: Float>(#[comptime] tiles: UnitTiles) -> S
     )
 }
 
-/// Describes where `count` rows of an operand of the first product (`S = A Bᵀ`) lie in the stage (the operands' shared memory).
-/// The first row starts at vector `at`.
+/// Describes where `count` rows of an operand of the first product lie in shared memory. The first row starts at vector
+/// `at`.
 pub(super) fn depth_rows(at: usize, count: usize, packed: bool, tiles: UnitTiles) -> StagedRows {
     StagedRows {
         at,

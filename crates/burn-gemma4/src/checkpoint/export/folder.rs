@@ -31,8 +31,8 @@ pub(super) const TABLES: [&str; 3] = [
     "embed_tokens_per_layer.weight",
     "lm_head.weight",
 ];
-/// The suffixes that mark the name of a stacked tensor, which holds the matrices of all experts. Each suffix is paired with the
-/// names of the matrices that the tensor holds for each expert, in the order of their rows.
+/// The name suffixes of the tensors that stack the matrices of all experts. Each suffix is paired with the names of one
+/// expert's matrices, in the order of their rows.
 const OF_EXPERTS: [(&str, &[&str]); 2] = [
     (".experts.gate_up_proj", &["gate_proj", "up_proj"]),
     (".experts.down_proj", &["down_proj"]),
@@ -68,9 +68,8 @@ struct Matrix<'a> {
     /// The name of the matrix's module in the written file.
     name: String,
     source: Source<'a>,
-    /// The matrix's position in a stacked tensor of all experts, or `None` if the source holds only this matrix. The
-    /// position consists of the expert's index and a range of rows. The range selects the matrix's rows among the rows of
-    /// that expert.
+    /// The matrix's position in a stacked tensor of all experts: the expert's index and a range of the expert's rows.
+    /// `None` if the source holds only this matrix.
     place: Option<(usize, Range<usize>)>,
     rows: usize,
     columns: usize,
@@ -112,8 +111,8 @@ impl Export<'_> {
         let partial = partial_folder().tempdir_in(folder_of(to)).map_err(failed)?;
         self.finish(self.fill(files, partial.path()))?;
         fs::rename(partial.path(), to).map_err(failed)?;
-        // The rename has moved the folder to its final name. Call `keep`, because otherwise `partial` would try to remove a
-        // folder at the temporary name when it is dropped.
+        // The rename has moved the folder. Without `keep`, dropping `partial` would try to remove a folder at the
+        // temporary name.
         let _ = partial.keep();
         Ok(self.written(&to.join("model.safetensors"), Vec::new()))
     }
@@ -193,15 +192,14 @@ impl Export<'_> {
                 }
             }
         }
-        // Published checkpoints contain K and V projections even for layers that share an earlier layer's KV cache. This model
-        // does not use these projections, but the loop packs them too. The reason is that some loaders fuse all projections of
-        // a layer, which requires that either all of them are packed or none.
+        // Pack K and V projections even for layers that do not use them. Some loaders fuse all projections of a layer,
+        // and refuse a layer in which only some projections are packed.
         for path in self.weights.unread(self.config) {
             let Ok(source) = self.weights.get(&path) else {
                 continue;
             };
-            // Pack the matrix only if each of its rows consists of whole groups. The model has no parameter for this matrix, so
-            // no earlier code has checked the shape.
+            // Pack the matrix only if each of its rows consists of whole groups. No earlier code has checked the matrix's
+            // shape.
             if let [rows, columns] = source.shape[..]
                 && columns.is_multiple_of(GROUP)
                 && rows * columns > 0
@@ -261,8 +259,8 @@ impl Export<'_> {
         let names = [WORDS, SCALES, SHAPE].map(named);
         let matrix = std::rc::Rc::new(matrix);
         let scales_of_row = groups * dtype.size();
-        // The words and the scales are written by two separate passes over the rows, and each pass quantizes the rows again. So
-        // the host never holds all words and all scales of the matrix at the same time.
+        // Quantize the rows twice: once to write the words, and once to write the scales. The host never holds the whole
+        // quantized matrix.
         let row = move |numbers: &[f32], row: usize, scales: &mut [u8], words: &mut [u8]| {
             scheme.pack(&numbers[row * columns..][..columns], dtype, scales, words)
         };

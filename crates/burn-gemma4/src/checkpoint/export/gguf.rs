@@ -22,8 +22,8 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// The name of the tensor that holds a divisor of the rotary angle for each channel pair. A channel pair without rotation has
-/// the divisor 1e30.
+/// The name of the tensor that holds a divisor of the rotary angle for each channel pair. A divisor of 1e30 means no
+/// rotation.
 const ROPE_FREQUENCIES: &str = "rope_freqs.weight";
 const STANDS_STILL: f32 = 1e30;
 /// The value of the metadata key `general.quantization_version`: the version of ggml's block formats.
@@ -32,8 +32,7 @@ const QUANTIZATION_VERSION: usize = 2;
 impl Export<'_> {
     pub(super) fn write_gguf(&self, to: &Path) -> Result<QuantizedCheckpoint, Gemma4Error> {
         let values = self.values()?;
-        // The generation defaults are parsed before the file is written, so that an error in them is reported before the long
-        // write.
+        // Parse the generation defaults first, so that an error in them is reported before the long write.
         let defaults = existing(self.from, "generation_config.json")?;
         let defaults = defaults.map(GenerationDefaults::from_file).transpose()?;
         let (paths, mut tensors): (Vec<&str>, Vec<Planned>) = self.planned().into_iter().unzip();
@@ -88,8 +87,7 @@ impl Export<'_> {
             return Encoding::Blocks(self.target.format());
         }
         Encoding::Floats(match self.quantized.contains(path) {
-            // A matrix whose rows do not consist of whole blocks is not quantized. It keeps its dtype, except that f64
-            // becomes f32.
+            // Do not quantize a matrix whose rows do not consist of whole blocks.
             true => match self.source(path).dtype() {
                 Some(dtype @ (DType::F16 | DType::BF16)) => dtype,
                 _ => DType::F32,
@@ -127,8 +125,8 @@ impl Export<'_> {
         Ok(())
     }
 
-    /// Quantizes some slices of a parameter, and returns the bytes of the resulting blocks. `range` holds the indices of the
-    /// slices in the parameter's slowest dimension.
+    /// Returns the quantized blocks of the slices `range`. A slice is the part of a parameter at one index of its slowest
+    /// dimension.
     fn blocks(&self, path: &str, source: &Source<'_>, range: std::ops::Range<usize>) -> Vec<u8> {
         let columns = source.shape.last().copied().unwrap_or(1);
         let numbers: Vec<f32> = source.slices(range, DType::F32).iter().collect();
@@ -210,13 +208,11 @@ impl Export<'_> {
         Ok(values.0)
     }
 
-    /// Reads the configuration of the written file, and returns an error if it differs from the source's configuration. The two
-    /// differ if GGUF's keys cannot express the source's configuration.
+    /// Reads the configuration of the written file, and returns an error if it differs from the source's configuration.
+    /// GGUF's keys cannot express every configuration.
     fn refuse_what_reads_otherwise(&self, path: &Path) -> io::Result<()> {
         let alike = |config: &Gemma4Config| Gemma4Config {
-            // The comparison leaves out fields that do not change results. The dtype and the initializer range matter only
-            // if a new model is created from the configuration. The end tokens are not compared either, because readers
-            // collect them from the tokenizer's keys.
+            // Do not compare fields that do not change results.
             dtype: None,
             initializer_range: 0.0,
             eos_tokens: Vec::new(),
@@ -237,8 +233,7 @@ impl Export<'_> {
         }
     }
 
-    /// Returns descriptions of everything in the source that the GGUF file lacks: the vision and audio towers, and generation
-    /// defaults for which GGUF has no keys.
+    /// Returns descriptions of everything in the source that the GGUF file lacks, such as the vision tower.
     fn left_out(
         &self,
         written: &Path,
@@ -291,8 +286,7 @@ impl Values {
     }
 
     fn number(&mut self, key: &str, number: usize) {
-        // A number that does not fit into u32 becomes the largest u32. The export later reads the written file and compares
-        // its configuration with the source's configuration. That comparison finds the wrong number.
+        // A number that does not fit into u32 becomes the largest u32. The check of the written file finds such a number.
         self.add(key, Written::U32(u32::try_from(number).unwrap_or(u32::MAX)));
     }
 

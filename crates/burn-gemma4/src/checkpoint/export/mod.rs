@@ -44,17 +44,16 @@ pub struct QuantizedCheckpoint {
 ///
 /// The output is a GGUF file if the name `to` ends in `.gguf`, in upper or lower case. Otherwise the output is a folder.
 ///
-/// A GGUF file stores some weights as blocks of Q8_0 or Q4_0. These are the weights that
-/// [`LoadOptions::quantization`](super::LoadOptions::quantization) would quantize on loading. The blocks equal those of
-/// llama.cpp's quantizer bit by bit. If the rows of such a weight are not whole blocks, the weight keeps its dtype, except that
-/// f64 becomes f32. All other weights, such as norms, are stored in f32. The file also has the tokenizer, the chat template and
-/// the sampling defaults, as llama.cpp's converter writes them. Only the text model of a multimodal checkpoint is written.
+/// A GGUF file stores the weights that [`LoadOptions::quantization`](super::LoadOptions::quantization) quantizes as
+/// blocks of Q8_0 or Q4_0. The blocks equal those of llama.cpp's quantizer bit by bit. A weight whose rows do not consist
+/// of whole blocks keeps its float dtype. All other weights, such as norms, are stored in f32. The file also has the
+/// tokenizer, the chat template and the sampling defaults. Only the text model of a multimodal checkpoint is written.
 ///
-/// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors. The
-/// format is `pack-quantized`, symmetric, with 8 or 4 bits. Each group of 32 elements shares one scale, which has the
+/// A folder stores the linear layers, and the projection of per-layer embeddings, in the format of compressed-tensors.
+/// The scheme is symmetric `pack-quantized` with 8 or 4 bits. Each group of 32 elements shares one scale, which has the
 /// checkpoint's dtype. Each expert's matrices are separate tensors, as llm-compressor writes them. Embeddings, the head,
-/// routers and everything outside the text model are copied unchanged, because the loaders of other programs do not support
-/// these weights in packed form. The files beside the weights are copied too.
+/// routers and everything outside the text model are copied unchanged, because the loaders of other programs do not
+/// support these weights in packed form.
 ///
 /// The output appears under its final name only when it is complete. The host holds about one matrix at a time.
 ///
@@ -62,8 +61,8 @@ pub struct QuantizedCheckpoint {
 /// Returns an error in these cases:
 ///
 /// - The file or folder `to` exists already, or a file cannot be written.
-/// - The folder `from` is not a complete checkpoint of Gemma 4. The message says so if `from` is a drafter or a file, or if
-///   the weights are quantized already.
+/// - The folder `from` is not a complete checkpoint of Gemma 4. For example, `from` is a drafter or has quantized
+///   weights.
 /// - No matrix has rows that consist of whole blocks, or a weight has an element that is NaN or infinite.
 /// - The requested format is neither [`Q8`](Quantization::Q8) nor [`Q4`](Quantization::Q4).
 /// - GGUF cannot express the configuration or the tokenizer.
@@ -223,8 +222,8 @@ impl<'a> Export<'a> {
         self.report.borrow_mut().problem.get_or_insert(problem);
     }
 
-    /// Returns the recorded problem with a weight as an error, or `outcome` if no problem is recorded. A bad weight also makes
-    /// the write of the file fail. The error about the weight is more precise than the error about the file.
+    /// Returns the recorded problem with a weight as an error, or `outcome` if no problem is recorded. The recorded
+    /// problem is more precise than the error of the file's writer.
     fn finish<T>(&self, outcome: Result<T, Gemma4Error>) -> Result<T, Gemma4Error> {
         match self.report.borrow_mut().problem.take() {
             None => outcome,

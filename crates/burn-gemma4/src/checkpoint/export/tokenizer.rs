@@ -1,6 +1,5 @@
-//! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF has no keys for normalization and
-//! pre-tokenization, so GGUF's readers apply the rules of Gemma's tokenizer. A tokenizer that differs from Gemma's is therefore
-//! refused.
+//! Converts a folder's tokenizer to GGUF's form: tokens, token types and merges. GGUF cannot express normalization and
+//! pre-tokenization, so a tokenizer whose rules differ from Gemma's is refused.
 
 use crate::checkpoint::gguf::tokenizer::{NAMED, decoder, normalizer, pre_tokenizer, token_type};
 use crate::checkpoint::gguf::writer::Written;
@@ -10,8 +9,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
-/// Special tokens that llama.cpp's converter stores with the type of ordinary text. llama.cpp removes special tokens from an
-/// answer's text, but its answer parser needs these tokens.
+/// Special tokens that are stored with the type of ordinary text. llama.cpp removes special tokens from an answer's text,
+/// but its answer parser needs these tokens.
 const VISIBLE: [&str; 7] = [
     "<|channel>",
     "<channel|>",
@@ -66,8 +65,7 @@ struct Model {
     merges: Vec<Merge>,
 }
 
-/// A merge rule, which joins the texts of two tokens. The file stores a list of the two texts, or one text in which a space
-/// separates them.
+/// A merge rule, which joins the texts of two tokens. In the file, a rule is a list of two texts or a text with a space.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Merge {
@@ -75,8 +73,7 @@ enum Merge {
     Together(String),
 }
 
-/// The tokens of a `tokenizer.json` with their GGUF types, and the merges. The struct also holds the ids of tokens with a role,
-/// such as `bos`.
+/// The tokens of a `tokenizer.json` with their GGUF types, the merges, and the ids of tokens with a role, such as `bos`.
 pub(super) struct Tokens {
     texts: Vec<String>,
     types: Vec<i32>,
@@ -170,9 +167,8 @@ impl Tokens {
                 "padding" => Some(config.pad_token as usize),
                 _ => None,
             };
-            // The ids of `bos` and `padding` come from the model's configuration, not from the tokenizer's configuration.
-            // The model's configuration has precedence, because it gives the `bos` token with which the model expects a text
-            // to begin.
+            // Take the ids of `bos` and `padding` from the model's configuration. The model expects a text to begin with
+            // the `bos` token of this configuration.
             let id = match name {
                 "bos" | "padding" => by_config,
                 _ => by_text.or(by_config),
@@ -206,8 +202,8 @@ impl Tokens {
 }
 
 impl File {
-    /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's, because readers of GGUF
-    /// files always apply the rules of Gemma 4's tokenizer.
+    /// Refuses a tokenizer whose normalization, pre-tokenization or decoding differs from Gemma 4's. GGUF files cannot
+    /// express the difference.
     fn refuse_others(&self) -> Result<(), String> {
         let Model {
             unk_token,

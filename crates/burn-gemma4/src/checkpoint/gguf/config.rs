@@ -8,8 +8,7 @@ use crate::config::{ExpertsConfig, Gemma4Config, LayerType, RopeConfig};
 const ARCHITECTURE: &str = "gemma4";
 /// The architecture of drafters, the small models that propose tokens in speculative decoding.
 const DRAFTER: &str = "gemma4-assistant";
-/// The smallest divisor of the rotary angles that means "no rotation". llama.cpp's converter writes 1e30 for channel pairs
-/// without rotation.
+/// The smallest divisor of the rotary angles that means "no rotation". llama.cpp's converter writes 1e30.
 const STANDS_STILL: f32 = 1e20;
 /// The logit softcap that llama.cpp uses if a file has no key for the softcap.
 const SOFTCAP: f64 = 30.0;
@@ -193,8 +192,8 @@ fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Vec<LayerType>, String>
         .collect())
 }
 
-/// Returns the hidden size of the feed-forward networks, and a flag. The flag is true if the networks are twice as wide in the
-/// layers that share an earlier layer's KV cache.
+/// Returns the hidden size of the feed-forward networks, and whether the size doubles in the layers that share an earlier
+/// layer's KV cache.
 fn widths(keys: &Keys<'_>, layers: usize, first_shared: usize) -> Result<(usize, bool), String> {
     const KEY: &str = "feed_forward_length";
     let widths = keys.sizes(KEY, layers)?;
@@ -226,15 +225,13 @@ fn key_value_heads(keys: &Keys<'_>, layer_types: &[LayerType]) -> Result<(usize,
     };
     match (of(LayerType::Sliding)?, of(LayerType::Full)?) {
         (Some(sliding), Some(full)) => Ok((sliding, full)),
-        // If the model has no sliding layers or no full layers, the missing type gets the other type's number of heads. No
-        // layer uses that number.
+        // If the model lacks sliding layers or full layers, no layer uses the number of heads for the missing type.
         (Some(heads), None) | (None, Some(heads)) => Ok((heads, heads)),
         (None, None) => Err(format!("{} is missing", Keys::key("block_count"))),
     }
 }
 
-/// Returns the head sizes of sliding layers and of full layers. Keys and values must have the same head size, and
-/// `dimension_count` must equal this head size.
+/// Returns the head sizes of sliding layers and of full layers. Keys and values must have the same head size.
 fn head_dims(keys: &Keys<'_>) -> Result<(usize, usize), String> {
     let of = |suffix: &str| {
         let key = keys.size(&format!("attention.key_length{suffix}"))?;
@@ -275,8 +272,8 @@ fn experts(keys: &Keys<'_>, layers: usize) -> Result<Option<ExpertsConfig>, Stri
     }
 }
 
-/// Returns the rotary embedding of full layers. A tensor of divisors for the angles shows which channel pairs are rotated. All
-/// rotated channel pairs have the same divisor. The other pairs have a huge divisor.
+/// Returns the rotary embedding of full layers. A channel pair with a huge divisor is not rotated. All rotated channel
+/// pairs must have the same divisor.
 fn global_rope(
     gguf: &Gguf,
     keys: &Keys<'_>,
@@ -313,8 +310,7 @@ fn global_rope(
         partial_rotary_factor: rotated as f64 / pairs.max(1) as f64,
         factor: f64::from(factor),
     };
-    // The fraction `rotated pairs / all pairs` is rounded to a float. With a float that is too small, the model would rotate
-    // one pair too few. In that case the next larger float is used.
+    // Rounding `rotated pairs / all pairs` to a float may lose one rotated pair. In that case use the next larger float.
     Ok(RopeConfig {
         partial_rotary_factor: match rope.rotated_pairs(head_dim) == rotated {
             true => rope.partial_rotary_factor,

@@ -1,7 +1,7 @@
 //! The GGUF container. A file holds keys with values, then the positions of the tensors, and then the tensors' bytes.
 //!
-//! The parser does not trust a file. A count in the file alone never makes the parser allocate memory. The parser checks every
-//! position before it reads there. For texts and lists, the parser stores only their positions in the file.
+//! The parser does not trust a file. A wrong count cannot make the parser allocate much memory. The parser checks every
+//! position before it reads there.
 
 use super::{
     metadata::{Kind, Value},
@@ -11,11 +11,10 @@ use std::{collections::BTreeMap, ops::Range};
 
 /// The magic bytes at the beginning of a file.
 pub(super) const MAGIC: &[u8] = b"GGUF";
-/// The supported versions of the format, which store lengths in 64 bits. Version 1 stores lengths in 32 bits. Version 1 was
-/// replaced before Gemma existed, so no Gemma file has this version.
+/// The supported versions of the format. No Gemma file has version 1, which stores lengths in 32 bits.
 const VERSIONS: [u32; 2] = [2, 3];
-/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys. A model with a
-/// thousand layers would have about twenty thousand tensors.
+/// The limits on the number of keys and on the number of tensors in a file. Real files have about fifty keys, and far
+/// fewer tensors than the limit.
 const MOST_KEYS: u64 = 1 << 12;
 const MOST_TENSORS: u64 = 1 << 16;
 /// The limit on the length of a key or of a tensor's name, in bytes.
@@ -86,8 +85,7 @@ impl Container {
 fn alignment(values: &BTreeMap<String, Value>) -> Result<u64, String> {
     match values.get("general.alignment") {
         None => Ok(ALIGNMENT),
-        // The alignment must be a power of two, as in ggml. The alignment must also be at most 2^30. A larger alignment would
-        // only leave an enormous gap before the tensors.
+        // The alignment must be a power of two, as in ggml. The limit of 2^30 excludes enormous gaps before the tensors.
         Some(Value::Unsigned(alignment))
             if alignment.is_power_of_two() && *alignment <= 1 << 30 =>
         {
@@ -107,8 +105,8 @@ struct Info {
 }
 
 impl Info {
-    /// Checks the entry and returns the tensor that it describes. `len` is the size of the file in bytes, and `data` is the
-    /// offset at which the tensors begin.
+    /// Checks the entry and returns the tensor. `len` is the file's size in bytes. `data` is the offset at which the
+    /// tensors begin.
     fn place(self, data: u64, alignment: u64, len: u64) -> Result<Tensor, String> {
         let name = &self.name;
         let kind = Type(self.kind);
@@ -277,8 +275,8 @@ impl<'a> Reader<'a> {
         match kind {
             // Nested lists are refused. ggml does not support them either.
             Kind::List => return Err(format!("{} is a list of lists", self.within)),
-            // A list of texts is read text by text. A wrong count cannot make this loop run long: each text takes at least 8
-            // bytes, so the reader fails at the end of the file.
+            // Read a list of texts text by text. A wrong count ends the loop early, because each text takes at least 8
+            // bytes of the file.
             Kind::Text => {
                 for _ in 0..count {
                     self.text()?;

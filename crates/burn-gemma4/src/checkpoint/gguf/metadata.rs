@@ -50,8 +50,7 @@ impl Kind {
         KINDS.get(id as usize).copied()
     }
 
-    /// Returns the number of bytes that a value of this type occupies. For a text or a list this is the size of the length
-    /// field.
+    /// Returns the size of a value in bytes. For a text or a list this is the size of the length field.
     pub fn bytes(self) -> u64 {
         match self {
             Self::Unsigned(bytes) | Self::Signed(bytes) => bytes,
@@ -61,8 +60,7 @@ impl Kind {
         }
     }
 
-    /// Decodes `bytes`, which has the type's size, as a number or a boolean. Returns `None` if the type is a text or a list, or
-    /// if the bytes are not a valid boolean.
+    /// Decodes `bytes` as a number or a boolean. Returns `None` for other types, or if the bytes are not a valid boolean.
     pub fn number(self, bytes: &[u8]) -> Option<Value> {
         let mut eight = [0; 8];
         eight[..bytes.len()].copy_from_slice(bytes);
@@ -125,8 +123,8 @@ impl<'a> Metadata<'a> {
         self.get(key, "a whole number of at least 0", Value::size)
     }
 
-    /// Returns a list of `count` non-negative integers. The file has either such a list or one integer, which is then repeated
-    /// `count` times.
+    /// Returns a list of `count` non-negative integers. If the file has one integer instead of a list, the integer is
+    /// repeated.
     pub fn sizes(&self, key: &str, count: usize) -> Result<Option<Vec<usize>>, String> {
         let what = format!("a whole number of at least 0 or a list of {count}");
         self.get(key, &what, |value| match value.size() {
@@ -181,8 +179,8 @@ impl<'a> Metadata<'a> {
         std::str::from_utf8(self.file.get(place.clone())?).ok()
     }
 
-    /// Decodes a list of numbers or booleans and applies `read` to each element. Returns `None` for any other value, or if
-    /// `read` returns `None` for an element.
+    /// Decodes a list of numbers or booleans, and applies `read` to each element. Returns `None` for any other value, or
+    /// if `read` returns `None`.
     fn values_of<T>(&self, list: &Value, read: fn(&Value) -> Option<T>) -> Option<Vec<T>> {
         match list {
             Value::List {

@@ -106,8 +106,7 @@ impl Gguf {
         ChatTemplate::with_tokens(source, tokens).map_err(|error| self.malformed(error.to_string()))
     }
 
-    /// Returns the generation defaults in the file: the sampling settings that the model's authors recommend, and the stop
-    /// tokens.
+    /// Returns the generation defaults in the file.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Malformed`] if the sampling settings are invalid.
@@ -138,8 +137,7 @@ impl Gguf {
 
     /// Reads the elements of a small tensor and converts them to f32.
     fn floats(&self, name: &str) -> Result<Vec<f32>, String> {
-        /// The largest number of elements that this function reads. The tensor of rotary divisors has one element per channel
-        /// pair of a head, which is far fewer.
+        /// The largest number of elements that this function reads. The tensor of rotary divisors is far smaller.
         const MOST: usize = 1 << 16;
         match self.tensor(name) {
             Ok(source) if source.shape.iter().product::<usize>() <= MOST => {
@@ -186,9 +184,8 @@ impl WeightSource for Gguf {
 
     fn unknown(&self, known: &BTreeSet<String>, config: &Gemma4Config) -> Vec<String> {
         let is_ignored = |name: &str| {
-            // The rotary divisors, and the K and V tensors that no layer uses, are not reported as unknown, although the model
-            // has no parameter for them. The divisors are already part of the configuration. Files contain K and V tensors even
-            // for layers that share an earlier layer's KV cache.
+            // Do not report the rotary divisors, and K and V tensors that no layer uses, as unknown. The model has no
+            // parameter for them.
             name == "rope_freqs.weight"
                 || names::layer_of_unread_keys(name)
                     .is_some_and(|layer| config.is_shared(layer) && layer < config.num_layers())

@@ -19,8 +19,8 @@ const OF_MODEL: [(&str, &str); 6] = [
     ("lm_head.weight", "output.weight"),
 ];
 
-/// The paths of a layer's parameters with llama.cpp's tensor names. The paths follow the prefix `layers.{i}.`, and the tensor
-/// names follow the prefix `blk.{i}.`.
+/// The paths of a layer's parameters after the prefix `layers.{i}.`, with llama.cpp's tensor names after the prefix
+/// `blk.{i}.`.
 const OF_LAYER: [(&str, &str); 25] = [
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.q_norm.weight", "attn_q_norm.weight"),
@@ -61,15 +61,12 @@ const OF_LAYER: [(&str, &str); 25] = [
     ("layer_scalar", "layer_output_scale.weight"),
 ];
 
-/// The path of the stacked parameter that holds the gate and up projections of all experts. Some files store this parameter as
-/// two tensors.
+/// The path of the stacked parameter that holds the gate and up projections of all experts.
 const GATE_UP: &str = "experts.gate_up_proj";
-/// The names of the two tensors that may store [`GATE_UP`]. For each expert, the parameter holds the expert's rows of the gate
-/// tensor, followed by the expert's rows of the up tensor.
+/// The names of the two tensors that may store [`GATE_UP`]: the gate's tensor and the up projection's tensor.
 const HALVES: [&str; 2] = ["ffn_gate_exps.weight", "ffn_up_exps.weight"];
 
-/// Returns the names of the tensors that store the parameter at `path`. `has` returns true for each tensor that the file
-/// contains.
+/// Returns the names of the tensors that store the parameter at `path`. `has` says whether the file contains a tensor.
 pub(in crate::checkpoint) fn in_file(path: &str, has: impl Fn(&str) -> bool) -> Vec<String> {
     let layer = path
         .strip_prefix("layers.")
@@ -93,9 +90,7 @@ fn named<'a>(names: &[(&str, &'a str)], path: &'a str) -> &'a str {
     }
 }
 
-/// Returns the index of the layer to which a tensor belongs, if the tensor is a K or V projection or a K norm. Returns
-/// `None` for any other tensor. Converted files contain K and V projections and K norms even for layers that share an
-/// earlier layer's KV cache.
+/// Returns the layer's index for a tensor that is a K or V projection or a K norm, and `None` for any other tensor.
 pub(super) fn layer_of_unread_keys(name: &str) -> Option<usize> {
     const UNREAD: [&str; 3] = ["attn_k.weight", "attn_v.weight", "attn_k_norm.weight"];
     let (layer, of_layer) = name.strip_prefix("blk.")?.split_once('.')?;
@@ -110,8 +105,7 @@ mod tests {
     use crate::model::Gemma4Model;
     use burn::tensor::{DType, Device};
 
-    /// Checks that the tables contain every parameter. `in_file` would return the parameter's own path if the tables had no
-    /// llama.cpp name for it.
+    /// Checks that the tables contain every parameter.
     #[test]
     fn in_file_for_every_parameter_gives_unique_tensor() {
         for config in [Gemma4Config::e2b(), Gemma4Config::moe_26b_a4b()] {

@@ -22,8 +22,8 @@ pub(in crate::checkpoint) mod token_type {
     pub const BYTE: usize = 6;
 }
 
-/// The roles of special tokens. A role has two names: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`, and
-/// the name of the variable in chat templates.
+/// The roles of special tokens: the `{name}` in the metadata key `tokenizer.ggml.{name}_token_id`, and the name of the
+/// variable in chat templates.
 pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("bos", "bos_token"),
     ("eos", "eos_token"),
@@ -31,8 +31,8 @@ pub(in crate::checkpoint) const NAMED: [(&str, &str); 5] = [
     ("padding", "pad_token"),
     ("mask", "mask_token"),
 ];
-/// The roles of the tokens that end a text (`ENDS`), and the texts of further end tokens (`ENDS_BY_TEXT`). llama.cpp has the
-/// same two lists.
+/// The roles of the tokens that end a text (`ENDS`), and the texts of further end tokens (`ENDS_BY_TEXT`), as in
+/// llama.cpp.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
 const ENDS_BY_TEXT: [&str; 3] = ["<eos>", "<turn|>", "<|tool_response>"];
 
@@ -156,9 +156,7 @@ fn token(metadata: Metadata<'_>, name: &str, tokens: &[&str]) -> Result<Option<u
 }
 
 /// Returns the added tokens, which the tokenizer looks for in a text before it applies merges. Gemma's control tokens get
-/// the flag `special`, even if the file gives them the type of ordinary text. llama.cpp's converter writes that type for
-/// some control tokens, because llama.cpp removes special tokens from an answer before it parses the answer, and its parser
-/// needs these tokens.
+/// the flag `special`, even if the file gives them the type of ordinary text.
 fn added<'a>(tokens: &[&'a str], types: &[usize]) -> Vec<AddedToken<'a>> {
     let marks: BTreeSet<&str> = SPECIAL_TOKENS.iter().map(|(_, token)| *token).collect();
     let tokens = tokens.iter().zip(types).enumerate();
@@ -191,8 +189,7 @@ fn pair(merge: &str) -> Result<(&str, &str), String> {
     }
 }
 
-/// Returns the variables that chat templates use for special tokens. Each variable is given by its name and by the text of
-/// its token.
+/// Returns the variables that chat templates use for special tokens: each variable's name and its token's text.
 pub(super) fn named(metadata: Metadata<'_>) -> Result<Vec<(String, String)>, String> {
     let tokens = tokens(metadata)?;
     let mut named = Vec::new();

@@ -92,8 +92,8 @@ fn text(file: &mut impl Write, text: &str) -> io::Result<()> {
     file.write_all(text.as_bytes())
 }
 
-/// Writes a file with the keys `values` and the tensors `tensors`. The callback `write` is called once for each tensor, in
-/// order, and must write exactly the bytes of that tensor.
+/// Writes a file with the keys `values` and the tensors `tensors`. For each tensor in order, `write` must write exactly
+/// the tensor's bytes.
 pub(in crate::checkpoint) fn write<W: Write>(
     file: W,
     values: &[(String, Written)],

@@ -1,19 +1,15 @@
-//! Lookahead: the decoder queues a decode step on the device before the caller requests that step. A column of the KV cache is
-//! one token position of every sequence.
+//! Lookahead: the decoder queues a decode step on the device before the caller requests the step.
 
 use crate::op::reading::Reading;
 
 /// A queued decode step. Its input tokens are the tokens that the previous step chose.
 ///
-/// The step writes keys and values to the column after the cache's last column. In a sliding layer's ring buffer the new column
-/// overwrites an old column. The overwrite does no harm even if the step is discarded, because the old column is already
-/// outside the window of every later query.
+/// In a sliding layer's ring buffer, the step overwrites the oldest keys and values. The overwrite does no harm even if
+/// the step is discarded, because no later query attends to these keys.
 pub(super) struct Ahead {
-    /// The input tokens of the step, one per sequence. A sequence for which the previous step could not choose a token has
-    /// `None`.
+    /// The input tokens of the step, one per sequence. `None` if the previous step could not choose a token.
     tokens: Vec<Option<u32>>,
-    /// The pending copy, from the device to the host, of the tokens that the step chooses. Dropping the [`Reading`] waits for
-    /// the copy.
+    /// The pending copy of the step's chosen tokens to the host. Dropping the [`Reading`] waits for the copy.
     chosen: Reading,
 }
 

@@ -1,5 +1,4 @@
-//! The decoder, which runs decode steps of one token per sequence, and passes over several tokens. A column of the KV cache is
-//! one token position of every sequence.
+//! The decoder, which runs decode steps of one token per sequence, and passes over several tokens.
 
 #[cfg(feature = "cube")]
 use super::graph::GraphCapture;
@@ -18,20 +17,18 @@ use crate::op::gemv::GEMV_MAX_ROWS;
 use crate::speculative::drafter::Drafter;
 use std::marker::PhantomData;
 
-/// A decoder, which generates tokens after a filled [`Cache`]. Each decode step runs the model over one more token of every
-/// sequence.
+/// A decoder, which generates tokens after a filled [`Cache`]. Each decode step runs the model over one more token of
+/// every sequence.
 ///
-/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. If the device supports CUDA graphs,
-/// the kernel launches are captured once and then replayed. The decode kernels need a model whose parameters share one dtype:
-/// f32, f16 or bf16. The model may have up to 512 experts. All other models run through [`Gemma4Model::step`], which computes
-/// the same result. The decode kernels rotate each padded sequence to the beginning of its buffers once, so that padding does
-/// not slow decoding down.
+/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. If the device supports CUDA
+/// graphs, the kernel launches are captured once and then replayed. The decode kernels need at most 512 experts, and
+/// parameters of one dtype: f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
 ///
-/// A capture takes milliseconds. The decoder captures a graph at the third or fourth token, and again whenever the KV cache
-/// has grown. On CUDA a capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a
-/// capture, another thread that synchronizes with the device or allocates on it gets an error. A program whose threads share
-/// a CUDA device should decode [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as
-/// fast as with graphs.
+/// The decoder captures a graph at the third or fourth token, and again whenever the KV cache has grown. On CUDA a
+/// capture affects the whole process, because CubeCL 0.11 captures in CUDA's global mode. During a capture, another
+/// thread that synchronizes with the device or allocates on it gets an error. A program whose threads share a CUDA device
+/// should decode [`without_graph_capture`](Self::without_graph_capture). Decoding is then about a third as fast as with
+/// graphs.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -77,8 +74,7 @@ pub struct Decoder<'a> {
     pub(super) has_samplers: bool,
     #[cfg(feature = "cube")]
     pub(super) graph: Option<GraphCapture>,
-    /// Makes the type `!Send`, so that a decoder stays on the thread that captured its graphs. A graph replay is ordered
-    /// only after work that this thread has queued.
+    /// Makes the type `!Send`. A graph replay is ordered only after work of the thread that captured the graph.
     pub(super) _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -121,17 +117,15 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, 1)
     }
 
-    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that the
-    /// device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
+    /// Runs a decode step and returns the next token of each sequence. The next token is the argmax, or the token that
+    /// the device drew with the [samplers](Self::with_samplers). A sequence whose logits are all NaN or −∞ has `None`.
     ///
-    /// The tokens equal those of [`step`](Self::step) with [`Next::argmax`] or [`Next::sample`], but the host's samplers do
-    /// not record the tokens. If `goes_on` is true, the following decode step is queued, if possible, before the host has
-    /// received the returned tokens. The device then never waits for the host. If the next call passes exactly the returned
-    /// tokens, it uses the queued step. A call with other `tokens` discards the queued step, but the tokens that the step
-    /// drew still count for the repetition penalty.
+    /// The host's samplers do not record the tokens. If `goes_on` is true, the decoder queues the following decode step
+    /// before the host has received the tokens. The next call uses the queued step if it passes exactly the returned
+    /// tokens. If the next call discards the queued step, the step's tokens still count for the repetition penalty.
     ///
-    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the host
-    /// must draw for the given samplers.
+    /// Returns `None` instead of the list if the device does not choose tokens, as on a CPU. Also returns `None` if the
+    /// host must draw for the given samplers.
     ///
     /// # Errors
     /// Returns the errors of [`step`](Self::step). Returns [`Gemma4Error::Device`] if the device failed.
@@ -153,13 +147,12 @@ impl<'a> Decoder<'a> {
         Ok(None)
     }
 
-    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after each
-    /// of these tokens.
+    /// Runs the model in one pass over several tokens that follow the cache's only sequence. Returns the logits after
+    /// each of these tokens.
     ///
-    /// The pass runs on the decode kernels of [`step`](Self::step) if the cache can [forget](Cache::forgetting) columns. A
-    /// column is one token position of every sequence. The kernels take up to 8 tokens, and at most one token more than the
-    /// number of columns that the cache can forget. A CUDA graph is captured for each number of tokens. If a caller rejects
-    /// some of the tokens, [`forget`](Self::forget) removes their columns.
+    /// The pass runs on the decode kernels if the cache can [forget](Cache::forgetting) tokens. The kernels take up to 8
+    /// tokens, and at most one token more than the cache can forget. If a caller rejects some of the tokens,
+    /// [`forget`](Self::forget) removes the rejected tokens.
     ///
     /// # Errors
     /// Returns an error if the cache has several sequences, `tokens` is empty, or a token is outside the vocabulary.
@@ -175,8 +168,8 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    /// Runs the model over the next tokens of all sequences in one pass, like [`read`](Self::read). All sequences must have
-    /// equally many tokens, at least one. The tokens are ordered by sequence.
+    /// Runs the model over the next tokens of all sequences in one pass, like [`read`](Self::read). The tokens are
+    /// ordered by sequence, with equally many tokens per sequence.
     pub(crate) fn read_each(&mut self, tokens: &[u32]) -> Result<Next<'_>, Gemma4Error> {
         self.check_vocabulary(tokens)?;
         let count = tokens.len() / self.cache.batch();
@@ -190,18 +183,15 @@ impl<'a> Decoder<'a> {
         self.plain_step(tokens, count)
     }
 
-    /// True if the decode kernels can run a pass over `count` tokens of each sequence. The kernels write the keys and values
-    /// of all these tokens before attention reads any of them. In a ring buffer, a later token must not overwrite a key that
-    /// an earlier token of the pass still sees. The ring buffer therefore needs one slot beyond its window for each token
-    /// after the first.
+    /// True if the decode kernels can run a pass over `count` tokens of each sequence. A pass writes all its keys before
+    /// attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
         batch * count <= GEMV_MAX_ROWS && count <= 1 + self.cache.spare()
     }
 
-    /// Attaches one sampler per sequence. Each [`step`](Self::step) then also draws the next tokens on the device, and
-    /// [`Next::sample`] returns them. Before this call, each sampler must have recorded all tokens in the cache and the next
-    /// token after the cached tokens. The samplers assume that the caller passes the drawn tokens to the next step.
+    /// Attaches one sampler per sequence. Each [`step`](Self::step) then draws the next tokens on the device, and
+    /// [`Next::sample`] returns these tokens. Each sampler must have recorded the cached tokens and the next token.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of sequences.
@@ -223,27 +213,25 @@ impl<'a> Decoder<'a> {
         Ok(self)
     }
 
-    /// Removes the last `count` columns (tokens of every sequence) from the cache: see [`Cache::forget`].
+    /// Removes the last `count` tokens of every sequence from the cache: see [`Cache::forget`].
     ///
     /// # Errors
-    /// Returns an error if the cache cannot remove `count` columns.
+    /// Returns an error if the cache cannot remove `count` tokens.
     pub fn forget(&mut self, count: usize) -> Result<(), Gemma4Error> {
         self.discard_lookahead();
         self.cache.forget(count)
     }
 
-    /// Removes the last columns (tokens) of each sequence from the cache. `counts` has one element per sequence: the number
-    /// of columns to remove from that sequence.
+    /// Removes the last tokens of each sequence from the cache. `counts` has one number of tokens per sequence.
     ///
     /// # Errors
-    /// Returns an error if the cache cannot remove that many columns.
+    /// Returns an error if the cache cannot remove that many tokens.
     pub(crate) fn forget_each(&mut self, counts: &[usize]) -> Result<(), Gemma4Error> {
         self.discard_lookahead();
         self.cache.forget_each(counts)
     }
 
-    /// Discards the queued decode step. The step was computed for the column (token of every sequence) after the cache's
-    /// last column, and the caller is about to change which column is the last.
+    /// Discards the queued decode step, because the caller is about to change the cache's last token.
     fn discard_lookahead(&mut self) {
         #[cfg(feature = "cube")]
         if let Some(graph) = &mut self.graph {
@@ -261,8 +249,8 @@ impl<'a> Decoder<'a> {
         self.cache
     }
 
-    /// Runs a decode step like [`step`](Self::step), and calls `after` each time a [`Part`] of the computation has been
-    /// queued. `after` is never called if the decode kernels do not support the model.
+    /// Runs a decode step like [`step`](Self::step), and calls `after` after each [`Part`] of the computation. `after` is
+    /// not called if the decode kernels do not support the model.
     ///
     /// # Errors
     /// Passes on the errors of [`step`](Self::step).

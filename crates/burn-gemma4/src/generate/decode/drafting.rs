@@ -1,5 +1,5 @@
-//! Drafting rounds of a decoder, and passes over the draft tokens. A drafting round is one run of the drafter, which consists
-//! of several drafting steps. A column of the KV cache is one token position of every sequence.
+//! Drafting rounds of a decoder, and passes over the draft tokens. A drafting round is one run of the drafter, which
+//! consists of several drafting steps.
 
 use super::decoder::Decoder;
 #[cfg(feature = "cube")]
@@ -30,9 +30,8 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Runs the [drafter](Self::with_drafter), which proposes `count` draft tokens after `token`. `token` is the next token,
-    /// which the cache does not hold yet. Returns the result of [`Drafter::draft`]. A CUDA graph is captured for each value of
-    /// `count`.
+    /// Runs the [drafter](Self::with_drafter), which proposes `count` draft tokens after `token`. The cache must not hold
+    /// `token` yet.
     ///
     /// # Shapes
     /// `hidden`: `[1, hidden]`, the normalized hidden state from which `token` was chosen.
@@ -54,8 +53,7 @@ impl<'a> Decoder<'a> {
         self.guess_each(&[token], &streams, count)
     }
 
-    /// Runs [`guess`](Self::guess), and then runs [`read`](Self::read) over the token and the draft tokens in one pass. The
-    /// pass takes the draft tokens from device memory, so the host waits for the device only once.
+    /// Runs [`guess`](Self::guess), and then runs [`read`](Self::read) over the token and the draft tokens in one pass.
     ///
     /// # Shapes
     /// `hidden`: `[rows, hidden]`. Row `row` is the hidden state from which `token` was chosen.
@@ -85,8 +83,8 @@ impl<'a> Decoder<'a> {
         self.guess_and_read_each(&[token], &streams, count)
     }
 
-    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token per sequence. The returned draft tokens
-    /// are ordered by drafting step. The rows of the returned [`Next`] are ordered by sequence.
+    /// Runs [`guess_and_read`](Self::guess_and_read) for all sequences, with one token per sequence. The draft tokens are
+    /// ordered by drafting step. The rows of the [`Next`] are ordered by sequence.
     pub(crate) fn guess_and_read_each(
         &mut self,
         tokens: &[u32],
@@ -96,8 +94,7 @@ impl<'a> Decoder<'a> {
         #[cfg(feature = "cube")]
         {
             let drafter = self.drafter()?;
-            // If an embedding table is in host memory, the host needs the draft tokens to look up their rows in the table.
-            // Without such a table, the draft tokens can stay on the device.
+            // If an embedding table is in host memory, the host needs the draft tokens to look up their rows.
             let reads_guesses = self.has_drafter_kernels
                 && self.model.host_table.is_none()
                 && self.cache.has_begun()
@@ -134,8 +131,8 @@ impl<'a> Decoder<'a> {
                     return Ok(graph.guess(drafter, model, cache, tokens, streams, count));
                 }
                 if self.cache.is_padded() {
-                    // Drop the captured graphs, which read the cache's buffers in rotated form, with each sequence's first
-                    // token in slot 0. The call of `turn_back` below undoes the rotation.
+                    // Drop the captured graphs, which read the cache's buffers in rotated form. `turn_back` below undoes
+                    // the rotation.
                     graph.release();
                 }
             }

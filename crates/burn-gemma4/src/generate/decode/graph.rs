@@ -1,9 +1,8 @@
-//! Decode passes and drafting rounds that run on the decode kernels. The kernel launches of a pass or round are captured in
-//! a CUDA graph, and this graph is replayed for later passes or rounds. A column of the KV cache is one token position of
-//! every sequence.
+//! Decode passes and drafting rounds that run on the decode kernels. The kernel launches are captured in a CUDA graph,
+//! which is then replayed.
 //!
-//! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes draft
-//! tokens.
+//! A pass runs the model over one or a few tokens of each sequence. A drafting round runs the drafter, which proposes
+//! draft tokens.
 
 use super::{
     ahead::Ahead,
@@ -30,8 +29,8 @@ use std::{
     fmt,
 };
 
-/// The passes and drafting rounds of a decoder, with their captured graphs. All of them become invalid when the cache's buffers
-/// are reallocated.
+/// The passes and drafting rounds of a decoder, with their captured graphs. Reallocating the cache's buffers invalidates
+/// the graphs.
 pub(super) struct GraphCapture {
     may_capture: bool,
     /// The decode passes, indexed by the number of positions per sequence.
@@ -57,8 +56,8 @@ impl fmt::Debug for GraphCapture {
 }
 
 impl GraphCapture {
-    /// Creates the state of a decoder that has not captured any CUDA graph yet. Returns `None` if the decode kernels do not
-    /// support the model or the batch size.
+    /// Creates the state of a decoder without CUDA graphs. Returns `None` if the decode kernels do not support the model
+    /// or the batch size.
     pub fn new(model: &Gemma4Model, cache: &Cache) -> Option<Self> {
         let serves = DecodeOps::serve(model, cache.batch());
         serves.then_some(Self {
@@ -100,8 +99,8 @@ impl GraphCapture {
         }
     }
 
-    /// Drops all passes and drafting rounds, and the queued decode step. This decoder then holds no handle to the cache's
-    /// buffers, so other code may write to the buffers in place.
+    /// Drops all passes and drafting rounds, and the queued decode step. Other code may then write to the cache's buffers
+    /// in place.
     pub fn release(&mut self) {
         self.ahead = None;
         self.passes.clear();
@@ -109,8 +108,7 @@ impl GraphCapture {
         self.replayed = false;
     }
 
-    /// Runs a pass over `tokens`, `[batch · positions]`. The tokens are ordered by sequence, with equally many tokens per
-    /// sequence.
+    /// Runs a pass over `tokens`, `[batch · positions]`.
     pub fn step(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> Outputs {
         let count = self.prepare(model, cache, tokens);
         let outputs = self.run_pass(count);
@@ -118,8 +116,7 @@ impl GraphCapture {
         outputs
     }
 
-    /// Runs the pass over `count` positions per sequence. `passes` must already contain this pass, and its inputs must be
-    /// written.
+    /// Runs the pass over `count` positions per sequence. The pass must be in `passes`, and its inputs must be written.
     fn run_pass(&mut self, count: usize) -> Outputs {
         let pass = self
             .passes
@@ -140,13 +137,11 @@ impl GraphCapture {
         self.sampler.is_some()
     }
 
-    /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible token has
-    /// `None`.
+    /// Runs a decode step over one token of each sequence and returns the next tokens. A sequence without a possible
+    /// token has `None`.
     ///
-    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host has received these tokens.
-    /// If the following call passes the same tokens, it takes the result of that queued step. No step is queued if the
-    /// per-layer embedding table is in host memory, or if the cache's buffers have no room for one more token of every
-    /// sequence.
+    /// If `goes_on` is true, the decode step over the returned tokens is queued before the host receives these tokens. No
+    /// step is queued if the per-layer embedding table is in host memory, or if the cache's buffers are full.
     pub fn follow(
         &mut self,
         model: &Gemma4Model,
@@ -173,7 +168,7 @@ impl GraphCapture {
     }
 
     /// Queues the decode step over the `chosen` tokens, which are still on the device. Returns the tokens that the step
-    /// chooses, or `None` if the cache's buffers have no free column (room for one more token of every sequence).
+    /// chooses, or `None` if the cache's buffers are full.
     fn go_on(&mut self, cache: &Cache, chosen: &Reading) -> Option<Reading> {
         if cache.len() + 1 > cache.room() {
             return None;
@@ -200,8 +195,8 @@ impl GraphCapture {
         outputs
     }
 
-    /// Proposes `count` draft tokens after each of `tokens`, which holds one token per sequence. `streams` holds the hidden
-    /// states from which `tokens` were chosen.
+    /// Proposes `count` draft tokens after each sequence's token in `tokens`. `streams` holds the hidden states from
+    /// which `tokens` were chosen.
     pub fn guess(
         &mut self,
         drafter: &Drafter,
@@ -211,15 +206,14 @@ impl GraphCapture {
         streams: &Streams,
         count: usize,
     ) -> Draft {
-        // Make room for only one more column (token of every sequence): the drafter computes all draft tokens of a round at
-        // the position of the next column.
+        // Make room for only one token of every sequence, because the drafter computes all draft tokens at the next
+        // position.
         self.make_room(cache, 1);
         let (guesses, _) = self.run_round(drafter, model, cache, tokens, streams, count);
         guesses
     }
 
-    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens. The round and the
-    /// pass are queued without waiting for the copy of the draft tokens to the host.
+    /// Runs a drafting round like [`guess`](Self::guess), then a pass over the tokens and their draft tokens.
     pub fn guess_and_read(
         &mut self,
         drafter: &Drafter,
@@ -240,8 +234,8 @@ impl GraphCapture {
         (on_the_way, outputs)
     }
 
-    /// Runs a drafting round. Returns the draft tokens and the inputs of the round. The cache's buffers must already have
-    /// room for the next token of every sequence.
+    /// Runs a drafting round, and returns the draft tokens and the round's inputs. The caller must have made room in the
+    /// cache for the next token of every sequence.
     fn run_round(
         &mut self,
         drafter: &Drafter,
@@ -263,8 +257,8 @@ impl GraphCapture {
         (round.run(&mut self.may_capture), begun)
     }
 
-    /// Prepares a pass over `tokens`: makes room in the cache for their keys and values, and uploads the tokens with their
-    /// positions. Returns the number of positions per sequence.
+    /// Prepares a pass over `tokens`: makes room in the cache, and uploads the tokens with their positions. Returns the
+    /// number of positions per sequence.
     fn prepare(&mut self, model: &Gemma4Model, cache: &mut Cache, tokens: &[u32]) -> usize {
         self.ahead = None;
         let count = tokens.len() / cache.batch();
@@ -272,16 +266,15 @@ impl GraphCapture {
         let inputs = Uploaded::new(cache, tokens, &device);
         let from_host = model.host_rows(tokens, &device).map(flat);
         self.make_room(cache, count);
-        // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence. All passes in
-        // `passes` also use rotated buffers, because the code that rotates the buffers back drops all passes.
+        // Rotate the buffers of padded sequences, so that slot 0 holds the first token of each sequence.
         cache.rotate();
         let pass = self.pass(model, cache, count, from_host);
         pass.computation.inputs.overwrite(inputs);
         count
     }
 
-    /// Returns the pass over the next `count` positions of each sequence, and builds it if necessary. The caller still has to
-    /// write the tokens and positions to the pass's inputs.
+    /// Returns the pass over the next `count` positions of each sequence, and builds the pass if necessary. The caller
+    /// must write the pass's inputs.
     fn pass(
         &mut self,
         model: &Gemma4Model,
@@ -309,8 +302,8 @@ impl GraphCapture {
         }
     }
 
-    /// Makes room for `count` more columns (tokens of every sequence) in the cache's buffers. If the buffers must grow, all
-    /// passes and drafting rounds are dropped.
+    /// Makes room for `count` more tokens of every sequence in the cache's buffers. Drops all passes and drafting rounds
+    /// if the buffers must grow.
     fn make_room(&mut self, cache: &mut Cache, count: usize) {
         if cache.len() + count > cache.room() {
             // Drop the captured graphs, which would continue to write to the old buffers.
@@ -333,8 +326,7 @@ fn own(numbers: Tensor<1>) -> Tensor<1> {
     own
 }
 
-/// Builds the pass over the next `count` positions of each sequence. The pass's rotary tables cover all positions for which the
-/// cache's buffers have room.
+/// Builds the pass over the next `count` positions of each sequence, with rotary tables for the full size of the buffers.
 fn position(
     model: &Gemma4Model,
     cache: &Cache,

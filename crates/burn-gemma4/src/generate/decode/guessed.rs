@@ -8,8 +8,7 @@ use burn::tensor::Tensor;
 /// Hidden states from which the model has chosen the last token of each sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Streams {
-    /// The normalized hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden). There may be more rows than
-    /// sequences.
+    /// The normalized hidden states, `[rows, hidden]`: see [`Next::hidden`](super::Next::hidden).
     pub rows: Tensor<2>,
     /// For each sequence, the index in `rows` of the hidden state of its last token.
     pub of: Vec<usize>,
@@ -47,8 +46,8 @@ impl DraftTokens {
         Self(Source::Device(Box::new(reading)))
     }
 
-    /// Waits for the copy of the draft tokens to the host, and returns the tokens. The copy was queued before the model's pass
-    /// over the draft tokens, so the wait does not include that pass.
+    /// Waits for the copy of the draft tokens to the host, and returns the tokens. The wait does not include the model's
+    /// pass over the draft tokens.
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Device`] if the device failed.

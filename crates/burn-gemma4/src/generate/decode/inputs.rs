@@ -1,14 +1,11 @@
-//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay. A column
-//! of the KV cache is one token position of every sequence. A drafting round is one run of the drafter, which consists of
-//! several drafting steps.
+//! Device tensors that hold the tokens and positions of a pass. A captured graph reads these tensors at each replay.
 
 use super::guessed::Streams;
 use crate::model::cache::Cache;
 use crate::op::in_place::{advance_inputs, begin_round_with, overwrite_three, take_guesses_of};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite these tensors between two
-/// replays. The graph itself only reads the tensors.
+/// The input tensors of a pass or of a drafting round. Launches outside the captured graph overwrite these tensors.
 pub(super) struct Inputs {
     /// The token ids, `[rows]`, ordered by sequence. Each sequence has equally many tokens.
     pub tokens: Tensor<1, Int>,
@@ -34,20 +31,19 @@ impl Inputs {
         overwrite_three(self.all(), uploaded.numbers);
     }
 
-    /// Overwrites the inputs with those of the next decode step. `chosen` are the tokens of that step, one per sequence. Each
-    /// token is at the position after its sequence's previous token.
+    /// Overwrites the inputs with those of the next decode step. `chosen` are the step's tokens, one per sequence.
     pub fn go_on(&self, chosen: Tensor<1, Int>) {
         advance_inputs(self.all(), chosen);
     }
 
-    /// Overwrites the inputs with those of a drafting round. Also overwrites the tensor `hidden`, `[batch, columns]`, with the
+    /// Overwrites the inputs with those of a drafting round. Also overwrites `hidden`, `[batch, columns]`, with the
     /// hidden states from which the round's tokens were chosen.
     pub fn begin_round(&self, begun: Begun, hidden: Tensor<2>) {
         begin_round_with(self.all(), hidden, begun.streams, begun.numbers);
     }
 
-    /// Overwrites the inputs of a pass with the tokens of a drafting round: for each sequence, the round's input token followed
-    /// by its draft tokens. `first` are the inputs of the round. `guesses` are the draft tokens, ordered by drafting step.
+    /// Overwrites the inputs of a pass with the tokens of a drafting round: each sequence's input token, then its draft
+    /// tokens. `first` are the inputs of the round. `guesses` are the draft tokens, ordered by drafting step.
     pub fn take_guesses(&self, first: [Tensor<1, Int>; 3], guesses: Tensor<1, Int>) {
         take_guesses_of(self.all(), first, guesses);
     }
@@ -67,8 +63,7 @@ impl Inputs {
     }
 }
 
-/// The uploaded inputs of a pass, concatenated in one tensor: the tokens that follow the tokens in the cache, their
-/// positions, and the lengths of the sequences.
+/// The uploaded inputs of a pass in one tensor: the tokens, their positions, and the lengths of the sequences.
 pub(super) struct Uploaded {
     numbers: Tensor<1, Int>,
 }
@@ -90,11 +85,9 @@ impl Uploaded {
     }
 }
 
-/// The inputs of a drafting round: for each sequence a token, its position, and the hidden state from which the token was
-/// chosen.
+/// The inputs of a drafting round: a token per sequence, its position, and the hidden state from which it was chosen.
 pub(super) struct Begun {
-    /// A concatenation of four lists, `[4 · batch]`: the tokens, the positions, the lengths, and the row indices of the hidden
-    /// states.
+    /// A concatenation of four lists, `[4 · batch]`: tokens, positions, lengths, and row indices of the hidden states.
     numbers: Tensor<1, Int>,
     streams: Tensor<2>,
 }

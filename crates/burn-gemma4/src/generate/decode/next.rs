@@ -12,8 +12,8 @@ use crate::op::flat_rows;
 use burn::tensor::{DType, Int, Tensor};
 use std::marker::PhantomData;
 
-/// The logits after one token of each sequence, or after [several tokens](super::Decoder::read) of one sequence. The logits
-/// stay on the device until the host requests them.
+/// The logits after one or [several](super::Decoder::read) tokens of each sequence. The logits stay on the device until
+/// the host requests them.
 #[derive(Debug)]
 pub struct Next<'a> {
     /// The logits, `[rows, vocabulary]`. Each input token of the step has one row.
@@ -21,7 +21,7 @@ pub struct Next<'a> {
     /// The next tokens, or `None` if the decode step has not chosen tokens on the device.
     #[cfg(feature = "cube")]
     chosen: Option<Choice>,
-    /// The normalized hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits are
+    /// The normalized hidden states from which the logits are computed, `[rows, hidden]`. `None` if only the logits are
     /// available.
     hidden: Option<Tensor<2>>,
     /// Keeps the decoder borrowed while this value exists, because the decoder's next step may overwrite the tensors.
@@ -55,17 +55,17 @@ impl Next<'_> {
         self.logits.dims()[1]
     }
 
-    /// Returns the normalized hidden states from which the logits are computed, `[rows, hidden]`, or `None` if only the logits
-    /// are available. The decoder's next step or pass may overwrite the hidden states.
+    /// Returns the normalized hidden states from which the logits are computed, `[rows, hidden]`, if they are available.
+    /// The decoder's next step may overwrite the hidden states.
     pub fn hidden(&self) -> Option<Tensor<2>> {
         self.hidden.clone()
     }
 
-    /// Returns the argmax of each row. A NaN logit counts as −∞. Only the token ids are copied to the host.
+    /// Returns the argmax of each row. A NaN logit counts as −∞.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if every logit of a row is NaN or −∞, so that the row has no argmax. Returns
-    /// [`Gemma4Error::Device`] if the device failed.
+    /// Returns [`Gemma4Error::Argument`] if every logit of a row is NaN or −∞. Returns [`Gemma4Error::Device`] if the
+    /// device failed.
     pub fn argmax(self) -> Result<Vec<u32>, Gemma4Error> {
         let [_, vocabulary] = self.logits.dims();
         let number = |token: Option<u32>| token.ok_or_else(|| Gemma4Error::no_number(vocabulary));
@@ -83,16 +83,15 @@ impl Next<'_> {
 
     /// Returns the next token of each sequence. The sequence's sampler chooses the token and records it.
     ///
-    /// A decoder [with samplers](super::Decoder::with_samplers) may have drawn the tokens in its step already. This function
-    /// then returns those tokens. Otherwise the device draws the tokens now, on two conditions: its kernels support the
-    /// vocabulary, and the samplers' options differ only in their seeds. If the device has drawn the tokens, only the token
-    /// ids are copied to the host. In all other cases the host draws.
+    /// A decoder [with samplers](super::Decoder::with_samplers) may have drawn the tokens already. Otherwise the device
+    /// draws the tokens now, if its kernels support the vocabulary, and if the samplers' options differ only in their
+    /// seeds. In all other cases the host draws.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of rows. Returns the same error if
-    /// every logit of a row is NaN or −∞ after the repetition penalty and the suppressed tokens. Returns
-    /// [`Gemma4Error::Device`] if the device failed. Also passes on the errors of
-    /// [`Sampling::validate`](crate::config::sampling::Sampling::validate). After an error no sampler has recorded a token.
+    /// Returns [`Gemma4Error::Argument`] if the number of samplers differs from the number of rows, or if a row has no
+    /// possible token. Returns [`Gemma4Error::Device`] if the device failed. Also passes on the errors of
+    /// [`Sampling::validate`](crate::config::sampling::Sampling::validate). After an error no sampler has recorded a
+    /// token.
     pub fn sample(self, samplers: &mut [Sampler]) -> Result<Vec<u32>, Gemma4Error> {
         let [rows, vocabulary] = self.logits.dims();
         check_samplers(samplers.len(), rows)?;
@@ -120,8 +119,8 @@ impl Next<'_> {
         Ok(tokens)
     }
 
-    /// Draws the next token of each row on the device. A row without a possible token has `None`. The samplers do not record
-    /// the tokens. Returns `None` instead of the list if the device does not draw with these samplers.
+    /// Draws the next token of each row on the device, or `None` for a row without a possible token. Returns `None`
+    /// instead of the list if the device does not support these samplers.
     pub(crate) fn draw(
         &self,
         samplers: &[&Sampler],
@@ -136,8 +135,7 @@ impl Next<'_> {
             if samplers.len() == rows
                 && let Some(sampler) = DeviceSampler::new(samplers, vocabulary, dtype, &device)
             {
-                // Pass the position of each sequence's last token, because the kernel adds 1 to get the position of the token
-                // to draw.
+                // Pass the position of each sequence's last token. The kernel adds 1.
                 let positions = samplers
                     .iter()
                     .map(|sampler| (sampler.position() as u32).wrapping_sub(1));

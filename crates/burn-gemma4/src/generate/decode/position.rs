@@ -17,8 +17,7 @@ use crate::op::rope::RotationTables;
 use crate::op::{gemv, make_edges_programmatic};
 use burn::tensor::{Device, Int, Tensor};
 
-/// The number of decode steps before a CUDA graph is captured. A capture runs the step several times, which would not pay off
-/// for a short text.
+/// The number of decode steps before a CUDA graph is captured. A capture does not pay off for a short text.
 pub(super) const CAPTURED_AFTER: usize = 3;
 
 /// A decode pass with all tensors that its launches read and write.
@@ -34,8 +33,8 @@ pub(super) struct Position {
     pub sliding: RotationTables,
     pub full: RotationTables,
     pub inputs: Inputs,
-    /// The rows of the pass's tokens in the per-layer embedding table, `[rows · layers · columns]`, if the table is in host
-    /// memory. The field is `None` if the table is on the device.
+    /// The rows of the pass's tokens in the per-layer embedding table, `[rows · layers · columns]`. `None` if the table
+    /// is on the device.
     pub from_host: Option<Tensor<1>>,
     /// The sampler that draws the next tokens, or `None` if the pass takes the argmax of each row.
     pub sampler: Option<DeviceSampler>,
@@ -144,8 +143,7 @@ impl Position {
         self.inputs.rows() / self.batch
     }
 
-    /// Returns which keys the queries see in full layers. The pass writes the keys of all its positions before attention reads
-    /// them, so a causal mask hides the keys after a query's own position.
+    /// Returns which keys the queries see in full layers. A causal mask hides the keys of the pass's later positions.
     fn full(&self) -> Visible {
         Visible {
             causal: self.count() > 1,
@@ -153,12 +151,11 @@ impl Position {
         }
     }
 
-    /// Returns which keys the queries see in the ring buffer of a sliding layer. The pass writes the keys of all its
-    /// positions before attention reads any of these keys, so a mask hides the keys after a query's own position.
+    /// Returns which keys the queries see in a sliding layer's ring buffer. A mask hides the keys of the pass's later
+    /// positions.
     fn sliding(&self) -> Visible {
         if self.ring.is_exact() && self.count() == 1 {
-            // The ring buffer has exactly as many slots as the window, and the pass has one query per sequence. The query sees
-            // every key in the ring buffer, so the lengths determine the visible keys without a mask.
+            // No mask is needed, because the single query sees every key in the ring buffer.
             return self.written();
         }
         // If all sequences are at the same positions, one mask serves all of them. Otherwise build one mask per sequence.

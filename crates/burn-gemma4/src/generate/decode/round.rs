@@ -1,8 +1,8 @@
-//! A drafting round: decode kernels run the drafter. The drafter starts from one token of each sequence, and proposes all
-//! draft tokens that follow this token. A column of the KV cache is one token position of every sequence.
+//! A drafting round: decode kernels run the drafter, which proposes several draft tokens after one token of each
+//! sequence.
 //!
-//! The host determines only the shapes. The kernels read the tokens and their positions from device memory, so the launches can
-//! be captured in a CUDA graph and replayed for other tokens.
+//! The host determines only the shapes. The kernels read the tokens and their positions from device memory, so the
+//! launches can be captured in a CUDA graph and replayed for other tokens.
 
 use super::inputs::Inputs;
 use super::position::CAPTURED_AFTER;
@@ -24,8 +24,8 @@ pub(super) struct Round {
     drafter: Drafter,
     /// A clone of the caller's model. Both share the same weight tensors.
     target: Gemma4Model,
-    /// The KV buffers that the drafter reads. The buffers belong to two layers of the target model: the last sliding layer and
-    /// the last full layer with keys and values of their own.
+    /// The KV buffers that the drafter reads: those of the target model's last sliding layer and last full layer with
+    /// their own keys and values.
     last_sliding: Option<WriteTarget>,
     last_full: Option<WriteTarget>,
     ring: Ring,
@@ -39,9 +39,8 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Builds a round of `count` draft tokens per sequence, at the position after the last token in the cache. The round's
-    /// rotary tables cover all positions for which the cache's buffers have room. The caller still has to write the round's
-    /// inputs.
+    /// Builds a round of `count` draft tokens per sequence, with rotary tables for the full size of the cache's buffers.
+    /// The caller must write the round's inputs.
     pub fn new(drafter: &Drafter, target: &Gemma4Model, cache: &Cache, count: usize) -> Self {
         let (device, batch) = (target.device(), cache.batch());
         let hidden = [batch, target.config().hidden_size];

@@ -12,16 +12,16 @@ pub(crate) struct DeviceSampler {
     draw: Option<sample::Draw>,
     /// The 64-bit seed of each sequence as a low and a high word: `[2 · batch]`.
     seeds: Tensor<1, Int>,
-    /// The set of tokens that each sequence already contains, and the repetition penalty. The set is a bit mask,
-    /// `[batch · words]`. The field is `None` if the penalty is 1, which has no effect.
+    /// The set of tokens that each sequence already contains, as a bit mask `[batch · words]`, and the repetition
+    /// penalty. `None` if the penalty is 1.
     seen: Option<(Tensor<1, Int>, f32)>,
     /// The set of suppressed tokens as a bit mask, `[words]`, or `None` if no tokens are suppressed.
     suppressed: Option<Tensor<1, Int>>,
 }
 
 impl DeviceSampler {
-    /// Uploads the samplers, one per row of the logits. `dtype` is the dtype of the logits. Returns `None` if the kernels do
-    /// not support the vocabulary or the dtype, or if the samplers' options differ in more than their seeds.
+    /// Uploads the samplers, one per row of the logits, which have `dtype`. Returns `None` if the kernels do not support
+    /// the vocabulary, the dtype or the samplers' options.
     pub fn new(
         samplers: &[&Sampler],
         vocabulary: usize,
@@ -55,11 +55,11 @@ impl DeviceSampler {
         })
     }
 
-    /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for a row
-    /// without a possible token.
+    /// Chooses the next token of each row of the logits `[batch, vocabulary]`. Returns token ids `[batch]`, with −1 for a
+    /// row without a possible token.
     ///
-    /// `read`, if given, holds each sequence's last token, which the sampler's bit mask does not record yet. `positions` holds
-    /// the position of each sequence's last token. A second draw with the same arguments gives the same tokens.
+    /// `read` holds each sequence's last token, if the bit mask of previous tokens lacks this token. `positions` holds
+    /// the position of each sequence's last token. Equal arguments give equal tokens.
     pub fn choose(
         &self,
         logits: Tensor<2>,

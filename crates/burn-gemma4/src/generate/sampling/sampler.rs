@@ -1,5 +1,5 @@
-//! Sampling of tokens on the host. Repetition penalty and suppressed tokens come first, then temperature, top-k, top-p and
-//! min-p. Each of these steps works on the candidates that the previous step left.
+//! Sampling of tokens on the host. The steps are repetition penalty, suppressed tokens, temperature, top-k, top-p and
+//! min-p.
 
 use crate::config::sampling::Sampling;
 use crate::error::Gemma4Error;
@@ -7,16 +7,16 @@ use crate::op::sample::random::random_bits;
 use std::cmp::Ordering;
 use std::collections::HashSet;
 
-/// A sampler, which draws the tokens of one text with the options of a [`Sampling`]. The random bits of a draw depend only on
-/// the seed and on the position of the drawn token.
+/// A sampler, which draws the tokens of one text with the options of a [`Sampling`]. The random bits of a draw depend
+/// only on the seed and on the position of the drawn token.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     sampling: Sampling,
     seed: u64,
     /// The number of tokens in the text so far.
     position: usize,
-    /// Tokens that are forbidden at the beginning of the text. Each list of tokens is paired with a length: the tokens are
-    /// forbidden while the text is shorter than this length.
+    /// Tokens that are forbidden at the beginning of the text. Each list of tokens is forbidden while the text is shorter
+    /// than the paired length.
     suppressed: Vec<(usize, Vec<u32>)>,
     /// The tokens that the text contains, if a repetition penalty is set.
     seen: HashSet<u32>,
@@ -61,12 +61,10 @@ impl Sampler {
         self.suppressed.iter().any(|(end, _)| self.position < *end)
     }
 
-    /// Draws a token from `logits`, which has one logit per token of the vocabulary, and records the token. A NaN logit counts
-    /// as −∞.
+    /// Draws a token from `logits`, `[vocabulary]`, and records the token. A NaN logit counts as −∞.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if every logit is NaN or −∞, so that no token can be drawn. Passes on the errors of
-    /// [`Sampling::validate`].
+    /// Returns [`Gemma4Error::Argument`] if every logit is NaN or −∞. Passes on the errors of [`Sampling::validate`].
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Gemma4Error> {
         self.sampling.validate()?;
         let token = self.choose(logits)?;
@@ -156,8 +154,8 @@ impl Sampler {
         Ok(self.draw().unwrap_or(argmax.token))
     }
 
-    /// Keeps the `top_k` most likely candidates. Also keeps the other candidates whose logit equals the smallest kept logit, as
-    /// transformers does.
+    /// Keeps the `top_k` most likely candidates. As in transformers, also keeps candidates whose logit equals the
+    /// smallest kept logit.
     fn keep_top_k(&mut self, top_k: usize) {
         if top_k >= self.candidates.len() {
             return;
@@ -169,8 +167,8 @@ impl Sampler {
         self.candidates.retain(|candidate| candidate.logit >= last);
     }
 
-    /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. A few candidates are usually
-    /// enough to reach `top_p`, so the candidates are sorted piece by piece, beginning with the most likely ones.
+    /// Keeps the most likely candidates until the sum of their probabilities reaches `top_p`. The sort stops early,
+    /// because a few candidates are usually enough.
     fn keep_top_p(&mut self, top_p: f64) {
         let enough = top_p * sum(&self.candidates);
         let mut reached = 0.0;
@@ -194,8 +192,8 @@ impl Sampler {
         }
     }
 
-    /// Draws a candidate with a probability proportional to its weight. The candidates are searched in the order of token ids.
-    /// Returns `None` if rounding errors move the drawn number past the last candidate.
+    /// Draws a candidate with a probability proportional to its weight. Returns `None` if rounding errors move the drawn
+    /// number past the last candidate.
     fn draw(&mut self) -> Option<u32> {
         self.candidates
             .sort_unstable_by_key(|candidate| candidate.token);
@@ -220,8 +218,7 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Orders candidates by descending logit, then by ascending token id. No two candidates are equal in this order, so a draw
-    /// does not depend on how the sort treats equal elements.
+    /// Orders candidates by descending logit, then by ascending token id.
     fn order(&self, other: &Self) -> Ordering {
         let by_logit = other.logit.total_cmp(&self.logit);
         by_logit.then(self.token.cmp(&other.token))
@@ -363,13 +360,12 @@ mod tests {
     #[test]
     fn sample_with_top_p_counts_after_temperature_and_top_k() {
         let logits = logits(&[0.1, 0.3, 0.2, 0.4]);
-        // Top-k keeps the tokens with the probabilities 0.4, 0.3 and 0.2, whose sum is 0.9. The first two make up 7/9 of this
-        // sum, which exceeds the `top_p` of 0.75, so the third token is dropped. Without top-k the first two would make up only
-        // 0.7.
+        // Top-k keeps the probabilities 0.4, 0.3 and 0.2. The first two make up 7/9 of the kept sum, which exceeds the
+        // `top_p` of 0.75, so the third token is dropped.
         let expected = [0.0, 3.0 / 7.0, 0.0, 4.0 / 7.0];
         assert_frequencies(&sampling(1.0, Some(3), Some(0.75)), &logits, &expected);
-        // The temperature of 0.5 squares the probabilities to 0.16, 0.09, 0.04 and 0.01. The first square is 0.53 of the sum of
-        // all squares, so the first token alone reaches the `top_p` of 0.5.
+        // The temperature of 0.5 squares the probabilities to 0.16, 0.09, 0.04 and 0.01. The first token alone has 0.53
+        // of the sum of the squares, which reaches the `top_p` of 0.5.
         assert_frequencies(
             &sampling(0.5, None, Some(0.5)),
             &logits,
@@ -377,8 +373,7 @@ mod tests {
         );
     }
 
-    /// Checks that top-p keeps exactly the first candidates of a full sort, although the sampler sorts the candidates only
-    /// piece by piece.
+    /// Checks that top-p keeps exactly the first candidates of a full sort.
     #[test]
     fn sample_with_large_top_p_keeps_the_prefix_of_a_full_sort() {
         let logits = vocabulary();

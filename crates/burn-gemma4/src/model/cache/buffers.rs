@@ -8,9 +8,8 @@ use super::{
     slots::Slots,
 };
 
-/// The number of slots by which the buffer of a full-attention layer grows. Growing copies the whole buffer once per 256 new
-/// columns. In decode, attention reads the whole buffer once per new column. Growing therefore copies at most 1/256 of the
-/// bytes that attention reads.
+/// The number of slots by which the buffer of a full-attention layer grows. Growing copies the whole buffer once per 256
+/// tokens, whereas attention reads the whole buffer for every token.
 pub(super) const BLOCK: usize = 256;
 
 /// The keys and values of a layer, each `[batch, kv_heads, slots, head_dim]`.
@@ -33,14 +32,13 @@ impl Buffers {
     }
 }
 
-/// Returns the number of slots in a full-attention layer's buffer that holds `columns` columns (tokens of every sequence). The
-/// number is `columns`, rounded up to a multiple of [`BLOCK`].
+/// Returns the number of slots in a full-attention layer's buffer for `columns` tokens: a multiple of [`BLOCK`].
 pub(super) fn capacity(columns: usize) -> usize {
     columns.next_multiple_of(BLOCK)
 }
 
-/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a new buffer of `slots` slots that holds a copy of the
-/// first `columns` columns (tokens) of `buffer`.
+/// Returns `buffer` if it has at least `slots` slots. Otherwise returns a new buffer of `slots` slots that holds a copy
+/// of the first `columns` columns.
 pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     match buffer.dims()[2] < slots {
         true => write(buffer.empty(slots), buffer, 0, 0, columns),
@@ -48,8 +46,7 @@ pub(super) fn grown(buffer: Slots, slots: usize, columns: usize) -> Slots {
     }
 }
 
-/// Appends `new`, `[batch, kv_heads, count, …]`, to a full-attention layer's buffer that already holds `past` columns (tokens).
-/// Returns the buffer.
+/// Appends `new`, `[batch, kv_heads, count, …]`, to a full-attention layer's buffer that already holds `past` columns.
 pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots {
     let count = new.dims()[2];
     let slots = capacity(past + count);
@@ -60,8 +57,7 @@ pub(super) fn extended(buffer: Option<Slots>, new: Slots, past: usize) -> Slots 
     write(buffer, new, 0, past, count)
 }
 
-/// Copies `count` columns (tokens) from `new` to `buffer`. Column `start` of `new` goes to slot `slot`, and the following
-/// columns go to the following slots.
+/// Copies `count` columns from `new` to `buffer`. Column `start` of `new` goes to slot `slot`.
 ///
 /// The caller passes the only handle to the buffer's memory, so the write happens in place.
 pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count: usize) -> Slots {
@@ -69,8 +65,7 @@ pub(super) fn write(buffer: Slots, new: Slots, start: usize, slot: usize, count:
     buffer.assign(0..batch, slot..slot + count, new.narrow(2, start, count))
 }
 
-/// Writes the columns (tokens) of `new` to a ring buffer. If `new` has more columns than the buffer has slots, only the last
-/// columns are written. `past` is the number of columns that precede `new`.
+/// Writes the last columns of `new` to a ring buffer, as many as the buffer has slots. `past` columns precede `new`.
 pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     let (window, count) = (ring.dims()[2], new.dims()[2]);
     let kept = count.min(window);
@@ -84,8 +79,7 @@ pub(super) fn write_ring(ring: Slots, new: Slots, past: usize) -> Slots {
     }
 }
 
-/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, followed by the columns of `new`.
-/// The columns are in text order.
+/// Returns the last `kept` of the `past` columns that were written to a ring buffer, followed by the columns of `new`.
 pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> Slots {
     if kept == 0 {
         return new.clone();
@@ -95,8 +89,8 @@ pub(super) fn in_order(ring: &Slots, new: &Slots, past: usize, kept: usize) -> S
     Slots::cat(parts)
 }
 
-/// Returns the last `kept` of the `past` columns (tokens) that were written to a ring buffer, in text order. The result is two
-/// ranges of slots if the columns wrap around the end of the buffer, and one range otherwise. `kept` must be at least 1.
+/// Returns the slots of the last `kept` of the `past` columns that were written to a ring buffer, in text order. Columns
+/// that wrap around the end of the buffer give two ranges. `kept` must be at least 1.
 pub(super) fn parts_in_order(ring: &Slots, past: usize, kept: usize) -> Vec<Slots> {
     let slots = ring.dims()[2];
     let slot = (past - kept) % slots;

@@ -1,5 +1,4 @@
-//! The cache as the decode kernels use it: the slots that are reserved for future columns, and the buffers that the kernels
-//! write.
+//! The slots of a cache that are reserved for future tokens, and the buffers that the decode kernels write.
 //!
 //! A column is one token of every sequence. A full-attention layer stores column `c` in slot `c` of its buffer.
 
@@ -21,15 +20,13 @@ pub(crate) enum WriteTarget {
 }
 
 impl Cache {
-    /// Returns the number of columns (tokens of every sequence) for which [`make_room`](Self::make_room) has reserved slots in
-    /// the buffer of every full-attention layer.
+    /// Returns the number of columns for which every full-attention layer's buffer has slots.
     pub(crate) fn room(&self) -> usize {
         self.room
     }
 
-    /// Reserves slots for at least `count` more columns (tokens of every sequence). A reallocated buffer invalidates the
-    /// captured CUDA graphs. Buffers therefore grow by at least an eighth and at least 1,024 columns, up to the model's maximum
-    /// number of positions.
+    /// Reserves slots for at least `count` more columns. A reallocated buffer invalidates the captured CUDA graphs, so
+    /// buffers grow by at least an eighth and at least 1,024 columns, up to the model's maximum number of positions.
     pub(crate) fn make_room(&mut self, count: usize) {
         let columns = self.columns;
         let ahead = capacity(columns + count.max(columns / 8).max(4 * BLOCK));
@@ -59,8 +56,7 @@ impl Cache {
         self.stores.iter().map(Store::target).collect()
     }
 
-    /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no such layer
-    /// exists.
+    /// Returns the buffers of the last layer of `kind` that computes its own keys and values, or `None` if no layer does.
     ///
     /// # Panics
     /// If the cache is empty.

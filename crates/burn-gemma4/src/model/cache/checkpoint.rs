@@ -1,6 +1,6 @@
-//! Checkpoints of the KV cache, from which the cache can be restored to an earlier column. A column is one token of the text.
-//! Full-attention layers keep all columns, so a checkpoint stores nothing for them. Ring buffers overwrite old columns, so a
-//! checkpoint stores copies of their last columns.
+//! Checkpoints of the KV cache, from which the cache can be restored to an earlier token. A column is one token of the
+//! text. Ring buffers overwrite old columns, so a checkpoint copies their last columns. Full-attention layers keep all
+//! columns.
 
 use super::{
     Cache, Store,
@@ -15,8 +15,8 @@ pub(crate) struct Checkpoint {
     pub column: usize,
     /// The number of columns (tokens) that the checkpoint copied from each ring buffer.
     pub kept: usize,
-    /// The copied columns of each layer, `[batch, kv_heads, kept, head_dim]`, in text order. The entry of a layer without a
-    /// ring buffer is `None`. All entries are `None` if `kept` is 0.
+    /// The copied columns of each layer, `[batch, kv_heads, kept, head_dim]`, in text order. `None` for a layer without a
+    /// ring buffer, or if `kept` is 0.
     pub rings: Vec<Option<Buffers>>,
 }
 
@@ -31,8 +31,7 @@ impl Checkpoint {
 }
 
 impl Cache {
-    /// Creates a checkpoint. The checkpoint copies the last columns (tokens) of each ring buffer, as many as a query after a
-    /// restore may need.
+    /// Creates a checkpoint, which copies the last columns of each ring buffer.
     pub(crate) fn checkpoint(&self) -> Checkpoint {
         let kept = self.kept_at_most();
         let columns = self.columns;
@@ -51,24 +50,21 @@ impl Cache {
         }
     }
 
-    /// Returns the number of last columns (tokens) that a checkpoint must copy from each ring buffer. The next query needs
-    /// the last `window - 1` columns. But [`forget`](Self::forget) may remove the last columns before the query runs. For
-    /// each removed column, the query needs one earlier column instead.
+    /// Returns the number of last columns that a checkpoint must copy from each ring buffer: the `window - 1` columns
+    /// that the next query sees, plus the columns that [`forget`](Self::forget) may remove before that query.
     pub(crate) fn kept_at_most(&self) -> usize {
         self.columns.min(self.window - 1 + self.forgettable())
     }
 
-    /// Removes all columns from `column` on, and returns true. Returns false, and changes nothing, if the ring buffers no
-    /// longer hold every key in the window of a query at `column`.
+    /// Removes all columns from `column` on, and returns true. Returns false without a change if the ring buffers lack a
+    /// key in the window of a query at `column`.
     ///
     /// # Panics
-    /// If the cache is padded. The padding mask hides fixed columns. After a rewind into the padding, the mask would also
-    /// hide the new tokens that are written to these columns.
+    /// If the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // A ring buffer is known to hold every token of the text only while it has an unwritten slot. A ring buffer whose
-        // slots were all written exactly once holds every token too. But after a restore all slots count as written,
-        // although the first tokens can be missing. So a ring buffer without an unwritten slot does not count as complete.
+        // A ring buffer surely holds every token of the text only while a slot is unwritten. After a restore all slots
+        // count as written, although the first tokens can be missing.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {
@@ -83,7 +79,7 @@ impl Cache {
         }
     }
 
-    /// Restores this cache to one of its own earlier checkpoints. The checkpoint must not have more columns than the cache.
+    /// Restores this cache to one of its earlier checkpoints, which must not have more columns than the cache.
     ///
     /// # Panics
     /// If the cache is padded.
@@ -105,8 +101,7 @@ impl Cache {
             }
         }
         self.columns = checkpoint.column;
-        // Limit the number of tokens that can be forgotten. Even after all these tokens are forgotten, the ring buffer must
-        // hold the whole window of the next query.
+        // After forgetting, the ring buffer must still hold the whole window of the next query.
         let spare = match checkpoint.kept == checkpoint.column {
             true => self.spare,
             false => self.spare.min(checkpoint.kept + 1 - self.window),
@@ -115,12 +110,12 @@ impl Cache {
     }
 }
 
-/// Copies the last `kept` of the `past` columns (tokens) that were written to a ring buffer. The copy has its own memory,
-/// because kernels write ring buffers in place, and their writes would change a view. `kept` must be at least 1.
+/// Copies the last `kept` of the `past` columns that were written to a ring buffer. A view would change with the buffer,
+/// because kernels write ring buffers in place. `kept` must be at least 1.
 fn copied(ring: &Slots, past: usize, kept: usize) -> Slots {
     let mut slot = 0;
-    // Allocate one slot more than needed, so that no write covers the whole tensor. A write that covers the whole tensor may
-    // return the source tensor, a view of the ring buffer, instead of a copy.
+    // Allocate one slot more than needed. A write that covers the whole tensor may return the source, a view of the ring
+    // buffer, instead of a copy.
     let copy =
         parts_in_order(ring, past, kept)
             .into_iter()

@@ -11,8 +11,7 @@ use crate::model::Gemma4Model;
 use burn::tensor::Tensor;
 use std::collections::BTreeMap;
 
-/// The name and shape of a tensor in a session file: a layer's keys, its values, or its compact slots. A compact slot holds a key
-/// and a value.
+/// The name and shape of a tensor in a session file: a layer's keys, its values, or its slots with compact keys.
 pub(crate) struct CacheColumns {
     pub name: String,
     /// The shape, `[1, kv_heads, columns, head_dim]`. For compact slots the last dimension is the slot's width.
@@ -40,8 +39,8 @@ impl Cache {
         found
     }
 
-    /// Returns the names and shapes of the tensors that [`columns_of_layers`](Self::columns_of_layers) returns for a cache
-    /// of `columns` columns (tokens). The loader compares a session file with these names and shapes.
+    /// Returns the names and shapes that a session file of `columns` tokens must have. See
+    /// [`columns_of_layers`](Self::columns_of_layers).
     pub(crate) fn expected_columns(
         &self,
         config: &Gemma4Config,
@@ -69,8 +68,7 @@ impl Cache {
         expected
     }
 
-    /// Returns the names and shapes of the ring buffers' tensors in a checkpoint of `kept` columns (tokens). The loader
-    /// compares a session file with these names and shapes.
+    /// Returns the names and shapes that the ring buffers' tensors in a checkpoint of `kept` columns must have.
     pub(crate) fn expected_rings(
         &self,
         config: &Gemma4Config,
@@ -95,9 +93,8 @@ impl Cache {
             .collect()
     }
 
-    /// True if a checkpoint of a cache with `columns` columns (tokens) may hold exactly `kept` columns of each ring buffer.
-    /// A checkpoint holds either all columns, or at least the last `window - 1` columns, which the next query sees in its
-    /// window. The loader rejects a session file with any other number.
+    /// True if a checkpoint of a cache with `columns` columns may hold exactly `kept` columns of each ring buffer. A
+    /// checkpoint holds all columns, or at least the `window - 1` columns that the next query sees.
     pub(crate) fn may_keep(&self, columns: usize, kept: usize) -> bool {
         let window = self.window - 1;
         let most = window + self.spare;
@@ -128,8 +125,7 @@ impl Cache {
         }
     }
 
-    /// Allocates the missing ring buffers. A session file has no tensors for ring buffers that hold no token, for example if
-    /// the window is one token.
+    /// Allocates the ring buffers for which the session file has no tensors, because they hold no token.
     pub(crate) fn make_rings(&mut self, model: &Gemma4Model) {
         let (config, slots) = (model.config(), self.ring_slots());
         let (device, dtype) = (model.device(), model.dtype());
@@ -147,8 +143,8 @@ impl Cache {
         }
     }
 
-    /// Removes the tensors of the ring buffers' columns from `tensors`, and returns the removed tensors by layer. The entry of
-    /// a layer without such tensors is `None`.
+    /// Removes the ring buffers' tensors from `tensors`, and returns them by layer. A layer without such tensors has
+    /// `None`.
     pub(crate) fn rings_of(
         &self,
         prefix: &str,

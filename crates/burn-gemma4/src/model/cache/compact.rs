@@ -1,9 +1,8 @@
 //! Compact keys: keys and values in one buffer, for layers that compute both from the same projection.
 //!
-//! In these layers a head's value is the normalized projection `r`. The key is `r` times the weight `w` of the key norm,
-//! rotated by position. The rotation changes only some channels. In every other channel the key equals `w` times the value. In
-//! these channels the query is therefore multiplied by `w`, and attention takes the dot product of query and value instead of
-//! query and key. The buffer stores only the rotated channels of the key, beside the whole value:
+//! In these layers the key is the value times the weight `w` of the key norm, and some channels are then rotated. In
+//! every other channel, attention multiplies the query by `w` and reads the value instead of the key. The buffer stores
+//! the whole value and only the rotated channels of the key:
 //!
 //! ```text
 //! slot     value's rotated   | value's others    | key's rotated
@@ -11,8 +10,8 @@
 //! keys                         '-----------------------------------'
 //! ```
 //!
-//! A Gemma 4 head has 512 channels, and 128 of them are rotated. A slot therefore has 640 elements instead of 1024. The result
-//! is mathematically equal, but differs in rounding in half precision.
+//! A Gemma 4 head has 512 channels, of which 128 are rotated. A slot has 640 elements instead of 1024. In half precision
+//! the result differs in rounding.
 
 use super::precision::CODES;
 use super::slots::Slots;
@@ -23,14 +22,13 @@ use burn::tensor::{Bool, Device, Int, Tensor, TensorData};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompactLayout {
     pub head_dim: usize,
-    /// The number of rotated channel pairs. Pair `p` consists of the channels `p` and `p + head_dim / 2`, and is rotated if `p`
-    /// is below this number.
+    /// The number of rotated channel pairs. Pair `p` consists of the channels `p` and `p + head_dim / 2`.
     pub rotated_pairs: usize,
 }
 
 impl CompactLayout {
-    /// Returns the layout of a layer's slots. Returns `None` if the layer has separate key and value projections, or if a
-    /// compact slot would not be smaller.
+    /// Returns the layout of a layer's slots, or `None` if the layer does not support compact keys or would not save
+    /// memory.
     pub fn of(config: &Gemma4Config, layer: usize) -> Option<Self> {
         let head_dim = config.head_dim(layer);
         let layout = Self {
@@ -40,8 +38,7 @@ impl CompactLayout {
         (config.values_are_keys(layer) && layout.width() < 2 * head_dim).then_some(layout)
     }
 
-    /// True if the key range and the value range of a slot begin and end at boundaries of 32-bit words. A word holds four int8
-    /// codes.
+    /// True if the key range and the value range of a slot begin and end at 32-bit words of four int8 codes.
     pub fn has_words(&self) -> bool {
         self.head_dim.is_multiple_of(CODES) && self.rotated().is_multiple_of(CODES)
     }
@@ -56,9 +53,8 @@ impl CompactLayout {
         2 * self.rotated_pairs
     }
 
-    /// Returns the order in which a slot stores the value's channels: for each stored element, the index of its channel. The
-    /// rotated channels come first. The other channels, which key and value share, then lie next to the key's rotated channels,
-    /// so that the key is one contiguous range.
+    /// Returns the order of the value's channels in a slot. The rotated channels come first, so that the other channels
+    /// lie next to the key's rotated channels. The key is then one contiguous range.
     fn value_order(&self) -> Vec<usize> {
         let (pairs, rotated) = (self.head_dim / 2, self.rotated_pairs);
         [
@@ -79,8 +75,7 @@ impl CompactLayout {
         order
     }
 
-    /// Returns the source of each slot element. The source is an index into the concatenation of the value's channels and the
-    /// key's channels.
+    /// Returns the source of each slot element: an index into the value's channels followed by the key's channels.
     fn slot_order(&self) -> Vec<usize> {
         let mut order = self.value_order();
         order.extend_from_within(..self.rotated());
@@ -90,8 +85,7 @@ impl CompactLayout {
         order
     }
 
-    /// Returns, for each channel, its index in the value range of a slot. This is the inverse of
-    /// [`value_order`](Self::value_order).
+    /// Returns, for each channel, its index in a slot: the inverse of [`value_order`](Self::value_order).
     fn value_columns(&self) -> Vec<usize> {
         let mut columns = vec![0; self.head_dim];
         for (column, channel) in self.value_order().into_iter().enumerate() {
@@ -105,8 +99,8 @@ impl CompactLayout {
 #[derive(Clone, Debug)]
 pub(crate) struct CompactKeys {
     pub layout: CompactLayout,
-    /// A weight by which each channel of a query is multiplied, `[head_dim]`. It is the key norm's weight in channels without
-    /// rotation, and 1 in rotated channels.
+    /// The factor of each channel of a query, `[head_dim]`: the key norm's weight in channels without rotation, and 1 in
+    /// rotated channels.
     pub query_factor: Tensor<1>,
     slot_order: Tensor<1, Int>,
     key_order: Tensor<1, Int>,
@@ -137,8 +131,8 @@ impl CompactKeys {
         Tensor::cat(vec![value, key], 3).select(3, self.slot_order.clone())
     }
 
-    /// Reorders the channels of queries, `[…, head_dim]`, to the order of a slot's key range. The queries must already be
-    /// multiplied by [`query_factor`](Self::query_factor).
+    /// Reorders the channels of queries, `[…, head_dim]`, to the order of a slot's key range. The caller must have
+    /// multiplied the queries by [`query_factor`](Self::query_factor).
     pub fn queries(&self, queries: Tensor<4>) -> Tensor<4> {
         queries.select(3, self.key_order.clone())
     }

@@ -14,8 +14,7 @@ pub(crate) struct KeyValues {
     pub value: Slots,
     /// The rules that decide which keys a query sees.
     pub visible: Visible,
-    /// The layout of compact keys, or `None` if keys and values have separate buffers. With compact keys, the unrotated
-    /// channels of the query must be multiplied by the key norm's weight.
+    /// The layout of compact keys, or `None` if keys and values have separate buffers.
     pub compact: Option<CompactKeys>,
 }
 
@@ -30,8 +29,7 @@ impl KeyValues {
         }
     }
 
-    /// Creates a view of compact keys and of values, without a copy. A slot holds the value of a token and, in part of the same
-    /// columns, its key.
+    /// Creates a view of compact keys and of values, without a copy.
     pub fn of_slots(slots: &Slots, keys: &CompactKeys, visible: Visible) -> Self {
         let (rotated, head_dim) = (keys.layout.rotated(), keys.layout.head_dim);
         Self {
@@ -48,24 +46,22 @@ impl KeyValues {
 pub(crate) struct Visible {
     /// True if a query sees no key at a later position than its own.
     pub causal: bool,
-    /// The largest number of keys that a query sees, including the key at its own position. `None` means that attention has no
-    /// window.
+    /// The largest number of keys that a query sees, including the key at its own position. `None` means no window.
     pub window: Option<usize>,
     /// The number of valid keys in each sequence, `[batch]`, or `None` if all keys are valid.
     pub lengths: Option<Tensor<1, Int>>,
-    /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous launch has
-    /// ended (programmatic dependent launch).
+    /// True if no launch of a captured graph writes `lengths`. A kernel may then read `lengths` before the previous
+    /// launch ends.
     pub lengths_ahead: bool,
     /// The padding mask, `[batch, 1, 1, kv_len]`: `false` if a key is padding. `None` means that no key is padding.
     pub mask: Option<Tensor<4, Bool>>,
-    /// The packed document to which each position belongs, `[batch, kv_len]`, or `None` if the sequences are not packed.
-    /// Queries and keys have the same positions. A query sees only keys of its own document.
+    /// The packed document of each position, `[batch, kv_len]`, or `None` if the sequences are not packed. A query sees
+    /// only keys of its own document.
     pub segments: Option<Tensor<2, Int>>,
 }
 
 impl Visible {
-    /// Returns the rules that decide which keys a query sees in a layer of type `kind`. The keys are those of all positions
-    /// so far, in text order.
+    /// Returns the rules that decide which keys a query sees in a layer of type `kind`. The keys are in text order.
     pub fn in_order(kind: LayerType, window: usize) -> Self {
         Self {
             causal: true,
@@ -97,8 +93,8 @@ impl Visible {
     }
 }
 
-/// The keys and values that shared KV layers read. A shared KV layer computes no keys and values. It reads the keys and
-/// values of the last layer of the same type that is not a shared KV layer. There is one field per layer type.
+/// The keys and values that shared KV layers read, one field per layer type. They come from the last layer of the type
+/// that is not a shared KV layer.
 #[derive(Default)]
 pub(crate) struct SharedKeyValues {
     sliding: Option<KeyValues>,

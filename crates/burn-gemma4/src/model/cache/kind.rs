@@ -8,10 +8,9 @@ use crate::error::Gemma4Error;
 /// The storage format of a KV cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheKind {
-    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. The
-    /// unrotated key channels are derived from the values. At Gemma 4's shapes, such a layer stores five eighths of the
-    /// bytes of separate keys and values. A decode step also reads five eighths of those bytes. The result is mathematically
-    /// equal, but differs in rounding. The setting has no effect on models without such layers.
+    /// True if layers whose keys and values come from the same projection store only the rotated channels of keys. At
+    /// Gemma 4's shapes, such a layer takes five eighths of the bytes of separate keys and values. The result differs in
+    /// rounding.
     pub compact_keys: bool,
     /// The number format of keys and values: the model's dtype or int8.
     pub precision: KvPrecision,
@@ -21,9 +20,8 @@ impl CacheKind {
     /// Checks that a model of this configuration supports the storage format.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if int8 is requested for channels that do not fill whole 32-bit words of four int8
-    /// codes. The channels of a head must fill whole words. With compact keys, the rotated channels that the cache stores
-    /// for each key must also fill whole words.
+    /// Returns [`Gemma4Error::Argument`] if int8 is requested and a head's channels, or the rotated channels of compact
+    /// keys, do not fill whole 32-bit words.
     pub(crate) fn check(self, config: &Gemma4Config) -> Result<(), Gemma4Error> {
         if self.precision == KvPrecision::Model {
             return Ok(());

@@ -1,15 +1,15 @@
 //! The KV cache: the keys and values of all tokens that the model has processed.
 //!
 //! A sliding-window layer stores its keys and values in a ring buffer of one window. The buffer of a full-attention layer
-//! ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and values, so it stores nothing.
+//! ("full layer") grows in blocks. A shared KV layer reads an earlier layer's keys and values.
 //!
-//! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at their
-//! ends. A shorter sequence begins with masked padding, so that all sequences write the same column. The decode kernels use
-//! another alignment: slot 0 holds the first token of each sequence, and each sequence writes at its own position.
+//! A column is one position of the padded batch, and a slot is an index in a buffer. Sequences of a batch are aligned at
+//! their ends: a shorter sequence begins with masked padding. The decode kernels instead rotate the buffers, so that slot
+//! 0 holds the first token of each sequence.
 //!
-//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column that may
-//! be forgotten. Without the spare slots, a new column would overwrite a key that a query needs again after the new column is
-//! forgotten.
+//! [`forget`](Cache::forget) removes the last columns of a cache. Each ring buffer has one spare slot for every column
+//! that may be forgotten. Without the spare slots, new columns would overwrite keys that are needed after a call of
+//! `forget`.
 
 mod buffers;
 #[cfg(feature = "cube")]
@@ -53,8 +53,7 @@ pub struct Cache {
     /// The model's maximum number of positions.
     #[cfg(feature = "cube")]
     positions: usize,
-    /// The number of spare slots in each ring buffer, beyond the slots of the window. At most this many columns (tokens of
-    /// every sequence) can be forgotten.
+    /// The number of spare slots in each ring buffer, and the largest number of columns that can be forgotten.
     spare: usize,
     /// The current number of columns (tokens of every sequence), including padding and without the forgotten columns.
     columns: usize,
@@ -65,8 +64,7 @@ pub struct Cache {
     kind: CacheKind,
     /// True if slot 0 of each sequence holds its first token instead of padding: see the module `rotated`.
     rotated: bool,
-    /// The number of columns (tokens of every sequence) for which `make_room` has reserved slots in the buffer of every
-    /// full-attention layer.
+    /// The number of columns for which `make_room` has reserved slots in every full-attention layer's buffer.
     #[cfg(feature = "cube")]
     room: usize,
 }
@@ -108,8 +106,7 @@ impl Cache {
             .collect();
         Self {
             stores,
-            // Limit the window to the model's maximum number of positions, because a ring buffer allocates a slot for each key
-            // of the window.
+            // Limit the window to the model's maximum number of positions, because each key of the window takes a slot.
             window: config.sliding_window.min(config.max_position_embeddings),
             #[cfg(feature = "cube")]
             positions: config.max_position_embeddings,
@@ -124,12 +121,11 @@ impl Cache {
         }
     }
 
-    /// Allocates spare slots, so that [`forget`](Self::forget) can remove the last columns. A column is one token of every
-    /// sequence. `forget` can then remove up to `columns` columns, counted back from the largest number of columns that the
-    /// cache ever had.
+    /// Allocates spare slots, so that [`forget`](Self::forget) can remove up to `columns` tokens of every sequence,
+    /// counted back from the largest number of tokens that the cache ever had.
     ///
     /// # Panics
-    /// If the cache is not empty, because its ring buffers can then no longer be resized.
+    /// If the cache is not empty.
     pub fn forgetting(self, columns: usize) -> Self {
         assert!(
             self.written == 0,
@@ -151,7 +147,7 @@ impl Cache {
         (self.columns + self.spare - self.written).min(self.columns)
     }
 
-    /// Removes the last `count` columns (tokens of every sequence), as if the model had never processed them.
+    /// Removes the last `count` tokens of every sequence.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] if `count` exceeds [`forgettable`](Self::forgettable).
@@ -218,8 +214,7 @@ impl Cache {
         self.padding.iter().copied().max().unwrap_or(0)
     }
 
-    /// Returns the positions of the next `count` columns (tokens of every sequence). Padding has position 0, like the first
-    /// token.
+    /// Returns the positions of the next `count` tokens of every sequence. Padding has position 0, like the first token.
     pub(crate) fn positions(&self, count: usize) -> Positions {
         if self.most_padding() == 0 {
             return Positions::Range {
@@ -241,8 +236,7 @@ impl Cache {
         )
     }
 
-    /// Describes a call that adds `count` tokens to every sequence: the number of columns before the call, and the rules that
-    /// decide which keys a query sees.
+    /// Describes a call that adds `count` tokens to every sequence.
     pub(crate) fn call(&self, count: usize, device: &Device) -> Call {
         let (past, batch) = (self.columns, self.batch());
         let end = past + count;
@@ -282,11 +276,11 @@ impl Cache {
         }
     }
 
-    /// Writes a layer's new keys and values, each `[batch, kv_heads, count, head_dim]`. Returns the keys and values that the
-    /// layer's queries attend to. `key_weight` is the weight of the key norm.
+    /// Writes a layer's new keys and values, each `[batch, kv_heads, count, head_dim]`. Returns the keys and values that
+    /// the layer's queries attend to. `key_weight` is the key norm's weight.
     ///
     /// # Panics
-    /// If the layer is a shared KV layer, which has no keys and values of its own.
+    /// If the layer is a shared KV layer.
     pub(crate) fn extend(
         &mut self,
         layer: usize,
@@ -314,8 +308,8 @@ impl Cache {
                     *store = Some(buffers);
                     return read;
                 }
-                // Concatenate the ring buffer's keys and values with the call's own keys and values. The queries of the call
-                // together can see more tokens than the ring buffer holds.
+                // Concatenate the ring buffer with the new keys and values, because the queries together can see more
+                // tokens than the ring buffer holds.
                 let read = KeyValues::new(
                     in_order(&buffers.key, &key, call.past, kept),
                     in_order(&buffers.value, &value, call.past, kept),
@@ -363,9 +357,8 @@ impl Cache {
         }
     }
 
-    /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer. The result also has the
-    /// rules that decide which of these keys a query at the next position sees. Returns `None` if no such layer exists, or
-    /// if the cache is empty.
+    /// Returns the keys and values of the last layer of type `kind` that is not a shared KV layer, and which of them the
+    /// next query sees. Returns `None` if no layer qualifies or the cache is empty.
     pub(crate) fn last_of(&self, kind: LayerType, device: &Device) -> Option<KeyValues> {
         let columns = self.columns;
         let lengths = Tensor::<1, Int>::full([self.batch()], columns as i64, device);
@@ -377,8 +370,8 @@ impl Cache {
         let stores = self.stores.iter().rev();
         let mut found = stores.filter_map(|store| match (kind, store) {
             (LayerType::Sliding, Store::Ring(Some(buffers))) => {
-                // Read the last `kept` tokens, one less than the window, because the window includes the query's own position,
-                // which is not in the cache. Read at least one token.
+                // Read one token less than the window, because the window includes the query's own position. Read at
+                // least one token.
                 let kept = self.kept().max(1);
                 let in_order = |ring: &Slots| Slots::cat(parts_in_order(ring, columns, kept));
                 let visible = Visible {
@@ -401,15 +394,13 @@ impl Cache {
         found.next()
     }
 
-    /// Adds the call's columns (tokens of every sequence) to the number of columns, after all layers have written them to their
-    /// buffers.
+    /// Adds the call's tokens to the number of columns, after all layers have written their buffers.
     pub(crate) fn advance(&mut self, call: &Call) {
         self.advance_by(call.count);
     }
 
-    /// Returns the number of slots that a full-attention layer's buffer needs for columns (tokens of every sequence) up to
-    /// `end`. The slots of forgotten columns and the slots that the decode kernels have reserved count too, so the buffer never
-    /// shrinks.
+    /// Returns the number of slots that a full-attention layer's buffer needs for the columns up to `end`. The buffer
+    /// never shrinks.
     fn full_slots(&self, end: usize) -> usize {
         let slots = capacity(end.max(self.written));
         #[cfg(feature = "cube")]
@@ -417,8 +408,8 @@ impl Cache {
         slots
     }
 
-    /// True if the call's queries can attend to the ring buffer in place, with slots in any order. This is possible if the call
-    /// has a single query and the ring buffer has no spare slots. The query then sees every written slot.
+    /// True if the call has one query and the ring buffer has no spare slots. The query then sees every written slot of
+    /// the ring buffer.
     fn reads_ring(&self, count: usize) -> bool {
         count == 1 && self.spare == 0
     }
@@ -439,8 +430,8 @@ impl Cache {
         self.columns.min(self.window - 1)
     }
 
-    /// Returns the newest column (token of every sequence) in each slot of a ring buffer of `window` slots, after `end` columns
-    /// were written. For a slot that is not written yet, returns the first column that will be written to the slot.
+    /// Returns the newest column in each slot of a ring buffer of `window` slots after `end` columns. For an unwritten
+    /// slot, returns the first column that will be written.
     fn ring_columns(&self, end: usize) -> impl ExactSizeIterator<Item = usize> + Clone {
         let window = self.window;
         (0..window).map(move |slot| match slot < end {
@@ -449,15 +440,14 @@ impl Cache {
         })
     }
 
-    /// Returns the padding mask, `[batch, 1, 1, columns]`, which is `false` for padding. Returns `None` if no column is
+    /// Returns the padding mask, `[batch, 1, 1, columns]`, which is `false` for padding, or `None` if there is no
     /// padding.
     fn mask(
         &self,
         columns: impl ExactSizeIterator<Item = usize> + Clone,
         device: &Device,
     ) -> Option<Tensor<4, Bool>> {
-        // Return early for batches without padding, which are the most common. For such a batch a decode step must not iterate
-        // over all columns.
+        // Return early for batches without padding. A decode step must not iterate over all columns.
         let most = self.most_padding();
         let padded = most > 0 && columns.clone().any(|column| column < most);
         padded.then(|| {
@@ -473,9 +463,8 @@ impl Cache {
 }
 
 impl Call {
-    /// Returns the call's own keys and values if the cache was empty before the call. A full-attention layer then need not read
-    /// its buffer. The keys and values of an int8 cache are already quantized here, so that the result does not depend on how a
-    /// text is divided into calls.
+    /// Returns the call's own keys and values if the cache was empty before the call. An int8 cache quantizes the keys
+    /// and values here, so that the result does not depend on how a text is divided into calls.
     fn reads_itself(&self, own: impl FnOnce() -> KeyValues) -> Option<KeyValues> {
         (self.past == 0).then(own)
     }

@@ -1,5 +1,5 @@
-//! The slots of a sliding layer's ring buffer that a query sees. The device computes them from the positions of the queries. A
-//! column is one token of the text, stored in slot `column % slots`.
+//! The slots of a sliding layer's ring buffer that a query sees, computed on the device. A column is one token of the
+//! text, stored in slot `column % slots`.
 
 use super::key_values::Visible;
 use crate::op::ring_mask::{RingMask, ring_mask};
@@ -23,10 +23,9 @@ impl Ring {
         self.slots == self.window
     }
 
-    /// Computes which slots each query sees. `queries` has two elements: the number of sequences, and the number of queries
-    /// per sequence. A column is one token of the text. The queries' own columns must already be in the ring buffer. A query
-    /// sees the newest column of a slot if the column exists and lies in the query's window. `positions` lists the queries'
-    /// positions, ordered by sequence. The list may be longer than the number of queries.
+    /// Computes which slots each query sees: the slots whose newest column lies in the query's window. The queries' own
+    /// columns must already be written. `queries` is `[sequences, queries per sequence]`. `positions` lists the queries'
+    /// positions, ordered by sequence.
     pub fn visible(&self, queries: [usize; 2], positions: Tensor<1, Int>) -> Visible {
         self.mask(queries, positions, true)
     }

@@ -1,16 +1,15 @@
-//! The alignment of padded sequences in the cache. A column is one position of the padded batch, and a slot is an index in a
-//! buffer.
+//! The alignment of padded sequences in the cache. A column is one position of the padded batch, and a slot is an index
+//! in a buffer.
 //!
-//! Prefill aligns all sequences at their ends, so a shorter sequence begins with padding. Before the first decode step the
-//! decode kernels rotate each sequence once, so that slot 0 holds its first token. A token's slot then equals its position, and
-//! no slot holds padding. A sequence's length, which is in device memory, then determines which keys a query sees.
+//! Prefill aligns all sequences at their ends, so a shorter sequence begins with padding. Before the first decode step
+//! each sequence is rotated once, so that slot 0 holds its first token. The sequence's length then determines which keys
+//! a query sees.
 
 use super::{Cache, Store, slots::Slots};
 use crate::error::Gemma4Error;
 
 impl Cache {
-    /// Rotates every sequence so that slot 0 holds its first token. The cache must already hold the padding of every
-    /// sequence.
+    /// Rotates every sequence so that slot 0 holds its first token. The cache must already know the padding.
     #[cfg(feature = "cube")]
     pub(crate) fn rotate(&mut self) {
         if !self.rotated {
@@ -30,8 +29,8 @@ impl Cache {
         }
     }
 
-    /// Removes the last `counts[i]` tokens of sequence `i`. These tokens must not be padding. If the counts differ, a
-    /// sequence that becomes shorter than the longest sequence gets more padding at its beginning.
+    /// Removes the last `counts[i]` tokens of sequence `i`. These tokens must not be padding. If the counts differ,
+    /// shorter sequences get more padding.
     ///
     /// # Errors
     /// [`Gemma4Error::Argument`] if a count exceeds [`forgettable`](Self::forgettable).
@@ -73,8 +72,8 @@ impl Cache {
         self.padding.iter().map(|padding| self.columns - padding)
     }
 
-    /// Rotates the slots of each sequence. `first(row, slots)` modulo the number of slots is the slot that moves to slot 0 of
-    /// sequence `row`.
+    /// Rotates the slots of each sequence `row` so that slot `first(row, slots)`, modulo the number of slots, moves to
+    /// slot 0.
     fn rotate_by(&mut self, first: impl Fn(usize, usize) -> usize) {
         let rows = 0..self.batch();
         let rotate = |buffer: &mut Slots| {
@@ -97,8 +96,8 @@ impl Cache {
     }
 }
 
-/// Returns a copy of `buffer`, `[batch, kv_heads, slots, channels]`, with rotated slots. For each sequence, `by` has the slot
-/// that moves to slot 0.
+/// Returns a copy of `buffer`, `[batch, kv_heads, slots, channels]`, in which slot `by[row]` of each sequence has moved
+/// to slot 0.
 fn rotated(buffer: &Slots, by: impl Iterator<Item = usize>) -> Slots {
     let [_, _, slots, _] = buffer.dims();
     let mut copy = buffer.empty(slots);

@@ -1,5 +1,4 @@
-//! The storage of a layer's keys or values in the cache, in the model's dtype or in int8 with a scale per slot and head. A slot
-//! holds one token's key or value.
+//! The storage of a layer's keys or values in the cache, in the model's dtype or in int8 with a scale per slot and head.
 
 use super::precision::{CODES, KvPrecision};
 use crate::op::columns::{columns, columns_of_words};
@@ -27,7 +26,7 @@ impl Slots {
     /// Converts floats to the storage format.
     ///
     /// # Panics
-    /// If the storage format is int8 and a row does not fill whole 32-bit words. `CacheKind::check` has already ruled this out.
+    /// If the storage format is int8 and a row does not fill whole 32-bit words.
     pub fn new(numbers: Tensor<4>, precision: KvPrecision) -> Self {
         match precision {
             KvPrecision::Model => Self::Whole(numbers),
@@ -137,7 +136,7 @@ impl Slots {
     /// Returns the keys or values as floats. Int8 codes are dequantized to f32.
     ///
     /// # Panics
-    /// If the device does not support attention, which cannot happen after the model has run attention on the device.
+    /// If the device does not support attention.
     pub fn numbers(self) -> Tensor<4> {
         match self {
             Self::Whole(numbers) => numbers,
@@ -151,7 +150,7 @@ impl Slots {
 /// Combines packed int8 codes and scales into the type that attention reads.
 ///
 /// # Panics
-/// If the shapes of codes and scales do not match, which cannot happen for the shapes in [`Slots`].
+/// If the shapes of codes and scales do not match.
 pub(crate) fn rows(words: Tensor<4, Int>, scales: Tensor<4>) -> QuantizedRows {
     QuantizedRows::of_parts(words, scales.squeeze_dim(3)).unwrap_or_else(|error| panic!("{error}"))
 }

@@ -16,8 +16,7 @@ use burn::{
     tensor::{Device, Tensor},
 };
 
-/// The projections and norms of one layer's attention. A shared KV layer attends to an earlier layer's keys and values, so it
-/// has only the query projection and the output projection.
+/// The projections and norms of one layer's attention. A shared KV layer has only the query and output projections.
 #[derive(Module, Debug)]
 pub struct Attention {
     /// The query projection, `[q_heads · head_dim, hidden]`.
@@ -28,8 +27,8 @@ pub struct Attention {
     pub k_proj: Option<Linear>,
     /// The norm of each key head. It is `None` in a shared KV layer.
     pub k_norm: Option<RmsNorm>,
-    /// The value projection, `[kv_heads · head_dim, hidden]`. It is `None` in a shared KV layer, and if the values come from
-    /// the key projection.
+    /// The value projection, `[kv_heads · head_dim, hidden]`. `None` in a shared KV layer, or if the values come from the
+    /// key projection.
     pub v_proj: Option<Linear>,
     /// The output projection, `[hidden, q_heads · head_dim]`.
     pub o_proj: Linear,
@@ -47,8 +46,8 @@ impl Attention {
         let head_dim = config.head_dim(layer);
         let hidden = config.hidden_size;
         let linear = |input, output| Linear::new(input, output, config.initializer_range, device);
-        // Initialize the norm weights of queries and keys below 1, because the attention scale is 1. With weights of 1 the
-        // scores would have a standard deviation of √head_dim. The softmax would then saturate, and could not learn.
+        // Initialize the norm weights of queries and keys below 1, because the attention scale is 1. With weights of 1
+        // the softmax would saturate: the scores would have a standard deviation of √head_dim.
         let weight = (head_dim as f64).powf(-0.25);
         let norm = || RmsNorm::of(weight, head_dim, config.rms_norm_eps, device);
         let own = !config.is_shared(layer);
@@ -70,15 +69,15 @@ impl Attention {
     /// Returns the norm of the keys.
     ///
     /// # Panics
-    /// If the layer is a shared KV layer, which has no keys of its own.
+    /// If the layer is a shared KV layer.
     pub(crate) fn key_norm(&self) -> &RmsNorm {
         self.k_norm
             .as_ref()
             .expect("a layer with its own keys and values has a key norm")
     }
 
-    /// Returns the weight of the query norm. With compact keys, the weights of channels without rotation are also multiplied by
-    /// the key norm's weights.
+    /// Returns the weight of the query norm. With compact keys, the weight includes the key norm's weight in channels
+    /// without rotation.
     pub(crate) fn query_weight(&self, key_values: &KeyValues) -> Tensor<1> {
         let weight = self.q_norm.weight.val();
         match &key_values.compact {
@@ -88,7 +87,7 @@ impl Attention {
     }
 
     /// Computes attention for queries `[batch, q_heads, positions, head_dim]`. Returns
-    /// `[batch · positions, q_heads · head_dim]`, the input of the output projection.
+    /// `[batch · positions, q_heads · head_dim]`.
     pub(crate) fn attend(&self, query: Tensor<4>, key_values: &KeyValues) -> Tensor<2> {
         let [batch, heads, positions, head_dim] = query.dims();
         let options = key_values.visible.options();

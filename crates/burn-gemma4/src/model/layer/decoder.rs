@@ -25,8 +25,8 @@ pub struct DecoderLayer {
     pub post_attention_layernorm: RmsNorm,
     /// The norm before the dense MLP.
     pub pre_feedforward_layernorm: RmsNorm,
-    /// The norm of the feed-forward output. The feed-forward output is the dense MLP's output or, in a layer with experts, the
-    /// sum of the dense MLP's and the experts' normalized outputs.
+    /// The norm of the feed-forward output: the dense MLP's output, or the sum of the dense MLP's and the experts'
+    /// normalized outputs.
     pub post_feedforward_layernorm: RmsNorm,
     /// The MoE router, or `None` in a layer without experts.
     pub router: Option<Router>,
@@ -79,8 +79,8 @@ impl DecoderLayer {
         }
     }
 
-    /// Runs the layer. Returns the residual stream, and the layer's keys and values if the layer computes its own. A shared KV
-    /// layer attends to `shared` instead. `next` is the norm that follows the layer.
+    /// Runs the layer. Returns the residual stream, and the layer's own keys and values. A shared KV layer attends to
+    /// `shared` and returns none. `next` is the norm that follows the layer.
     ///
     /// # Panics
     /// If the layer computes no keys and values, and `shared` holds none for the layer's type.
@@ -158,8 +158,7 @@ impl DecoderLayer {
         (stream, own)
     }
 
-    /// Returns the sum of the dense MLP's and the experts' normalized outputs. Returns `dense` unchanged if the layer has no
-    /// experts.
+    /// Returns the sum of the dense MLP's and the experts' normalized outputs, or `dense` if the layer has no experts.
     fn with_experts<O: LayerOps>(
         &self,
         stream: &ResidualStream,

@@ -36,8 +36,7 @@ impl Embedding {
         self.scale
     }
 
-    /// Looks up the tokens' rows and multiplies them by the constant. The constant is rounded to the table's dtype, as in the
-    /// models' training.
+    /// Looks up the tokens' rows and multiplies them by the constant, rounded to the table's dtype as in training.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, positions, columns]`.

@@ -83,8 +83,8 @@ impl Router {
 
         let experts = self.most_probable(&probabilities);
         let weights = probabilities.clone().gather(1, experts.clone());
-        // Expand the scales to all rows before the gather. The backward pass then sums over rows in parallel. The gradient of a
-        // gather from one vector would run on a single thread of the device.
+        // Expand the scales to all rows before the gather. The gradient of a gather from one vector would run on a single
+        // thread.
         let scales = self.per_expert_scale.val().cast(DType::F32);
         let [count] = scales.dims();
         let scales = scales.unsqueeze::<2>().expand([rows, count]);
@@ -97,8 +97,7 @@ impl Router {
         }
     }
 
-    /// Chooses the experts of a few rows in one kernel. The result is that of [`forward`](Self::forward) without the
-    /// probabilities.
+    /// Chooses the experts of a few rows in one kernel, like [`forward`](Self::forward) without the probabilities.
     #[cfg(feature = "cube")]
     pub(crate) fn choice(&self, input: Tensor<2>) -> Choice {
         let dtype = input.dtype();
@@ -110,8 +109,8 @@ impl Router {
         moe_router::route(input, weights, self.top_k, self.epsilon)
     }
 
-    /// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`. Among equally probable experts
-    /// the lower index comes first.
+    /// Returns the indices of the `top_k` most probable experts of each row, `[rows, top_k]`. On ties the lower index
+    /// comes first.
     fn most_probable(&self, probabilities: &Tensor<2>) -> Tensor<2, Int> {
         #[cfg(feature = "cube")]
         if let Some(chosen) = moe_router::choose(probabilities, self.top_k) {
@@ -193,15 +192,13 @@ impl Experts {
         moe_gemm::rows(through_gates(inner), self.down_proj.matrices(), groups, 1)
     }
 
-    /// Computes [`outputs`](Self::outputs) with one matmul per expert. The host sorts the rows by expert, so that each expert's
-    /// weights are read only once.
+    /// Computes [`outputs`](Self::outputs) with one matmul per expert. Each expert's weights are read only once.
     fn outputs_by_host(&self, input: Tensor<2>, chosen: &Tensor<2, Int>) -> Tensor<2> {
         let device = input.device();
         let [_, top_k] = chosen.dims();
         let chosen: Vec<i64> = chosen.clone().into_data().iter::<i64>().collect();
 
-        // Sort the (row, chosen expert) pairs by expert. A place is the index of a pair, `row · top_k + rank`, where `rank`
-        // numbers the row's chosen experts.
+        // Sort the (row, chosen expert) pairs by expert. Pair `row · top_k + rank` is the `rank`-th expert of the row.
         let mut places: Vec<usize> = (0..chosen.len()).collect();
         places.sort_by_key(|place| chosen[*place]);
         let mut back = vec![0; places.len()];

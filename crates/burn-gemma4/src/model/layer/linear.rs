@@ -13,8 +13,7 @@ use burn::{
 /// A linear projection: `output = input · weightᵀ`.
 #[derive(Module, Debug)]
 pub struct Linear {
-    /// The weight, `[columns out, columns in]`, as in checkpoints. GEMMs read its transpose through the strides, so the weight
-    /// is never transposed in memory.
+    /// The weight, `[columns out, columns in]`, as in checkpoints. GEMMs read the transpose through the strides.
     pub weight: Weight,
 }
 
@@ -38,23 +37,21 @@ impl Linear {
 
     /// Projects `[rows, columns in]` to `[rows, columns out]`.
     ///
-    /// A LoRA adapter is two narrow matrices. The rows are multiplied by the first matrix, and the result by the second
-    /// matrix, in the dtype of the rows. The product of the two matrices is never stored, because it would have the weight's
-    /// size. For the same reason, the gradient of this product is never stored.
+    /// A LoRA adapter is two narrow matrices, which are applied in the dtype of the rows. The product of the two matrices
+    /// and its gradient are never stored, because they have the weight's size.
     pub(crate) fn rows(&self, input: Tensor<2>) -> Tensor<2> {
         let Some(adapter) = self.weight.adapter() else {
             return rows(input, self.weight.matrix());
         };
         match self.weight.base() {
-            // Multiply by the packed weight and the adapter separately. For a few rows the product then reads the packed weight
-            // directly, whereas `lora_product` would dequantize the weight.
+            // Multiply by the packed weight and the adapter separately, because `lora_product` would dequantize the
+            // weight.
             Matrix::Quantized(_) if !input.device().is_autodiff() => self.rows_by(input, rows),
             base => lora::lora_product(input, base, adapter),
         }
     }
 
-    /// Returns the frozen base weight and its adapter. Returns `None` if the weight has no adapter, or if the base weight is
-    /// trained.
+    /// Returns the base weight and its adapter, or `None` if the weight has no adapter or is trained.
     #[cfg(feature = "cube")]
     pub(super) fn adapted(&self) -> Option<(Matrix, &LoraAdapter)> {
         let adapter = self.weight.adapter()?;
@@ -87,8 +84,7 @@ mod tests {
         tensor::Distribution,
     };
 
-    /// A mapper that fills both LoRA matrices with random values. One of the two matrices is initialized with zeros, so without
-    /// the mapper their product would be zero.
+    /// A mapper that fills both LoRA matrices with random values, because one matrix is initialized with zeros.
     struct Drawn;
 
     impl ModuleMapper for Drawn {
@@ -143,8 +139,8 @@ mod tests {
         assert!(base.grad(&found).is_none());
     }
 
-    /// Checks the output and the gradients of an adapter for rows in half precision against a computation in f32. The LoRA
-    /// matrices stay in f32: the product rounds them to the dtype of the rows, but their gradients must be in f32.
+    /// Checks the output and the gradients of an adapter in half precision against f32. The LoRA matrices and their
+    /// gradients are in f32.
     #[cfg(feature = "cube")]
     #[test]
     fn lora_product_in_half_precision_has_f32_gradients() {
@@ -181,8 +177,8 @@ mod tests {
                 let largest = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (found, expected) in found.iter().zip(expected) {
                     let error = (found - expected).abs();
-                    // Allow for the rounding of four values: one element of each of the two LoRA matrices, the adapter's
-                    // output, and the sum of this output and the base output.
+                    // Allow for the rounding of an element of each LoRA matrix, of the adapter's output, and of the sum
+                    // with the base output.
                     assert!(
                         error <= 4.0 * rounding * largest,
                         "{dtype:?}: found {found}, expected {expected}"

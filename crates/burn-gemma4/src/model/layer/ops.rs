@@ -22,8 +22,8 @@ pub(crate) trait LayerOps {
         projections.iter().map(project).collect()
     }
 
-    /// Normalizes and rotates a layer's projected keys and values, and appends them to the KV cache, if there is a cache.
-    /// Returns the keys and values that the queries attend to.
+    /// Normalizes and rotates a layer's projected keys and values, and appends them to the KV cache, if any. Returns the
+    /// keys and values that the queries attend to.
     fn key_values(
         &mut self,
         attention: &Attention,
@@ -31,7 +31,7 @@ pub(crate) trait LayerOps {
         value: ColumnSlice,
     ) -> KeyValues;
 
-    /// Normalizes and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]`, in the channel
+    /// Normalizes and rotates a layer's projected queries. Returns `[batch, q_heads, positions, head_dim]` in the channel
     /// order that `key_values` needs.
     fn queries(
         &mut self,
@@ -40,8 +40,8 @@ pub(crate) trait LayerOps {
         key_values: &KeyValues,
     ) -> Tensor<4>;
 
-    /// Returns a layer's queries, and the keys and values if the layer computes its own. `own` holds the projected keys and
-    /// values. If `own` is `None`, the queries attend to `shared`, the keys and values of an earlier layer.
+    /// Returns a layer's queries, and the layer's keys and values. `own` holds the projected keys and values. If `own` is
+    /// `None`, the queries attend to `shared`, the keys and values of an earlier layer.
     ///
     /// # Panics
     /// If both `own` and `shared` are `None`.
@@ -64,8 +64,8 @@ pub(crate) trait LayerOps {
         (query, own)
     }
 
-    /// Computes [`queries`](Self::queries) and [`key_values`](Self::key_values) in one launch, or returns `None` if no kernel
-    /// can do so.
+    /// Computes [`queries`](Self::queries) and [`key_values`](Self::key_values) in one launch, or returns `None` if no
+    /// kernel supports the layer.
     fn heads_together(
         &mut self,
         _attention: &Attention,
@@ -112,7 +112,7 @@ pub(crate) trait LayerOps {
     }
 
     /// Computes [`add_before`](Self::add_before) for the last addition of a layer, which always has a `scalar`. An
-    /// implementation may defer this addition to the kernel of the next GEMV.
+    /// implementation may leave the addition to the kernel of the next GEMV.
     fn add_last(
         &mut self,
         stream: ResidualStream,
@@ -180,8 +180,8 @@ pub(crate) struct OwnColumns {
 /// The residual stream between the blocks of a layer.
 #[derive(Clone)]
 pub(crate) enum ResidualStream {
-    /// The residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm, if the same launch has
-    /// computed it.
+    /// The residual stream, `[rows, hidden]`. The second tensor is the stream after the next norm, if it is already
+    /// computed.
     Ready(Box<(Tensor<2>, Option<Tensor<2>>)>),
     /// An addition to the residual stream that is not computed yet, because the kernel of the next GEMV may compute it too.
     #[cfg(feature = "cube")]

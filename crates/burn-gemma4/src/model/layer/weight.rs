@@ -23,8 +23,8 @@ pub enum Weight<const D: usize = 2> {
     /// Unquantized values.
     Whole(Param<Tensor<D>>),
     /// Packed codes of a few bits with scales, from a quantized checkpoint or from
-    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). GEMVs dequantize the codes while they read
-    /// them. Quantized weights are frozen, but a LoRA adapter over a quantized weight can be trained.
+    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). Quantized weights are frozen, but
+    /// their LoRA adapters can be trained.
     Quantized(Box<QuantizedWeight<D>>),
 }
 
@@ -69,8 +69,8 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows, a few at a time. Returns all rows at once if the weight has an adapter, because only large
-    /// tables need portions, and no large table has an adapter.
+    /// Returns the dequantized rows, a few at a time. A weight with an adapter is never large, so its rows are returned
+    /// at once.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -118,9 +118,8 @@ impl<const D: usize> Weight<D> {
         }
     }
 
-    /// Returns the origin of [`matrix`](Weight::matrix): whether the matrix is a parameter of the model or a computed
-    /// tensor. The matrix is a parameter if the weight has no adapter. With an adapter, the matrix is computed, because the
-    /// adapter's contribution is added.
+    /// Returns whether [`matrix`](Weight::matrix) is a parameter of the model or a computed tensor. With an adapter, the
+    /// matrix is computed.
     #[cfg(feature = "cube")]
     pub(crate) fn origin(&self) -> Origin {
         match self.adapter() {
@@ -139,8 +138,7 @@ impl<const D: usize> Weight<D> {
 }
 
 impl Weight {
-    /// Returns the matrix by which activations are multiplied, with the adapter's contribution added. A quantized weight with
-    /// an adapter is dequantized.
+    /// Returns the matrix by which activations are multiplied, dequantized and with the adapter's contribution added.
     pub(crate) fn matrix(&self) -> Matrix {
         match self {
             Self::Quantized(weight) if weight.lora.is_none() => weight.matrix().into(),
@@ -217,8 +215,7 @@ pub(crate) trait AnyWeight {
     /// Attaches a LoRA adapter if the weight is a single quantized matrix.
     fn attach(&mut self, path: &str, lora: &mut Lora);
 
-    /// Returns the shape, dtype and device that an adapter needs, if the weight is a single quantized matrix without an
-    /// adapter.
+    /// Returns the shape, dtype and device that an adapter needs, if the weight is a quantized matrix without an adapter.
     fn without_adapter(&self) -> Option<([usize; 2], DType, Device)>;
 
     /// Sets the adapter of a quantized weight.
@@ -228,8 +225,7 @@ pub(crate) trait AnyWeight {
 /// The shape of a quantized weight, and a function that dequantizes the weight on demand.
 pub(crate) struct QuantizedNumbers {
     pub shape: Vec<usize>,
-    /// Dequantizes a few rows at a time, with all dimensions but the last flattened. The dtype is the model's, or f32 for a
-    /// weight with an adapter.
+    /// Dequantizes a few rows at a time. The dtype is the model's, or f32 for a weight with an adapter.
     make: Box<dyn Fn() -> Box<dyn Iterator<Item = Tensor<2>>>>,
 }
 
@@ -245,8 +241,8 @@ impl QuantizedNumbers {
     }
 }
 
-/// Divides rows into portions of at most 2²⁴ elements and at least one row. A device buffer may be large enough for a packed
-/// table, but too small for the dequantized table.
+/// Divides rows into portions of at most 2²⁴ elements and at least one row. A whole dequantized table may not fit into a
+/// device buffer.
 fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
     const NUMBERS: usize = 1 << 24;
     let at_once = (NUMBERS / columns.max(1)).max(1);
@@ -266,8 +262,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
     fn dequantize(&mut self) {
         if let Self::Quantized(_) = self {
             let dtype = self.dtype();
-            // Detach the sum of weight and adapter from the autodiff graph. The sum becomes a parameter, which must not depend
-            // on the adapter's parameters.
+            // Detach the sum of weight and adapter from the autodiff graph. The new parameter must not depend on the
+            // adapter's parameters.
             *self = Self::Whole(Param::from_tensor(self.val().detach().cast(dtype)));
         }
     }
@@ -312,8 +308,8 @@ impl<const D: usize> AnyWeight for Weight<D> {
         let Ok(shape) = <[usize; 2]>::try_from(weight.shape.to_vec()) else {
             return;
         };
-        // Use a zero tensor that is expanded to the weight's shape as the parameter. An expanded tensor needs little memory,
-        // and Burn reads only the parameter's shape when it initializes the LoRA matrices.
+        // Use an expanded zero tensor as the parameter. Burn reads only the parameter's shape when it initializes the
+        // LoRA matrices.
         let device = weight.words.val().device();
         let like = Tensor::<2>::zeros([1, 1], (&device, weight.dtype)).expand(shape);
         (_, weight.lora) = lora.reparameterize(path, Param::from_tensor(like));
@@ -336,8 +332,7 @@ impl<const D: usize> AnyWeight for Weight<D> {
     }
 }
 
-/// Implements [`Module`] so that the enum adds no level to a parameter's path. Parameter paths then equal the names of the
-/// checkpoint's tensors.
+/// Implements [`Module`] so that the enum adds no level to a parameter's path.
 impl<const D: usize> Module for Weight<D> {
     fn collect_devices(&self, devices: Devices) -> Devices {
         match self {

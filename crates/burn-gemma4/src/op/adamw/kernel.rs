@@ -1,17 +1,15 @@
 //! Kernels of an optimizer step on one parameter: the sum of squares for the gradient norm, and AdamW.
 //!
-//! Budget: registers hold one vector of each tensor. For the norm, shared memory holds one float for each plane of the cube.
+//! Budget: registers hold one vector of each tensor. Shared memory holds one float for each plane of the cube.
 //!
-//! Bound: memory bandwidth. Every input is read once, and every output is written once. With half-precision weights and f32
-//! gradients AdamW moves 30 bytes per weight.
+//! Bound: memory bandwidth. With half-precision weights and f32 gradients AdamW moves 30 bytes per weight.
 
 use super::rounding::neighbour_there;
 use crate::op::sums::{Team, cube_sum, sum_of_squares};
 use cubecl::prelude::*;
 
-/// The number of gradients that one launch squares and adds up. A model has hundreds of gradients, most of them small, so a
-/// launch for each gradient would be slow. Six gradients, the sums and CubeCL's own tensor metadata need 8 buffers, which every
-/// WebGPU device can bind.
+/// The number of gradients that one launch squares and adds up. A launch for each of hundreds of gradients would be slow.
+/// Six gradients and the other arguments need 8 buffers, which every WebGPU device can bind.
 pub(super) const AT_ONCE: usize = 6;
 
 /// The number of vectors in each of the six gradient arguments. It is 0 for an argument that a launch does not need.
@@ -42,8 +40,7 @@ fn squares<E: Float, N: Size>(
     squares
 }
 
-/// Adds up the squares of up to six gradients. Each cube squares its share of every gradient, and adds the sum to its own
-/// element of `sums`.
+/// Adds up the squares of up to six gradients. Each cube writes the sum over some vectors to its own element of `sums`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn add_squares<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -90,9 +87,8 @@ pub(super) struct Coefficients {
     pub rate: f32,
 }
 
-/// Updates a vector of weights and its running means by an AdamW step, and returns the new weights. The order of operations is
-/// the order in Burn's AdamW. The gradient is multiplied by `factor[0]`, which is 1 without clipping. If `factor[0]` is 0, the
-/// step is skipped. A multiplication by 0 would not be enough, because 0 × NaN is NaN.
+/// Updates a vector of weights and its running means by an AdamW step, with Burn's order of operations. The gradient is
+/// multiplied by `factor[0]`. If `factor[0]` is 0, the step is skipped, because 0 × NaN would be NaN.
 #[cube]
 fn updated<G: Float, N: Size>(
     gradient: &Tensor<Vector<G, N>>,
@@ -150,8 +146,8 @@ pub(super) fn adamw<G: Float, N: Size>(
     }
 }
 
-/// Rounds a vector of f32 weights to the model's dtype. If `drawn`, the rounding uses the pseudorandom thresholds of
-/// [`super::rounding`]. Otherwise the weights round to nearest.
+/// Rounds a vector of f32 weights to the model's dtype, with the pseudorandom thresholds of [`super::rounding`] if
+/// `drawn`, otherwise to nearest.
 #[cube]
 fn shown<W: Float, N: Size>(weights: Vector<f32, N>, #[comptime] drawn: bool) -> Vector<W, N> {
     let mut shown = weights;

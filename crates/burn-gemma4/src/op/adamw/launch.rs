@@ -20,8 +20,8 @@ use cubecl::{
 /// The number of units in a cube; each unit handles one vector.
 const UNITS: usize = 256;
 
-/// Returns the number of vectors in a tensor, and the number of elements per vector. `bytes` is the element size of the widest
-/// tensor of the launch.
+/// Returns the number of vectors in a tensor, and the number of elements per vector. `bytes` is the size of the widest
+/// element.
 fn vectors(tensor: &CubeTensor, bytes: usize) -> (u32, usize) {
     let count = tensor.meta.num_elements();
     let vector = vector_size(&tensor.client, bytes, &[count]);

@@ -1,5 +1,5 @@
-//! AdamW: the optimizer step of one parameter in one launch. With Burn's operators a step would take about twenty launches
-//! for each of hundreds of parameters. The host would then need more time to issue the launches than the device to run them.
+//! AdamW: the optimizer step of one parameter in one launch. Burn's operators take about twenty launches for each
+//! parameter, and issuing these launches takes longer than running them.
 
 mod formula;
 #[cfg(feature = "cube")]
@@ -113,9 +113,8 @@ impl SumOfSquares {
 }
 
 /// Rounds f32 weights to a model's `dtype`. A bf16 weight is one of the two bf16 neighbors of the f32 weight, chosen by a
-/// fixed pseudorandom threshold. A weight lies at some fraction `x` of the way from the neighbor nearer to zero to the
-/// farther neighbor. Among many weights with the same `x`, about the fraction `x` rounds to the farther neighbor. In dtypes
-/// other than bf16, weights round to the nearest value. Equal weights at equal indices round equally, on every device.
+/// fixed pseudorandom threshold: see `rounding`. In other dtypes, weights round to nearest. Equal weights at equal
+/// indices round equally on every device.
 pub fn rounded<const D: usize>(weight: Tensor<D>, dtype: DType) -> Tensor<D> {
     if !drawn(dtype) {
         return weight.cast(dtype);
@@ -149,17 +148,16 @@ pub struct ParamUpdate<const D: usize> {
 }
 
 impl AdamW {
-    /// Updates a parameter by the step `number`, counted from 1. Returns the model's weight in `dtype`, rounded by [`rounded`],
-    /// and the new state.
+    /// Updates a parameter by the step `number`, counted from 1. Returns the model's weight in `dtype`, rounded by
+    /// [`rounded`], and the new state.
     ///
-    /// If `factor` is 0, the step is skipped: neither the weight nor the running means change, even if the gradient is NaN. The
-    /// caller still counts the step.
+    /// If `factor` is 0, neither the weight nor the running means change, even if the gradient is NaN.
     ///
     /// # Shapes
     /// - `gradient`: the shape of the parameter, in any dtype.
     /// - `factor`: `[1]` in f32, which multiplies the gradient.
     ///
-    /// All tensors are without autodiff. The buffers of the state are overwritten if no other handle shares them.
+    /// All tensors are without autodiff.
     pub fn step<const D: usize>(
         &self,
         number: usize,
@@ -278,8 +276,7 @@ pub struct SquaredGradients<B: Backend> {
     pub sixth: FloatTensor<B>,
 }
 
-/// The kernels as operators of a backend. The operators overwrite the partial sums, the master weights and the running means if
-/// no other handle shares their buffers.
+/// The kernels as operators of a backend. An operator overwrites the state's buffers if no other handle shares them.
 #[cfg(feature = "cube")]
 #[backend_extension(Cube, Fusion)]
 pub trait UpdateBackend: Backend {
@@ -400,8 +397,8 @@ mod tests {
         }
     }
 
-    /// Compares three AdamW steps with a reference in f64. The numbers of elements are odd or a multiple of 64, so that the
-    /// kernel uses different vector widths. The gradients are transposed, so their elements are not contiguous.
+    /// Checks three AdamW steps against a reference in f64. The sizes require different vector widths. The gradients are
+    /// not contiguous.
     #[test]
     fn step_matches_reference() {
         for (device, dtype) in everywhere() {
@@ -439,8 +436,8 @@ mod tests {
         }
     }
 
-    /// Checks that a step with a factor of 0 changes neither the weights nor the running means. The gradient contains NaN and
-    /// infinities, which a multiplication by 0 would turn into NaN.
+    /// Checks that a step with a factor of 0 changes neither the weights nor the running means. The gradient contains NaN
+    /// and infinities.
     #[test]
     fn step_with_factor_zero_is_skipped() {
         for (device, dtype) in everywhere() {
@@ -523,8 +520,8 @@ mod tests {
             let mut sum = SumOfSquares::new();
             assert!(sum.clone().sum().is_none());
             let mut expected = 0.0;
-            // Add 27 tensors, because one launch takes only six. Tensors 10 to 19 are in f16 on devices that support f16, because
-            // one launch takes only tensors of one dtype.
+            // Add 27 tensors, because one launch takes only six tensors of one dtype. Tensors 10 to 19 are in f16 if the
+            // device supports f16.
             let shapes = [[1, 1], [3, 5], [300, 257], [1024, 640]].into_iter();
             for (index, shape) in shapes.cycle().take(27).enumerate() {
                 let dtype = match index / 10 == 1 && device.supports_dtype(DType::F16) {

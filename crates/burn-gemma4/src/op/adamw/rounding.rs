@@ -1,19 +1,15 @@
 //! Rounding of f32 master weights to the model's bf16 weights.
 //!
-//! A bf16 weight is one of the two bf16 neighbors of its master weight. If many master weights lie at the fraction `x` of the
-//! distance to the next bf16 value, about the fraction `x` of the bf16 weights take the next value. The model's weights
-//! therefore follow the master weights on average.
+//! A bf16 weight is one of the two bf16 neighbors of its master weight. If many master weights lie at the fraction `x` of
+//! the distance to the next bf16 value, about the fraction `x` of the bf16 weights take the next value. The model's
+//! weights therefore follow the master weights on average.
 //!
-//! With rounding to nearest, the model's weights would lag behind. The weights of published checkpoints are exact bf16 values.
-//! Such a weight would change only after its master weight has moved half of the distance to the next bf16 value. At the
-//! learning rate of fine-tuning, this takes most of the steps. Until then the model would compute with weights that the
-//! optimizer has already changed.
+//! With rounding to nearest, a bf16 weight would change only after its master weight has moved half of the distance to
+//! the next bf16 value. At the learning rate of fine-tuning, such a move takes most of the steps.
 //!
-//! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) also follows the master weights on average. It draws a random
-//! number in every step, which adds noise from step to step. Here each weight has one fixed pseudorandom threshold between two
-//! neighbors. The threshold is a hash of the weight's index and of the neighbor nearer to zero. The bf16 weight changes when
-//! the master weight passes the threshold. Equal f32 weights at equal indices give equal bf16 weights, also after a restart. A
-//! master weight that is exactly a bf16 value keeps that value.
+//! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) draws a random number in every step, which adds noise from
+//! step to step. Here each weight has one fixed pseudorandom threshold between two neighbors: a hash of the weight's
+//! index and of the neighbor nearer to zero. The bf16 weight changes when the master weight passes the threshold.
 //!
 //! f16 has eight times as many values in the same range, so f16 weights round to nearest.
 
@@ -26,14 +22,13 @@ const LOST: u32 = 16;
 const LOST_BITS: u32 = (1 << LOST) - 1;
 /// The exponent bits of infinities and NaN.
 const NOT_FINITE: u32 = 0x7F80_0000;
-/// Constants of MurmurHash3 (Appleby 2011): the two multipliers of its finalizer, and one multiplier of its body. The third
-/// constant multiplies the bits of a weight before the XOR with the weight's index. Without this multiplication, many pairs
-/// of weight and index would give the same hash.
+/// Constants of MurmurHash3 (Appleby 2011): the two multipliers of its finalizer, and one multiplier of its body. Without
+/// the third constant, many pairs of weight and index would give equal hashes.
 const FACTORS: [u32; 3] = [0x85EB_CA6B, 0xC2B2_AE35, 0xCC9E_2D51];
 
-/// Returns the threshold of a weight, as a fraction of the distance between its bf16 neighbors, in units of 2⁻¹⁶. A weight
-/// beyond the threshold rounds to the neighbor farther from zero. The argument `kept` holds the bits of the neighbor nearer
-/// to zero, and `place` is the index of the weight.
+/// Returns the threshold of a weight between its bf16 neighbors, in units of 2⁻¹⁶ of their distance. A weight beyond the
+/// threshold rounds away from zero. `kept` holds the bits of the neighbor nearer to zero, and `place` is the weight's
+/// index.
 fn threshold(kept: u32, place: u32) -> u32 {
     let mut hash = place ^ kept.wrapping_mul(FACTORS[2]);
     hash = (hash ^ hash >> 16).wrapping_mul(FACTORS[0]);
@@ -91,10 +86,8 @@ mod tests {
         assert!(neighbour(f32::from_bits(0x7F80_0001), 3).is_nan());
     }
 
-    /// Checks that the fraction of weights that round to the next bf16 value grows in proportion to the distance of the
-    /// master weight from the previous bf16 value. All master weights move from one bf16 value to the next in sixteen equal
-    /// steps. After `k` steps about the fraction `k / 16` of the bf16 weights must be at the next value. No bf16 weight may
-    /// go back.
+    /// Checks the rounding of master weights that move from one bf16 value to the next in sixteen equal steps. After `k`
+    /// steps about the fraction `k / 16` of the bf16 weights must be at the next value. No bf16 weight may go back.
     #[test]
     fn neighbour_rounds_up_in_proportion_to_distance() {
         const WEIGHTS: u32 = 1 << 14;
@@ -116,8 +109,7 @@ mod tests {
                 let share = there.iter().filter(|there| **there).count() as f64;
                 let share = share / f64::from(WEIGHTS);
                 let expected = f64::from(sixteenth) / 16.0;
-                // With `WEIGHTS` independent thresholds, the standard deviation of the fraction is at most 0.004. The bound is
-                // four standard deviations.
+                // The bound is four standard deviations of the fraction, each at most 0.004.
                 assert!((share - expected).abs() < 0.016, "{from}: {share}");
             }
         }

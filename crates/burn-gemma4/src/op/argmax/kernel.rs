@@ -1,11 +1,11 @@
-//! Argmax of each row: the row's largest value, and the first column that has this value. The column is −1 if the row has only
-//! −∞ and NaN.
+//! Argmax of each row: the row's largest value, and the first column that has this value. The column is −1 if the row has
+//! only −∞ and NaN.
 //!
-//! Algorithm: a section is a part of a row's columns. Each cube reduces one section. A second launch with one cube per row then
+//! Algorithm: each row is divided into sections, and each cube reduces one section. A second launch with one cube per row
 //! reduces the results of the sections.
 //!
 //! Budget: shared memory holds 8 bytes per unit. Registers hold up to [`HELD`] values and their columns. Schedule: a unit
-//! issues the loads of up to [`HELD`] values at once. Bound: memory bandwidth. The logits are read once.
+//! issues the loads of up to [`HELD`] values at once. Bound: memory bandwidth.
 
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
@@ -49,8 +49,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         let first = row as usize * columns as usize;
         #[unroll]
         for index in 0..held {
-            // Load the unit's first value again for a column beyond the end of the section. The repeated value cannot change
-            // the maximum. With a branch instead, the compiler would not issue the loads together.
+            // Load the unit's first value again for a column beyond the end of the section. With a branch instead, the
+            // compiler would not issue the loads together.
             let other = column + comptime!((index * UNITS) as u32);
             let at = first + select(other < end, other, column) as usize;
             held_values[index] = values[at];
@@ -65,9 +65,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
         #[unroll]
         for index in 0..held {
             let value = f32::cast_from(held_values[index]);
-            // Replace the best value only by a larger value. A unit reads its columns in ascending order, so the first
-            // column of equal values stays. The search starts with f32::MIN, because WGSL has no −∞. The condition after
-            // `||` therefore accepts a first value that equals f32::MIN.
+            // Replace the best value only by a larger value, so that the first column of equal values stays. The search
+            // starts with f32::MIN, because WGSL has no −∞. The condition after `||` accepts a first value of f32::MIN.
             if value > best || (value == best && best_column == u32::MAX) {
                 best = value;
                 best_column = column + comptime!((index * UNITS) as u32);
@@ -98,8 +97,8 @@ pub(super) fn argmax_pdl<E: Float, I: Int>(
     }
 }
 
-/// Reduces `count` values, a power of two, to the largest value and the smallest column that has it. Unit 0 can then read both
-/// results in element 0 of the two arrays. Synchronizes the cube before each halving of `count`.
+/// Reduces `count` values, a power of two, to the largest value and its smallest column. Element 0 of the arrays holds
+/// the results. Synchronizes the cube before each halving of `count`.
 #[cube]
 pub(crate) fn bring_best_first(
     values: &mut Shared<[f32]>,

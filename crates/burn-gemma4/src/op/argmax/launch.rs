@@ -28,8 +28,8 @@ impl ArgmaxBackend for CubeBackend {
     }
 }
 
-/// Divides each row into sections (`stretches`). Returns the largest value of each section, and the column of this value.
-/// Both tensors are `[rows, stretches]`.
+/// Divides each row into `stretches` sections. Returns the largest value of each section and its column, each
+/// `[rows, stretches]`.
 pub(in crate::op) fn of_stretches(logits: CubeTensor) -> [CubeTensor; 2] {
     let stretches = logits.meta.shape()[1].div_ceil(HELD * UNITS);
     launch(logits, None, stretches)
@@ -46,8 +46,8 @@ fn launch(
     let largest = empty(&values, [rows, stretches], DType::F32);
     let numbers = empty(&values, [rows, stretches], NUMBERS);
     let element = dtype_to_storage_type(values.dtype);
-    // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `values`. A cube writes only its own element
-    // of `largest` and of `numbers`. Each of these tensors has one element for each of the `rows · stretches` cubes.
+    // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `values`. Each of the
+    // `rows · stretches` cubes writes only its own element of `largest` and of `numbers`.
     unsafe {
         argmax_pdl::launch_unchecked(
             &client,

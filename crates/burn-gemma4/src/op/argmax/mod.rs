@@ -16,8 +16,8 @@ use burn::{
     tensor::{DType, Shape},
 };
 
-/// Returns, for each row of `[rows, columns]`, the first column that has the row's largest value. The output is `[rows]`. NaN
-/// counts as −∞. The column is −1 for a row that has only −∞ and NaN.
+/// Returns, for each row of `[rows, columns]`, the first column of the largest value, `[rows]`. NaN counts as −∞. The
+/// column is −1 for a row of only −∞ and NaN.
 pub(crate) fn argmax(logits: Tensor<2>) -> Tensor<1, Int> {
     #[cfg(feature = "cube")]
     if super::serve(&logits) {

@@ -3,9 +3,9 @@
 //! Algorithm: the loss is the LSE of the logits minus the target's logit. An online softmax computes the LSE (Milakov and
 //! Gimelshein 2018, arXiv:1805.02867). A second pass overwrites the logits with the gradient.
 //!
-//! Budget: shared memory holds one float for each plane of the cube. Registers hold two vectors per unit. Schedule: a cube
-//! handles a row, reads it twice, and writes it once. Bound: memory bandwidth. Computing the tanh and exponentials of both
-//! passes takes about as long as the memory accesses.
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold two vectors per unit. Schedule: a
+//! cube reads a row twice, and writes the row once. Bound: memory bandwidth, and about equally the tanh and the
+//! exponentials.
 
 use crate::op::sums::{Team, cube_max, cube_sum};
 use cubecl::prelude::*;
@@ -23,8 +23,8 @@ pub(super) struct Kind {
 #[cube]
 fn bounded<N: Size>(logits: Vector<f32, N>, cap: f32) -> Vector<f32, N> {
     let mut ratios = logits / Vector::cast_from(cap);
-    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow. Beyond ±15 tanh is
-    // ±1 in f32 anyway. NaN fails both comparisons, and stays NaN.
+    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow. NaN fails
+    // both comparisons, and stays NaN.
     #[unroll]
     for lane in 0..ratios.vector_size().comptime() {
         let ratio = ratios.extract(lane);
@@ -99,8 +99,7 @@ pub(super) fn cross_entropy<E: Float, I: Int, N: Size>(
     let column = select(counts, target, 0) as u32;
     let vector_of_target = column / comptime!(lanes as u32);
     let lane_of_target = column % comptime!(lanes as u32);
-    // Write the largest f32 as the loss if the target is outside the vocabulary. The largest f32 stands for NaN, which WGSL
-    // lacks.
+    // Write the largest f32 as the loss if the target is outside the vocabulary, because WGSL has no NaN.
     if vector_of_target >= vectors && UNIT_POS == 0 {
         losses[CUBE_POS] = f32::new(f32::MAX);
     }

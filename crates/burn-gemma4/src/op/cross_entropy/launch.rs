@@ -59,8 +59,8 @@ fn launch(
         with_gradient,
         team: team(&client, vectors),
     };
-    // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads and writes only row `r` of `logits`, which has
-    // `vectors` vectors, and element `r` of `targets` and `losses`.
+    // SAFETY: cube `r` works only if `r` is below `rows`. The cube accesses only row `r` of `logits`, and element `r` of
+    // `targets` and `losses`.
     unsafe {
         cross_entropy::launch_unchecked(
             &client,

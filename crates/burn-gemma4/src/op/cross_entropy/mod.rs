@@ -1,8 +1,7 @@
 //! Cross entropy of rows of logits, and its gradient, in one launch.
 //!
-//! Burn's operators would make some fifteen passes over the logits in f32. The reductions among these operators read 256 rows
-//! of 262,144 columns at 24 GB/s on an H100. The reductions took 36 of the 52 ms of Burn's cross entropy of 256 rows. These
-//! times do not depend on the rest of the training step.
+//! Burn's operators make some fifteen passes over the logits in f32. On an H100, Burn's cross entropy of 256 rows of
+//! 262,144 columns took 52 ms, of which the reductions took 36 ms.
 
 #[cfg(feature = "cube")]
 mod kernel;
@@ -27,11 +26,11 @@ use burn::{
 ///
 /// # Shapes
 /// - `logits`: `[rows, words]`, where `words` is the size of the vocabulary.
-/// - `targets`: `[rows]`. The loss and the gradient of a row with a negative target are 0. The function does not check that
-///   targets are below `words`.
+/// - `targets`: `[rows]`. The loss and the gradient of a row with a negative target are 0. The function does not check
+///   that targets are below `words`.
 /// - losses: `[rows]` in f32, as natural logarithms.
-/// - gradient: `[rows, words]` in the dtype of `logits`. It is the gradient of the sum of the losses with respect to the logits
-///   before their soft cap. It overwrites the logits if no other handle shares their buffer.
+/// - gradient: `[rows, words]` in the dtype of `logits`. The gradient is that of the sum of the losses with respect to
+///   the logits before the soft cap. It overwrites the logits if no other handle shares the buffer.
 pub(crate) fn cross_entropy(
     logits: Tensor<2>,
     targets: Tensor<1, Int>,

@@ -5,8 +5,8 @@ use crate::op::dequantize::tests::devices;
 use burn::tensor::TensorData;
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// The tested pairs of a number of rows and a vocabulary size. Some vocabulary sizes are a multiple of the vector width and some
-/// are not. Some are smaller than the number of units in a cube and some are larger.
+/// The tested numbers of rows and vocabulary sizes. The vocabulary sizes need different vector widths, and are smaller or
+/// larger than a cube.
 const SIZES: [[usize; 2]; 5] = [[1, 1], [3, 7], [5, 64], [2, 4099], [4, 9000]];
 
 /// Returns the exact losses, one per row, and the exact gradients of the logits, row by row.
@@ -60,8 +60,8 @@ fn cross_entropy_matches_reference() {
                     .collect();
                 let (losses, gradients) = exact(&values(logits.clone()), &targets, words, cap);
                 let targets = Tensor::<1, Int>::from_data(&targets[..], &device);
-                // Compute the gradient twice. The first call must not overwrite the logits, because `kept` shares their buffer.
-                // The second call may overwrite the logits, because no other handle to the buffer is left.
+                // Compute the gradient twice. The first call must not overwrite the logits, because `kept` shares the
+                // buffer. The second call may overwrite the logits.
                 let kept = logits.clone();
                 let before = values(kept.clone());
                 let (alone, none) = cross_entropy(logits.clone(), targets.clone(), cap, false);
@@ -82,8 +82,7 @@ fn cross_entropy_matches_reference() {
                         );
                     }
                 }
-                // Gradients are below 1 in magnitude. In half precision, allow one unit in the last place of numbers between 0.5
-                // and 1.
+                // In half precision, allow one unit in the last place of numbers between 0.5 and 1.
                 let rounding = match dtype {
                     DType::F16 => 2f64.powi(-11),
                     DType::BF16 => 2f64.powi(-8),
@@ -105,8 +104,8 @@ fn cross_entropy_matches_reference() {
     }
 }
 
-/// Checks that NaN logits give a NaN loss, although the kernel clamps the argument of the soft cap's tanh. Rows with negative
-/// targets give a loss and gradients of 0, even if the rows contain NaN.
+/// Checks that NaN logits give a NaN loss. Rows with negative targets give a loss and gradients of 0, even if they
+/// contain NaN.
 #[test]
 fn cross_entropy_with_cap_propagates_nan() {
     let (nan, inf) = (f32::NAN, f32::INFINITY);
@@ -153,8 +152,8 @@ fn cross_entropy_of_ignored_rows_is_zero() {
     }
 }
 
-/// Checks that small gradients are not lost in rounding. All 8192 probabilities of a row are equal, and each is far below the
-/// dtype's rounding error at 1. The probabilities sum to 1, so the gradients of a row must sum to 0.
+/// Checks that small gradients are not lost in rounding. All 8192 probabilities of a row are equal, and the gradients of
+/// a row must sum to 0.
 #[test]
 fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     for device in devices() {
@@ -173,8 +172,7 @@ fn cross_entropy_keeps_small_probabilities_in_half_precision() {
     }
 }
 
-/// Checks more rows than one dimension of a launch grid allows. The number of rows is prime, so no grid of two dimensions fits
-/// exactly.
+/// Checks more rows than one dimension of a launch grid allows. The number of rows is prime, so no grid fits exactly.
 #[test]
 fn cross_entropy_of_many_rows_covers_all() {
     const ROWS: usize = 65_537;

@@ -1,11 +1,10 @@
-//! Dequantization: `round((code - zero) · scale + least)`. The results have the same bits as the results of
-//! [`Layout`](crate::quant::layout::Layout) on the host.
+//! Dequantization: `round((code - zero) · scale + least)`. The results equal those of
+//! [`Layout`](crate::quant::layout::Layout) on the host bit by bit.
 //!
-//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one word of
-//! codes and the parameters of its group, and writes adjacent values. Adjacent units read the same group's parameters. Bound:
-//! memory bandwidth.
+//! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
+//! word of codes and the parameters of its group, and writes adjacent values. Bound: memory bandwidth.
 //!
-//! Prefill runs this kernel. GEMVs call the same functions to dequantize, and never write the values to memory.
+//! GEMVs call the functions of this module, and never write the values to memory.
 
 use crate::quant::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
 use burn::tensor::f16;
@@ -15,8 +14,8 @@ use cubecl::{
     prelude::*,
 };
 
-/// The layout of packed rows: the row stride, and the offsets of the codes' upper bits and of the scales within a row. The unit
-/// of all three is a 32-bit word.
+/// The layout of packed rows in 32-bit words: the row stride, and the offsets of the codes' upper bits and of the scales
+/// within a row.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 pub(in crate::op) struct RowParts {
     /// The distance from one row to the next, in words.
@@ -30,8 +29,7 @@ pub(in crate::op) struct RowParts {
 /// The parameters that dequantize the codes of a group.
 #[derive(CubeType, Clone, Copy)]
 pub(in crate::op) struct Group {
-    /// The zero point of this group, or 0 if the format has no zero point per group. If all groups have a common zero point,
-    /// [`code`] subtracts the common zero point.
+    /// The zero point of this group, or 0 if the format has no zero point per group.
     pub zero: f32,
     pub scale: f32,
     pub least: f32,
@@ -51,8 +49,7 @@ impl Format {
         matches!(self.scales, Scales::HalfAndLeast | Scales::BytesAndLeast)
     }
 
-    /// True if each dequantized value is exactly `scale · (code − zero)`, with the scale and the zero point of its group. A
-    /// weighted sum of a group's values then equals the scale times the weighted sum of `code − zero`.
+    /// True if each dequantized value is exactly `scale · (code − zero)`.
     pub(in crate::op) fn is_linear(self) -> bool {
         !self.has_least() && self.rounding == Rounding::None
     }
@@ -100,8 +97,8 @@ pub(super) fn dequantize<E: Float, N: Size>(
     }
 }
 
-/// Rounds an f32 to the nearest value of the element type. For f16 the rounding is explicit, because a driver's conversion
-/// may not round to the nearest value.
+/// Rounds an f32 to the nearest value of the element type. A driver's conversion to f16 may not round to the nearest
+/// value.
 #[cube]
 fn element<E: Float>(number: f32) -> E {
     let element = elem_type_of::<E>();
@@ -112,8 +109,8 @@ fn element<E: Float>(number: f32) -> E {
     }
 }
 
-/// Returns the upper bits of the codes whose lower bits are in one word. The upper bits of the first code are the lowest bits
-/// of the result.
+/// Returns the upper bits of the codes whose lower bits are in one word. The first code has the lowest bits of the
+/// result.
 #[cube]
 pub(in crate::op) fn top_of_word(
     words: &Tensor<u32>,
@@ -151,8 +148,8 @@ pub(in crate::op) fn code(
     }
 }
 
-/// The position of a code within the mantissa of a float. At this position a code is converted to a float without an
-/// integer-to-float instruction. The kernel ORs the code into the mantissa of a power of two, and subtracts this power.
+/// The position of a code within the mantissa of a float. The kernel ORs the code into the mantissa of a power of two,
+/// and subtracts this power, which avoids an integer-to-float instruction.
 #[derive(Clone, Copy)]
 struct CodePosition {
     /// The right shift that brings the code into the 23 bits of the mantissa.
@@ -271,8 +268,8 @@ pub(in crate::op) fn of_zero(code: f32, group: &Group, #[comptime] format: Forma
     }
 }
 
-/// Converts the f16 in the lower 16 bits of `bits` to f32. If `converts_f16` is false, the function uses integer operations,
-/// because some devices flush subnormal f16 values to zero.
+/// Converts the f16 in the lower 16 bits of `bits` to f32. If `converts_f16` is false, the function uses integer
+/// operations, because some devices flush subnormal f16 values to zero.
 #[cube]
 fn half(bits: u32, #[comptime] converts_f16: bool) -> f32 {
     if converts_f16 {

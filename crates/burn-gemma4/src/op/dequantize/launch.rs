@@ -32,9 +32,9 @@ impl DequantizeBackend for CubeBackend {
         }
         let codes = layout.format.codes_of_word();
         let vector = vector_size(&client, dtype.size(), &[codes]);
-        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words, over all rows, that hold lower bits
-        // of codes. Unit `i` reads the `i`-th of these words, and the upper bits and scales of the same row at the layout's
-        // offsets. In `numbers`, the unit writes only the elements of its word.
+        // SAFETY: unit `i` works only if `i` is below `all_words`, the number of words with lower bits of codes. Unit `i`
+        // reads the `i`-th of these words, and the upper bits and scales of the row. The unit writes only the elements of
+        // its word.
         unsafe {
             dequantize::launch_unchecked(
                 &client,
@@ -56,8 +56,7 @@ impl DequantizeBackend for CubeBackend {
     }
 }
 
-/// Returns the layout of the packed rows as a kernel argument: the row stride, and the offsets of the codes' upper bits and of
-/// the scales within a row.
+/// Returns the layout of the packed rows as a kernel argument.
 pub(in crate::op) fn row_parts(words: &CubeTensor, layout: Layout) -> RowPartsLaunch {
     RowPartsLaunch::new(
         words.meta.strides()[0] as u32,

@@ -21,8 +21,7 @@ use burn::{
     tensor::{DType, Int, Tensor},
 };
 
-/// Dequantizes `[rows, words]` to `[rows, columns]`. The values are rounded as the layout's format requires, and then rounded to
-/// `dtype`.
+/// Dequantizes `[rows, words]` to `[rows, columns]`. The values are rounded as the format requires, and then to `dtype`.
 pub(crate) fn dequantize(words: Tensor<2, Int>, layout: Layout, dtype: DType) -> Tensor<2> {
     Tensor::from_dispatch(Dispatch::dequantize(words.into_dispatch(), layout, dtype))
 }
@@ -53,8 +52,7 @@ pub(super) mod tests {
     use crate::quant::rows::dequantized;
     use burn::tensor::{Device, TensorData};
 
-    /// Returns the words of `rows` packed rows, filled with pseudorandom bits. The bits of the scales are restricted, so that no
-    /// scale is NaN.
+    /// Returns the words of `rows` packed rows, filled with pseudorandom bits. No scale is NaN.
     pub(crate) fn words(layout: Layout, rows: usize) -> Vec<u32> {
         let mut state = 7u32;
         let mut random = || {

@@ -1,25 +1,23 @@
-//! The clustered LM head of a drafter. The first kernel chooses the `top_k` groups of tokens with the largest scores. The second
-//! kernel finds the most likely token among the tokens of these groups.
+//! The clustered LM head of a drafter. The first kernel chooses the `top_k` groups of tokens with the largest scores. The
+//! second kernel finds the most likely token among the tokens of these groups.
 //!
-//! Algorithm: a group's rank is the number of groups that come before it in descending order of scores. Any number of cubes can
-//! count the ranks in parallel, which is faster than a sort in one cube.
+//! Algorithm: a group's rank is the number of groups before the group in descending order of scores. Many cubes count the
+//! ranks in parallel, which is faster than a sort in one cube.
 //!
-//! Budget: at most 12 KB of shared memory. Registers hold a score and its rank in the first kernel, and [`AT_ONCE`] sums and
-//! tokens in the second.
+//! Budget: at most 12 KB of shared memory. Registers hold a score and its rank in the first kernel, and [`AT_ONCE`] sums
+//! and tokens in the second.
 //!
-//! Schedule: in the first kernel every cube reads all scores of a row, a few KB. The second kernel reads a few MB of rows of the
-//! table (the LM head's weights). A unit has vectors of [`AT_ONCE`] table rows in flight.
+//! Schedule: in the first kernel every cube reads all scores of a row, a few KB. The second kernel reads a few MB of the
+//! LM head's weights, with vectors of [`AT_ONCE`] rows in flight per unit.
 //!
-//! Bound: latency. After the wait for the previous launch, the first kernel has no dependent reads. The second kernel has three
-//! dependent reads: the group, its token, and the token's table row.
+//! Bound: latency. The second kernel has three dependent reads: the group, its token, and the token's row of weights.
 
 use crate::op::argmax::kernel::bring_best_first;
 use crate::op::sums::{Team, part_of_sum};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
 
-/// The number of scores that a cube ranks. Each score has `SHARES` units, which divide the comparisons with all other scores
-/// among themselves. Neither `OWN` nor `SHARES` has been tuned by measurement yet.
+/// The number of scores that a cube ranks, with `SHARES` units per score. Neither `OWN` nor `SHARES` has been tuned yet.
 pub(super) const OWN: usize = 16;
 const SHARES: usize = 16;
 
@@ -29,12 +27,12 @@ pub(super) const CHOOSING_UNITS: usize = OWN * SHARES;
 /// The number of scores that shared memory holds at a time.
 const STRETCH: usize = 2048;
 
-/// The number of table rows that a team reads at once. A team is a group of units that computes dot products together. The
-/// number has not been tuned by measurement yet.
+/// The number of weight rows that a group of units reads at once to compute dot products. The number has not been tuned
+/// yet.
 pub(super) const AT_ONCE: usize = 4;
 
-/// Chooses for each row the `top_k` groups with the largest scores, and writes them in descending order of scores. Among
-/// groups with equal scores the lower index comes first. NaN counts as the smallest score.
+/// Chooses for each row the `top_k` groups with the largest scores, in descending order. On ties the lower index comes
+/// first. NaN counts as the smallest score.
 #[cube(launch_unchecked)]
 pub(super) fn choose_groups_pdl<E: Float, I: Int>(
     scores: &Tensor<E>,
@@ -126,10 +124,9 @@ pub(super) struct CandidatesPlan {
     pub pdl: bool,
 }
 
-/// Finds the largest logit among a row's candidate tokens, and the token that has it. A logit is the dot product of the hidden
-/// row and the token's table row. The candidates are the tokens of the row's chosen groups. Each cube searches a part of the
-/// candidates, and each team of units in the cube searches [`AT_ONCE`] candidates. Among equal logits the smallest token id wins.
-/// The token is −1 if no logit is above −∞.
+/// Finds the largest logit among the tokens of a row's chosen groups, and its token. A logit is the dot product of the
+/// hidden row and the token's row of weights. On ties the smallest token id wins. The token is −1 if no logit is above
+/// −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
     hidden: &Tensor<Vector<E, N>>,
@@ -160,8 +157,7 @@ pub(super) fn argmax_candidates_pdl<E: Float, I: Int, N: Size>(
         let candidate = (part * comptime!(AT_ONCE as u32) + comptime!(index as u32))
             * comptime!(teams as u32)
             + of_cube;
-        // Repeat the last candidate token in a team of units that has no candidates left. A repeated token cannot change the
-        // maximum.
+        // Repeat the last token if no token is left for these units. A repeated token cannot change the maximum.
         let candidate = min(candidate, last);
         let rank = candidate / candidates.of_group;
         let group = u32::cast_from(chosen[(row * candidates.groups + rank) as usize]);

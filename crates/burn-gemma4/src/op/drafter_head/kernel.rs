@@ -1,11 +1,11 @@
-//! The first and last kernels of a drafter's step. The first kernel concatenates a token's embedding with the residual stream
-//! of the previous position. The last kernel writes the draft token.
+//! The first and last kernels of a drafter's step. The first kernel concatenates a token's embedding with the previous
+//! position's residual stream. The last kernel writes the draft token.
 //!
-//! Budget: shared memory holds 8 bytes per unit. Registers hold one vector in the first kernel, and one logit and its token in
-//! the last kernel.
+//! Budget: shared memory holds 8 bytes per unit. Registers hold one vector in the first kernel, and one logit and its
+//! token in the last kernel.
 //!
-//! Bound: latency; rows are a few KB. After the wait for the previous launch, the first kernel has two dependent reads: the
-//! token, and the token's row of the embedding table. The last kernel has no dependent reads.
+//! Bound: latency; rows are a few KB. The first kernel has two dependent reads: the token, and the token's row of the
+//! embedding table.
 
 use crate::op::argmax::kernel::bring_best_first;
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
@@ -29,11 +29,10 @@ pub(super) struct Joined {
     pub all: u32,
 }
 
-/// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams` with the same
-/// index.
+/// Writes `[rows, 2 · columns]`: each output row is the embedding of its token, followed by the row of `streams`.
 ///
-/// If `by_tokens`, the kernel looks the embeddings up in `table`, and multiplies them by a scale that is rounded to their dtype.
-/// Otherwise row `i` of `table` is the embedding of output row `i`, and no scale is applied.
+/// If `by_tokens`, the kernel looks the embeddings up in `table`, and multiplies them by a scale that is rounded to their
+/// dtype. Otherwise row `i` of `table` is the embedding of output row `i`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     table: &Tensor<Vector<E, N>>,
@@ -74,9 +73,8 @@ pub(super) fn join_pdl<E: Float, I: Int, N: Size>(
     }
 }
 
-/// Finds the largest of each row's `parts` logits, and writes its token to the row's position in the tensor of draft tokens. A
-/// row's candidate tokens are divided into `parts` parts, and each logit is the largest logit of one part. Among equal logits
-/// the smaller token id wins. The draft token is 0 if every part reports the token −1. One cube handles a row.
+/// Finds the largest of each row's `parts` logits, and writes its token to the tensor of draft tokens. On ties the
+/// smaller token id wins. The draft token is 0 if every token is −1. One cube handles a row.
 #[cube(launch_unchecked)]
 pub(super) fn place_guess_pdl<I: Int>(
     largest: &Tensor<f32>,

@@ -97,8 +97,8 @@ fn join(
     );
     let element = dtype_to_storage_type(table.dtype);
     let integer = dtype_to_storage_type(tokens.dtype);
-    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. The unit reads one
-    // vector of a row of `streams`, or of a row of `table`. Token ids are below the number of rows of `table`.
+    // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `all`, the length of `output`. The unit reads
+    // one vector of a row of `streams` or of `table`. Token ids are below the number of rows of `table`.
     unsafe {
         join_pdl::launch_unchecked(
             &client,
@@ -138,8 +138,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     let cubes_of_row = count.div_ceil(OWN);
     let stride = scores.meta.strides()[0];
     let element = dtype_to_storage_type(scores.dtype);
-    // SAFETY: each cube reads the `count` scores of one of the `rows` rows. A cube writes element `rank` of that row in
-    // `chosen` only if `rank` is below `top_k`.
+    // SAFETY: each cube reads the `count` scores of one of the `rows` rows, and writes only elements below `top_k` of
+    // that row in `chosen`.
     unsafe {
         choose_groups_pdl::launch_unchecked(
             &client,
@@ -160,8 +160,8 @@ fn choose(scores: CubeTensor, options: GroupOptions) -> CubeTensor {
     chosen
 }
 
-/// Divides the candidate tokens of each row into parts, one per cube. Returns the largest logit of each part, and the token
-/// with this logit. Both tensors are `[rows, parts]`.
+/// Divides the candidate tokens of each row among `parts` cubes. Returns the largest logit of each cube and its token,
+/// each `[rows, parts]`.
 fn argmax_candidates(
     hidden: CubeTensor,
     table: CubeTensor,
@@ -211,8 +211,8 @@ fn argmax_candidates(
         parts as u32,
     );
     let element = dtype_to_storage_type(hidden.dtype);
-    // SAFETY: each team of units reads only table rows of tokens that are in chosen groups. The indices of chosen groups are
-    // below the number of groups. Each cube writes only its own element of `largest` and of `tokens`.
+    // SAFETY: each unit reads only weight rows of tokens in chosen groups, whose indices are below the number of groups.
+    // Each cube writes only its own element of `largest` and of `tokens`.
     unsafe {
         argmax_candidates_pdl::launch_unchecked(
             &client,
@@ -234,8 +234,8 @@ fn argmax_candidates(
     [largest, tokens]
 }
 
-/// Chooses, for each row, the part with the largest logit. Writes the token of this logit to the row's position in
-/// `guesses`, the tensor of draft tokens. A part is the candidates that one cube of `argmax_candidates` has searched.
+/// Chooses each row's largest logit among the results of `argmax_candidates`. Writes its token to the row's position in
+/// `guesses`, the tensor of draft tokens.
 fn place([largest, tokens]: [CubeTensor; 2], guesses: CubeTensor, first: usize) -> CubeTensor {
     let client = largest.client.clone();
     let [rows, parts] = [largest.meta.shape()[0], largest.meta.shape()[1]];
@@ -247,8 +247,8 @@ fn place([largest, tokens]: [CubeTensor; 2], guesses: CubeTensor, first: usize) 
         guesses.dtype, tokens.dtype,
         "operands: expected the same dtype"
     );
-    // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `largest` and `tokens`, which has `parts` elements. Cube `r`
-    // writes element `first + r` of `guesses`, which is within the tensor by the assertion above.
+    // SAFETY: cube `r` of `rows` reads row `r` of `largest` and `tokens`, which has `parts` elements. Cube `r` writes
+    // element `first + r` of `guesses`, which is within the tensor by the assertion above.
     unsafe {
         place_guess_pdl::launch_unchecked(
             &client,

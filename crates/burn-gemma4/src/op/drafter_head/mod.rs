@@ -1,9 +1,7 @@
-//! The input and the output of a drafter's step in speculative decoding on CubeCL devices. Kernels compute both without the
-//! host.
+//! The first and last kernels of a drafter's step in speculative decoding on CubeCL devices.
 //!
-//! A round of speculative decoding consists of the drafter's steps and the verification of their draft tokens. One tensor holds
-//! all draft tokens of a round, in the order of the steps. Each step of the drafter reads its input token from this tensor, and
-//! the verification reads all draft tokens.
+//! One tensor holds all draft tokens of a round, in the order of the drafter's steps. Each step reads its input token
+//! from this tensor, and the verification reads all draft tokens.
 
 mod groups;
 mod kernel;
@@ -41,8 +39,7 @@ pub(crate) enum Embeddings {
     Rows(Tensor<2>),
 }
 
-/// Concatenates the embedding of each row's token with the row's residual stream. Embeddings and streams have the same number
-/// of columns. The output is `[rows, 2 · columns]`.
+/// Concatenates the embedding of each row's token with the row's residual stream. The output is `[rows, 2 · columns]`.
 pub(crate) fn join(embeddings: Embeddings, tokens: TokensAt, streams: ColumnSlice) -> Tensor<2> {
     let (table, scale) = match embeddings {
         Embeddings::Table { table, scale } => (table, Some(scale)),
@@ -66,8 +63,8 @@ pub(crate) fn join(embeddings: Embeddings, tokens: TokensAt, streams: ColumnSlic
     ))
 }
 
-/// Returns the indices of the groups with the `top_k` largest scores of each row, `[rows, top_k]`, in descending order of scores.
-/// Among equal scores the lower index comes first. NaN counts as the smallest score.
+/// Returns the indices of the groups with the `top_k` largest scores of each row, `[rows, top_k]`, in descending order.
+/// On ties the lower index comes first. NaN counts as the smallest score.
 pub(crate) fn choose_groups(scores: ColumnSlice, top_k: usize) -> Tensor<2, Int> {
     let options = GroupOptions {
         start: scores.start,
@@ -81,8 +78,7 @@ pub(crate) fn choose_groups(scores: ColumnSlice, top_k: usize) -> Tensor<2, Int>
     ))
 }
 
-/// Finds the most likely token among the tokens of each row's chosen groups, and writes the token to the row's position in the
-/// tensor of draft tokens.
+/// Writes the most likely token of each row's chosen groups to the tensor of draft tokens.
 ///
 /// # Shapes
 /// - `hidden`: `[rows, columns]`.
@@ -106,8 +102,8 @@ pub(crate) fn guess_of_groups(
     ))
 }
 
-/// Finds the most likely token of each row of logits, `[rows, tokens]`, and writes the token to the row's position in the
-/// tensor of draft tokens. Writes token 0 if no logit is above −∞.
+/// Writes the most likely token of each row of logits, `[rows, tokens]`, to the tensor of draft tokens. Writes token 0 if
+/// no logit is above −∞.
 pub(crate) fn guess_of_logits(logits: Tensor<2>, places: TokensAt) -> Tensor<1, Int> {
     Tensor::from_dispatch(Dispatch::guess_of_logits(
         logits.into_dispatch(),
@@ -116,8 +112,7 @@ pub(crate) fn guess_of_logits(logits: Tensor<2>, places: TokensAt) -> Tensor<1, 
     ))
 }
 
-/// True if the kernels support this clustered LM head: `table` must be in floats, and the token ids in `ordering` must have the
-/// kernels' dtype.
+/// True if the kernels support this clustered LM head: `table` must be in floats, and `ordering` in the kernels' dtype.
 pub(crate) fn looks_at(table: &Matrix, ordering: &Tensor<2, Int>) -> bool {
     matches!(table, Matrix::Whole(_)) && ordering.dtype() == NUMBERS
 }
@@ -139,8 +134,8 @@ pub struct GroupOptions {
     pub top_k: usize,
 }
 
-/// The kernels as operators of a backend. The functions above document the operators. Draft tokens are written in place, so
-/// the writes are visible through every handle of the tensor of draft tokens.
+/// The kernels as operators of a backend. Draft tokens are written in place, so every handle of the tensor sees the
+/// writes.
 #[backend_extension(Cube, Fusion)]
 pub trait GuessBackend: Backend {
     #[fusion(meta = |table, _tokens, streams, _options| {

@@ -1,5 +1,5 @@
-//! Tests of the drafter's input and output. `join` must agree with a concatenation of the table's rows and the streams. Chosen
-//! groups must agree with a sort, and draft tokens with an f64 reference.
+//! Tests of the drafter's first and last kernels. Chosen groups must agree with a sort, and draft tokens with an f64
+//! reference.
 
 use super::*;
 use crate::op;
@@ -90,7 +90,7 @@ fn join_concatenates_embeddings_and_streams() {
     }
 }
 
-/// Returns the indices of the `count` largest scores in descending order. Among equal scores the lower index comes first, and −0
+/// Returns the indices of the `count` largest scores in descending order. On ties the lower index comes first, and −0
 /// equals 0. NaN counts as −∞.
 fn sorted(scores: &[f64], count: usize) -> Vec<i64> {
     let number = |place: &i64| match scores[*place as usize] {

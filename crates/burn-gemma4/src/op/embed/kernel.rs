@@ -1,13 +1,11 @@
-//! Embeddings of few rows. One kernel reads the tokens' rows of the embedding table, and computes the first layer's norm of
-//! these rows. The other kernel computes per-layer embeddings.
+//! Embeddings of few rows. One kernel looks up token embeddings and computes the first layer's norm. The other kernel
+//! computes per-layer embeddings.
 //!
-//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as in
-//! [`norm`](super::super::norm).
+//! Budget: shared memory holds one float for each plane of the cube. Registers hold a unit's vectors of each tensor, as
+//! in [`norm`](super::super::norm).
 //!
-//! Schedule: a cube handles one row (for per-layer embeddings, one layer's columns of a row) and reads it once. A kernel
-//! must read a token before it can read the token's table row. Both kernels issue these two reads before the wait for the
-//! previous launch, unless an earlier launch computes the table. After the wait, only the kernel for per-layer embeddings
-//! reads an input, the projection.
+//! Schedule: a cube handles one row, or one layer's columns of a row. The reads of the token and of its table row come
+//! before the wait for the previous launch, unless an earlier launch computes the table.
 //!
 //! Bound: latency.
 
@@ -27,8 +25,8 @@ pub(super) struct EmbedPlan {
     /// The largest number of vectors per unit.
     pub held: usize,
     pub pdl: bool,
-    /// True if no launch writes the tokens, tables and weights. The kernel then reads these tensors before the previous launch
-    /// has ended.
+    /// True if no launch writes the tokens, tables and weights. The kernel then reads these tensors before the previous
+    /// launch has ended.
     pub reads_ahead: bool,
     /// True if a vector has exactly `LOAD_BYTES` bytes. Loads before the wait for the previous launch support only this size.
     pub loads_now: bool,
@@ -131,8 +129,8 @@ pub(super) struct Factors {
     pub sum: f32,
 }
 
-/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's columns, in
-/// f32. Without tokens, output row `i` reads row `i` of the table.
+/// Computes `(norm(projected · factors.projected) + table[token] · factors.table) · factors.sum` for each layer's
+/// columns, in f32. Without tokens, output row `i` reads row `i` of the table.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn per_layer_pdl<E: Float, I: Int, N: Size>(
     projected: &Tensor<Vector<E, N>>,

@@ -40,8 +40,8 @@ impl EmbedBackend for CubeBackend {
             dtype_to_storage_type(dtype),
             dtype_to_storage_type(tokens.dtype),
         );
-        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads token `r`, and a row of `table` whose index is
-        // limited to the last row. The cube writes only row `r` of `embedded` and of `normed`.
+        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads token `r`, and a row of `table` whose index
+        // is limited to the last row. The cube writes only row `r` of `embedded` and of `normed`.
         unsafe {
             embed_pdl::launch_unchecked(
                 &client,
@@ -105,15 +105,13 @@ impl EmbedBackend for CubeBackend {
         );
         let (table_rows, stride) = (table.meta.shape()[0], table.meta.strides()[0]);
         let dtype = projected.dtype;
-        // Use the same vector size as the norm kernel uses for f32. The squares then add up in the same order as in that
-        // kernel.
+        // Use the norm kernel's vector size for f32, so that the squares add up in the norm kernel's order.
         let vector = vector_size(&client, size_of::<f32>(), &[columns, stride]);
         let plan = plan(&table, columns / vector, vector, ahead);
         let output = empty(&projected, shape, dtype);
         let integer = tokens.as_ref().map_or(DType::I32, |tokens| tokens.dtype);
-        // SAFETY: a cube handles one layer's columns in one of the `rows` rows of `projected` and `output`. The cube reads the
-        // same columns of a row of `table`. With `tokens`, the index of the table row is limited to the last row. Without
-        // `tokens`, `table` has a row for each of the `rows` rows.
+        // SAFETY: a cube handles one layer's columns in one of the `rows` rows of `projected`, `output` and `table`. With
+        // `tokens`, the index of the table row is limited to the last row.
         unsafe {
             per_layer_pdl::launch_unchecked(
                 &client,
@@ -150,8 +148,7 @@ impl EmbedBackend for CubeBackend {
 }
 
 impl EmbedOptions {
-    /// True if no launch writes a tensor in `read`. If a tensor must be made contiguous before the launch, the copy counts as a
-    /// launch that writes it.
+    /// True if no launch writes a tensor in `read`. A copy that makes a tensor contiguous counts as such a launch.
     fn reads_ahead(&self, read: &[&CubeTensor]) -> bool {
         let stays = |tensor: &&CubeTensor| {
             matches!(tensor.dtype.size(), 2 | 4)

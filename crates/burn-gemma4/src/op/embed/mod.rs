@@ -1,5 +1,5 @@
-//! Embeddings of few rows. One launch reads the tokens' rows and computes the first layer's norm. Another launch computes
-//! per-layer embeddings. Burn's own operators would need five more launches, which do not overlap.
+//! Embeddings of few rows: one launch for token embeddings with the first layer's norm, and one for per-layer embeddings.
+//! Burn's own operators would need five more launches.
 
 mod kernel;
 mod launch;
@@ -56,8 +56,8 @@ pub(crate) fn embed(rows: TokenRows, norm: NormWeight) -> (Tensor<2>, Tensor<2>)
 
 /// The part of per-layer embeddings that depends only on the tokens.
 pub(crate) struct OfTokens {
-    /// The per-layer embedding table, with one row of `layers · columns` elements per token of the vocabulary. If the field
-    /// `tokens` is `None`, the table instead has one row per output row.
+    /// The per-layer embedding table, with one row of `layers · columns` elements per token of the vocabulary, or per
+    /// output row if `tokens` is `None`.
     table: Tensor<2>,
     origin: Origin,
     /// The tokens whose rows are read, or `None` to read all rows in order.
@@ -97,9 +97,9 @@ pub(crate) struct PerLayerFactors {
     pub sum: f64,
 }
 
-/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32, and rounds the
-/// result once. The norm is taken over each layer's columns separately, and its weight has as many elements as a layer has
-/// columns. `projected` and the output are `[rows, layers · columns]`.
+/// Computes per-layer embeddings, `(norm(projected · factors.projected) + of_tokens) · factors.sum`, in f32, and rounds
+/// once. The norm is taken over each layer's columns separately. `projected` and the output are
+/// `[rows, layers · columns]`.
 pub(crate) fn per_layer(
     projected: Tensor<2>,
     of_tokens: OfTokens,

@@ -1,5 +1,4 @@
-//! Tests that the fused embedding kernels agree with Burn's operators. Output buffers contain NaN before a launch, which must not
-//! change the results.
+//! Tests that the fused embedding kernels agree with Burn's operators. Output buffers contain NaN before a launch.
 
 use super::{NormWeight, OfTokens, PerLayerFactors, TokenRows, embed, per_layer};
 use crate::op;
@@ -35,8 +34,7 @@ fn tokens(rows: usize, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(data, (device, DType::I32))
 }
 
-/// Creates an embedding table in which only the rows of the tokens in `TOKENS` are random. All other rows are NaN, to detect a
-/// read of a wrong row.
+/// Creates an embedding table in which only the rows of the tokens in `TOKENS` are not NaN.
 fn table(columns: usize, device: &Device, dtype: DType) -> Tensor<2> {
     let row = |row: usize| match TOKENS.contains(&(row as i32)) {
         true => drawn([1, columns], device, dtype),
@@ -80,8 +78,8 @@ fn embed_matches_separate_operators() {
                 let (found, normed) = embed(rows_of, NormWeight { weight, epsilon });
                 assert_eq!(found.dims(), [rows, columns]);
                 assert_eq!(bits(found), expected, "{columns} columns in {dtype:?}");
-                // Allow a difference of two roundings: compilers may contract the multiplications and additions in the sums of
-                // squares differently.
+                // Allow a difference of two roundings, because compilers may contract multiplications and additions
+                // differently.
                 let rounding = dtype.finfo().expect("the dtype is a float").epsilon;
                 for (found, expected) in numbers(normed).into_iter().zip(&expected_norm) {
                     let error = f64::from((found - expected).abs());
@@ -96,8 +94,7 @@ fn embed_matches_separate_operators() {
     }
 }
 
-/// Computes the expected per-layer embeddings in f64. Each row of `projected` and of `of_tokens` has the columns of layer 0,
-/// then the columns of layer 1, and so on.
+/// Computes the expected per-layer embeddings in f64. Rows have the columns of layer 0, then those of layer 1, and so on.
 fn exact(
     projected: &[f32],
     of_tokens: &[f32],

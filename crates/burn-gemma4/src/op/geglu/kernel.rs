@@ -1,7 +1,6 @@
 //! GeGLU, `gelu(gate) · through`, and its gradients. The tensor `through` is the output of the up projection.
 //!
-//! Budget: registers hold one vector of each tensor. Bound: memory bandwidth. Every input is read once, and every output is
-//! written once.
+//! Budget: registers hold one vector of each tensor. Bound: memory bandwidth.
 
 use cubecl::prelude::*;
 
@@ -26,8 +25,7 @@ fn place(row: u32, column: u32, columns: GateUpColumns) -> usize {
 #[cube]
 fn bent<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let inner = (x + x * x * x * Vector::cast_from(CUBIC)) * Vector::cast_from(SQRT_2_OVER_PI);
-    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow. Beyond ±15 tanh is
-    // ±1 in f32 anyway.
+    // Clamp the argument of tanh to ±15, because drivers may compute tanh through exponentials that overflow.
     inner
         .clamp(Vector::cast_from(-15.0f32), Vector::cast_from(15.0f32))
         .tanh()
@@ -80,8 +78,7 @@ pub(super) fn gate_gradients<E: Float, N: Size>(
         let half = Vector::<f32, N>::cast_from(0.5f32);
         let t = bent(x);
         let open = x * (t + one) * half;
-        // Clamp x to ±16, because squares of large x may overflow. Beyond ±16 the factor 1 - t² is 0, so the clamp does not
-        // change the result.
+        // Clamp x to ±16, because squares of large x may overflow. Beyond ±16 the factor 1 - t² is 0.
         let near = x.clamp(Vector::cast_from(-16.0f32), Vector::cast_from(16.0f32));
         let inner = (one + near * near * Vector::cast_from(3.0f32 * CUBIC))
             * Vector::cast_from(SQRT_2_OVER_PI);

@@ -119,9 +119,8 @@ impl GateColumnsBackend for CubeBackend {
         let in_vectors = |start, stride| {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
-        // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `vectors`, the length of `output`. The unit reads
-        // one vector of a row below `rows` from `open` and from `through`. The vector is within the `count` columns of the
-        // tensor's range.
+        // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `vectors`, the length of `output`. The unit
+        // reads one vector of a row below `rows`, within the `count` columns, from `open` and from `through`.
         unsafe {
             gate::launch_unchecked(
                 &client,

@@ -1,7 +1,7 @@
 //! GELU and GeGLU, the activations of every MLP.
 //!
-//! On CubeCL devices GeGLU is one operator with its own backward pass, which saves only its inputs. Burn's own operators together
-//! would save eight tensors in f32 for the backward pass.
+//! On CubeCL devices GeGLU is one operator, which saves only its inputs for the backward pass. Burn's own operators save
+//! eight tensors in f32.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -20,9 +20,10 @@ use burn::{
     tensor::Shape,
 };
 
-/// Computes GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, and rounds the result once.
+/// Computes GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv:1606.08415), in f32, and rounds the result
+/// once.
 ///
-/// Burn's own GELU computes the power of 3.0 in the input's dtype, which rounds bf16 several times.
+/// Burn's own GELU computes in the input's dtype, which rounds bf16 several times.
 pub(crate) fn gelu<const D: usize>(input: Tensor<D>) -> Tensor<D> {
     const SQRT_2_OVER_PI: f64 = std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2;
     let dtype = input.dtype();
@@ -32,8 +33,7 @@ pub(crate) fn gelu<const D: usize>(input: Tensor<D>) -> Tensor<D> {
     (x * (inner.tanh() + 1.0) * 0.5).cast(dtype)
 }
 
-/// Computes GeGLU, `gelu(gate) · through`. Both tensors have the same shape and dtype. `gelu(gate)` is rounded before the
-/// multiplication.
+/// Computes GeGLU, `gelu(gate) · through`. Both tensors have equal shape and dtype. `gelu(gate)` is rounded.
 pub(crate) fn gated<const D: usize>(gate: Tensor<D>, through: Tensor<D>) -> Tensor<D> {
     #[cfg(feature = "cube")]
     if super::runs(&gate.device(), gate.dtype()) {
@@ -55,8 +55,8 @@ pub struct GateColumns {
     pub count: usize,
 }
 
-/// Computes [`gated`] on ranges of columns, which the kernel reads without a copy. The output is `[rows, count]`. The kernels
-/// must support both tensors.
+/// Computes [`gated`] on ranges of columns without a copy. The output is `[rows, count]`. The kernels must support both
+/// tensors.
 #[cfg(feature = "cube")]
 pub(crate) fn gated_columns(
     gate: Tensor<2>,
@@ -119,15 +119,13 @@ mod tests {
     /// Computes GeGLU by Burn's operators.
     fn composed(gate: Tensor<2>, through: Tensor<2>) -> Tensor<2> {
         let inner = gate.clone() + gate.clone().powi_scalar(3) * 0.044_715;
-        // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow. Beyond ±20 tanh
-        // is ±1 anyway.
+        // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow.
         let tanh = (inner * 0.797_884_560_802_865_4).clamp(-20.0, 20.0).tanh();
         gate * 0.5 * (tanh + 1.0) * through
     }
 
-    /// Returns the output of the function `gated`, and the gradients with respect to the two tensors in `leaves`. The argument
-    /// `through` of `gated` is a column slice of the second leaf, so that the test covers inputs whose rows are not adjacent in
-    /// memory.
+    /// Returns the output of the function `gated`, and the gradients with respect to `leaves`. `through` is a column
+    /// slice of the second leaf, whose rows are not adjacent in memory.
     fn outcome(
         leaves: [&Tensor<2>; 2],
         gradient: &Tensor<2>,
@@ -148,8 +146,8 @@ mod tests {
         numbers.fold(0.0, |most, number| most.max(number.abs()))
     }
 
-    /// Compares GeGLU and its gradients with Burn's operators in f32 on the CPU. The tolerance includes twice the error of Burn's
-    /// operators on the device, because the device's tanh may be inaccurate.
+    /// Checks GeGLU and its gradients against Burn's operators in f32 on the CPU. The tolerance includes twice the error
+    /// of Burn's operators on the device, because the device's tanh may be inaccurate.
     #[test]
     fn gated_and_gradients_match_reference() {
         let device = Device::default();

@@ -1,5 +1,5 @@
-//! Concatenated matrices, such as the query, key and value projections, by which a single GEMV launch multiplies. A side is one
-//! of the concatenated matrices. Each side has its own cubes.
+//! Concatenated matrices, such as the query, key and value projections, by which a single GEMV launch multiplies. Each
+//! matrix has its own cubes.
 
 use super::sums::ProjectPlan;
 use burn_cubecl::{cubecl, tensor::CubeTensor};
@@ -8,8 +8,7 @@ use cubecl::prelude::*;
 /// The largest number of concatenated matrices.
 pub(super) const MOST_SIDES: usize = 3;
 
-/// The number of rows of each matrix, and the number of cubes for the first two matrices. The remaining cubes multiply by the
-/// third matrix.
+/// The number of rows of each matrix, and the number of cubes for the first two matrices.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ConcatRows {
@@ -25,8 +24,8 @@ pub(super) struct ConcatRows {
 pub(super) struct WeightMatrices<W: CubeType> {
     /// The first matrix, `[outputs, columns in]`. In a gated GEMV this matrix is the gate projection.
     pub first: W,
-    /// The second matrix, `[second_outputs, columns in]`. In a gated GEMV the GELU of the gate's outputs multiplies this
-    /// matrix's outputs.
+    /// The second matrix, `[second_outputs, columns in]`. In a gated GEMV this matrix's outputs are multiplied by the
+    /// GELU of the gate's outputs.
     pub second: ComptimeOption<W>,
     /// The third matrix, `[third_outputs, columns in]`.
     pub third: ComptimeOption<W>,

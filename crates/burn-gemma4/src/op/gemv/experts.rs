@@ -1,26 +1,25 @@
 //! Indexing of MoE experts in GEMVs. The kernel reads the indices of the chosen experts on the device.
 //!
-//! The work of a GEMV is divided into items. In the gate and up projections an item is one (row, chosen expert) pair, and the
-//! experts' outputs stay separate.
+//! The work of a GEMV is divided into items. In the gate and up projections an item is one (row, chosen expert) pair.
 //!
-//! In the down projection an item is one row, and the kernel adds up the outputs of the row's experts. To add them up in one
-//! pass, the kernel treats the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its
-//! index among the experts of an item.
+//! In the down projection an item is one row, and the kernel adds up the outputs of the row's experts. The kernel treats
+//! the inner dimensions of these experts as one concatenated dimension. The rank of an expert is its index among the
+//! experts of an item.
 
 use super::concat::SideOutputs;
 use super::sums::ProjectPlan;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::prelude::*;
 
-/// The division of a GEMV into items, as a kernel argument. An item is one (row, chosen expert) pair, or one row for which the
-/// kernel adds up the outputs of all chosen experts.
+/// The division of a GEMV into items, as a kernel argument. An item is one (row, chosen expert) pair, or one row whose
+/// experts' outputs the kernel adds up.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct ItemPlace {
     /// The number of cubes that compute one item. An item is a unit of the GEMV's work: see [`Items`].
     pub cubes: u32,
-    /// The number of items that read the same input row: the number of chosen experts per row if the experts' outputs stay
-    /// separate, and otherwise 1.
+    /// The number of items that read each input row: the number of chosen experts per row, or 1 if the outputs are added
+    /// up.
     pub items_of_row: u32,
     /// The number of vectors in an expert's inner dimension.
     pub vectors: u32,
@@ -40,8 +39,7 @@ pub(super) struct ExpertInputs {
     pub place: ItemPlace,
 }
 
-/// The position of one vector of weights within the concatenated matrices of all experts. One input vector is multiplied by
-/// these weights.
+/// The position of one vector of weights within the concatenated matrices of all experts.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct VectorPlace {
@@ -71,8 +69,8 @@ pub(super) fn cube_of_item(place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     }
 }
 
-/// Returns the rank of the expert to which a vector belongs: the expert's index among the experts of the item. The argument
-/// `vector` counts vectors over the concatenated inner dimensions of these experts.
+/// Returns the expert's index among the experts of the item. `vector` counts vectors over the concatenated inner
+/// dimensions of these experts.
 #[cube]
 fn rank_of_vector(vector: u32, place: ItemPlace, #[comptime] ranks: usize) -> u32 {
     if comptime!(ranks > 1) {
@@ -123,15 +121,14 @@ pub(super) fn share_of_vector(
 pub(super) struct OfExperts {
     /// The indices of the chosen experts, `[rows, top_k]`. Each index must be below the number of experts.
     pub chosen: CubeTensor,
-    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. If this field
-    /// is `None`, the experts' outputs stay separate.
+    /// The router's weights, `[rows, top_k]` in f32, by which the kernel adds up the experts' outputs. `None` if the
+    /// outputs stay separate.
     pub shares: Option<CubeTensor>,
     /// The number of rows in an expert's matrix.
     pub rows: usize,
 }
 
-/// The items of a GEMV: units of work that separate cubes compute. Without experts there is one item. With experts an item is a
-/// (row, chosen expert) pair, or a row.
+/// The items of a GEMV: units of work that separate cubes compute. Without experts there is one item.
 #[derive(Clone, Copy)]
 pub(super) struct Items {
     pub count: usize,
@@ -149,8 +146,8 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Creates the division of a GEMV without experts: a single item with all `rows` input rows. The argument `outputs` gives
-    /// the number of rows of each concatenated matrix.
+    /// Creates the division of a GEMV without experts: a single item with all `rows` input rows. `outputs` is the number
+    /// of rows of each matrix.
     pub fn of_matrices(rows: usize, outputs: impl IntoIterator<Item = usize>) -> Self {
         Self {
             count: 1,
@@ -164,9 +161,8 @@ impl Items {
         }
     }
 
-    /// Creates the division of a GEMV with experts. An item is a row if the kernel adds up the experts' outputs, and a (row,
-    /// chosen expert) pair otherwise. If `is_gated`, the first half of the rows of an expert's matrix is the gate projection,
-    /// and the second half is the up projection.
+    /// Creates the division of a GEMV with experts. If `is_gated`, an expert's matrix has the gate projection in its
+    /// first half, and the up projection in its second half.
     pub fn of_experts(experts: &OfExperts, is_gated: bool) -> Self {
         let shape = experts.chosen.meta.shape();
         let [rows, top_k] = [shape[0], shape[1]];
@@ -205,8 +201,8 @@ impl Items {
         self.sides.all()
     }
 
-    /// Returns the division into items as a kernel argument. The parameter `vectors` is the number of vectors in one expert's
-    /// inner dimension.
+    /// Returns the division into items as a kernel argument. `vectors` is the number of vectors in one expert's inner
+    /// dimension.
     pub fn place(&self, plan: ProjectPlan, vectors: usize) -> ItemPlaceLaunch {
         ItemPlaceLaunch::new(
             self.cubes(plan) as u32,

@@ -1,6 +1,5 @@
-//! A residual addition followed by a GEMV of the sum. One launch computes both if the input is a single row, and if tensor
-//! cores can compute the GEMV with few cubes. Every cube of the fused launch computes the whole sum, so large GEMVs are not
-//! fused.
+//! A residual addition followed by a GEMV of the sum, in one launch for a single row on tensor cores. Every cube of the
+//! fused launch computes the whole sum, so large GEMVs are not fused.
 
 #[cfg(feature = "cuda")]
 use super::launch_options::LaunchOptions;
@@ -21,9 +20,9 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream by
-/// `factors`. If there is a `next` norm, multiplies the normed stream instead. All matrices of `factors` must have the same
-/// quantization format. Returns the stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
+/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream, or
+/// its `next` norm if given, by `factors`. All matrices of `factors` must have one quantization format. Returns the
+/// stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
 pub(crate) fn multiply_after_residual(
     added: ResidualAdd,
     next: Option<Next>,
@@ -61,9 +60,8 @@ pub enum MaybeParameter<B: Backend> {
     There(FloatTensor<B>),
 }
 
-/// The inputs of the residual addition, except the residual stream, which is the `input` of the GEMV's tensors. These inputs
-/// are the block's output, the weight of its norm, and optionally the scalar factor of the sum and the weight of the sum's
-/// norm.
+/// The inputs of the residual addition except the stream: the block's output, the weight of its norm, the optional scalar
+/// factor of the sum, and the optional weight of the sum's norm.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct Block<B: Backend> {

@@ -1,16 +1,15 @@
 //! GEMV of a few input rows: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a team (a group of units) computes a few outputs. Its units divide the inner dimension of these outputs among
-//! themselves. The team computes the outputs for all input rows, so one read of a weight serves all rows. With MoE experts a
-//! team computes outputs of one item (see `experts`), and reads the weights of the chosen experts. If the outputs of several
-//! matrices are concatenated, each cube computes outputs of only one matrix.
+//! Algorithm: a team is a group of units that computes a few outputs for all input rows. The units divide the inner
+//! dimension among themselves. With MoE experts a team computes outputs of one item (see `experts`). If the outputs of
+//! several matrices are concatenated, each cube computes outputs of only one matrix.
 //!
-//! Budget: for each plane of a team, shared memory holds one float per sum of the team, at most 8 KB in all. Registers hold
-//! `rows · weights` sums, at most 32, where `weights` is the number of weight rows of a team. A unit has `unroll` vectors of
-//! each weight row in flight, so registers also hold `unroll · weights` vectors, at most 8.
+//! Budget: shared memory holds the planes' partial sums, at most 8 KB. Registers hold `rows · weights` sums, at most 32,
+//! where `weights` is the number of weight rows of a team. Registers also hold `unroll · weights` vectors of weights in
+//! flight, at most 8.
 //!
-//! Bound: memory bandwidth. Every weight is read once, by 16-byte loads. Each unit has several loads in flight. Every team reads
-//! the input rows from the cache.
+//! Bound: memory bandwidth. Weights are read by 16-byte loads, several of them in flight. Every team reads the input rows
+//! from the cache.
 
 use super::concat::{Side, WeightMatrices, side_of_cube};
 use super::experts::{ExpertInputs, cube_of_item, item, place_of_vector, share_of_vector};
@@ -30,8 +29,8 @@ pub(super) struct WeightStrides {
     pub third: u32,
 }
 
-/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, the GELU of the first matrix's output multiplies the
-/// second matrix's output. Otherwise the outputs of all matrices are concatenated.
+/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, multiplies the second matrix's output by the
+/// GELU of the first matrix's output. Otherwise concatenates the outputs.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_pdl<E: Float, N: Size>(
     input: &Tensor<Vector<E, N>>,
@@ -155,8 +154,8 @@ pub(super) fn project_pdl<E: Float, N: Size>(
     finish(sums, &epilogue_inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Issues the loads of the weights that a unit multiplies for its team, a group of units that computes outputs together. Issues
-/// no load if the unit's first vector lies beyond the end of the row.
+/// Issues the loads of the weights that a unit multiplies, or no load if the unit's first vector lies beyond the end of
+/// the row.
 #[cube]
 fn load_if_below<E: Float, N: Size>(
     matrices: &WeightMatrices<OwnedTensor<Vector<E, N>>>,
@@ -197,8 +196,8 @@ fn load<E: Float, N: Size>(
         let at = place.vector as usize;
         #[unroll]
         for o in 0..plan.outputs {
-            // In a team (a group of units) that has no outputs left, load the last weight row again, so that the load stays in
-            // bounds. `finish` does not write the sums of such a team.
+            // Let units without an output load the last weight row again, so that the load stays in bounds. `finish` does
+            // not write their sums.
             let row = place.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             if comptime!(plan.sides > 1) {

@@ -72,8 +72,8 @@ impl GemvBackend for CubeBackend {
     }
 }
 
-/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Returns the reshaped tensor, and the number of rows of
-/// one matrix. Rows may be padded. Burn's own reshape would copy all padded matrices for each token.
+/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix.
+/// Burn's own reshape would copy matrices with padded rows for each token.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     let weight = untile(weight);
     let [count, rows, _] = weight.meta.shape().dims();
@@ -135,8 +135,8 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
     let output = empty(&input, [items.rows_out, items.outputs()], input.dtype);
     let plan = plan(&client, items, vectors, &options, IN_FLIGHT);
     let plan = ProjectPlan {
-        // Read weights before the wait for the previous launch only if there is one input row. With several rows, the sums
-        // fill the registers. Early reads were not measured for several rows.
+        // Read weights before the wait for the previous launch only if there is one input row. Early reads were not
+        // measured for several rows, whose sums fill the registers.
         reads_ahead: plan.pdl
             && rows == 1
             && reads_parameters
@@ -152,9 +152,9 @@ fn launch(input: CubeTensor, weight: CubeTensor, mut options: LaunchOptions) -> 
             .chain(&factor),
     );
     let element = dtype_to_storage_type(input.dtype);
-    // SAFETY: each unit reads vectors of the input rows of its item and of weight rows. The index of a weight row is limited to
-    // the last row of its matrix. The indices of chosen experts are below the number of experts. Each unit writes only elements
-    // of `output` that belong to its own item and matrix.
+    // SAFETY: each unit reads input rows of its item, and weight rows up to the last row of its matrix. The indices of
+    // chosen experts are below the number of experts. Each unit writes only elements of `output` that belong to its own
+    // item and matrix.
     unsafe {
         project_pdl::launch_unchecked(
             &client,

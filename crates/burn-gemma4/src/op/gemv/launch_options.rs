@@ -16,8 +16,8 @@ use cubecl::{client::Client, prelude::Float};
 /// The optional tensors of a GEMV, and its epilogue.
 pub(super) struct LaunchOptions {
     pub gelu: bool,
-    /// True for GeGLU: the GELU of the first matrix's output multiplies the output of `second`. Otherwise the outputs of the
-    /// matrices are concatenated.
+    /// True for GeGLU: multiplies the output of `second` by the GELU of the first matrix's output. Otherwise the outputs
+    /// are concatenated.
     pub gated: bool,
     pub second: Option<CubeTensor>,
     pub third: Option<CubeTensor>,
@@ -59,8 +59,8 @@ impl LaunchOptions {
         }
     }
 
-    /// True if no launch writes the matrices of this GEMV, `first` included. If a launch must first make a matrix contiguous,
-    /// that launch counts as a writer.
+    /// True if no launch writes the matrices of this GEMV, `first` included. A copy that makes a matrix contiguous counts
+    /// as such a launch.
     pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
         let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
         let stays = |matrix: &CubeTensor| {
@@ -94,8 +94,8 @@ impl LaunchOptions {
         }
     }
 
-    /// Divides a GEMV of `rows` input rows into items. An item is a unit of work with cubes of its own: see the module
-    /// `experts`. The argument `of_matrix` is the number of rows of the first matrix.
+    /// Divides a GEMV of `rows` input rows into items: see the module `experts`. `of_matrix` is the number of rows of the
+    /// first matrix.
     pub fn items(&self, rows: usize, of_matrix: usize) -> Items {
         if let Some(experts) = &self.experts {
             return Items::of_experts(experts, self.gated);
@@ -127,8 +127,7 @@ impl LaunchOptions {
         ExpertInputsLaunch::new(chosen.into(), shares.into(), place)
     }
 
-    /// Takes the factor out of the options, that is, the tensor that multiplies the output element by element. Returns the
-    /// factor and the position of its first used column.
+    /// Removes the factor of the output from the options. Returns the factor and the position of its first used column.
     pub fn factor(&mut self) -> (Option<CubeTensor>, FactorPlaceLaunch) {
         match self.factor.take() {
             Some((factor, start)) => {
@@ -141,8 +140,7 @@ impl LaunchOptions {
         }
     }
 
-    /// Returns the epilogue's inputs as a kernel argument. The arguments `factor` and `place` are the result of
-    /// [`Self::factor`].
+    /// Returns the epilogue's inputs as a kernel argument. `factor` and `place` are the result of [`Self::factor`].
     pub fn epilogue_inputs<E: Float>(
         &self,
         factor: Option<CubeTensor>,
@@ -160,9 +158,8 @@ impl LaunchOptions {
     }
 }
 
-/// Plans the division of a GEMV among teams. A team is a group of units that computes a few outputs together. The plan has
-/// enough units to saturate the memory bandwidth. Each team computes enough outputs that one read of the input serves several
-/// of them. The argument `vectors` is the number of vectors in one row of a matrix.
+/// Plans how many units compute an output together, and how many outputs each read of the input serves. The plan has
+/// enough units to saturate the memory bandwidth. `vectors` is the number of vectors in a row of a matrix.
 pub(super) fn plan(
     client: &Client,
     items: Items,
@@ -190,9 +187,8 @@ pub(super) fn plan(
         (_, false) => 4,
     };
     let of_team = of_team.min(outputs.next_power_of_two());
-    // Use few units per team if there are no plane operations. A team is a group of units that computes outputs together.
-    // Without plane operations, every unit of the team writes its own partial sum to shared memory, and all these sums must
-    // be added up.
+    // Let few units compute an output together if there are no plane operations. Each of the units then writes a partial
+    // sum to shared memory, and all these sums must be added up.
     let (mut units, most_units) = if width == 1 { (8, 32) } else { (width, 256) };
     let teams_in_all = outputs.div_ceil(of_team);
     while units < most_units

@@ -1,6 +1,5 @@
-//! GEMVs (matrix-vector products) of at most `GEMV_MAX_ROWS` input rows, for inference on CubeCL devices. Such GEMVs are bound
-//! by memory bandwidth. GEMVs of several rows in half precision run on tensor cores where the device has them, because on CUDA
-//! cores such GEMVs would be bound by arithmetic.
+//! GEMVs (matrix-vector products) of at most `GEMV_MAX_ROWS` input rows, for inference on CubeCL devices. GEMVs of
+//! several rows in half precision run on tensor cores if possible, because CUDA cores would be compute-bound.
 
 mod concat;
 mod experts;
@@ -35,13 +34,12 @@ pub(crate) const GEMV_MAX_ROWS: usize = 8;
 /// The right-hand side of a GEMV: its weight matrices.
 #[derive(Clone)]
 pub(crate) enum Factors {
-    /// Up to three matrices, `[columns out, columns in]`, whose transposes multiply the input. The outputs are concatenated along
-    /// the columns.
+    /// Up to three matrices, `[columns out, columns in]`, whose transposes multiply the input. The outputs are
+    /// concatenated.
     Concat(Vec<Matrix>),
     /// GeGLU: `gelu(input · gateᵀ) · (input · throughᵀ)`. The matrix `through` is the up projection.
     Gated { gate: Matrix, through: Matrix },
-    /// `gelu(input · gateᵀ)` times a range of columns of the activations `through`, `[rows, …]`. The range begins at column
-    /// `start`.
+    /// `gelu(input · gateᵀ)` times the columns of the activations `through`, `[rows, …]`, from column `start` on.
     GateOf {
         gate: Matrix,
         through: Tensor<2>,
@@ -50,8 +48,7 @@ pub(crate) enum Factors {
 }
 
 impl Factors {
-    /// True if all matrices have the same quantization format, so that one launch can multiply by all of them. GGUF files may mix
-    /// formats.
+    /// True if all matrices have one quantization format, so that one launch can multiply by all of them.
     pub fn are_of_one_launch(&self) -> bool {
         let all = match self {
             Self::Concat(matrices) => matrices.iter().collect(),
@@ -69,8 +66,8 @@ impl Factors {
 /// The origin of a GEMV's weight matrices: parameters, or the output of an earlier launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// No launch writes the matrices, because they are parameters. With PDL the GEMV may read them before the previous launches
-    /// have ended.
+    /// No launch writes the matrices, because they are parameters. The GEMV may read them before the previous launch has
+    /// ended (PDL).
     Parameters,
     /// An earlier launch, possibly the previous one, writes the matrices.
     Computed,
@@ -115,12 +112,11 @@ pub(crate) fn multiply(input: Tensor<2>, factors: Factors, origin: Origin) -> Te
     }
 }
 
-/// Computes the GeGLU `gelu(x · gateᵀ) · (x · throughᵀ)` of each row for each of the row's chosen experts. The matrix `through`
-/// is the up projection.
+/// Computes the GeGLU `gelu(x · gateᵀ) · (x · throughᵀ)` of each row for each of the row's chosen experts.
 ///
 /// # Shapes
 /// - `input`: `[rows, columns in]`.
-/// - `weight`: for each expert the rows of the gate projection, and below them the rows of the up projection.
+/// - `weight`: for each expert the rows of the gate projection, then those of the up projection `through`.
 /// - `chosen`: `[rows, top_k]`, the indices of each row's experts.
 /// - output: `[rows · top_k, columns]`.
 pub(crate) fn gate_experts(
@@ -138,8 +134,8 @@ pub(crate) fn gate_experts(
     })
 }
 
-/// Multiplies the inner activations of each row's experts by the experts' down projections. Then adds up the results of each row,
-/// weighted by `shares`.
+/// Multiplies the inner activations of each row's experts by the down projections, and adds up the results weighted by
+/// `shares`.
 ///
 /// # Shapes
 /// - `input`: `[rows · top_k, inner]`.
@@ -197,8 +193,8 @@ pub struct ProductTensors<B: Backend> {
 pub struct ProductOptions {
     /// The layout of quantized matrices; `None` for float matrices.
     pub layout: Option<Layout>,
-    /// True for GeGLU: the GELU of the first matrix's output multiplies the second matrix's output. Otherwise the outputs of
-    /// the matrices are concatenated.
+    /// True for GeGLU: multiplies the second matrix's output by the GELU of the first matrix's output. Otherwise the
+    /// outputs are concatenated.
     pub gated: bool,
     /// The first column of `through` that the gate multiplies.
     pub start: usize,

@@ -1,7 +1,7 @@
-//! Common code of the GEMV kernels: the division of the work, and the epilogue that turns the units' partial sums into outputs.
+//! Common code of the GEMV kernels: the division of the work, and the epilogue that turns the units' partial sums into
+//! outputs.
 //!
-//! A team is a group of units that computes a few outputs together. A part is a partial sum that one plane (or one unit, without
-//! plane operations) of a team writes to shared memory.
+//! A team is a group of units that computes a few outputs together. A part is a partial sum in shared memory.
 
 use crate::op::sums::{Team, part_of_sum};
 use cubecl::prelude::*;
@@ -18,13 +18,13 @@ pub(super) struct ProjectPlan {
     pub team: Team,
     /// The number of teams of units in a cube.
     pub teams: usize,
-    /// The number of experts per row whose outputs the kernel adds up; 0 without experts. The kernel treats the inner
-    /// dimensions of these experts as one concatenated dimension, see [`experts`](super::experts).
+    /// The number of experts per row whose outputs the kernel adds up; 0 without experts. See
+    /// [`experts`](super::experts).
     pub ranks: usize,
     /// The number of concatenated matrices.
     pub sides: usize,
-    /// The number of vectors of each weight row that a unit keeps in flight. If this number is more than 1,
-    /// `unroll · team.units` must divide the number of vectors in a row.
+    /// The number of vectors of each weight row that a unit keeps in flight. If it is more than 1, `unroll · team.units`
+    /// must divide the number of vectors in a row.
     pub unroll: usize,
     /// True if the kernel uses programmatic dependent launch ([`pdl`](cube_kit::pdl)).
     pub pdl: bool,
@@ -114,9 +114,8 @@ pub(super) fn finish<E: Float>(
     finish_parts(&partial, inputs, output, of_outputs, plan, epilogue);
 }
 
-/// Adds up the partial sums of a team (a group of units) from shared memory, applies the epilogue, and writes the outputs.
-/// Shared memory holds the partial sums of the teams, one team after another. Within a team, the partial sums of one output are
-/// contiguous. Synchronizes the cube first.
+/// Adds up the partial sums of a group of units from shared memory, applies the epilogue, and writes the outputs. The
+/// partial sums of one output are contiguous. Synchronizes the cube first.
 #[cube]
 pub(super) fn finish_parts<E: Float>(
     partial: &Shared<[f32]>,
@@ -182,8 +181,7 @@ pub(super) fn finish_parts<E: Float>(
 #[cube]
 fn gelu(x: f32) -> f32 {
     let inner = (x + 0.044_715f32 * x * x * x) * 0.797_884_6f32;
-    // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow. Beyond ±20
-    // tanh is ±1 in f32 anyway.
+    // Clamp the argument of tanh to ±20, because drivers may compute tanh through exponentials that overflow.
     let inner = max(min(inner, 20.0f32), -20.0f32);
     0.5f32 * x * (1.0f32 + inner.tanh())
 }

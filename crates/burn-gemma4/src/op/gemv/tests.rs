@@ -1,5 +1,5 @@
-//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The numbers of outputs are not multiples of
-//! the tiles. Some input rows have fewer vectors than a cube has units, and some have more. Matrices are float or quantized.
+//! Tests that GEMVs with concatenated and gated matrices agree with an f64 reference. The shapes are not multiples of the
+//! tiles. Matrices are float or quantized.
 
 mod fused_residual;
 mod several_rows;
@@ -62,8 +62,7 @@ impl Drawn<'_> {
     }
 }
 
-/// Checks all kinds of [`Factors`]. The closure `matrix` creates a matrix with the given number of rows and with `columns`
-/// columns.
+/// Checks all kinds of [`Factors`]. `matrix` creates a matrix with the given number of rows and `columns` columns.
 fn check_all(
     drawn: &Drawn<'_>,
     columns: usize,
@@ -169,8 +168,7 @@ fn multiply_quantized_matrices_matches_reference() {
     }
 }
 
-/// Checks rows that are so long that a unit loads several vectors at once, in more than one iteration. The lengths 3072 to 49,152
-/// include long enough rows for devices with plane operations and for devices without.
+/// Checks rows that are so long that a unit loads several vectors at once, in more than one iteration.
 #[test]
 fn multiply_long_quantized_rows_matches_reference() {
     let device = Device::default();
@@ -202,9 +200,8 @@ fn multiply_long_quantized_rows_matches_reference() {
     }
 }
 
-/// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the tests cover
-/// both origins. Only with a single row and the origin `Parameters` does the kernel read weights before it waits for the previous
-/// launch.
+/// Returns [`Origin::Computed`] if 3 divides the number of rows, and [`Origin::Parameters`] otherwise, so that the tests
+/// cover all variants.
 fn origin_of(rows: usize) -> Origin {
     match rows.is_multiple_of(3) {
         true => Origin::Computed,

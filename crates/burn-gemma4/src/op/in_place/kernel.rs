@@ -1,7 +1,7 @@
-//! Kernels that overwrite tensors in place. The kernels copy tensors, advance the inputs of decoding to the next tokens, and
-//! write the inputs of speculative decoding.
+//! Kernels that overwrite tensors in place: copies, and updates of the inputs of decoding.
 //!
-//! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for small targets.
+//! Budget: registers hold one element or vector; no shared memory. Bound: memory bandwidth, and launch latency for small
+//! targets.
 
 use cubecl::prelude::*;
 
@@ -65,8 +65,8 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. The kernel binds 7 buffers: the six tensors, and CubeCL's metadata of tensors. Every
-/// WebGPU device supports 8 buffers.
+/// Copies three sources to three targets. The kernel binds 7 buffers with CubeCL's metadata. Every WebGPU device supports
+/// 8 buffers.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,
@@ -84,8 +84,8 @@ pub(super) fn copy_each<E: Float, N: Size>(
     copy_vectors(third, third_target, counts.third);
 }
 
-/// Overwrites the tokens with the chosen tokens, and advances positions and lengths by one. The token −1, which means that no
-/// token was chosen, becomes token 0, a valid input.
+/// Overwrites the tokens with the chosen tokens, and advances positions and lengths by one. A missing token, −1, becomes
+/// token 0.
 #[cube(launch_unchecked)]
 pub(super) fn go_on<I: Int>(
     chosen: &Tensor<I>,
@@ -113,8 +113,8 @@ pub(super) struct Rows {
     pub target_stride: u32,
 }
 
-/// Overwrites tokens, positions and lengths with the first, the second and the third quarter of `numbers`. Copies to
-/// `hidden` the rows of `streams` whose indices are in the last quarter of `numbers`.
+/// Overwrites tokens, positions and lengths with the first three quarters of `numbers`. Copies to `hidden` the rows of
+/// `streams` whose indices are in the last quarter.
 #[cube(launch_unchecked)]
 pub(super) fn begin_round<E: Float, I: Int>(
     numbers: &Tensor<I>,
@@ -142,9 +142,8 @@ pub(super) fn begin_round<E: Float, I: Int>(
     }
 }
 
-/// Writes the first token and the draft tokens of each sequence, with their positions, and the sequence's length after these
-/// tokens. The vector `guesses` holds the draft tokens in the order of the drafter's steps. Each step has one draft token per
-/// sequence.
+/// Writes the first token and the draft tokens of each sequence, with their positions, and the sequence's length.
+/// `guesses` holds the draft tokens in the order of the drafter's steps.
 #[cube(launch_unchecked)]
 pub(super) fn take_guesses<I: Int>(
     first_tokens: &Tensor<I>,

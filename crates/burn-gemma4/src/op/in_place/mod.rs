@@ -1,4 +1,4 @@
-//! In-place writes to tensors whose addresses a captured CUDA graph has recorded. Each replay of the graph reads the new values.
+//! In-place writes to tensors that a captured CUDA graph reads at each replay.
 //!
 //! A round is one iteration of speculative decoding: the drafter's steps, and the verification of their draft tokens.
 
@@ -18,21 +18,18 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 use kernel::{CountsLaunch, RowsLaunch, begin_round, copy, copy_each, go_on, take_guesses};
 
-/// Overwrites three integer vectors with consecutive ranges of `source`. The new values are visible through every handle to the
-/// vectors.
+/// Overwrites three integer vectors with consecutive ranges of `source`. Every handle to the vectors sees the new values.
 pub(crate) fn overwrite_three(targets: [Tensor<1, Int>; 3], source: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::overwrite_three(three(targets), source.into_dispatch());
 }
 
-/// Advances `inputs`, which are the tokens, positions and lengths. Overwrites the tokens with `chosen`, and adds one to each
-/// position and length. All vectors are `[rows]`.
+/// Overwrites the tokens in `inputs` with `chosen`, and adds one to each position and length. All vectors are `[rows]`.
 pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>) {
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
 }
 
-/// Overwrites the inputs of a drafting round. The vector `numbers`, `[4 · rows]`, holds `rows` tokens, `rows` positions, `rows`
-/// lengths, and `rows` indices of rows of `streams`, `[…, columns]`. The rows of `streams` at these indices overwrite `hidden`,
-/// `[rows, columns]`.
+/// Overwrites the inputs of a drafting round. `numbers`, `[4 · rows]`, holds `rows` tokens, positions, lengths, and
+/// indices of rows of `streams`, `[…, columns]`. These rows overwrite `hidden`, `[rows, columns]`.
 pub(crate) fn begin_round_with(
     inputs: [Tensor<1, Int>; 3],
     hidden: Tensor<2>,
@@ -47,10 +44,9 @@ pub(crate) fn begin_round_with(
     );
 }
 
-/// Writes into `inputs` the tokens, positions and lengths for the verification of a drafting round. The argument `first` holds
-/// the tokens, positions and lengths with which the round began. Each sequence in `inputs` begins with its token from `first`,
-/// and its draft tokens follow. The vector `guesses` holds the draft tokens in the order of the drafter's steps, one per sequence
-/// in each step.
+/// Writes into `inputs` the tokens, positions and lengths for the verification of a drafting round: each sequence's token
+/// from `first`, then its draft tokens. `first` are the inputs of the round. `guesses` holds the draft tokens in the
+/// order of the drafter's steps.
 pub(crate) fn take_guesses_of(
     inputs: [Tensor<1, Int>; 3],
     first: [Tensor<1, Int>; 3],
@@ -77,15 +73,14 @@ pub(crate) fn overwrite_floats(target: Tensor<1>, source: Tensor<1>) -> Tensor<1
     ))
 }
 
-/// Overwrites an integer vector with `source`, which has the same length and dtype. The new values are visible through every
-/// handle to `target`.
+/// Overwrites an integer vector with `source`, which has the same length and dtype. Every handle to `target` sees the new
+/// values.
 pub(crate) fn overwrite_integers(target: Tensor<1, Int>, source: IntTensor<Dispatch>) {
     let _ = Dispatch::overwrite_integers(target.into_dispatch(), source);
 }
 
-/// Overwrites each float vector with its source, which has the same length and dtype. The new values are visible through every
-/// handle to the targets. One launch copies three consecutive vectors of one dtype. Each remaining vector needs a launch of its
-/// own.
+/// Overwrites each float vector with its source, which has the same length and dtype. Every handle to the targets sees
+/// the new values. One launch copies three consecutive vectors of one dtype.
 pub(crate) fn overwrite_each(targets: &[Tensor<1>], sources: Vec<FloatTensor<Dispatch>>) {
     assert_eq!(
         targets.len(),
@@ -278,9 +273,9 @@ impl OverwriteBackend for CubeBackend {
         let strides = [stride(&streams), stride(&hidden)];
         let element = dtype_to_storage_type(hidden.dtype);
         let integer = dtype_to_storage_type(numbers.dtype);
-        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, their length. For this the unit
-        // reads elements of `numbers`, which has `4 · rows` elements. The unit writes an element of `hidden` only if `i` is
-        // below `rows · columns`. The last quarter of `numbers` holds valid row indices of `streams`.
+        // SAFETY: unit `i` writes element `i` of the three vectors only if `i` is below `rows`, and an element of
+        // `hidden` only if `i` is below `rows · columns`. `numbers` has `4 · rows` elements, of which the last quarter
+        // holds valid row indices of `streams`.
         unsafe {
             begin_round::launch_unchecked(
                 &client,
@@ -330,9 +325,9 @@ impl OverwriteBackend for CubeBackend {
         let integer = dtype_to_storage_type(guesses.dtype);
         let [tokens, positions, lengths] =
             [&three.first, &three.second, &three.third].map(|vector| vector.clone());
-        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`, their length. The unit
-        // accesses `lengths` and the two vectors of `first` at the index of a sequence, below `batch`. The unit reads `guesses`
-        // only below `rows - batch`, the length of `guesses`. All vectors are contiguous.
+        // SAFETY: unit `i` writes element `i` of `tokens` and `positions` only if `i` is below `rows`. The index of
+        // `lengths` and of the vectors of `first` is below `batch`. The unit reads `guesses` only below its length
+        // `rows - batch`. All vectors are contiguous.
         unsafe {
             take_guesses::launch_unchecked(
                 &client,
@@ -462,8 +457,8 @@ mod tests {
     use super::*;
     use burn::tensor::{DType, Device, DeviceKind};
 
-    /// Checks a copy that needs more cubes than the 65,535 that WebGPU allows in one dimension of a grid. The number of cubes,
-    /// 65,537, is prime, so a grid of several dimensions has cubes without elements to copy.
+    /// Checks a copy that needs more cubes than the 65,535 that WebGPU allows in one dimension of a grid. The number of
+    /// cubes is prime, so some cubes have no elements to copy.
     #[test]
     fn overwrite_floats_copies_large_tensors() {
         let device = Device::wgpu(DeviceKind::DefaultDevice);

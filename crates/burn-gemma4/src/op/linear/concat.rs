@@ -10,8 +10,8 @@ use burn::{
 use burn_cubecl::CubeBackend;
 use cube_kit::hopper::gemm::{matrix_products, multiplies_side_by_side};
 
-/// Multiplies `[rows, columns in]` by the transposes of two or three weights, `[columns out, columns in]` each. Concatenates
-/// the outputs along the columns. Returns `None` if one launch cannot compute all outputs.
+/// Multiplies `[rows, columns in]` by the transposes of two or three weights, `[columns out, columns in]` each, and
+/// concatenates the outputs. Returns `None` if one launch cannot compute all outputs.
 pub(crate) fn side_by_side(input: &Tensor<2>, weights: Vec<Tensor<2>>) -> Option<Tensor<2>> {
     let device = input.device();
     let DispatchDevice::Cube(device @ CubeDevice::Cuda(_)) = device.as_dispatch() else {
@@ -101,8 +101,7 @@ mod tests {
     use crate::op::linear::rows;
     use burn::tensor::{DType, Device, Distribution};
 
-    /// Checks that the concatenated output has the same bits as the outputs of separate GEMMs. The GEMM sums up each output
-    /// element in the same order, whatever tile the element is in.
+    /// Checks that the concatenated output has the same bits as the outputs of separate GEMMs.
     #[test]
     fn side_by_side_matches_separate_products() {
         let device = Device::default();

@@ -14,8 +14,8 @@ pub(crate) fn rows(input: Tensor<2>, weight: impl Into<Matrix>) -> Tensor<2> {
     }
 }
 
-/// Multiplies `[rows, columns out]` by `[columns out, columns in]`. The result is the gradient of [`rows`] with respect to its
-/// input. Autodiff tracks neither argument.
+/// Multiplies `[rows, columns out]` by `[columns out, columns in]`: the gradient of [`rows`] with respect to its input.
+/// Autodiff tracks neither argument.
 pub(crate) fn columns(gradient: Tensor<2>, weight: &Matrix) -> Tensor<2> {
     match weight {
         Matrix::Whole(weight) => product(gradient, weight.clone()),

@@ -1,11 +1,9 @@
-//! GEMMs on NVIDIA GPUs, forward and backward. These GEMMs replace Burn's matmul where Burn's matmul is too imprecise or too
-//! slow.
+//! GEMMs on NVIDIA GPUs, forward and backward, where Burn's matmul is too imprecise or too slow:
 //!
-//! - Burn rounds f32 matrices to tf32, because tf32 tensor cores read only 11 of the 24 bits of a significand. No setting
-//!   disables the rounding.
+//! - Burn rounds f32 matrices to tf32, which has 11 of the 24 bits of a significand. No setting disables the rounding.
 //! - Burn 0.22's matmuls in f16 and bf16 reach a tenth of a Hopper GPU's speed until they are tuned, which takes minutes.
 //!
-//! The GEMMs are separate operators, so that their gradients also use these GEMMs.
+//! The GEMMs are separate operators, so that the backward also uses them.
 
 use burn::{
     backend::{
@@ -95,9 +93,8 @@ fn product_metadata(lhs: &TensorSpec, rhs: &TensorSpec) -> TensorSpec {
     TensorSpec::new(Shape::new([lhs.shape[0], rhs.shape[1]]), lhs.dtype)
 }
 
-/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls. The high matrix is rounded to 8 significant bits,
-/// which tf32 represents exactly. The low matrix is the remainder, with up to 16 significant bits. tf32 rounds the low matrix
-/// to 11 significant bits (Ootomo and Yokota 2022, arXiv:2203.03341).
+/// An f32 matrix as the sum of a high and a low matrix, for tf32 matmuls (Ootomo and Yokota 2022, arXiv:2203.03341). The
+/// high matrix has 8 significant bits, which tf32 represents exactly. tf32 rounds the low matrix to 11 significant bits.
 struct Parts<B: Backend> {
     high: FloatTensor<B>,
     low: FloatTensor<B>,
@@ -130,8 +127,7 @@ impl ProductBackend for burn_cubecl::CubeBackend {
 #[cfg(feature = "flex")]
 impl ProductBackend for burn::backend::Flex {}
 
-/// The backward of the GEMM operators `in_f32` and `of_halves`. The operator of the forward also computes the gradients with
-/// respect to the two matrices.
+/// The backward of the GEMM operators `in_f32` and `of_halves`, which use the forward's operator for both gradients.
 #[derive(Debug)]
 struct ProductBackward<B: Backend> {
     product: fn(FloatTensor<B>, FloatTensor<B>) -> FloatTensor<B>,
@@ -156,8 +152,8 @@ impl<B: ProductBackend> Backward<B, 2> for ProductBackward<B> {
             ops.node,
             gradients,
             |gradient| (self.product)(gradient, B::float_transpose(rhs.expect(saved))),
-            // Compute the transpose of the gradient, and transpose it back. The right matrix is the transpose of a weight, so
-            // the gradient then has the weight's memory layout.
+            // Compute the transpose of the gradient, and transpose it back. The gradient then has the memory layout of
+            // the weight.
             |gradient| {
                 let of_weight = (self.product)(B::float_transpose(gradient), lhs.expect(saved));
                 B::float_transpose(of_weight)
@@ -213,8 +209,8 @@ mod tests {
 
     type Product = fn(Tensor<2>, Tensor<2>) -> Tensor<2>;
 
-    /// Returns the output of `product`, and the gradients with respect to both leaf tensors. The multiplied matrices are computed
-    /// from the leaves, so that the gradients pass through further operators.
+    /// Returns the output of `product`, and the gradients with respect to both leaves. The matrices are computed from the
+    /// leaves, so that gradients pass through further operators.
     fn outcome(product: Product, matrices: &[Tensor<2>; 2], device: &Device) -> Vec<Vec<f32>> {
         let leaves = matrices.each_ref().map(|matrix| {
             Tensor::<2>::from_data(matrix.clone().into_data(), device).require_grad()

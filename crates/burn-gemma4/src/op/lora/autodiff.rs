@@ -29,8 +29,8 @@ enum SavedBase<B: Backend> {
 }
 
 impl<B: Backend> SavedMatrix<B> {
-    /// Saves an adapted matrix. The closure `save` saves one float tensor for the backward, and returns the id of this
-    /// tensor's node in the autodiff graph.
+    /// Saves an adapted matrix. `save` saves one float tensor for the backward, and returns the id of its node in the
+    /// autodiff graph.
     pub fn new<C: CheckpointStrategy>(
         matrix: &AdaptedMatrix<Autodiff<B, C>>,
         mut save: impl FnMut(&FloatTensor<Autodiff<B, C>>) -> NodeId,
@@ -132,8 +132,8 @@ impl<B: AdaptedBackend, C: CheckpointStrategy> AdaptedBackend for Autodiff<B, C>
     ) -> AdaptedRows<Self> {
         let base = match &matrix.base {
             Base::Whole(base) => base.node(),
-            // Use the node of the input as a substitute for the node of the base matrix. Quantized words have no gradient, but
-            // autodiff needs a node for every parent.
+            // Use the node of the input instead of the base matrix's node. Quantized words have no gradient, but autodiff
+            // needs a node for every parent.
             Base::Quantized(_) => input.node(),
         };
         let nodes = [

@@ -1,5 +1,5 @@
-//! Casts both matrices of a LoRA adapter, or both of their gradients, to another dtype in one launch. Separate launches would
-//! be slow, because a model has hundreds of small adapters.
+//! Casts both matrices of a LoRA adapter, or both gradients, to another dtype in one launch. A model has hundreds of
+//! small adapters.
 //!
 //! Budget: one element per unit in registers. Bound: launch latency.
 
@@ -33,8 +33,7 @@ fn cast_both<I: Float, O: Float>(
     }
 }
 
-/// Casts two matrices to `dtype`, and multiplies the second matrix by `scale`. An element of the second matrix is rounded once,
-/// after the multiplication.
+/// Casts two matrices to `dtype`, and multiplies the second matrix by `scale`. The product is rounded once.
 pub(super) fn casts(factors: [CubeTensor; 2], scale: f64, dtype: FloatDType) -> [CubeTensor; 2] {
     let to = dtype.into();
     let [from, other] = factors.each_ref().map(|factor| factor.dtype);
@@ -47,9 +46,8 @@ pub(super) fn casts(factors: [CubeTensor; 2], scale: f64, dtype: FloatDType) -> 
     let [of_first, of_second] = [&first, &second].map(|factor| factor.meta.num_elements());
     let count = of_first + of_second;
     let [first_output, second_output] = outputs.clone().map(CubeTensor::into_tensor_arg);
-    // SAFETY: each unit reads one element of `first` or `second`, and writes the element with the same index of the matching
-    // output. The index is below the number of elements of the tensor that is read, which is also the number of elements of its
-    // output.
+    // SAFETY: each unit reads one element of `first` or `second`, and writes the output's element of equal index. The
+    // index is below the number of elements of either tensor.
     unsafe {
         cast_both::launch_unchecked(
             &client,

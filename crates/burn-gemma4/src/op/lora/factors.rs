@@ -1,5 +1,5 @@
-//! GEMMs with LoRA-adapted matrices, composed from the operations of a backend. An adapter consists of two narrow matrices, its
-//! factors.
+//! GEMMs with LoRA-adapted matrices, composed from the operations of a backend. An adapter's factors are two narrow
+//! matrices.
 
 use super::super::quantized_matmul::{columns_in_slices, rows_in_slices};
 use super::{

@@ -1,6 +1,5 @@
-//! GEMMs with LoRA-adapted matrices. Each GEMM is one operator, and so is its backward. With Burn's own operators each adapted
-//! matrix would need nine launches in the forward, and twice as many in the backward. The adapters of a small model would then
-//! need thousands of launches per training step.
+//! GEMMs with LoRA-adapted matrices. Each GEMM is one operator with its own backward. With Burn's own operators each
+//! adapted matrix would need nine launches in the forward, and twice as many in the backward.
 
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -22,9 +21,8 @@ use burn::{
     tensor::Tensor,
 };
 
-/// Computes `input · baseᵀ + input · readsᵀ · writesᵀ · scale` for `input`, `[rows, columns in]`. The adapter's factors `reads`
-/// and `writes` may be in f32, and are cast to the input's dtype. The matrix `writes · reads` would have the size of the base
-/// matrix. Neither this matrix nor its gradient is ever stored.
+/// Computes `input · baseᵀ + input · readsᵀ · writesᵀ · scale` for `input`, `[rows, columns in]`. The factors `reads` and
+/// `writes` are cast to the input's dtype. The matrix `writes · reads` and its gradient are never stored.
 pub(crate) fn lora_product(input: Tensor<2>, base: Matrix, adapter: &LoraAdapter) -> Tensor<2> {
     let (matrix, options) = parts(base, adapter);
     let rows = Dispatch::adapted(input.into_dispatch(), matrix, options);
@@ -86,13 +84,11 @@ pub struct AdaptedOptions {
 pub struct AdaptedRows<B: Backend> {
     /// The output, `[rows, columns out]`.
     pub output: FloatTensor<B>,
-    /// The input rows times the transpose of the first factor, `[rows, rank]`. This tensor is a constant that autodiff does not
-    /// track.
+    /// The input rows times the transpose of the first factor, `[rows, rank]`, without autodiff.
     pub inner: FloatTensor<B>,
 }
 
-/// The gradient with respect to the base matrix. The gradient is absent if it was not requested, or if the base matrix is
-/// quantized.
+/// The gradient with respect to the base matrix, if it was requested and the base matrix is not quantized.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub enum OfBase<B: Backend> {
@@ -100,8 +96,7 @@ pub enum OfBase<B: Backend> {
     Present(FloatTensor<B>),
 }
 
-/// The gradients with respect to the input rows, the factors and the base matrix. Each gradient has the dtype of the tensor to
-/// which it belongs.
+/// The gradients with respect to the input rows, the factors and the base matrix, each in the dtype of its tensor.
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]
 pub struct AdaptedGradients<B: Backend> {

@@ -1,7 +1,6 @@
 //! Concatenates the attention outputs of all heads.
 //!
-//! Budget: one vector per unit in registers, no shared memory. Bound: latency. The input is a few rows of a few KB, and no read
-//! depends on another read.
+//! Budget: one vector per unit in registers, no shared memory. Bound: latency. The input is a few rows of a few KB.
 
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
@@ -9,8 +8,8 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 128;
 
-/// The sizes and strides of the tensor of heads. The strides `of_sequence`, `of_head` and `of_position` are in vectors. The
-/// channels of one head at one position take `vectors` vectors.
+/// The sizes and strides of the tensor of heads. The strides are in vectors. The channels of one head take `vectors`
+/// vectors.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Heads {

@@ -1,5 +1,5 @@
-//! Concatenates the attention outputs of all heads, in one launch. The concatenated rows are the input of the output projection.
-//! The operator serves inference on CubeCL devices.
+//! Concatenates the attention outputs of all heads for the output projection, in one launch. Used for inference on CubeCL
+//! devices.
 
 mod kernel;
 #[cfg(test)]

@@ -24,8 +24,7 @@ struct State<B: Backend> {
     down: SavedMatrix<B>,
     /// The outputs of the gate and up projections, or `None` if the backward recomputes them.
     inside: Option<[AdaptedRows<B>; 2]>,
-    /// The product of the gated activations and the transposed first factor of the down projection's adapter. The shape of
-    /// the product is `[rows, rank]`.
+    /// Gated activations times the transpose of the down projection's first LoRA factor, `[rows, rank]`.
     inner: FloatTensor<B>,
     options: MlpOptions,
 }

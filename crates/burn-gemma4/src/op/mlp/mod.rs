@@ -1,6 +1,7 @@
-//! A dense MLP whose matrices have LoRA adapters. The MLP is one operator, and so is its backward. The MLP is several times as
-//! wide as the residual stream. Most of the memory that a training step keeps for the backward would therefore be activations of
-//! MLPs, but these activations are cheap to recompute.
+//! A dense MLP whose matrices have LoRA adapters. The MLP and its backward are one operator each.
+//!
+//! An MLP's activations are several times as wide as the residual stream, but cheap to recompute. The operator can therefore
+//! recompute these activations in the backward instead of saving them.
 
 mod autodiff;
 
@@ -14,9 +15,10 @@ use burn::{
 };
 
 /// Computes `down(gelu(gate(input)) · up(input))` for `input`, `[rows, columns]`, on devices that run the kernels of this
-/// crate. `matrices` are gate, up and down, in this order. The forward saves the outputs of the gate and up projections for the
-/// backward, but not `gelu(gate) · up`. With `recompute` the forward does not save the outputs of the gate and up projections
-/// either, and the backward recomputes them.
+/// crate. `matrices` are gate, up and down, in this order.
+///
+/// The forward saves the outputs of gate and up for the backward. With `recompute` the backward recomputes these outputs
+/// instead.
 pub(crate) fn adapted_mlp(
     input: Tensor<2>,
     matrices: [(Matrix, &LoraAdapter); 3],

@@ -1,5 +1,4 @@
-//! The backward of MoE GEMMs. The gradients are also computed by MoE GEMMs. In the names of this file, a place is one (row,
-//! chosen expert) pair.
+//! The backward of MoE GEMMs, which consists of MoE GEMMs too. A place is one (row, chosen expert) pair.
 
 use super::{GroupedBackend, Stacked};
 use burn::{
@@ -25,8 +24,7 @@ struct ExpertOffsets<B: Backend> {
 }
 
 impl<B: GroupedBackend> ExpertOffsets<B> {
-    /// Adds up the gradients of all (row, chosen expert) pairs that read the same input row. `[pairs, columns]` becomes
-    /// `[rows, columns]`.
+    /// Adds up the gradients of all (row, chosen expert) pairs of each row: `[pairs, columns]` to `[rows, columns]`.
     fn of_inputs(&self, of_places: FloatTensor<B>) -> FloatTensor<B> {
         if self.of_row == 1 {
             return of_places;
@@ -45,8 +43,7 @@ struct GroupedBackward;
 #[derive(Clone, Debug)]
 struct GroupedState<B: Backend> {
     places: ExpertOffsets<B>,
-    /// The saved input and weight. The input is needed only for the weight's gradient, and the weight only for the input's
-    /// gradient.
+    /// The saved input, for the weight's gradient, and the saved weight, for the input's gradient.
     input: Option<NodeId>,
     weight: Option<NodeId>,
 }

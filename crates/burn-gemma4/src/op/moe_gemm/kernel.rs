@@ -1,17 +1,15 @@
-//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. A place is one (row, chosen
-//! expert) pair. The kernels read the places in `order`, in which the places of one expert are contiguous.
+//! MoE GEMMs, forward and backward: each expert's rows times the expert's matrix, accumulated in f32. A place is one (row,
+//! chosen expert) pair. `order` lists the places, sorted by expert.
 //!
-//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to shared
-//! memory. Each unit owns 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory and executes 64
-//! multiply-adds.
+//! Algorithm: a cube computes output tiles of 64 by 64. The cube loads 16 elements of the inner dimension at a time to
+//! shared memory. Each unit computes 8 by 8 outputs of a tile. Per inner element a unit reads 16 values from shared memory
+//! and executes 64 multiply-adds.
 //!
-//! All tiles of a cube cover the same 64 output columns. The row tiles of an expert are divided among `of_rows` cubes: a cube
-//! computes every `of_rows`-th of these tiles.
+//! All tiles of a cube cover the same 64 output columns. A cube computes every `of_rows`-th row tile of an expert.
 //!
 //! Budget: 8.3 KB of shared memory. Registers hold 64 accumulators and 16 factors per unit.
 //!
-//! Bound: the units' arithmetic. The matrices of unused experts are never read. Results do not depend on the order in which cubes
-//! run.
+//! Bound: the units' arithmetic. The matrices of unused experts are never read. Results are deterministic.
 
 use crate::op::dequantize::kernel::{RowParts, code, group_of_column, number, top_of_word};
 use crate::quant::layout::Format;
@@ -25,8 +23,7 @@ const DEPTH: usize = 16;
 const PART: usize = 8;
 /// The number of units of a cube.
 pub(super) const UNITS: usize = PART * PART;
-/// The row stride of a tile in shared memory, which is stored as `[DEPTH, TILE]` with padded rows. The stride is not a multiple
-/// of the number of banks, which avoids bank conflicts.
+/// The padded row stride of a `[DEPTH, TILE]` tile in shared memory. The padding avoids bank conflicts.
 const STRIDE: usize = TILE + 1;
 
 /// The kind of GEMM. `x` are the inputs of the (row, chosen expert) pairs, and `g` the gradients of the pairs' outputs.
@@ -50,8 +47,8 @@ pub(super) struct Sizes {
     pub columns_in: u32,
     /// The number of (row, chosen expert) pairs that read the same input row.
     pub of_row: u32,
-    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] this number is the number of row
-    /// tiles in an expert's matrix, so that each cube computes one tile.
+    /// The number of cubes among which an expert's row tiles are divided. For [`Form::Weight`] each cube computes one row
+    /// tile.
     pub of_rows: u32,
     /// The number of column tiles.
     pub of_columns: u32,
@@ -59,8 +56,8 @@ pub(super) struct Sizes {
     pub cubes: u32,
 }
 
-/// Multiplies `left` by the experts' weights, which are `matrix` or the quantized `words`. For [`Form::Weight`] `left` holds
-/// the gradients and `matrix` the inputs, and the output is the gradient with respect to the weights.
+/// Multiplies `left` by the experts' weights, which are `matrix` or the quantized `words`. For [`Form::Weight`] the output
+/// is the weights' gradient, `left` is the output's gradient, and `matrix` is the input.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn grouped<E: Float>(
     left: &Tensor<E>,
@@ -86,9 +83,9 @@ pub(super) fn grouped<E: Float>(
     let first_place = u32::cast_from(starts[expert as usize]);
     let end_place = u32::cast_from(starts[expert as usize + 1]);
     let first_row = of_rows * comptime!(TILE as u32);
-    // Set the range of output rows, `row..end_row`, and the inner dimension, `first_inner..end_inner`. The cube computes every
-    // `sizes.of_rows`-th tile of this range. In the forms `Rows` and `Columns` the output rows are the expert's (row, chosen
-    // expert) pairs. In the form `Weight` these pairs are the inner dimension.
+    // The output rows are `row..end_row`, and the inner dimension is `first_inner..end_inner`. In the forms `Rows` and
+    // `Columns` the output rows are the expert's (row, chosen expert) pairs. In the form `Weight` these pairs are the inner
+    // dimension.
     let mut row = first_place + first_row;
     let mut end_row = end_place;
     let mut first_inner = 0u32;
@@ -206,8 +203,7 @@ pub(super) fn grouped<E: Float>(
     }
 }
 
-/// Loads the left tile from the inputs or gradients of (row, chosen expert) pairs. For [`Form::Weight`] the tile is transposed,
-/// so its rows are columns of the gradients.
+/// Loads the left tile from the inputs or gradients. For [`Form::Weight`] the tile's rows are columns of the gradients.
 #[cube]
 fn load_left<E: Float>(
     left: &Tensor<E>,
@@ -252,8 +248,7 @@ fn load_left<E: Float>(
     }
 }
 
-/// Loads the right tile from an expert's matrix. For [`Form::Weight`] the tile comes from the inputs of (row, chosen expert)
-/// pairs instead.
+/// Loads the right tile from an expert's matrix, or from the inputs for [`Form::Weight`].
 #[cube]
 fn load_right<E: Float>(
     right: &Tensor<E>,
@@ -296,8 +291,8 @@ fn load_right<E: Float>(
     }
 }
 
-/// Loads the right tile from the quantized matrix of an expert. The matrices of all experts are stacked in `words`, and the
-/// expert's matrix begins at row `first_of_matrix`. The codes of a word are adjacent columns of one row.
+/// Loads the right tile from an expert's quantized matrix, which begins at row `first_of_matrix` of `words`. Each word holds
+/// codes of adjacent columns.
 #[cube]
 fn load_words(
     words: &Tensor<u32>,
@@ -328,8 +323,8 @@ fn load_words(
             column = first + in_row as u32;
             is_there = row < end_inner && column < end;
         }
-        // Load the first word of `words`, which always exists, for elements outside the expert's matrix. Then replace the values
-        // of these elements by zero.
+        // For elements outside the expert's matrix, load the first word of `words`. The load stays in bounds, and zeros
+        // replace the loaded values.
         let row = select(is_there, first_of_matrix + row, 0u32);
         let column = select(is_there, column, 0u32);
         let start = row as usize * parts.stride as usize;

@@ -27,9 +27,8 @@ impl GroupBackend for CubeBackend {
         let places = chosen.meta.num_elements();
         let order = empty(&chosen, [places], NUMBERS);
         let starts = empty(&chosen, [experts + 1], NUMBERS);
-        // SAFETY: cube `e` reads all `places` elements of `chosen`. The cube writes the indices of the elements that equal `e`
-        // to its own range of `order`, and the start of this range to `starts`. The ranges of all cubes together have `places`
-        // elements, the length of `order`.
+        // SAFETY: cube `e` reads all `places` elements of `chosen`. The cube writes `starts[e]` and its own range of
+        // `order`. All ranges together have `places` elements, the length of `order`.
         unsafe {
             group_places::launch_unchecked(
                 &client,
@@ -175,9 +174,8 @@ impl Product {
             Form::Rows => self.columns_out,
             Form::Columns | Form::Weight => self.columns_in,
         };
-        // Divide the row tiles of each expert among twice as many cubes as an expert has row tiles on average. If all
-        // experts are chosen equally often, an expert has `places / (experts · TILE)` row tiles, rounded up. If an expert
-        // has more row tiles than cubes, its cubes compute several tiles each.
+        // Use twice as many cubes per expert as an expert has row tiles on average. If an expert has more row tiles than
+        // cubes, its cubes compute several tiles each.
         let of_rows = match self.form {
             Form::Rows | Form::Columns => {
                 (2 * places.div_ceil(experts * TILE)).clamp(1, MOST_OF_ROWS)
@@ -209,8 +207,8 @@ impl Product {
         let converts_f16 = converts_f16(&left.device);
         let element = dtype_to_storage_type(left.dtype);
         // SAFETY: each cube reads rows of `left`, `matrix` and `words` within their shapes, and writes only its own tiles of
-        // `output`. `order` contains the index of every (row, chosen expert) pair once, and the elements of `starts` are at
-        // most the length of `order`.
+        // `output`. `order` contains each (row, chosen expert) pair once. The elements of `starts` are at most the length of
+        // `order`.
         unsafe {
             grouped::launch_unchecked(
                 &client,

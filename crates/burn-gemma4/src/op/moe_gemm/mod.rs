@@ -1,9 +1,9 @@
-//! MoE GEMMs, which multiply each row by the matrices of its chosen experts. The device groups the routed rows by expert. One
-//! launch then multiplies the rows of every group by the expert's matrix.
+//! MoE GEMMs, which multiply each row by the matrices of its chosen experts.
 //!
-//! A place is one (row, chosen expert) pair. The place of a row's `rank`-th chosen expert has the index `row · top_k + rank`. The
-//! rows of the places are not moved in memory. The kernels read and write these rows through a list of place indices that is
-//! sorted by expert.
+//! The device sorts the (row, chosen expert) pairs by expert. One launch then multiplies the rows of all experts, and reads
+//! and writes the rows through the sorted list of pairs.
+//!
+//! A place is the index of a pair. The place of a row's `rank`-th chosen expert is `row · top_k + rank`.
 
 mod autodiff;
 mod group;
@@ -24,9 +24,8 @@ use burn::{
 };
 
 /// True if the kernels of this module should multiply the rows of `input`. In f16 and bf16 on CUDA, inference uses one
-/// tensor-core GEMM per expert instead. The separate GEMMs are faster, although the routing must then be copied to the host.
-/// Training in f16 and bf16 uses the kernels of this module, because the gradient of each separate GEMM would have the size of
-/// all experts' weights.
+/// tensor-core GEMM per expert instead, which is faster. Training does not: the gradient of each separate GEMM would have
+/// the size of all experts' weights.
 pub(crate) fn serves(input: &Tensor<2>) -> bool {
     let device = input.device();
     let on_matrix_units = super::linear::has_matrix_units(input) && !device.is_autodiff();
@@ -41,8 +40,7 @@ pub(crate) struct Groups {
     starts: Tensor<1, Int>,
 }
 
-/// Groups the (row, chosen expert) pairs by expert. `chosen`, `[rows, top_k]`, is the result of
-/// [`choose`](crate::op::moe_router::choose).
+/// Groups the (row, chosen expert) pairs by expert. `chosen` is `[rows, top_k]`.
 pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
     let chosen = chosen.clone().without_autodiff().cast(NUMBERS);
     let result: Grouped<Dispatch> = Dispatch::group(chosen.into_dispatch(), experts);
@@ -55,7 +53,7 @@ pub(crate) fn groups(chosen: &Tensor<2, Int>, experts: usize) -> Groups {
 /// Multiplies the input row of each place by the transpose of the expert's matrix. A place is one (row, chosen expert) pair.
 ///
 /// # Shapes
-/// - `input`: `[places / of_row, columns in]`. Every `of_row` consecutive places read the same row.
+/// - `input`: `[places / of_row, columns in]`. Every `of_row` consecutive places share an input row.
 /// - `weight`: `[experts, columns out, columns in]`, in floats or quantized.
 /// - output: `[places, columns out]`.
 pub(crate) fn rows(
@@ -166,8 +164,8 @@ pub trait GroupedBackend: Backend {
         weight: Stacked,
     ) -> FloatTensor<Self>;
 
-    /// Returns the gradient with respect to the weight, `[experts, columns out, columns in]`. The gradient is zero for experts
-    /// that no row has chosen.
+    /// Returns the weight's gradient, `[experts, columns out, columns in]`, which is zero for experts that no row has
+    /// chosen.
     #[fusion(meta = |gradient, input, _order, starts, _of_row| {
         let experts = starts.shape[0] - 1;
         let shape = [experts, gradient.shape[1], input.shape[1]];

@@ -1,5 +1,5 @@
-//! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes are not
-//! multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a tile has.
+//! Compares MoE GEMMs, MoE GEMVs and their gradients with an f64 reference, for float and quantized weights. The sizes are
+//! not multiples of the tiles. Some experts are chosen by all rows, some by no row, and some by more rows than a tile has.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -65,9 +65,8 @@ fn check(found: &[f64], expected: &[f64], what: &str) {
     }
 }
 
-/// Computes the reference output, `[pairs, columns_out]`. A pair is a row with one of its chosen experts, and `of_row`
-/// consecutive pairs read the same input row. `input` is `[pairs / of_row, columns_in]`, and `weight` is `[experts, columns_out,
-/// columns_in]`.
+/// Computes the reference output, `[pairs, columns_out]`. A pair is a row with one of its chosen experts. `input` is
+/// `[pairs / of_row, columns_in]`, and `weight` is `[experts, columns_out, columns_in]`.
 fn product(
     case: &Case,
     input: &[f64],
@@ -205,7 +204,7 @@ fn rows_with_quantized_weight_match_dequantized_weight() {
     }
 }
 
-/// Computes `gelu(gate) · through`. Each row of `outputs` has `2 · columns` elements: first the elements of `gate`, then those of
+/// Computes `gelu(gate) · through`. Each row of `outputs` holds `columns` elements of `gate`, then `columns` elements of
 /// `through`.
 fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
     let gelu = |x: f64| {
@@ -226,8 +225,7 @@ fn gated(outputs: &[f64], columns: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Computes, for each row, the weighted sum of the outputs of its chosen experts. `shares` holds the router's weights, `[rows,
-/// top_k]`.
+/// Sums the outputs of each row's chosen experts, weighted by `shares`, `[rows, top_k]`.
 fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     let columns = outputs.len() / case.chosen.len();
     let mut sums = vec![0.0; case.rows() * columns];
@@ -240,8 +238,7 @@ fn mixed(case: &Case, outputs: &[f64], shares: &[f64]) -> Vec<f64> {
     sums
 }
 
-/// Checks the two GEMVs that decoding uses: the gated product with the chosen experts' matrices, and the weighted sum over these
-/// experts.
+/// Checks the two GEMVs of decoding: the gated product, and the weighted sum over the chosen experts.
 #[test]
 fn expert_gemv_matches_reference() {
     let device = Device::default();

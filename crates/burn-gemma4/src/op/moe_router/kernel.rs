@@ -1,16 +1,14 @@
-//! MoE router kernels. The kernel `route` computes a row's norm, its logits, the softmax, the top-k experts and the weights of
-//! the experts' outputs. The kernel `choose` only computes the top-k of given probabilities.
+//! MoE router kernels. `route` computes a row's norm, logits, softmax and top-k experts, and the weights of the experts'
+//! outputs. `choose` only computes the top-k of given probabilities.
 //!
-//! Algorithm: a team is a group of units that computes the logits of several experts at a time. For the top-k, every unit
-//! reads all experts' probabilities from shared memory. The rank of an expert is the number of experts that precede it in
-//! descending order of probability. The experts with a rank below k are the top-k.
+//! Algorithm: each group of units computes the logits of several experts at a time. The rank of an expert is the number of
+//! experts before it in descending order of probability. The experts with a rank below k are the top-k.
 //!
-//! Budget: less than 22 KB of shared memory. A team computes a logit as one or more partial sums. For each expert, shared
-//! memory holds one float per partial sum, and another eight bytes. For each chosen expert, it holds four bytes. Registers
-//! hold a vector of the row, and `at_once` vectors of the router's matrix.
+//! Budget: less than 22 KB of shared memory. Registers hold a vector of the row, and `at_once` vectors of the router's
+//! matrix.
 //!
-//! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read it from
-//! the L2 cache.
+//! Schedule: one cube per row. Bound: latency. The router's matrix has some hundred KB. All cubes after the first read the
+//! matrix from the L2 cache.
 
 use crate::op::sums::{Team, cube_sum, part_of_sum, sum_of_squares};
 use cubecl::prelude::*;
@@ -82,8 +80,8 @@ pub(super) fn route<E: Float, N: Size>(
                 * Vector::<f32, N>::cast_from(scale[vector as usize]);
             #[unroll]
             for o in 0..plan.at_once {
-                // If the team has fewer experts left, load the matrix row of the last expert again, so that the load stays in
-                // bounds. The repeated logit is not written.
+                // If the group of units has no expert left, load the matrix row of the last expert instead, so that the load
+                // stays in bounds. The result is not written.
                 let expert = min(first + comptime!(o as u32), experts - 1u32);
                 let at = expert as usize * vectors as usize + vector as usize;
                 let products = x * Vector::<f32, N>::cast_from(proj[at]);
@@ -201,8 +199,7 @@ pub(super) fn choose(
     }
 }
 
-/// Maps floats to integers that compare as the floats do in `f32::total_cmp`. This order is also defined for NaN, so every rank
-/// belongs to exactly one expert.
+/// Maps floats to integers that compare as the floats do in `f32::total_cmp`, which also orders NaN.
 #[cube]
 fn key(value: f32) -> u32 {
     let bits = u32::reinterpret(value);
@@ -210,8 +207,8 @@ fn key(value: f32) -> u32 {
     select(bits < sign, bits | sign, !bits)
 }
 
-/// Returns the rank of an expert: the number of experts with a larger probability, or with an equal probability and a smaller
-/// index. The argument `keys` holds the experts' probabilities as integers with the same order.
+/// Returns the rank of an expert: the number of experts with a larger key, or with an equal key and a smaller index. `keys`
+/// are probabilities, mapped to integers of equal order.
 #[cube]
 fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
     let own = keys[expert as usize];

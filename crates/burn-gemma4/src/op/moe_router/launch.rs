@@ -33,7 +33,7 @@ impl RouteBackend for CubeBackend {
         let [rows, experts] = probabilities.meta.shape().dims();
         let chosen = empty(&probabilities, [rows, top_k], NUMBERS);
         // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `probabilities`, which has `experts`
-        // elements. The cube writes element `rank` of row `r` in `chosen` only if `rank` is below `top_k`.
+        // elements. The cube writes row `r` of `chosen`, only at ranks below `top_k`.
         unsafe {
             choose::launch_unchecked(
                 &client,
@@ -68,8 +68,8 @@ impl RouteBackend for CubeBackend {
         let vector = vector_size(&client, input.dtype.size(), &[columns]);
         let plan = plan(&client, experts, top_k);
         let element = dtype_to_storage_type(input.dtype);
-        // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `input` and all `experts` rows of `proj`. A row of either
-        // tensor has `columns` elements. The cube writes only the `top_k` elements of row `r` in `chosen` and `shares`.
+        // SAFETY: there are `rows` cubes. Cube `r` reads row `r` of `input` and all `experts` rows of `proj`. Each row has
+        // `columns` elements. The cube writes only the `top_k` elements of row `r` in `chosen` and `shares`.
         unsafe {
             route::launch_unchecked(
                 &client,

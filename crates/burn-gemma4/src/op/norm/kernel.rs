@@ -1,10 +1,9 @@
 //! The RMS norm of rows: `x / √(mean(x²) + ε) · weight`.
 //!
-//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a unit's vectors
-//! of each input, as in [`residual`](super::super::residual).
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold a unit's
+//! vectors of each input, as in [`residual`](super::super::residual).
 //!
-//! Bound: memory bandwidth for many rows, latency for a single row. A cube reads its row once, and no read depends on another
-//! read.
+//! Bound: memory bandwidth for many rows, latency for a single row. A cube reads its row once.
 
 use crate::op::sums::{Team, first_cube_sum, sum_of_squares};
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};

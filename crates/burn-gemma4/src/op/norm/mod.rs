@@ -1,7 +1,7 @@
 //! RMS normalization of rows (Zhang and Sennrich 2019, arXiv:1910.07467), in f32.
 //!
-//! On CubeCL devices the norm is one operator, and so is its backward. With Burn's own operators, which autodiff tracks one by
-//! one, a training step would read and write the rows about twenty times.
+//! On CubeCL devices the norm and its backward are one operator each. With Burn's own operators, a training step would read
+//! and write the rows about twenty times.
 
 #[cfg(feature = "cube")]
 mod autodiff;
@@ -66,8 +66,8 @@ fn normalize_f32<const D: usize>(input: Tensor<D>, epsilon: f64) -> Tensor<D> {
     input / (mean + epsilon).sqrt()
 }
 
-/// The gradients of the RMS norm: the gradient with respect to the input, and partial sums of the gradient with respect to the
-/// weight. The partial sums are `[parts, columns]` in f32, with one row for each cube.
+/// The gradients of the RMS norm: the input's gradient, and partial sums of the weight's gradient, `[parts, columns]` in
+/// f32.
 #[cfg(feature = "cube")]
 #[derive(ExtensionType, Debug)]
 #[extension_type(fusion)]

@@ -1,6 +1,6 @@
-//! GEMMs with quantized matrices. A slice is a range of the matrix's rows, and each row of the matrix gives one column of the
-//! output. Each slice is dequantized, multiplied and then freed, so a large matrix never exists completely in floats. Autodiff
-//! saves no dequantized slice either: the backward dequantizes the slices again.
+//! GEMMs with quantized matrices. A large matrix is dequantized and multiplied in slices, which are ranges of its rows. Each
+//! slice is freed after its GEMM, so that the whole matrix never exists in floats. The backward dequantizes the slices
+//! again.
 
 #[cfg(all(test, feature = "flex"))]
 mod tests;
@@ -32,14 +32,13 @@ use burn::{
 use std::ops::Range;
 
 /// The largest number of weights in a slice: 64 MB in f16 or bf16. In models with up to 5 billion parameters each matrix of
-/// a layer is one slice. To write a dequantized slice and read it back costs little, compared with the slice's GEMM over
-/// hundreds of input rows.
+/// a layer is one slice.
 const SLICE_NUMBERS: usize = 1 << 25;
 /// The number of matrix rows in a GEMM tile. Every slice except the last has a multiple of this number of rows.
 const TILE: usize = 256;
 
 /// Multiplies `[rows, columns in]` by the transpose of a quantized matrix, `[columns out, columns in]`. Autodiff tracks the
-/// gradient with respect to the input.
+/// input.
 pub(super) fn rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     if !input.device().is_autodiff() {
         return constant_rows(input, weight);
@@ -70,8 +69,7 @@ fn constant_rows(input: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     in_slices(input, weight, SLICE_NUMBERS)
 }
 
-/// Computes [`rows`] slice by slice. A slice has at most `numbers` weights, except that a slice never has fewer rows than a
-/// tile.
+/// Computes [`rows`] in slices of at most `numbers` weights, but at least one tile's rows.
 fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tensor<2> {
     let [outputs, _] = weight.words.dims();
     let product = |slice: Range<usize>| {
@@ -87,16 +85,15 @@ fn in_slices(input: Tensor<2>, weight: &QuantizedMatrix, numbers: usize) -> Tens
     }
 }
 
-/// Divides `outputs` rows into slices. A slice has at most `numbers` weights, except that a slice never has fewer rows than a
-/// tile.
+/// Divides `outputs` rows into slices of at most `numbers` weights, but at least one tile's rows.
 fn slices(outputs: usize, layout: Layout, numbers: usize) -> impl Iterator<Item = Range<usize>> {
     let at_once = (numbers / layout.columns / TILE).max(1) * TILE;
     let starts = (0..outputs).step_by(at_once);
     starts.map(move |first| first..(first + at_once).min(outputs))
 }
 
-/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`. The result is the gradient of [`rows`]
-/// with respect to its input. Autodiff does not track either argument.
+/// Multiplies `[rows, columns out]` by a quantized matrix, `[columns out, columns in]`, without autodiff. This product is
+/// the gradient of [`rows`] with respect to its input.
 pub(super) fn columns(gradient: Tensor<2>, weight: &QuantizedMatrix) -> Tensor<2> {
     let words = weight.words.clone().without_autodiff();
     Tensor::from_dispatch(Dispatch::quantized_columns(
@@ -122,8 +119,8 @@ pub trait QuantizedProductBackend: Backend {
         layout: Layout,
     ) -> FloatTensor<Self>;
 
-    /// Returns `product` unchanged, and registers its backward, which computes the gradient with respect to `source` from
-    /// the gradient of `product`. `product` must be `source` times the transpose of the quantized matrix.
+    /// Returns `product` unchanged, and registers the backward with respect to `source`. `product` must be `source` times
+    /// the transpose of the quantized matrix.
     #[fusion(default)]
     fn through_quantized(
         product: FloatTensor<Self>,
@@ -199,8 +196,8 @@ pub(super) fn columns_in_slices<B: DequantizeBackend>(
     columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
-/// Computes [`columns`] slice by slice with the given matmul function. A slice has at most `numbers` weights, except that a
-/// slice never has fewer rows than a tile. The results of several slices are added in f32.
+/// Computes [`columns`] with the given matmul function, in slices of at most `numbers` weights, but at least one tile's
+/// rows. The results of the slices are added in f32.
 fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,

@@ -1,5 +1,5 @@
-//! Tests that GEMMs with quantized matrices, and the gradients of these GEMMs, are as exact as with dequantized matrices. A GEMM
-//! dequantizes the matrix at once or in slices, where a slice is a range of the matrix's rows.
+//! Tests that GEMMs with quantized matrices and their gradients are as exact as with dequantized matrices. The tests
+//! dequantize a matrix at once or in slices of its rows.
 
 use super::*;
 use crate::op::dequantize::tests;
@@ -73,20 +73,19 @@ fn by_whole(input: Tensor<2>, weight: Tensor<2>) -> Tensor<2> {
 /// Checks two bounds of the errors with a quantized matrix. The root mean square error is at most twice the error with the
 /// dequantized float matrix. The largest error is at most twice the largest error of f32 sums in column order.
 ///
-/// The factor of two is needed because the kernels add in different orders, so their largest errors occur at different outputs.
-/// By chance the largest error of one order may be twice that of another order.
+/// The factor of two allows for the kernels' different orders of addition.
 #[test]
 fn rows_are_as_exact_as_with_float_matrices() {
     let mut random = StdRng::seed_from_u64(3);
     for device in tests::devices() {
-        // Skip layouts with groups of 96 or with elements rounded to f16, because every kernel takes time to compile. Rounding to
-        // bf16 happens at the same point as rounding to f16, so the layouts with bf16 suffice.
+        // Skip layouts with groups of 96 or with f16 elements, because every kernel takes time to compile. The layouts with
+        // bf16 cover the rounding of elements.
         let is_another = |layout: &Layout| {
             layout.format.group != Some(96) && layout.format.rounding != Rounding::F16
         };
         for layout in tests::layouts().into_iter().filter(is_another) {
-            // The number of outputs exceeds the number of units in a cube on any device. The number of outputs is also not a
-            // multiple of the number that a group of units computes together.
+            // The number of outputs exceeds the units of a cube on any device. It is also no multiple of the number that a
+            // group of units computes together.
             let outputs = 259;
             let matrix = matrix(layout, outputs, &device);
             let whole = matrix.dequantized(DType::F32);
@@ -125,8 +124,8 @@ fn rows_are_as_exact_as_with_float_matrices() {
     }
 }
 
-/// Returns the test cases, each a number of input rows and the dtype of these rows. Half precision is included if the device
-/// supports it, and only for GGUF blocks.
+/// Returns the test cases: numbers of input rows, and the dtype of these rows. Half precision is tested only for GGUF
+/// blocks, if the device supports half precision.
 fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     let mut cases = [1, 8, 9].map(|rows| (rows, DType::F32)).to_vec();
     let halves = [DType::F16, DType::BF16].into_iter();
@@ -137,9 +136,8 @@ fn cases(device: &Device, layout: Layout) -> Vec<(usize, DType)> {
     cases
 }
 
-/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. In the first cases, the gate matrix
-/// and the up matrix have the same format or different formats, or one of the two is a float matrix. The last case has no up
-/// matrix: the gate multiplies the columns of a given tensor from column 130 on.
+/// Compares GeGLU gates of quantized matrices with those of the dequantized matrices. Gate and up have equal or different
+/// formats, or one is a float matrix. The last case has no up matrix: the gate multiplies a tensor's columns from 130 on.
 #[cfg(feature = "cube")]
 #[test]
 fn gates_of_quantized_matrices_match_float_matrices() {
@@ -217,8 +215,8 @@ fn rows_in_slices_are_as_exact_as_at_once() {
     }
 }
 
-/// Compares the gradient of the input with the gradient that the dequantized matrix gives. The gradient is computed at once and,
-/// on the CPU, in slices of several sizes.
+/// Compares the input's gradient with the gradient that the dequantized matrix gives. On the CPU the gradient is also
+/// computed in slices of several sizes.
 #[test]
 fn columns_match_dequantized_matrix() {
     use burn::backend::{Flex, ops::FloatTensorOps};

@@ -1,5 +1,5 @@
-//! The backward of the residual addition. The gradient of the sum is multiplied by the scalar, if there is one. The product
-//! is the gradient of the stream. The backward of the norm turns the product into the gradient of the block's output.
+//! The backward of the residual addition. The gradient of the stream is the sum's gradient times the optional scalar. The
+//! norm's backward then gives the gradient of the block's output.
 
 use super::{AddNormedBackend, Scalar};
 use crate::op::norm::NormGradients;

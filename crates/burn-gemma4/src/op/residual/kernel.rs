@@ -1,12 +1,11 @@
 //! The residual addition and the next norm: `stream' = (stream + norm(added)) · scalar` and `norm(stream')`.
 //!
 //! Budget: shared memory holds one partial sum per plane for each of the two norms. Registers hold a unit's vectors of each
-//! input, one to three for the supported models. Without plane operations the cube has fewer units, each with its own partial
-//! sum and up to twenty vectors.
+//! input, one to three for the supported models. Without plane operations each unit has its own partial sum, and up to
+//! twenty vectors.
 //!
-//! Schedule: one cube per row. After the wait for the previous launch no read depends on another read. Each of the two norms
-//! has one barrier. The kernel rounds an intermediate result to the stream's dtype wherever the model's training rounded it
-//! too.
+//! Schedule: one cube per row, with one barrier per norm. The kernel rounds intermediate results to the stream's dtype
+//! wherever the model's training rounded them.
 //!
 //! Bound: latency. A row has a few KB, and one cube reads it once.
 
@@ -25,11 +24,12 @@ pub(super) struct ResidualPlan {
     /// The largest number of vectors of a row that a unit keeps in registers.
     pub held: usize,
     pub pdl: bool,
-    /// True if the device supports PDL and no launch writes the weights and the scalar. The kernel then reads these parameters
-    /// before the previous launch has ended.
+    /// True if the kernel reads the weights and the scalar before the previous launch has ended. The device must support
+    /// PDL, and no launch may write these parameters.
     pub reads_ahead: bool,
-    /// True if the kernel reads ahead and a vector has exactly `LOAD_BYTES` bytes. The compiler may delay vector loads of
-    /// other sizes until after the wait for the previous launch: see `load_now` in `cube_kit::pdl`.
+    /// True if the kernel reads the parameters before the previous launch has ended, and a vector has exactly `LOAD_BYTES`
+    /// bytes. The compiler may move vector loads of other sizes behind the wait for the previous launch: see `load_now` in
+    /// `cube_kit::pdl`.
     pub loads_now: bool,
 }
 

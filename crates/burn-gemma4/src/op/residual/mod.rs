@@ -24,8 +24,8 @@ pub(crate) struct ResidualAdd {
     pub stream: Tensor<2>,
     /// The block's output before its norm, `[rows, columns]`.
     pub added: Tensor<2>,
-    /// The weight of the block's output norm, `[columns]`. This weight and the next norm's weight are parameters, which no launch
-    /// may write, because the kernel may read them before the previous launch has ended.
+    /// The weight of the block's output norm, `[columns]`. No launch may write the norm weights, because the kernel may read
+    /// them before the previous launch has ended.
     pub weight: Tensor<1>,
     /// The epsilon of both norms.
     pub epsilon: f64,
@@ -77,8 +77,8 @@ fn scaled(added: ResidualAdd, scalar: Option<Tensor<1>>) -> Tensor<2> {
     }
 }
 
-/// True if the operator [`AddNormedBackend::add_normed`], which has a backward, supports these tensors. All tensors must have the
-/// same dtype, and autodiff must not track the scalar.
+/// True if [`AddNormedBackend::add_normed`] supports these tensors. All tensors must have the same dtype, and autodiff must
+/// not track the scalar.
 #[cfg(feature = "cube")]
 fn runs(added: &ResidualAdd, scalar: Option<&Tensor<1>>) -> bool {
     let dtype = added.stream.dtype();

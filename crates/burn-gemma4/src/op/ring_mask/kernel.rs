@@ -1,7 +1,7 @@
-//! The attention mask over the slots of a ring buffer. A column is one token's key, and each slot holds the newest column that
-//! was written to it.
+//! The attention mask over the slots of a ring buffer. A column is one token's key, and each slot holds the newest column
+//! that was written to it.
 //!
-//! Budget: one element of the mask per unit in registers, no shared memory. Bound: latency. No read depends on another read.
+//! Budget: one element of the mask per unit in registers, no shared memory. Bound: latency.
 
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile};
 use cubecl::prelude::*;
@@ -9,8 +9,8 @@ use cubecl::prelude::*;
 /// The number of units in a cube.
 pub(super) const UNITS: usize = 256;
 
-/// Writes `[sequences, queries, slots]`, with 1 where a query sees the newest column of a slot. A column is one token's key. If
-/// `last_is_written`, the last written column belongs to the last query, and otherwise to the token before the last query.
+/// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest key
+/// belongs to the last query, and otherwise to the token before the last query.
 #[cube(launch_unchecked)]
 pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
     positions: &Tensor<I>,
@@ -37,8 +37,7 @@ pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
             last -= 1i32;
         }
         let slots = i32::cast_from(slots);
-        // Count the steps from the newest column back to the column in this slot. Each step goes to the previous slot, and
-        // from slot 0 to the last slot.
+        // The number of slots back from the newest key's slot to this slot, around the ring.
         let behind = (last + slots - slot) % slots;
         let column = last - behind;
         let before = position - column;

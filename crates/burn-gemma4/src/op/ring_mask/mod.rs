@@ -1,5 +1,5 @@
-//! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of the ring
-//! buffer holds the key of one token, and the tokens may lie in any order.
+//! Computes the attention mask over a ring buffer of keys in one launch, for inference on CubeCL devices. Each slot of the
+//! ring buffer holds one token's key. The tokens may lie in any order.
 
 mod kernel;
 #[cfg(test)]
@@ -29,8 +29,8 @@ pub struct RingMask {
     pub slots: usize,
     /// The number of keys that a query sees, including the key at its own position.
     pub window: usize,
-    /// True if the key of the last query's own token is already written. Otherwise the last written key is that of the token
-    /// before the last query.
+    /// True if the last query's own key is already written. Otherwise the newest key belongs to the token before the last
+    /// query.
     pub last_is_written: bool,
 }
 
@@ -40,13 +40,12 @@ impl RingMask {
     }
 }
 
-/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key that was last written to a
-/// slot. A visible key exists, is not after the query, and lies in the query's window. `positions` lists the positions of
-/// the queries, sequence by sequence.
+/// Returns the mask `[sequences, 1, queries, slots]`, which is true where a query sees the key in a slot. A visible key
+/// exists, is not after the query, and lies in the query's window. `positions` lists the queries' positions, sequence by
+/// sequence.
 pub(crate) fn ring_mask(positions: Tensor<1, Int>, options: RingMask) -> Tensor<4, Bool> {
     let all = options.shape().iter().product::<usize>();
-    // Allocate an uninitialized boolean tensor, which has the device's boolean dtype. The tensor has one dimension, so that
-    // its elements are contiguous. Rows of a tensor with several dimensions would be padded.
+    // Allocate the mask with one dimension, because rows of a tensor with several dimensions would be padded.
     let mask = Tensor::<1, Bool>::empty([all], &positions.device());
     Tensor::from_dispatch(Dispatch::write_ring_mask(
         mask.into_dispatch(),
@@ -90,7 +89,7 @@ impl RingBackend for CubeBackend {
         let element = dtype_to_storage_type(mask.dtype);
         let integer = dtype_to_storage_type(positions.dtype);
         // SAFETY: unit `i` writes element `i` of `mask` only if `i` is below `all`, the length of `mask`. The unit reads the
-        // positions of its query and of the last query in the same sequence, and `positions` has one element for each query.
+        // positions of its query and of its sequence's last query. `positions` has one element per query.
         unsafe {
             ring_mask_pdl::launch_unchecked(
                 &client,

@@ -1,11 +1,10 @@
-//! Tests that the mask of the ring buffer equals a reference. The reference records for every slot the position of the token
-//! whose key the slot holds.
+//! Compares the mask of the ring buffer with a reference, which records the position of the token in every slot.
 
 use super::*;
 use burn::tensor::{DType, Device, TensorData};
 
-/// Checks the mask of two sequences. The last written key of each sequence is at the position in `lasts`. The last query is at
-/// that position if `last_is_written` is true, and otherwise at the next position.
+/// Checks the mask of two sequences, whose newest keys are at the positions `lasts`. The last query is at that position if
+/// `last_is_written`, and otherwise at the next position.
 fn check(slots: usize, window: usize, lasts: [usize; 2], last_is_written: bool) {
     let device = Device::default();
     let queries = 1 + slots - window;
@@ -23,8 +22,7 @@ fn check(slots: usize, window: usize, lasts: [usize; 2], last_is_written: bool) 
             }));
         }
     }
-    // Append a position that belongs to no query. The kernel must ignore it, because the tensor may have further positions for
-    // other kernels.
+    // Append a position that belongs to no query, which the kernel must ignore.
     positions.push(i32::MAX);
     let count = positions.len();
     let positions = TensorData::new(positions, [count]);

@@ -1,5 +1,5 @@
-//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads. Each
-//! operator is one launch where possible, and serves inference on CubeCL devices.
+//! The heads of a projection (queries, keys or values), normalized, rotated and written to the layout that attention reads.
+//! The operators serve inference on CubeCL devices.
 
 use super::RotationTables;
 use burn::{
@@ -18,10 +18,9 @@ pub struct HeadOptions {
     pub start: usize,
     /// The number of columns of all heads together.
     pub count: usize,
-    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. With compact keys a slot holds a
-    /// whole value, which begins with the rotated channels. After the value, the slot holds only the rotated channels of the
-    /// key. The channels that are not rotated are stored once, and serve both the value and the key. Queries for compact
-    /// keys have the channel order of these keys.
+    /// The number of rotated channel pairs for compact keys, or `None` for other layouts. A compact slot holds the whole
+    /// value, then only the rotated channels of the key. The channels that are not rotated are stored once, for value and
+    /// key.
     pub compact: Option<usize>,
     /// The epsilon of the norm.
     pub epsilon: f64,
@@ -33,8 +32,7 @@ pub struct LayerColumns {
     /// The first column of the queries (`queries`), and the number of the columns of all queries (`count`).
     pub queries: usize,
     pub count: usize,
-    /// The first column of the keys, and the first column of the values. The shape of the KV cache gives the number of
-    /// columns, or [`OwnShape`] if there is no cache.
+    /// The first column of the keys, and the first column of the values.
     pub keys: usize,
     pub values: usize,
     /// The epsilon of the norms.
@@ -57,8 +55,8 @@ impl OwnShape {
     }
 }
 
-/// Computes query heads from a range of the projection's columns. Each head is normalized, and rotated by the position of its
-/// row.
+/// Computes query heads from a range of the projection's columns: normalizes each head, and rotates it by its row's
+/// position.
 ///
 /// # Shapes
 /// - `projected`: `[rows, …]`.
@@ -120,8 +118,7 @@ pub(crate) struct PartsInOrder<'a> {
 }
 
 /// Computes a layer's heads in one launch. Queries are `[rows, heads, 1, head_dim]`. Keys and values are
-/// `[sequences, heads, count, head_dim]` each. Row `r` uses table row `r % n`, where `n` is the number of rows in the rotation
-/// tables. Each sequence has the same number of consecutive rows.
+/// `[sequences, heads, count, head_dim]` each. Row `r` uses row `r % n` of the rotation tables, which have `n` rows.
 pub(crate) fn layer_heads_in_order(
     parts: PartsInOrder<'_>,
     columns: LayerColumns,
@@ -139,8 +136,8 @@ pub(crate) fn layer_heads_in_order(
     [heads.queries, heads.keys, heads.values].map(Tensor::from_dispatch)
 }
 
-/// Computes [`query_heads`] without a tensor of positions. Row `r` uses table row `r % n`, where `n` is the number of rows in
-/// the rotation tables.
+/// Computes [`query_heads`] without a tensor of positions. Row `r` uses row `r % n` of the rotation tables, which have `n`
+/// rows.
 pub(crate) fn heads_in_order(
     projected: Tensor<2>,
     weight: Tensor<1>,
@@ -156,12 +153,11 @@ pub(crate) fn heads_in_order(
     ))
 }
 
-/// Computes keys as [`query_heads`] computes queries, and writes them to their slots of `buffer`,
-/// `[sequences, heads, slots, head_dim]`. A row's slot is its position modulo the number of slots. Each sequence has the same
-/// number of consecutive rows.
+/// Computes keys as [`query_heads`] computes queries, and writes them to `buffer`, `[sequences, heads, slots, head_dim]`. A
+/// row's slot is its position modulo `slots`. Each sequence has the same number of consecutive rows.
 ///
-/// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned handle are
-/// ordered after the write.
+/// The write happens in place, so every handle to the buffer's memory sees the new keys. Reads through the returned handle
+/// are ordered after the write.
 pub(crate) fn write_keys(
     projected: Tensor<2>,
     weight: Tensor<1>,

@@ -90,8 +90,8 @@ pub(super) struct OwnHeads {
 pub(super) struct HeadsLaunch {
     pub projected: CubeTensor,
     pub weights: Option<HeadWeights>,
-    /// The position of each row. If this field is `None`, row `r` uses table row `r % n` of the `n` rows in the rotation
-    /// tables. Each sequence then fills its slots from slot 0 on.
+    /// The position of each row. Without positions, row `r` uses row `r % n` of the rotation tables, which have `n` rows.
+    /// Each sequence then fills its slots from slot 0 on.
     pub positions: Option<CubeTensor>,
     pub target: RopeTarget,
     pub own: Option<OwnHeads>,
@@ -99,14 +99,14 @@ pub(super) struct HeadsLaunch {
     /// The number of rotated channel pairs of compact keys; 0 for other layouts.
     pub rotated: usize,
     pub epsilon: f64,
-    /// True if no launch writes the weights, tables and positions, so that the kernel may read them before the previous launch
-    /// has ended.
+    /// True if the kernel may read the weights, tables and positions before the previous launch has ended. No launch may
+    /// write these tensors.
     pub reads_ahead: bool,
 }
 
 impl HeadsLaunch {
-    /// Creates the arguments of a launch. If keys are compact, `columns` is the order in which the target stores the
-    /// channels. If keys are not compact, the channels keep their own order.
+    /// Creates the arguments of a launch. `columns` is the channel order of compact keys. Other keys keep their channel
+    /// order.
     pub fn new(
         projected: CubeTensor,
         target: &CubeTensor,
@@ -169,8 +169,7 @@ impl HeadsLaunch {
             Some(HeadWeights { weight, cos, sin }) => (Some(weight), Some(cos), Some(sin)),
             None => (None, None, None),
         };
-        // In a launch that computes neither keys nor values, pass dummy layouts for keys and values. The kernel does not read
-        // the dummy layouts.
+        // In a launch without keys and values, pass dummy layouts for keys and values, which the kernel does not read.
         let [keys_layout, values_layout] = match &own {
             Some(own) => [own.keys.layout(rows), own.values.layout(rows)],
             None => [target.layout(rows), target.layout(rows)],
@@ -192,9 +191,8 @@ impl HeadsLaunch {
             None => (None, None, None),
         };
         let read = [&weight, &key_weight, &cos, &sin, &positions];
-        // Read the weights, tables and positions before the previous launch has ended only if all of them are contiguous
-        // with 2- or 4-byte elements. Tensors in other layouts are first copied by a launch, for which the kernel must wait.
-        // Early loads support only these two element sizes.
+        // Read the weights, tables and positions before the previous launch has ended only if they are contiguous, with 2-
+        // or 4-byte elements. A launch first copies tensors in other layouts, and the kernel must wait for this launch.
         let stay = read.into_iter().flatten().all(|tensor| {
             let elements = matches!(tensor.dtype.size(), 2 | 4);
             elements && !tensor.meta.is_tiled() && tensor.is_contiguous()
@@ -222,9 +220,9 @@ impl HeadsLaunch {
         );
         let widest = [Some(&projected), Some(&target.tensor)];
         let widest = widest.into_iter().chain([keys.as_ref(), values.as_ref()]);
-        // SAFETY: each cube reads one head of one row of the projection. It also reads the table row for the position of
-        // that projection row. The tables contain every position that the cache can hold. Each cube writes one slot of that
-        // head in its sequence, and the slot has columns for all channels.
+        // SAFETY: each cube reads one head of one row of the projection, and the table row for the row's position. The
+        // tables contain every position that the cache can hold. Each cube writes one slot, which has columns for all
+        // channels of the head.
         unsafe {
             apply_norm_rope_pdl::launch_unchecked(
                 &client,

@@ -1,14 +1,12 @@
-//! The heads of a projection. The kernel normalizes each head, multiplies the head by the norm's weight, and rotates it by the
-//! row's position. The kernel then writes the head to a tensor of queries or to a slot of the KV cache. A layer with its own KV
-//! cache computes queries, keys and values in one launch.
+//! The heads of a projection. The kernel normalizes each head, multiplies the head by the norm's weight, and rotates the
+//! head by the row's position. The kernel writes the head to a tensor of queries or to a slot of the KV cache. A layer with
+//! its own KV cache computes queries, keys and values in one launch.
 //!
-//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one channel pair
-//! per unit, or up to four without plane operations.
+//! Budget: shared memory holds one partial sum per plane, or per unit without plane operations. Registers hold one channel
+//! pair per unit, or up to four without plane operations.
 //!
-//! Schedule: one cube per head. A cube reads its head once. After the wait for the previous launch the kernel reads only the
-//! projection, and no read depends on another read. If an earlier launch computes the weights or the positions, the kernel
-//! reads the weights, positions and tables after the wait too. The reads of the tables then depend on the reads of the
-//! positions.
+//! Schedule: one cube per head, which reads its head once. If no launch writes the weights, tables and positions, the kernel
+//! reads them before the wait for the previous launch.
 //!
 //! Bound: latency.
 
@@ -71,16 +69,15 @@ pub(super) struct HeadsPlan {
     /// True if the launch also computes the layer's keys and values.
     pub of_layer: bool,
     pub pdl: bool,
-    /// True if no launch writes the weights, tables and positions. The kernel then reads these tensors before the previous
-    /// launch has ended.
+    /// True if the kernel reads the weights, tables and positions before the previous launch has ended. No launch may write
+    /// these tensors.
     pub reads_ahead: bool,
 }
 
 /// The weights of the RMS norms of a layer's heads, `[head_dim]` each. The norm of the values has no weight.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct HeadNormWeights<E: Float> {
-    /// The weight of the RMS norm of a layer's queries. If the launch computes only one kind of heads, this weight is for
-    /// that kind.
+    /// The weight of the RMS norm of a layer's queries, or of the only kind of heads in the launch.
     pub first: ComptimeOption<OwnedTensor<E>>,
     /// The weight of the RMS norm of a layer's keys.
     pub keys: ComptimeOption<OwnedTensor<E>>,
@@ -112,7 +109,7 @@ pub(super) struct HeadSizes {
     /// The distance between the projection's rows, in elements.
     pub projected_stride: u32,
     pub rows: u32,
-    /// The number of positions in the rotation tables. If there is no tensor of positions, row `r` is at position
+    /// The number of rows in the rotation tables. Without a tensor of positions, row `r` is at position
     /// `r % positions_in_order`.
     pub positions_in_order: u32,
     /// The number of channel pairs per head.
@@ -154,8 +151,8 @@ pub(super) fn apply_norm_rope_pdl<E: Float, I: Int>(
     let heads = count_heads(layouts, plan.of_layer);
     let head = find_head(CUBE_POS as u32 % heads, layouts, plan.of_layer);
     let row = CUBE_POS as u32 / heads;
-    // A cube without a row returns at once, and does not wait for the previous launch. This is safe: the other cubes of the grid
-    // do wait, so the grid as a whole cannot end before the previous launch.
+    // A cube without a row returns at once, and does not wait for the previous launch. The other cubes do wait, so the grid
+    // cannot end before the previous launch.
     if row >= rows {
         terminate!();
     }

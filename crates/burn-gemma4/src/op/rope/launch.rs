@@ -1,5 +1,5 @@
-//! The operators on heads for the CubeCL backend. Each operator launches the same kernel, usually once. The operator
-//! `layer_heads` launches it three times on a device that binds few buffers per launch.
+//! The operators on heads for the CubeCL backend. All operators launch the same kernel, usually once. `layer_heads` launches
+//! the kernel three times on a device that binds few buffers per launch.
 
 use super::{
     heads::{HeadOptions, HeadsBackend, LayerColumns, LayerHeads, LayerTensors, OwnShape},
@@ -26,8 +26,7 @@ impl HeadsBackend for CubeBackend {
         HeadsLaunch {
             weights: Some(HeadWeights { weight, cos, sin }),
             positions: Some(positions),
-            // If keys are compact, an earlier launch computes the weight. The kernel must then read the weight after the
-            // previous launch has ended.
+            // An earlier launch computes the weight for compact keys, so the kernel must wait for this launch.
             reads_ahead: options.compact.is_none(),
             ..HeadsLaunch::new(projected, &target, RopeColumns::CompactQueries, options)
         }

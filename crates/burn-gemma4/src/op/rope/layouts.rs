@@ -1,10 +1,10 @@
 //! The source columns and the target layouts of the heads that a launch computes. A launch computes one kind of heads, or a
-//! layer's queries, keys and values. Each head has its own cube.
+//! layer's queries, keys and values.
 
 use cubecl::prelude::*;
 
-/// The source columns and the target of the queries, keys or values in a launch. The target is
-/// `[sequences, heads, slots, columns]` with contiguous columns.
+/// The source columns and the target of the queries, keys or values. The target is `[sequences, heads, slots, columns]` with
+/// contiguous columns.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct HeadLayout {
@@ -29,16 +29,14 @@ pub(super) struct QkvLayouts {
     pub values: HeadLayout,
 }
 
-/// The value of [`CubeHead::kind`] for a layer's queries. If the launch computes only one kind of heads, every head has this
-/// value.
+/// The value of [`CubeHead::kind`] for a layer's queries, or for the only kind of heads in the launch.
 pub(super) const FIRST: u32 = 0;
 /// The value of [`CubeHead::kind`] for a layer's keys.
 pub(super) const KEYS: u32 = 1;
 /// The value of [`CubeHead::kind`] for a layer's values.
 pub(super) const VALUES: u32 = 2;
 
-/// The head that a cube computes. The fields say whether the head is a query, key or value head, and give the head's index
-/// among the heads of that kind. The remaining fields give the source and the target of that kind.
+/// The head that a cube computes: its kind (query, key or value), its index, its source and its target.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct CubeHead {

@@ -1,5 +1,5 @@
-//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form. RoPE rotates some channel pairs
-//! of a projection's query and key heads.
+//! Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) in the half-split form, for the query and key heads of
+//! a projection. RoPE may rotate only some of the channel pairs.
 
 #[cfg(feature = "cube")]
 pub(crate) mod heads;
@@ -54,8 +54,8 @@ impl Rotation {
         self.apply(heads.swap_dims(1, 2))
     }
 
-    /// Computes the heads of a layer's queries, keys and values from column ranges of one projection. Each of the three
-    /// results is `[batch, heads, positions, head_dim]`. Returns `None` if the kernels do not support the tensors.
+    /// Computes a layer's queries, keys and values from column ranges of one projection. Each result is
+    /// `[batch, heads, positions, head_dim]`. Returns `None` if the kernels do not support the tensors.
     #[cfg(feature = "cube")]
     pub fn layer_heads(
         &self,

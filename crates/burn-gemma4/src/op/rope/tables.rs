@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The tables of cosines and sines, computed on the CPU and cached for every device that uses them.
 ///
-/// The GPU does not compute the tables, because its sine may be wrong in the third digit for large angles. Vulkan guarantees no
-/// better precision.
+/// The GPU does not compute the tables, because its sine may be wrong in the third digit for large angles.
 #[derive(Clone, Debug)]
 pub(crate) struct Rope {
     sliding: Tables,
@@ -128,8 +127,8 @@ impl Tables {
         }
     }
 
-    /// Returns a table of at least `positions` positions. The table grows by doubling, so the total work stays proportional to
-    /// the table's length.
+    /// Returns a table of at least `positions` positions. The table grows by doubling, so that the total work stays
+    /// proportional to the table's length.
     fn reaching(&self, positions: usize, dtype: DType, device: &Device) -> Table {
         const SMALLEST: usize = 256;
         // Ignore a poisoned lock. A thread that panicked while it held the lock left only complete tables in the list.

@@ -155,8 +155,8 @@ fn layer_heads_match_separate_launches() {
     }
 }
 
-/// Checks keys and values that are written to new tensors instead of an existing KV cache, for two sequences of four rows.
-/// `table_rows` is 4 if both sequences use the same rows of the rotation tables, and 8 if each sequence has its own rows.
+/// Checks keys and values in new tensors instead of a KV cache, for two sequences of four rows. `table_rows` is 4 if the
+/// sequences share the rows of the rotation tables, and 8 otherwise.
 fn check_in_order(table_rows: usize, device: &Device, dtype: DType) {
     const SEQUENCES: usize = 2;
     const ROWS: usize = 4;

@@ -1,5 +1,4 @@
-//! Kernels that apply the repetition penalty to logits and suppress tokens, and a kernel that updates the bit sets of the
-//! tokens that each text contains.
+//! Kernels that apply the repetition penalty to logits, suppress tokens, and update the bit sets of the tokens in each text.
 //!
 //! Budget: one logit per unit in registers, no shared memory. Bound: memory bandwidth. Each logit is read and written once.
 
@@ -14,8 +13,8 @@ fn is_set(word: i32, token: u32) -> bool {
     (u32::reinterpret(word) >> (token % 32u32)) & 1u32 == 1u32
 }
 
-/// Applies the repetition penalty to the logits of tokens that the text contains. A negative logit is multiplied by the
-/// penalty, and any other logit is divided by the penalty. The logits of suppressed tokens become −∞.
+/// Applies the repetition penalty to the logits of tokens that the text contains: multiplies negative logits by the penalty,
+/// and divides all other logits by the penalty. The logits of suppressed tokens become −∞.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn change_logits<E: Float>(
     logits: &Tensor<E>,

@@ -1,10 +1,11 @@
-//! The draw of a token, in two kernels. A section is a consecutive range of a row's columns. The first kernel sums, in each
-//! section, the weights of the tokens that top-k, top-p and min-p keep. The second kernel draws the first token, in token
-//! order, at which the running sum of weights exceeds a random number. The second kernel first finds the token's section, then
-//! the token.
+//! The draw of a token, in two kernels. A section is a consecutive range of a row's columns.
 //!
-//! Budget: less than 3 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube per
-//! row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections at once, then
+//! The first kernel sums the weights of the kept tokens in each section. Top-k, top-p and min-p decide which tokens are
+//! kept. The second kernel draws the first token, in token order, at which the running sum of weights exceeds a random
+//! number.
+//!
+//! Budget: less than 3 KB of shared memory. Schedule: the first kernel has one cube per section, the second kernel one cube
+//! per row. Bound: latency. The first kernel reads the logits once. The second kernel reads the sums of all sections, then
 //! the logits of one section twice.
 
 use super::{
@@ -17,8 +18,8 @@ use super::{
 use cube_kit::pdl::{launch_dependents_and_wait, mark_volatile, mark_volatile_if_present};
 use cubecl::prelude::*;
 
-/// The number of words in the summary of a section of a row's columns. A key is an integer that compares as its logit does, and
-/// the threshold is the smallest key that is kept:
+/// The number of words in the summary of a section. A key is an integer that compares as its logit does. The threshold is
+/// the smallest key that is kept.
 ///
 /// - words 0 and 1: the summed weight of the tokens above the threshold
 /// - word 2: the number of tokens at the threshold
@@ -43,7 +44,7 @@ struct Kept {
 #[cube]
 impl Kept {
     /// Returns the weight of a logit whose key is above the threshold, and 0 for any other key. Without top-p, a key at the
-    /// threshold counts as above the threshold. A key is an integer that compares as its logit does.
+    /// threshold counts as above.
     pub fn above(&self, key: u32, limits: Limits) -> Wide {
         let mut is_above = key >= self.threshold;
         if comptime!(self.top_p) {
@@ -56,8 +57,7 @@ impl Kept {
         }
     }
 
-    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0. A key is an integer that compares as
-    /// its logit does.
+    /// Returns 1 for a key that equals the threshold if top-p is active, and otherwise 0.
     pub fn tie(&self, key: u32) -> u32 {
         if comptime!(self.top_p) {
             select(key == self.threshold, 1u32, 0u32)
@@ -66,8 +66,7 @@ impl Kept {
         }
     }
 
-    /// Returns the weight of a logit from its key, an integer that compares as the logit does. Returns 0 if min-p removes the
-    /// logit.
+    /// Returns the weight of the logit with this key, or 0 if min-p removes the logit.
     pub fn weight(&self, key: u32, limits: Limits) -> Wide {
         let ratio = ratio(key, self.largest, limits.temperature);
         let own = weight(ratio);
@@ -106,8 +105,7 @@ pub(super) fn keep_pdl<E: Float>(
         terminate!();
     }
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * UNITS));
-    // Take the threshold, the smallest key that is kept, from the search of top-p. Without top-p, take the smallest key that
-    // top-k keeps.
+    // The threshold of top-p, or the threshold of top-k if top-p is off.
     let found = if comptime!(cuts.top_p) {
         let records = before.unwrap();
         descend(
@@ -235,8 +233,7 @@ pub(super) fn draw_pdl<E: Float>(
         threshold: own_summaries[3],
         top_p: comptime!(cuts.top_p),
     };
-    // Keep the first tokens, in token order, whose key equals the threshold. Keep as many of these tokens as are needed for the
-    // summed weight `need`.
+    // Keep the first tokens at the threshold, in token order, until their summed weight reaches `need`.
     let need = Wide {
         low: own_summaries[4],
         high: own_summaries[5],
@@ -333,8 +330,8 @@ pub(super) fn draw_pdl<E: Float>(
     };
     let reached = found.to.plus(before);
     let begins = reached.minus(own);
-    // Limit the random number to less than the last running sum, so that the kernel draws the last token rather than none. This
-    // kernel may round weights differently from the first kernel, so the random number could otherwise exceed all running sums.
+    // Limit the random number to less than the last running sum. The two kernels may round weights differently, so the
+    // random number could otherwise exceed all running sums, and no token would be drawn.
     let last = found.all.plus(before).minus(Wide::of(1u32));
     let is_beyond = last.is_below(drawn);
     let drawn = Wide {

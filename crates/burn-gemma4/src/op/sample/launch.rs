@@ -24,8 +24,7 @@ use cubecl::{
     prelude::{CubeDim, Scalar},
 };
 
-/// The number of columns of a row that one cube handles (a section). A section is larger if a row would otherwise have too many
-/// sections.
+/// The number of columns of a section, the range of a row that one cube handles. Long rows have larger sections.
 const STRETCH: usize = 32 * UNITS;
 
 /// True if the device has the atomics that the kernels need, and a column index fits in [`COLUMN_BITS`] bits.
@@ -85,8 +84,8 @@ impl SampleBackend for CubeBackend {
         let words = seen.meta.shape()[0] / rows;
         integers([&seen, &tokens]);
         let units = 32;
-        // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. The row has `words` words with
-        // one bit per token of the vocabulary, and element `r` of `tokens` is within the vocabulary.
+        // SAFETY: unit `r` updates one word of row `r` of `seen` only if `r` is below `rows`. A row has one bit per token of
+        // the vocabulary. Element `r` of `tokens` is within the vocabulary.
         unsafe {
             mark::launch_unchecked(
                 &client,
@@ -153,8 +152,8 @@ impl Rows {
     fn largest(&self) -> CubeTensor {
         let client = &self.logits.client;
         let largest = self.words(1);
-        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. The cube writes only its own
-        // element of `largest`, which has one element for each section of each row.
+        // SAFETY: each cube reads columns below `columns` of one of the `rows` rows of `logits`. The cube writes only its
+        // own element of `largest`, which has one element per section.
         unsafe {
             largest_keys_pdl::launch_unchecked(
                 client,
@@ -174,9 +173,8 @@ impl Rows {
     fn count(&self, largest: &CubeTensor, before: Option<CubeTensor>, step: Step) -> CubeTensor {
         let client = &self.logits.client;
         let records = self.words(RECORD);
-        // SAFETY: the reads of `logits` are those of the function `largest`. The tensors `largest`, `before` and `records` have
-        // an entry for each section of each row. A cube reads the entries of its row, and writes only its own entry of
-        // `records`.
+        // SAFETY: the reads of `logits` are those of the function `largest`. `largest`, `before` and `records` have one
+        // entry per section. A cube reads its row's entries, and writes only its own entry of `records`.
         unsafe {
             count_pdl::launch_unchecked(
                 client,
@@ -202,8 +200,8 @@ impl Rows {
         let summaries = self.words(SUMMARY);
         let records = self.rows * self.stretches * RECORD;
         assert!(records < 1 << 31, "the offsets of records fit in 32 bits");
-        // SAFETY: this kernel reads the same elements as the kernel in `count`, for the reasons given there. Each cube writes only
-        // its own entry of `summaries`, which has one entry for each section of each row.
+        // SAFETY: the reads are those of the kernel in `count`. Each cube writes only its own entry of `summaries`, which
+        // has one entry per section.
         unsafe {
             keep_pdl::launch_unchecked(
                 client,
@@ -235,9 +233,8 @@ impl Rows {
         let client = &self.logits.client;
         integers([&seeds, &positions]);
         let tokens = empty(&self.logits, [self.rows], DType::I32);
-        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `logits`, which has `columns` columns,
-        // and the entries of `largest` and `summaries` for the row's sections. The cube also reads elements `2r` and `2r + 1`
-        // of `seeds` and element `r` of `positions`, and writes element `r` of `tokens`.
+        // SAFETY: cube `r` works only if `r` is below `rows`. The cube reads row `r` of `logits`, the row's entries of
+        // `largest` and `summaries`, elements `2r` and `2r + 1` of `seeds`, and `positions[r]`. The cube writes `tokens[r]`.
         unsafe {
             draw_pdl::launch_unchecked(
                 client,
@@ -275,9 +272,9 @@ fn changed(
     let element = dtype_to_storage_type(logits.dtype);
     let argument =
         |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
-    // SAFETY: unit `i` reads element `i` of `logits` and writes element `i` of `changed` only if `i` is below `rows · columns`,
-    // the length of both tensors. The unit also reads one bit of `seen`, which has one bit per row and column, and of
-    // `suppressed`, which has one bit per column.
+    // SAFETY: unit `i` reads element `i` of `logits` and writes element `i` of `changed` only if `i` is below
+    // `rows · columns`, the length of both tensors. `seen` has one bit per row and column, and `suppressed` one bit per
+    // column.
     unsafe {
         change_logits::launch_unchecked(
             &client,
@@ -320,8 +317,8 @@ mod tests {
         client.resolve_tensor_int::<CubeBackend>(tensor)
     }
 
-    /// Draws one token from each of 64 rows with the same `logits`. Each element of `weights` belongs to one section of a row's
-    /// columns. The element is the summed weight that the first kernel would report for its section, in units of 2³².
+    /// Draws one token from each of 64 rows with the same `logits`. `weights` are the summed weights of the sections, in
+    /// units of 2³², as the first kernel would report them.
     fn drawn(logits: &[f32], weights: &[u32]) -> Vec<i32> {
         const ROWS: usize = 64;
         let device = Device::wgpu(DeviceKind::DefaultDevice);
@@ -361,14 +358,12 @@ mod tests {
         words.iter().map(|word| i32::from_le_bytes(*word)).collect()
     }
 
-    /// Checks that the draw gives the last token if the random number exceeds the sum of all tokens' weights. A first kernel
-    /// computes this sum, and the random number is below it. A second kernel adds up the weights in the order of the tokens,
-    /// until their sum exceeds the random number. In practice the sums of the two kernels differ only by the rounding of
-    /// exponentials. In this test the first kernel's sum is twice the second kernel's.
+    /// Checks that the draw gives the last token if the random number exceeds the sum of all weights in the second kernel.
+    /// In practice the sums of the two kernels differ only by rounding. In this test the first kernel's sum is twice the
+    /// second kernel's.
     #[test]
     fn draw_beyond_last_sum_gives_last_token() {
-        // Each of the ten tokens has the weight 2⁴⁰, which is 256 in units of 2³². The summary holds twice the sum of these
-        // weights.
+        // Each of the ten tokens has the weight 2⁴⁰. The summary holds twice their sum, in units of 2³².
         let tokens = drawn(&[0.0; 10], &[2 * 10 * 256]);
         assert!(
             tokens.iter().all(|token| (0..10).contains(token)),

@@ -1,9 +1,8 @@
 //! Token sampling on the device. The kernels draw the same tokens as the
 //! [`Sampler`](crate::generate::sampling::sampler::Sampler) on the host, from the same random numbers.
 //!
-//! The host's sampler is the standard with which the kernels must agree. On the device each token's weight is an integer, so
-//! that sums do not depend on the order of the additions. A weight is rounded to a multiple of 2⁻⁴⁰ of the most likely token's
-//! weight.
+//! On the device each token's weight is an integer, so that sums do not depend on the order of the additions. A weight is
+//! rounded to a multiple of 2⁻⁴⁰ of the most likely token's weight.
 
 #[cfg(feature = "cube")]
 mod change;
@@ -44,8 +43,8 @@ mod device {
         pub top_k: Option<u32>,
         /// The total probability that top-p keeps, in units of 2⁻³².
         pub top_p: Option<u32>,
-        /// The bound of min-p, as a natural logarithm. A token is kept if its weight, divided by the weight of the most
-        /// likely token, is at least the bound.
+        /// The natural logarithm of min-p. A token is kept if its weight, relative to the most likely token's weight, is at
+        /// least min-p.
         pub least: f32,
     }
 
@@ -83,9 +82,8 @@ mod device {
         ))
     }
 
-    /// Applies the repetition penalty to the logits of tokens that the row's text contains. A negative logit is multiplied by
-    /// the penalty, and any other logit is divided by the penalty. The output is `[rows, vocabulary]` in f32. `seen`,
-    /// `[rows · words]`, has one bit per token, in words of 32 bits.
+    /// Applies the repetition penalty to the logits of tokens that the row's text contains. The output is
+    /// `[rows, vocabulary]` in f32. `seen`, `[rows · words]`, has one bit per token, in words of 32 bits.
     pub(crate) fn penalize(logits: Tensor<2>, seen: Tensor<1, Int>, penalty: f32) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::penalize(
             logits.into_dispatch(),
@@ -94,8 +92,8 @@ mod device {
         ))
     }
 
-    /// Sets the logits of suppressed tokens to −∞. The output is `[rows, vocabulary]` in f32. `suppressed`, `[words]`, has one
-    /// bit per token.
+    /// Sets the logits of suppressed tokens to −∞. The output is `[rows, vocabulary]` in f32. `suppressed`, `[words]`, has
+    /// one bit per token.
     pub(crate) fn suppress(logits: Tensor<2>, suppressed: Tensor<1, Int>) -> Tensor<2> {
         Tensor::from_dispatch(Dispatch::suppress(
             logits.into_dispatch(),

@@ -1,6 +1,5 @@
 //! Counter-based random numbers by Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3). The key is a
-//! sequence's seed, and the counter is the position of the drawn token. Host and device therefore draw from the same random
-//! numbers.
+//! sequence's seed, and the counter is the position of the drawn token.
 
 #[cfg(feature = "cube")]
 use super::wide::Wide;

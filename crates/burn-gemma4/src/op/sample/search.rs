@@ -1,15 +1,15 @@
-//! The search for the smallest key that top-k or top-p keeps. A key is an integer that compares as its logit does. The search
-//! is a radix search that determines eight bits of the key per launch.
+//! The search for the smallest key that top-k or top-p keeps. A key is an integer that compares as its logit does. Each
+//! launch of this radix search determines eight bits of the key.
 //!
-//! Algorithm: each cube builds a histogram over a section, which is a consecutive range of a row's columns. The histogram
-//! covers only the keys whose upper bits equal the prefix that earlier launches have found. The next eight bits of a key select
-//! the bin. A bin counts tokens for top-k, and sums weights for top-p.
+//! Algorithm: each cube builds a histogram over a section, which is a range of a row's columns. The histogram covers the
+//! keys that begin with the bits found so far. The next eight bits of a key select the bin. A bin counts tokens for top-k,
+//! and sums weights for top-p.
 //!
-//! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the largest keys
-//! down, and extends the prefix by the bin in which the sum reaches the target.
+//! In the next launch every cube adds the histograms of all sections of its row. The cube sums the bins from the largest
+//! keys down. The bin in which the sum reaches the target gives the next eight bits.
 //!
-//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and the
-//! histograms come from the L2 cache, with several loads in flight.
+//! Budget: 10 KB of shared memory, and registers for one bin per unit. Bound: latency. After the first launch the logits and
+//! the histograms come from the L2 cache, with several loads in flight.
 
 use super::{
     section::{AHEAD, LogitsSizes, Stretch, largest_of, next_keys, stretch},
@@ -21,11 +21,10 @@ use cubecl::prelude::*;
 
 /// The number of bins in a histogram, one for each value of eight key bits.
 pub(super) const BINS: usize = 256;
-/// The number of words that a cube writes for its section of a row: two words per bin of the histogram, then the four words of
-/// [`Found`].
+/// The number of words that a cube writes for its section: two words per bin, then the four words of [`Found`].
 pub(super) const RECORD: usize = 2 * BINS + 4;
-/// The number of duplicates of a cube's histogram. Most logits fall into few bins, so duplicates reduce contention between
-/// atomics. The units of a cube are divided among the duplicates.
+/// The number of histograms among which a cube's units are divided. Most logits fall into few bins, so several histograms
+/// reduce contention between atomics.
 const COPIES: usize = 4;
 
 /// The state of the search for a threshold, the smallest key that is kept.
@@ -58,8 +57,8 @@ pub(super) struct Cuts {
     pub top_p: bool,
 }
 
-/// One launch of the search, which determines eight bits of the key. `digit` is the index of these eight bits, counted from the
-/// uppermost bits. `weighed` is true if the bins sum weights, and false if the bins count tokens.
+/// One launch of the search, which determines eight bits of the key. `digit` counts these groups of eight bits from the
+/// uppermost. `weighed` is true if the bins sum weights, and false if the bins count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Step {
     pub digit: u32,
@@ -74,8 +73,8 @@ pub(super) struct Limits {
     pub top_k: u32,
     /// The total probability that top-p keeps, in units of 2⁻³².
     pub top_p: u32,
-    /// The bound of min-p, as a natural logarithm. A token is kept if its weight, divided by the weight of the most likely
-    /// token, is at least the bound.
+    /// The natural logarithm of min-p. A token is kept if its weight, relative to the most likely token's weight, is at
+    /// least min-p.
     pub least: f32,
 }
 
@@ -126,8 +125,8 @@ pub(super) fn largest_keys_pdl<E: Float>(
     }
 }
 
-/// Adds up the histograms that the previous launch built over all sections of a row. Extends the prefix, the upper bits of the
-/// threshold, by the bin in which the sum over bins reaches the target. Synchronizes the cube.
+/// Adds up the previous launch's histograms of all sections of a row, and finds the next bits of the threshold. Synchronizes
+/// the cube.
 #[cube]
 pub(super) fn descend(
     records: &Tensor<u32>,
@@ -185,8 +184,8 @@ pub(super) fn descend(
             low: 0u32,
             high: limits.top_p,
         });
-        // The target is top-p times the sum of all weights, rounded up. `share` has rounded this product down, so add 1 if
-        // the product has a fraction.
+        // The target is top-p times the sum of all weights, rounded up. `share` has rounded down, so add 1 if the product
+        // has a fraction.
         let rest = select(all.low * limits.top_p == 0u32, 0u32, 1u32);
         share.plus(Wide::of(rest))
     } else {
@@ -234,8 +233,8 @@ fn beginning(floor: u32) -> Found {
     }
 }
 
-/// Returns the smallest key that top-k keeps. A key is an integer that compares as its logit does. The argument `threshold` is
-/// the key of the k-th largest logit. All logits that equal this logit are kept, and −0 equals 0.
+/// Returns the smallest key that top-k keeps. `threshold` is the key of the k-th largest logit. All logits that equal this
+/// logit are kept, and −0 equals 0.
 #[cube]
 pub(super) fn floor_of(threshold: u32) -> u32 {
     let tied = select(
@@ -246,8 +245,8 @@ pub(super) fn floor_of(threshold: u32) -> u32 {
     max(tied, comptime!(KEY_OF_NOTHING + 1))
 }
 
-/// Returns the initial state of the search of top-p, limited to the keys that top-k keeps. A key is an integer that compares as
-/// its logit does. Without top-k, all keys above the key of −∞ are kept.
+/// Returns the initial state of the search of top-p, limited to the keys that top-k keeps. Without top-k, all keys above
+/// that of −∞ are kept.
 #[cube]
 pub(super) fn after_top_k(
     records: ComptimeOption<&Tensor<u32>>,
@@ -274,8 +273,8 @@ pub(super) fn after_top_k(
     }
 }
 
-/// Runs one launch of a search. First extends the prefix, the upper bits of the threshold, by the histograms of the previous
-/// launch. Then builds the histogram over the next eight bits.
+/// Runs one launch of a search. First finds the next bits of the threshold from the previous launch's histograms. Then
+/// builds the histogram over the next eight bits.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn count_pdl<E: Float>(
     logits: &Tensor<E>,

@@ -1,11 +1,10 @@
-//! The sections of a row of logits, and the loads of a section. A section is the consecutive range of a row's columns that one
-//! cube handles. A key is an integer that compares as its logit does.
+//! The sections of a row of logits, and the loads of a section. A section is the range of a row's columns that one cube
+//! handles. A key is an integer that compares as its logit does.
 
 use super::{weight::key, wide::UNITS};
 use cubecl::prelude::*;
 
-/// The largest number of sections per row. The number is limited, because every cube reads the results of all sections of its
-/// row.
+/// The largest number of sections per row. Every cube reads the results of all sections of its row.
 pub(super) const MOST_STRETCHES: usize = 32;
 /// The number of loads that a unit issues before it uses the first loaded value.
 pub(super) const AHEAD: usize = 8;
@@ -44,8 +43,8 @@ pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
     }
 }
 
-/// Returns the keys of [`AHEAD`] columns of the row that begins at element `from`. Successive columns are [`UNITS`] apart. A
-/// column at or after `end` gives the key 0, which is below all other keys.
+/// Returns the keys of [`AHEAD`] columns, which are [`UNITS`] apart, of the row that begins at element `from`. A column at
+/// or after `end` gives the key 0, which is below all other keys.
 #[cube]
 pub(super) fn next_keys<E: Float>(
     logits: &Tensor<E>,
@@ -72,8 +71,7 @@ pub(super) fn next_keys<E: Float>(
 #[cube]
 pub(super) fn largest_of(largest: &Tensor<u32>, row: u32, stretches: u32) -> u32 {
     let mut best = 0u32;
-    // Issue all loads at once. If the row has fewer than the largest number of sections, the surplus loads read the last
-    // section's key again.
+    // Issue all loads at once. The loads of missing sections read the last section's key, so that all loads are in bounds.
     #[unroll]
     for number in 0..MOST_STRETCHES {
         let number = min(comptime!(number as u32), stretches - 1u32);

@@ -1,28 +1,24 @@
-//! The key and the weight of a logit. The key is an integer that compares as the logit does, and the weight is an unnormalized
-//! probability.
+//! The key and the weight of a logit. The key is an integer that compares as the logit does, and the weight is an
+//! unnormalized probability.
 //!
 //! Weights are integer multiples of 2⁻⁴⁰ of the most likely token's weight, in 64 bits. The sums of weights do not depend on
-//! how a row is divided among cubes.
+//! the order of the additions.
 
 use super::wide::Wide;
 use cubecl::prelude::*;
 
-/// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. The integers
-/// of NaN with a sign bit are smaller. The function `key` returns 0 for −∞ and for every NaN.
+/// The integer that stands for −∞ in the order of `f32::total_cmp`. Tokens that can be drawn have larger keys. The function
+/// `key` returns 0 for −∞ and for every NaN.
 pub(super) const KEY_OF_NOTHING: u32 = 0x007F_FFFF;
-/// The key of ∞. A key is an integer that compares as its logit does. In the order of `f32::total_cmp`, NaN without a sign bit
-/// maps to a larger integer.
+/// The key of ∞. In the order of `f32::total_cmp`, NaN without a sign bit maps to a larger integer.
 const KEY_OF_INFINITY: u32 = 0xFF80_0000;
 /// The key of 0, that is, the integer that compares with other keys as a logit of 0 does. The key of −0 is smaller by 1.
 pub(super) const KEY_OF_ZERO: u32 = 0x8000_0000;
-/// The smallest natural logarithm of a weight whose exponential is computed. Smaller logarithms give weights below 2⁻⁴¹, which
-/// count as zero.
+/// The smallest natural logarithm of a weight that does not count as zero. Smaller logarithms give weights below 2⁻⁴¹.
 const LEAST_RATIO: f32 = -28.5;
-/// The factor 2⁸, by which a weight relative to the largest weight is multiplied. The integer part of the product is the upper
-/// word.
+/// The factor 2⁸. The upper word is the integer part of this factor times a weight, relative to the largest weight.
 const UPPER: f32 = 256.0;
-/// The factor 2³², by which the fraction that remains after the upper word is multiplied. The integer part of the product is
-/// the lower word.
+/// The factor 2³². The lower word is the integer part of this factor times the fraction that the upper word leaves.
 const LOWER: f32 = 4_294_967_296.0;
 
 /// Maps a logit to its key, an integer that compares with other keys as in the order of `f32::total_cmp`. NaN and −∞ give 0.
@@ -38,8 +34,8 @@ pub(super) fn key(value: f32) -> u32 {
     select(possible, key, 0u32)
 }
 
-/// Returns the natural logarithm of a weight: a logit minus the largest logit, divided by the temperature. The arguments `key`
-/// and `largest` are the keys of these two logits.
+/// Returns the natural logarithm of a weight: the logit minus the largest logit, divided by the temperature. `key` and
+/// `largest` are the keys of these two logits.
 #[cube]
 pub(super) fn ratio(key: u32, largest: u32, temperature: f32) -> f32 {
     // Handle infinite logits separately, because ∞ − ∞ is NaN, and some devices have no ∞.
@@ -73,8 +69,7 @@ pub(super) fn weight(ratio: f32) -> Wide {
     let weight = select(counts, ratio, 0.0f32).exp();
     let weight = select(counts, weight, 0.0f32);
     let upper = (weight * f32::new(UPPER)).floor();
-    // The subtraction is exact, because it only removes the integer part. The multiplications are exact, because `UPPER` and
-    // `LOWER` are powers of two.
+    // The subtraction is exact, because it only removes the integer part. The multiplications by powers of two are exact.
     let lower = (weight * f32::new(UPPER) - upper) * f32::new(LOWER);
     Wide {
         low: u32::cast_from(lower),

@@ -1,5 +1,5 @@
-//! 64-bit unsigned integers, and their sums over a cube. Each integer is stored as two 32-bit words, because every device
-//! supports 32-bit words. Integer sums do not depend on the order of the additions.
+//! 64-bit unsigned integers, and their sums over a cube. Each integer is stored as two 32-bit words, because some devices
+//! support no 64-bit words.
 
 use cubecl::prelude::*;
 

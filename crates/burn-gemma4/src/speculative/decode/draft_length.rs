@@ -2,8 +2,8 @@
 
 use crate::speculative::drafts::MAX_DRAFT_TOKENS;
 
-/// The cost of one more draft token in a pass, as a fraction of the cost of the pass. The cost is small, because a pass reads
-/// the weights once for all its tokens. The cost is not 0, because each draft token must be proposed.
+/// The cost of one more draft token in a forward pass, as a fraction of the cost of the pass. The cost is small, because a
+/// pass reads the weights once for all its tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Cost(pub f64);
 
@@ -14,11 +14,10 @@ impl Cost {
     pub const DRAFTER: Self = Self(0.12);
 }
 
-/// The number of passes after which the weight of a pass has fallen to 1/e. The weights apply to the counts of tested and
-/// accepted draft tokens, in which older passes have less weight.
+/// The number of passes after which a pass's weight in the running counts has fallen to 1/e.
 const MEMORY: f64 = 16.0;
-/// The acceptance rate that is assumed at the beginning (`FIRST_ACCEPTANCE`). The assumption counts as much as a measurement of
-/// `FIRST_DRAFTS` draft tokens.
+/// The acceptance rate that is assumed at the beginning. The assumption counts as much as a measurement of `FIRST_DRAFTS`
+/// draft tokens.
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
@@ -30,9 +29,8 @@ const ROWS: usize = 8;
 #[derive(Clone, Debug)]
 pub(super) struct DraftLength {
     fixed: Option<usize>,
-    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens are divided equally
-    /// among the sequences. One token of each share is the last token of the sequence's text. All other tokens of the share
-    /// are draft tokens.
+    /// The maximum number of draft tokens if the caller has not fixed the number. The [`ROWS`] tokens of a pass are divided
+    /// equally among the sequences. Each sequence uses one row for the last token of its text.
     most: usize,
     cost: Cost,
     /// The running counts of tested draft tokens (`seen`) and of accepted draft tokens (`right`). Older passes have smaller
@@ -53,9 +51,9 @@ impl DraftLength {
         }
     }
 
-    /// Returns the number of draft tokens for which the expected number of generated tokens, divided by the cost of the
-    /// pass, is largest. If each draft token is accepted with probability `a`, then a pass with `k` draft tokens generates
-    /// `1 + a + … + aᵏ` tokens on average.
+    /// Returns the number of draft tokens that maximizes the expected number of generated tokens, divided by the cost of the
+    /// pass. If each draft token is accepted with probability `a`, a pass with `k` draft tokens generates `1 + a + … + aᵏ`
+    /// tokens on average.
     pub fn next(&self) -> usize {
         if let Some(fixed) = self.fixed {
             return fixed.min(MAX_DRAFT_TOKENS);
@@ -74,7 +72,7 @@ impl DraftLength {
         best
     }
 
-    /// Records the result of a pass. The draft tokens after the first rejected draft token do not count, because the model has
+    /// Records the result of a pass. Draft tokens after the first rejected draft token do not count, because the model has
     /// not tested them.
     pub fn learn(&mut self, drafted: usize, accepted: usize) {
         if drafted == 0 {

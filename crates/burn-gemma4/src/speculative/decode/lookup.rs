@@ -1,10 +1,9 @@
-//! Prompt lookup (Saxena 2023). It finds an earlier occurrence of the last few tokens of the text, and proposes the tokens that
-//! followed that occurrence.
+//! Prompt lookup (Saxena 2023): finds an earlier occurrence of the text's last few tokens, and proposes the tokens after
+//! that occurrence.
 
 use std::collections::HashMap;
 
-/// The lengths of the n-grams that are looked up, the longest first. There is no length 1, because a single token says too
-/// little about the tokens after it.
+/// The lengths of the n-grams that are looked up, the longest first. A single token says too little about the next tokens.
 const LENGTHS: [usize; 3] = [4, 3, 2];
 
 /// A text with an index of its n-grams.

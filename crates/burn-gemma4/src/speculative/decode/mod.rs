@@ -1,11 +1,12 @@
-//! Decoding with draft tokens. One forward pass of the model (below: a pass) evaluates several draft tokens. Draft tokens
-//! are proposals for the next tokens, and the model has not chosen these tokens yet.
+//! Decoding with draft tokens, which are proposals for the next tokens. One forward pass of the model (below: a pass)
+//! evaluates several draft tokens.
 //!
-//! The model chooses its own token after each draft token exactly as without drafts, from the same logits and with the same
-//! random numbers. As long as the chosen token equals the draft token, the logits that the pass has computed at the next
-//! position are valid. The generated text therefore equals the text without drafts. A draft token is accepted with the
-//! probability that the model assigns to it. A rejected draft token is replaced by a draw from the other tokens. Only the
-//! rounding of logits may depend on the number of tokens in a pass.
+//! At each position the model chooses its own token exactly as without drafts, from the same logits and random numbers. A
+//! draft token is accepted if it equals the model's token at its position. The model's token replaces the first rejected
+//! draft token, and the later draft tokens are dropped.
+//!
+//! The generated text therefore equals the text without drafts. Only the rounding of logits may depend on the number of
+//! tokens in a pass.
 
 mod draft_length;
 mod lookup;
@@ -22,8 +23,7 @@ use burn::tensor::Tensor;
 use draft_length::{Cost, DraftLength};
 use lookup::Lookup;
 
-/// Checks the options of speculative decoding: the number of draft tokens is valid, and a drafter is loaded if the options
-/// select one.
+/// Checks the options: the number of draft tokens is valid, and a drafter is loaded if the options select one.
 pub(crate) fn check(
     drafter: Option<&Drafter>,
     options: &GenerateOptions,
@@ -70,8 +70,8 @@ enum Source {
 }
 
 impl DraftSources {
-    /// Creates the sources of draft tokens that the options select. `hidden`, `[batch, 1, hidden]`, is the hidden state at each
-    /// prompt's last position.
+    /// Creates the sources of draft tokens that the options select. `hidden`, `[batch, 1, hidden]`, is the hidden state at
+    /// each prompt's last position.
     pub fn of(options: &GenerateOptions, sequences: &[Sequence<'_>], hidden: Tensor<3>) -> Self {
         let of_sequence = |sequence: &Sequence<'_>| {
             let (source, cost) = match options.drafts {
@@ -102,9 +102,8 @@ impl DraftSources {
         self.of_sequences.is_empty()
     }
 
-    /// Proposes draft tokens after the last token of each sequence. Then evaluates this last token, which is not in the cache
-    /// yet, and the draft tokens in one pass. Returns the draft tokens, and the logits after each evaluated token. All
-    /// sequences have the same number of rows of logits.
+    /// Proposes draft tokens, and evaluates each sequence's last token and the draft tokens in one pass. The last token is
+    /// not in the cache yet. Returns the draft tokens, and the logits after each evaluated token.
     fn guess_and_read<'a>(
         &mut self,
         sequences: &[Sequence<'_>],
@@ -152,8 +151,8 @@ impl DraftSources {
         Ok((Guessed::LookedUp { drafts, count }, next))
     }
 
-    /// Records the result of a pass for one sequence: the pass evaluated `drafted` draft tokens of the sequence and
-    /// generated `taken` tokens. The pass has one row per token, and `first` is the index of the sequence's first row.
+    /// Records the result of a pass for one sequence: `drafted` draft tokens were evaluated, and `taken` tokens were
+    /// generated. `first` is the index of the sequence's first row in the pass.
     fn learn(&mut self, sequence: usize, drafted: usize, taken: usize, first: usize) {
         self.of_sequences[sequence].pace.learn(drafted, taken - 1);
         self.streams.of[sequence] = first + taken - 1;
@@ -183,8 +182,8 @@ enum Guessed {
     },
     ByDrafter {
         tokens: DraftTokens,
-        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every sequence. A
-        /// sequence ignores the draft tokens beyond its own number.
+        /// The number of draft tokens that each sequence uses. The drafter proposes `most` draft tokens for every sequence,
+        /// and a sequence ignores the surplus.
         counts: Vec<usize>,
         most: usize,
     },
@@ -215,8 +214,8 @@ impl Guessed {
     }
 }
 
-/// Returns the first token that the next pass evaluates for a sequence. Usually this is the sequence's last token. A finished
-/// sequence stays in the batch and has the padding token instead.
+/// Returns the first token that the next pass evaluates for a sequence: its last token, or the padding token if the sequence
+/// has finished.
 fn last(sequence: &Sequence<'_>, limits: Limits) -> u32 {
     match (sequence.finished, sequence.tokens.last()) {
         (None, Some(last)) => *last,
@@ -232,9 +231,10 @@ pub(crate) struct Limits {
 }
 
 /// Generates tokens until all sequences have finished. At the start the cache holds all tokens of each sequence except the
-/// last token. A pass evaluates equally many tokens of every sequence, even if some sequences have fewer draft tokens. After
-/// the pass, the columns of rejected tokens are removed from the cache. The number of these columns differs between
-/// sequences.
+/// last.
+///
+/// A pass evaluates equally many tokens of every sequence. After the pass, the columns of rejected tokens are removed from
+/// the cache.
 pub(crate) fn decode(
     sequences: &mut [Sequence<'_>],
     decoder: &mut Decoder<'_>,
@@ -250,15 +250,15 @@ pub(crate) fn decode(
             guessers.streams.rows = hidden;
         }
         let chosen = Chosen::of(next, sequences, options)?;
-        // This call does not wait for the device. The copy of the draft tokens to the host ends before the copy of the model's
-        // choices, for which `Chosen::of` has waited.
+        // This call does not wait for the device. `Chosen::of` has waited for the model's choices, which are copied after
+        // the draft tokens.
         let drafts = guessed.of_sequences()?;
         let mut forgotten = vec![count - 1; sequences.len()];
         for (index, (sequence, drafts)) in sequences.iter_mut().zip(&drafts).enumerate() {
             let first = index * count;
             if sequence.finished.is_some() {
-                // Ignore the drafter's tokens for a finished sequence. But select one of the sequence's hidden states, because
-                // the next run of the drafter needs a valid row for every sequence of the batch.
+                // Ignore the drafter's tokens for a finished sequence. But select one of its hidden states, because the
+                // drafter needs a valid row for every sequence.
                 guessers.streams.of[index] = first;
                 continue;
             }
@@ -271,8 +271,8 @@ pub(crate) fn decode(
                     break;
                 }
             }
-            // Keep `taken` columns of the pass: the column of the token before the draft tokens, and the columns of all
-            // generated tokens except the last. The next pass evaluates the last generated token.
+            // Keep the first `taken` columns of the pass: the token before the draft tokens, and all generated tokens except
+            // the last. The next pass evaluates the last generated token.
             forgotten[index] = count - taken;
             sequence.drafts.passes += 1;
             sequence.drafts.drafted += drafts.len();

@@ -1,5 +1,5 @@
-//! The drafter's head, which chooses a token from a hidden state. It chooses among the whole vocabulary, or only among the
-//! tokens of a few groups.
+//! The drafter's head, which chooses a token from a hidden state, among the whole vocabulary or among a few groups of
+//! tokens.
 
 #[cfg(feature = "cube")]
 use crate::op;
@@ -22,8 +22,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// A head that first scores groups of tokens by the groups' centroids. It then computes logits only for the tokens of the best
-/// groups.
+/// A head that first scores groups of tokens by the groups' centroids. The head then computes logits only for the tokens of
+/// the best groups.
 #[derive(Module, Debug)]
 pub struct MaskedEmbedding {
     /// The centroids of the groups, `[groups, hidden]`.
@@ -57,8 +57,8 @@ impl MaskedEmbedding {
         }
     }
 
-    /// Returns the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden` are the hidden states,
-    /// `[rows, hidden]`, and `scores` are the groups' scores, `[rows, groups]`. The embedding `table` has one row per token.
+    /// Returns the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden` is `[rows, hidden]`,
+    /// and the groups' `scores` are `[rows, groups]`. The embedding `table` has one row per token.
     pub(super) fn token(
         &self,
         hidden: Tensor<2>,
@@ -81,8 +81,8 @@ impl MaskedEmbedding {
         drafter_head::looks_at(table, &self.token_ordering)
     }
 
-    /// Computes the tokens that [`token`](Self::token) returns, but with kernels. Writes them to the tensor in `places`, which
-    /// holds all draft tokens of one run of the drafter. `places` also gives the index at which the new tokens begin.
+    /// Computes the tokens of [`token`](Self::token) with kernels. Writes them to the tensor in `places`, from the index in
+    /// `places` on. This tensor holds all draft tokens of one run of the drafter.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,
@@ -113,8 +113,8 @@ pub(super) fn logits(hidden: Tensor<2>, table: Matrix) -> Tensor<2> {
     linear::rows(hidden, table)
 }
 
-/// Returns the argmax of each row of the logits `[rows, columns]`, as `[rows]`. A row of NaN gives token 0, because the caller
-/// always needs a valid token.
+/// Returns the argmax of each row of the logits `[rows, columns]`, as `[rows]`. A row of NaN gives token 0, because the
+/// caller always needs a valid token.
 pub(super) fn token(logits: Tensor<2>) -> Tensor<1, Int> {
     argmax(logits).clamp_min(0)
 }
@@ -128,8 +128,8 @@ fn numbers(count: usize, device: &Device) -> Tensor<1, Int> {
 /// Returns the indices of the `count` largest scores, the largest first. Equal scores are ordered by index. `scores` is
 /// `[all]`, and `places` are the integers `0..all`.
 ///
-/// The rank of a score is the number of scores that come before it. This function compares all pairs of scores to count the
-/// ranks on the device. Burn's sort is not used, because it runs on the host, and every draft token would wait for the host.
+/// This function compares all pairs of scores on the device. Burn's sort runs on the host, for which every draft token would
+/// wait.
 fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1, Int> {
     let [all] = scores.dims();
     let [rows, columns] = [
@@ -140,8 +140,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         places.clone().unsqueeze_dim::<2>(1),
         places.clone().unsqueeze_dim::<2>(0),
     ];
-    // Compare all pairs of scores. Row `i` of `before` has a 1 in each column `j` whose score comes before score `i`. If two
-    // scores are equal, `first` decides by their indices.
+    // Row `i` of `before` has a 1 in each column `j` whose score comes before score `i`. For equal scores `first` decides by
+    // the index.
     let first = columns
         .clone()
         .equal(rows.clone())
@@ -152,8 +152,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         .equal(places.clone().narrow(0, 0, count).unsqueeze_dim::<2>(1))
         .int();
     let found = (found * places.clone().unsqueeze_dim::<2>(0)).sum_dim(1);
-    // Clamp the indices to the valid range. `found` is the sum of the indices of all scores with one rank. A comparison with
-    // NaN is always false, so several NaN scores may have the same rank, and this sum may be too large.
+    // Clamp the indices to the valid range. `found` sums the indices of all scores with a rank. NaN scores may share a rank,
+    // so the sum may be too large.
     found.squeeze_dim(1).clamp(0, all as i64 - 1)
 }
 

@@ -1,10 +1,11 @@
 //! The drafter (multi-token prediction, MTP) of a Gemma 4 model. A few layers propose draft tokens from the target model's
-//! hidden state, keys and values.
+//! hidden state, keys and values. The drafter computes no keys or values of its own.
 //!
-//! The drafter computes no keys or values of its own. A run of the drafter consists of several drafting steps, and each step
-//! proposes one draft token. All steps of a run use the same position: the position of the token after which the target model
-//! continues. The inputs of a step are the previous token and a hidden state. In the first step this hidden state comes from
-//! the target model. In a later step the hidden state is the result of the previous step.
+//! A run of the drafter consists of several drafting steps, and each step proposes one draft token. All steps use the same
+//! position: that of the token after which the target model continues.
+//!
+//! The inputs of a step are the previous token and a hidden state. This hidden state comes from the target model in the
+//! first step, and from the previous step afterwards.
 
 mod head;
 #[cfg(feature = "cube")]
@@ -31,15 +32,15 @@ use burn::{
 };
 use std::sync::Arc;
 
-/// A small model that proposes draft tokens for a large target model. The drafter is on the device to which it was loaded. Its
-/// field names equal the names of the tensors in a checkpoint.
+/// A small model that proposes draft tokens for a large target model. The field names equal the names of the tensors in a
+/// checkpoint.
 #[derive(Module, Debug)]
 pub struct Drafter {
-    /// The drafter's layers and its embedding table, which is also the weight matrix of the head. This is not a complete model,
-    /// because the layers have no key and value projections.
+    /// The drafter's layers and its embedding table, which is also the weight matrix of the head. The layers have no key and
+    /// value projections.
     pub(crate) model: Gemma4Model,
-    /// The projection to the drafter's width. Its input is a concatenation of a token's embedding and the previous hidden
-    /// state, which both have the target model's width.
+    /// The projection to the drafter's width. The input concatenates a token's embedding and the previous hidden state, each
+    /// of the target model's width.
     pub pre_projection: Linear,
     /// The projection of the drafter's hidden state to the target model's width.
     pub post_projection: Linear,
@@ -62,7 +63,7 @@ impl Draft {
     /// Copies the draft tokens to the host.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Device`] if the device failed.
+    /// [`Gemma4Error::Device`] if the device failed.
     pub fn tokens(&self) -> Result<Vec<u32>, Gemma4Error> {
         let tokens = self.tokens.clone().try_into_data().map_err(|error| {
             Gemma4Error::Device(format!("cannot read the drafter's tokens: {error}"))
@@ -78,8 +79,8 @@ impl Draft {
 }
 
 impl Drafter {
-    /// Creates a drafter with random weights in the device's default dtype. Each weight is drawn when it is first used. If the
-    /// head has groups of tokens, each group has consecutive token ids.
+    /// Creates a drafter with random weights in the device's default dtype. Each weight is drawn when it is first used. Each
+    /// group of the head has consecutive token ids.
     ///
     /// # Panics
     /// Panics if the configuration is not [valid](DrafterConfig::validate).
@@ -91,7 +92,7 @@ impl Drafter {
         Self::of(config, &tokens, device)
     }
 
-    /// Creates a drafter like [`new`](Self::new). The configuration must be valid. `groups` lists the token ids of the first
+    /// Creates a drafter like [`new`](Self::new), from a valid configuration. `groups` lists the token ids of the first
     /// group, then those of the second group, and so on.
     pub(crate) fn of(config: &DrafterConfig, groups: &[i32], device: &Device) -> Self {
         let text = &config.text;
@@ -117,11 +118,11 @@ impl Drafter {
     /// Proposes `count` draft tokens after `token`, the last token of the text. `cache` does not hold `token` yet.
     ///
     /// # Shapes
-    /// `hidden` is `[1, hidden]`, the hidden state from which `token` was chosen: see
+    /// `hidden`: `[1, hidden]`, the hidden state from which `token` was chosen: see
     /// [`Next::hidden`](crate::generate::decode::Next::hidden).
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] in these cases:
+    /// [`Gemma4Error::Argument`] in these cases:
     ///
     /// - The drafter does not fit `target`.
     /// - The cache is empty, is padded or holds several sequences.
@@ -198,9 +199,9 @@ impl Drafter {
         }
     }
 
-    /// Runs [`draft`](Self::draft) for one token per sequence, without checking the arguments. `hidden` is `[batch, hidden]`.
-    /// The draft tokens are ordered by drafting step, with `batch` tokens per step. In the cache's buffers all sequences must
-    /// end at the same column.
+    /// Runs [`draft`](Self::draft) for one token per sequence, without checks. `hidden` is `[batch, hidden]`. The result
+    /// holds `batch` tokens of the first drafting step, then those of the second, and so on. All sequences must end at the
+    /// same column of the cache.
     pub(crate) fn guess(
         &self,
         target: &Gemma4Model,
@@ -240,8 +241,8 @@ impl Drafter {
         self.steps(target, token, hidden, &mut shared, &mut operators, count)
     }
 
-    /// Runs `count` drafting steps from one token per sequence, `[batch]`. `hidden`, `[batch, hidden]`, is the hidden state
-    /// from which each token was chosen.
+    /// Runs `count` drafting steps from one token per sequence, `[batch]`. `hidden`, `[batch, hidden]`, are the hidden
+    /// states from which the tokens were chosen.
     pub(crate) fn steps(
         &self,
         target: &Gemma4Model,
@@ -277,8 +278,8 @@ impl Drafter {
         }
     }
 
-    /// Runs the drafter's layers. `both`, `[rows, 2 · hidden]`, is the concatenation of embeddings and hidden states. Returns
-    /// the hidden states after the final norm.
+    /// Runs the drafter's layers. `both`, `[rows, 2 · hidden]`, concatenates embeddings and hidden states. Returns the
+    /// hidden states after the final norm.
     fn layers(
         &self,
         both: Tensor<2>,
@@ -291,8 +292,8 @@ impl Drafter {
         stream.norm(&self.model.norm)
     }
 
-    /// Projects normalized hidden states to the hidden states for the next step. If the head has groups, also computes the
-    /// groups' scores.
+    /// Projects normalized hidden states to the hidden states for the next step. Also computes the groups' scores, if the
+    /// head has groups.
     fn project(
         &self,
         normed: Tensor<2>,

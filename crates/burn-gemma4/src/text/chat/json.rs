@@ -13,7 +13,7 @@ const MOST_INDENT: usize = 100;
 const LONGEST_SEPARATOR: usize = 100;
 
 /// The filter `tojson(ensure_ascii=false, indent=none, separators=none, sort_keys=false)`. Like transformers' filter, and
-/// unlike minijinja's own filter, this filter does not escape HTML characters.
+/// unlike minijinja's, this filter does not escape HTML characters.
 pub(super) fn tojson(
     state: &State<'_, '_>,
     value: &Value,

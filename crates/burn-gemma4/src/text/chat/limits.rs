@@ -1,5 +1,5 @@
-//! Limits on the rendering of a chat template: on the number of minijinja instructions, on the time and on the memory.
-//! Templates come with checkpoints and are not trusted.
+//! Limits on the number of minijinja instructions, the time and the memory of a chat template. Templates come with
+//! checkpoints and are not trusted.
 
 use super::python;
 use crate::cancellation::Cancellation;
@@ -12,30 +12,29 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The maximum number of minijinja instructions in one rendering. To execute so many instructions takes seconds. Gemma 4's own
-/// templates search all earlier messages for each message, so a conversation of 1,000 messages takes 4 million instructions.
+/// The maximum number of minijinja instructions in one rendering, which take seconds. Gemma 4's templates search all earlier
+/// messages for each message, so 1,000 messages take 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
-/// The maximum number of bytes that one rendering may create. All intermediate texts and lists count. Templates copy each
-/// message about ten times, and the longest prompts of any model have a few million bytes. Such a rendering stays below the
-/// limit.
+/// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy each
+/// message about ten times, and the longest prompts have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// The sizes that the limit on created bytes assumes for lists. A list or a namespace counts as `LIST` bytes, plus `ELEMENT`
-/// bytes for each element. The elements of nested lists count too.
+/// The sizes that the limit on created bytes assumes. A list or a namespace counts as `LIST` bytes, plus `ELEMENT` bytes for
+/// each element, also in nested lists.
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 
-/// A text in a list counts as `1 + length / TEXT_OF_ELEMENT` elements, where `length` is in bytes and the quotient is
-/// rounded down. For example, a text of 1024 bytes counts as three elements.
+/// A text in a list counts as `1 + length / TEXT_OF_ELEMENT` elements, with the length in bytes. For example, a text of 1024
+/// bytes counts as three elements.
 const TEXT_OF_ELEMENT: usize = 512;
 
-/// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction may
-/// read 128 MB of text.
+/// The maximum duration of one rendering. The limit on instructions does not bound the time, because a single instruction
+/// may read 128 MB of text.
 const LONGEST_RENDERING: Duration = Duration::from_secs(10);
 
-/// The template variable that holds the [`Watch`] of the rendering. Its name is not a valid identifier, so no template can
-/// access it.
+/// The template variable that holds the rendering's [`Watch`]. The name is not a valid identifier, so no template can access
+/// the variable.
 pub(super) const WATCH: &str = " watch";
 
 /// The maximum nesting depth of lists. The stack has room for thousands of levels.
@@ -47,8 +46,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_formatter(format);
 }
 
-/// The formatter, which writes a value as Python prints it and counts the written bytes. No characters are escaped, because
-/// chat templates do not produce HTML.
+/// Writes a value as Python prints it, and counts the written bytes. No characters are escaped, because chat templates do
+/// not produce HTML.
 fn format(output: &mut Output<'_>, state: &State<'_, '_>, value: &Value) -> Result<(), Error> {
     let text = python::text(value)?;
     spend(state, text.len())?;
@@ -74,8 +73,8 @@ impl Watch {
     }
 
     fn of(state: &State<'_, '_>) -> Arc<Self> {
-        // Copy the watch from the template variable to the state at the first call of this function, which is at the
-        // beginning of the template. Later calls may come from macros, which cannot see the template variable.
+        // Copy the watch from the template variable to the state at the first call, at the beginning of the template. Later
+        // calls may come from macros, which cannot see the template variable.
         state.get_or_set_temp_object("watch", || {
             let found = state.lookup(WATCH);
             let watch = found.and_then(|watch| watch.downcast_object::<Self>());
@@ -123,8 +122,8 @@ pub(super) fn spend(state: &State<'_, '_>, bytes: usize) -> Result<(), Error> {
     }
 }
 
-/// Counts the bytes of a value that an instruction has created. A lazy sequence computes its elements at each access, so it is
-/// converted to a list.
+/// Counts the bytes of a value that an instruction has created. Converts a lazy sequence to a list, because its elements
+/// would be computed at each access.
 pub(super) fn keep(state: &State<'_, '_>, value: Value) -> Result<Value, Error> {
     let value = match value.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
@@ -154,11 +153,11 @@ pub(super) fn length(value: &Value) -> Result<usize, Error> {
     }
 }
 
-/// Returns the number of elements of a list, including the elements of nested lists. A nested list that occurs twice counts
-/// twice. A long text counts as several elements, because it takes time to sort or compare long texts.
+/// Returns the number of elements of a list and its nested lists. A long text counts as several elements, because its
+/// comparison takes time.
 ///
 /// # Errors
-/// Returns an error if lists nest too deeply or have too many elements. A list that contains itself nests too deeply.
+/// Returns an error if lists nest too deeply or have too many elements.
 pub(super) fn elements(value: &Value) -> Result<usize, Error> {
     let mut count = 0;
     look_through(value, DEEPEST, &mut |element| {
@@ -199,8 +198,8 @@ pub(super) fn look_through(
     Ok(())
 }
 
-/// Checks a value before it is assigned to an attribute of a namespace. The value must not be a namespace or contain one.
-/// Otherwise a namespace could contain itself.
+/// Checks a value before it is assigned to an attribute of a namespace. The value must not contain a namespace. Otherwise a
+/// namespace could contain itself.
 pub(super) fn assert_no_namespace(value: &Value) -> Result<(), Error> {
     let mut visit = |value: &Value| {
         let is_namespace = value

@@ -22,8 +22,7 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// The author of instructions for the whole conversation. A conversation has at most one system message, as its first
-    /// message.
+    /// The author of instructions for the whole conversation. Only the first message may be a system message.
     System,
     /// The user.
     User,
@@ -73,8 +72,8 @@ pub struct ChatOptions {
     pub add_generation_prompt: bool,
     /// True if the model may write thoughts before its answer. Default: false.
     pub enable_thinking: bool,
-    /// True if special tokens in the texts of messages, such as `<turn|>`, are encoded as special tokens. If this option is
-    /// false, a message cannot end its own turn and begin another one. Default: false.
+    /// True if special tokens in the texts of messages, such as `<turn|>`, are encoded as special tokens. If false, a
+    /// message cannot end its own turn and begin another one. Default: false.
     pub special_tokens: bool,
 }
 
@@ -88,7 +87,7 @@ impl Default for ChatOptions {
     }
 }
 
-/// A checkpoint's chat template. The Jinja template is rendered like transformers' `apply_chat_template` does.
+/// A checkpoint's chat template. The Jinja template is rendered like in transformers' `apply_chat_template`.
 ///
 /// # Examples
 /// ```
@@ -116,35 +115,35 @@ impl ChatTemplate {
     /// Reads a chat template from a `chat_template.jinja` file.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not UTF-8 or
-    /// not a Jinja template.
+    /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a Jinja
+    /// template in UTF-8.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let source = source::of_file(path)?;
         parse(source, SpecialTokens::default()).map_err(|error| malformed(path.into(), error))
     }
 
-    /// Reads the chat template from a checkpoint's folder. The result is the first template that one of these sources has, in
-    /// this order, as in transformers:
+    /// Reads the chat template from a checkpoint's folder: the first template that one of these sources has, as in
+    /// transformers:
     ///
-    /// - `chat_template` in `processor_config.json`, then in `chat_template.json`, which are files of a multimodal processor
+    /// - `chat_template` in `processor_config.json`, then in `chat_template.json`
     /// - `chat_template.jinja`
     /// - `chat_template` in `tokenizer_config.json`
     /// - [`gemma4`](Self::gemma4), if no file has a template
     ///
-    /// A `chat_template` field holds one template, or a list of named templates. From a list, the template called `default` is
-    /// used. Template variables such as `bos_token` come from `tokenizer_config.json`.
+    /// A `chat_template` field holds one template, or a list of named templates, from which `default` is used. Template
+    /// variables such as `bos_token` come from `tokenizer_config.json`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If a list
-    /// has no template called `default`, this function succeeds and [`render`](Self::render) returns the error.
+    /// Returns [`Gemma4Error::Io`] if a file cannot be read, and [`Gemma4Error::Malformed`] if a file is malformed. If a
+    /// list has no template called `default`, this function succeeds and [`render`](Self::render) returns the error.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let (path, source, tokens) = source::of_folder(folder.as_ref())?;
         parse(source, tokens).map_err(|error| malformed(path, error))
     }
 
-    /// Parses the template `source`, or [`gemma4`](Self::gemma4) if `source` is `None`. `tokens` are the special tokens,
-    /// indexed by the names of template variables.
+    /// Parses the template `source`, or [`gemma4`](Self::gemma4) if `source` is `None`. `tokens` maps names of template
+    /// variables to special tokens.
     ///
     /// # Errors
     /// Passes on the errors of [`from_source`](Self::from_source).
@@ -164,19 +163,18 @@ impl ChatTemplate {
         parse(source.into(), SpecialTokens::default()).map_err(refused)
     }
 
-    /// Returns Gemma 4's own text-only template, for checkpoints that have no template. The template renders system, user and
-    /// model turns.
+    /// Returns Gemma 4's own text-only template, for checkpoints that have no template.
     pub fn gemma4() -> Self {
         parse(source::GEMMA4.into(), SpecialTokens::default())
             .expect("the built-in template is valid Jinja")
     }
 
     /// Renders `messages` to a prompt. The prompt contains special tokens as text, including the BOS token. The caller must
-    /// encode the prompt without adding further special tokens.
+    /// encode the prompt without adding special tokens.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, for example for the order of its roles.
-    /// Returns the same error if the template fails, or exceeds a limit on time, instructions or memory.
+    /// [`Gemma4Error::ChatTemplate`] if the template rejects the conversation, fails, or exceeds a limit on time,
+    /// instructions or memory.
     pub fn render(
         &self,
         messages: &[Message],
@@ -202,9 +200,8 @@ impl ChatTemplate {
         self.render_context(context, cancellation)
     }
 
-    /// Renders messages in JSON like [`render`](Self::render). A message may have further fields besides role and content, such
-    /// as tool calls, tool responses and reasoning. `variables` holds further template variables, such as `tools`. Fields and
-    /// variables that the template does not use are ignored.
+    /// Renders messages in JSON like [`render`](Self::render). A message may have further fields besides role and content,
+    /// such as tool calls. `variables` holds further template variables, such as `tools`.
     ///
     /// # Errors
     /// Passes on the errors of [`render`](Self::render).
@@ -285,8 +282,8 @@ fn parse(source: String, tokens: SpecialTokens) -> Result<ChatTemplate, minijinj
     python::set(&mut environment);
     syntax::check(&source)?;
     let source = syntax::without_generation(&source).into_owned();
-    // `template_from_named_str` checks the syntax of the template, but does not add the template to the environment. A template
-    // in the environment could include itself, and the included template would run without the sandbox.
+    // `template_from_named_str` does not add the template to the environment. A template in the environment could include
+    // itself, and the included template would run without the sandbox.
     environment.template_from_named_str(NAME, &source)?;
     Ok(ChatTemplate {
         environment,

@@ -20,8 +20,8 @@ pub(super) fn text(value: &Value) -> Result<String, Error> {
     Ok(output.into_string())
 }
 
-/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay unchanged. Some functions of
-/// minijinja print their arguments, so their arguments need this replacement to be printed as in Python.
+/// Replaces a list, a map or a float by the text that Python prints for it. Other values stay unchanged. The caller passes
+/// the result to functions of minijinja that print their arguments.
 pub(super) fn printable(value: &Value) -> Result<Value, Error> {
     let is_float = value.kind() == ValueKind::Number && !value.is_integer();
     match is_float || value.as_object().is_some() {
@@ -95,7 +95,7 @@ pub(super) fn number(value: &Value) -> String {
     }
 }
 
-/// Formats a float like Python's `repr`, with the fewest digits that parse to the same float. Values below 1e-4 and values from
+/// Formats a float like Python's `repr`, with the fewest digits that parse to the same float. Values below 1e-4 and from
 /// 1e16 on get an exponent.
 pub(super) fn float(value: f64) -> String {
     if value.is_nan() {
@@ -161,12 +161,10 @@ fn is_printable(char: char) -> bool {
     }
 }
 
-/// Adds to the environment some of jinja2's tests, such as `is iterable`. minijinja has tests of the same names that behave
-/// differently.
+/// Adds jinja2's tests, such as `is iterable`, whose namesakes in minijinja behave differently.
 pub(super) fn set(environment: &mut Environment<'_>) {
     use ValueKind::{Bool, Iterable, Map, Number, Seq, String, Undefined};
-    // An undefined value passes the test `iterable`, because Python iterates over an undefined value as over an empty list.
-    // None does not pass the test.
+    // An undefined value is iterable, because Python iterates over it as over an empty list. None is not iterable.
     environment.add_test("iterable", |value: &Value| {
         matches!(value.kind(), Seq | Map | String | Iterable | Undefined)
     });

@@ -1,8 +1,8 @@
-//! The sandbox of chat templates. Some minijinja instructions create texts or lists. The sandbox replaces such instructions by
-//! calls of functions that count the created bytes and enforce a limit.
+//! The sandbox of chat templates. It replaces minijinja instructions that create texts or lists by calls of functions. These
+//! functions count the created bytes and enforce a limit.
 //!
-//! A limit on the number of instructions alone would not bound the memory. For example, a template needs few instructions to
-//! double a text forty times, and the result would fill any memory.
+//! A limit on the number of instructions does not bound the memory. A template needs few instructions to double a text forty
+//! times.
 
 use super::limits::{
     LIST, MOST_BYTES, assert_in_time, assert_no_namespace, keep, length, spend, too_much,
@@ -22,9 +22,8 @@ const LONGEST_CONSTANT: usize = 1 << 20;
 /// The maximum width of an indent or of a padded text, in characters.
 const MOST_COLUMNS: usize = 1000;
 
-/// Returns the instruction that replaces a minijinja instruction: a call of a function that counts bytes. Returns `None` if
-/// the instruction is not replaced. The functions' names are not valid identifiers, so no template can redefine the
-/// functions.
+/// Returns the call of a counting function that replaces a minijinja instruction, or `None` if the instruction is not
+/// replaced. The functions' names are not valid identifiers, so no template can redefine the functions.
 fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'source>> {
     Some(match instruction {
         Instruction::Add => Instruction::CallFunction("+", Some(2)),
@@ -42,13 +41,12 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
     })
 }
 
-/// The name of the function that checks the time limit. The function is called before each instruction that may read long
-/// texts, and in each iteration of a loop.
+/// The name of the function that checks the time limit, before each instruction that may read long texts, and in each
+/// iteration of a loop.
 const LOOK: &str = "in time";
 
-/// The name of the function that converts a text to a list of its characters. The function is called before a loop over a value
-/// and before a value is unpacked. minijinja itself cannot unpack a text, and a minijinja loop over a text has no defined
-/// length.
+/// The name of the function that converts a text to a list of its characters, before loops and unpacking. minijinja cannot
+/// unpack a text, and its loop over a text has no defined length.
 const ITERATED: &str = "iterated text";
 
 /// True if an instruction may read long texts. The time limit is then checked before the instruction.
@@ -77,9 +75,8 @@ fn may_be_long(instruction: &Instruction<'_>) -> bool {
     )
 }
 
-/// Returns a template's instructions with two changes. Calls of counting functions replace the instructions that create texts
-/// or lists, and checks of the time limit are added. The template's literal text is printed like a value, so that its bytes are
-/// counted too.
+/// Returns a template's instructions with two changes. Counting functions replace the instructions that create texts or
+/// lists, and checks of the time limit are added.
 ///
 /// # Errors
 /// Returns an error if a constant in the instructions exceeds its size limit.
@@ -123,8 +120,8 @@ pub(super) fn guard<'source>(
                 add(Instruction::LoadConst(Value::from(*raw)));
                 Instruction::Emit
             }
-            // The namespace is on the top of the stack, and the assigned value is below the namespace. Swap the two to check
-            // the value, and swap them back afterwards.
+            // The namespace is on the top of the stack, above the assigned value. Swap the two to check the value, and swap
+            // them back.
             Instruction::SetAttr(_) => {
                 add(Instruction::Swap);
                 add(Instruction::CallFunction(".", Some(1)));
@@ -157,8 +154,8 @@ pub(super) fn guard<'source>(
     Ok(result)
 }
 
-/// Adds to the environment the functions that the instructions of [`guard`] call. Also replaces filters, tests and methods by
-/// versions that count the bytes that they create.
+/// Adds to the environment the functions that the instructions of [`guard`] call. Also replaces filters, tests and methods
+/// by versions that count the created bytes.
 pub(super) fn set(environment: &mut Environment<'_>) {
     environment.add_function(LOOK, |state: &State<'_, '_>| assert_in_time(state));
     environment.add_function("+", add);
@@ -238,8 +235,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     environment.set_unknown_method_callback(|state, value, method, arguments| {
         let all: Vec<Value> = [value].into_iter().chain(arguments).cloned().collect();
         match method {
-            // The method `join` has the separator as its object and the list as its argument. The filter `join` has the two in
-            // the reverse order, which `check` expects.
+            // The method `join` has the separator as its object and the list as its argument. `check` expects the reverse
+            // order, as in the filter `join`.
             "join" if arguments.len() == 1 => check(method, &[all[1].clone(), all[0].clone()])?,
             _ => check(method, &all)?,
         }
@@ -248,8 +245,7 @@ pub(super) fn set(environment: &mut Environment<'_>) {
     });
 }
 
-/// Returns the arguments of a filter or method. If the filter or method prints an argument, the argument is replaced by the
-/// text that Python prints for it.
+/// Returns the arguments of a filter or method. An argument that is printed is replaced by the text that Python prints.
 fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
     let prints = matches!(
         name,
@@ -281,8 +277,8 @@ fn printed(name: &str, arguments: Vec<Value>) -> Result<Vec<Value>, Error> {
     }
 }
 
-/// Calls a method of Python. minijinja-contrib implements most of Python's methods, and this function implements the remaining
-/// methods of strings.
+/// Calls a method of Python. Most methods are those of minijinja-contrib. This function implements the remaining methods of
+/// strings.
 fn call_method(
     state: &State<'_, '_>,
     value: &Value,
@@ -401,8 +397,7 @@ fn contains(value: Value, container: Value) -> Result<Value, Error> {
     static PLAIN: LazyLock<Expression<'static, 'static>> =
         LazyLock::new(|| operator("value in container"));
     if container.as_str().is_some() {
-        // A search in a text first formats the value to search for as text. `length` returns an error if the formatted value
-        // is too long.
+        // A search in a text first formats the searched value as text. `length` returns an error if this text is too long.
         length(&value)?;
     }
     PLAIN.eval(context! { value, container })
@@ -424,8 +419,8 @@ fn is_sequence(value: &Value) -> bool {
     matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
 }
 
-/// Rejects arguments with which a filter or method would create too much text. The first argument is the value that the filter
-/// or method is applied to.
+/// Rejects arguments with which a filter or method would create too much text. The first argument is the value that the
+/// filter or method is applied to.
 fn check(name: &str, arguments: &[Value]) -> Result<(), Error> {
     let Some(first) = arguments.first() else {
         return Ok(());

@@ -14,8 +14,8 @@ pub const GEMMA4: &str = include_str!("gemma4.jinja");
 /// The name of the template that is used if a file lists several templates.
 const DEFAULT: &str = "default";
 
-/// The template variables for special tokens, which are defined even if `tokenizer_config.json` does not define them. The names
-/// of the variables are those of transformers, and the tokens are those of Gemma 4.
+/// The template variables for special tokens if `tokenizer_config.json` does not define them. The names are those of
+/// transformers, and the tokens are those of Gemma 4.
 pub const SPECIAL_TOKENS: [(&str, &str); 23] = [
     ("bos_token", "<bos>"),
     ("eos_token", "<eos>"),
@@ -54,8 +54,7 @@ impl Default for SpecialTokens {
 }
 
 impl SpecialTokens {
-    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of their template variables. If both have a token
-    /// for a name, the token in `tokens` replaces Gemma 4's token.
+    /// Returns `tokens` and Gemma 4's special tokens, indexed by the names of template variables. `tokens` has precedence.
     pub fn with(tokens: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut all = Self::default();
         all.0.extend(tokens);
@@ -80,8 +79,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns a folder's template and special tokens. If no file has a template, the template is that of Gemma 4. Like [`own`],
-/// also returns the path that error messages about the template must name.
+/// Returns a folder's template and special tokens. Without a template in a file, the template is that of Gemma 4. Also
+/// returns the path that error messages must name, like [`own`].
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);
@@ -96,9 +95,8 @@ pub fn of_folder_itself(folder: &Path) -> Result<Option<String>, Gemma4Error> {
     Ok(own(folder, config)?.1)
 }
 
-/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path that error messages
-/// must name: the path of the file that holds the template. If there is no template, this path is `tokenizer_config.json`,
-/// or the folder if `tokenizer_config.json` does not exist.
+/// Returns the template in a folder's files, or `None` if no file has a template. Also returns the path for error messages:
+/// the template's file, otherwise `tokenizer_config.json` if the file exists, otherwise the folder.
 fn own(
     folder: &Path,
     config: Option<TokenizerConfig>,
@@ -119,8 +117,8 @@ fn own(
     })
 }
 
-/// The files of a multimodal processor, in the order in which transformers reads them. transformers prefers a template in these
-/// files to all other templates.
+/// The files of a multimodal processor. transformers reads the files in this order, and prefers their templates to all other
+/// templates.
 const PROCESSOR: [&str; 2] = ["processor_config.json", "chat_template.json"];
 const TOKENIZER: &str = "tokenizer_config.json";
 
@@ -191,8 +189,7 @@ impl TokenizerConfig {
         Ok(Self { path, fields })
     }
 
-    /// Returns the special tokens in the file. The file stores a token as a string, or as an object with a string in the field
-    /// `content`.
+    /// Returns the special tokens in the file. A token is a string, or an object with a string in the field `content`.
     fn special_tokens(&self) -> impl Iterator<Item = (String, String)> {
         self.fields.others.iter().filter_map(|(name, token)| {
             let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
@@ -203,8 +200,8 @@ impl TokenizerConfig {
 }
 
 impl Templates {
-    /// Returns the default template of a file. If the file has several templates and none is called `default`, returns a
-    /// template that raises an error when it is rendered.
+    /// Returns the default template of a file. If a file has several templates but none called `default`, returns a template
+    /// that raises an error when it is rendered.
     fn into_default(self, file: &str) -> String {
         let mut named = match self {
             Self::One(template) => return template,

@@ -9,16 +9,16 @@ use std::borrow::Cow;
 /// The maximum size of a template in bytes. Published templates have about 20,000 bytes.
 const LONGEST: usize = 1 << 20;
 
-/// The maximum number of multiplications of constants in a template. A constant may be a text. minijinja multiplies constants
-/// at parse time, and each multiplication may create a text of 100 MB.
+/// The maximum number of multiplications of constants in a template. minijinja multiplies constants at parse time, and each
+/// multiplication may create a text of 100 MB.
 const MOST_CONSTANT_PRODUCTS: usize = 4;
 
-/// The maximum number of operators in one expression. The parser creates one nesting level per operator and needs stack memory
-/// for each level. The parser's time grows with the square of the number of operators.
+/// The maximum number of operators in one expression. The parser's stack memory grows with the number of operators, and the
+/// parser's time with the square of this number.
 const MOST_OPERATORS: usize = 1000;
 
-/// The maximum number of `elif` branches in an `if` together with all `if`s around it. The parser creates one nesting level per
-/// branch and has no limit of its own.
+/// The maximum number of `elif` branches in nested `if`s. The parser nests one level per branch, and has no limit of its
+/// own.
 const MOST_BRANCHES: usize = 300;
 
 /// Rejects a template that could exhaust time, memory or the stack while it is parsed.
@@ -111,8 +111,8 @@ fn check_branches(tokens: &[Token<'_>]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Replaces transformers' `{% generation %}` blocks by `{% with %}` blocks. A `generation` block marks the assistant's text for
-/// training. In a rendering, a `generation` block only opens a scope of variables, as a `with` block does.
+/// Replaces transformers' `{% generation %}` blocks by `{% with %}` blocks. A `generation` block marks the assistant's text
+/// for training. In a rendering, both kinds of blocks only open a scope of variables.
 pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     if !source.contains("generation") {
         return Cow::Borrowed(source);
@@ -146,8 +146,7 @@ pub(super) fn without_generation(source: &str) -> Cow<'_, str> {
     Cow::Owned(result)
 }
 
-/// Returns the text inside a tag `{% … %}`, which is the tag's name if the tag has no arguments. Returns `None` if `tag` is not
-/// such a tag.
+/// Returns the text inside a tag `{% … %}`, or `None` if `tag` is not such a tag.
 fn tag_name(tag: &str) -> Option<&str> {
     let inner = tag.strip_prefix("{%")?.strip_suffix("%}")?;
     Some(inner.trim_matches(['-', '+']).trim())

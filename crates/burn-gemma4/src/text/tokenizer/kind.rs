@@ -1,12 +1,12 @@
-//! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The library supports many
-//! component types. Some types panic on malformed fields, choose tokens at random, or lengthen a text without bound. This
-//! module accepts only the types that Gemma's tokenizer has.
+//! Checks the structure of a `tokenizer.json` before the tokenizers library builds the tokenizer. The check accepts only the
+//! types of components that Gemma's tokenizer has. Some types of the library panic on malformed fields, choose tokens at
+//! random, or lengthen a text without bound.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The components in a `tokenizer.json`, without the vocabulary. Parsing this struct also checks the JSON syntax of the whole
-/// file.
+/// The components in a `tokenizer.json`, without the vocabulary. Parsing this struct also checks the JSON syntax of the
+/// whole file.
 #[derive(Deserialize)]
 struct File {
     #[serde(default)]
@@ -29,8 +29,8 @@ struct Model {
     end_of_word_suffix: Option<String>,
 }
 
-/// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. A component may be a
-/// sequence of components. `parts` is the name of the JSON field that lists them.
+/// The rules for a component of the tokenizer, such as the normalizer. `kinds` are the allowed types. `parts` is the JSON
+/// field that lists the components of a sequence.
 struct Part {
     name: &'static str,
     kinds: &'static [&'static str],

@@ -9,9 +9,9 @@ use tokenizers::{OffsetReferential, OffsetType};
 /// The characters of the last two planes of Unicode, which are reserved for private use.
 const MARKS: RangeInclusive<char> = '\u{F0000}'..='\u{10FFFD}';
 
-/// A marking, which distinguishes special tokens in messages from special tokens that the chat template writes. Before a
-/// message is rendered, [`mark`](Self::mark) inserts a mark character into each special token in the message's text. After
-/// the rendering, [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
+/// A marking, which distinguishes special tokens in messages from special tokens of the chat template. Before the rendering,
+/// [`mark`](Self::mark) inserts a mark character into each special token in a message. After the rendering,
+/// [`encode`](Self::encode) removes the marks. See [`Tokenizer::marking`].
 #[derive(Clone, Copy, Debug)]
 pub struct Marking<'a> {
     tokenizer: &'a Tokenizer,
@@ -22,8 +22,8 @@ impl Tokenizer {
     /// Creates a marking for `texts`, which must contain every text that is rendered with this marking.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark must be
-    /// a character of these two planes that no text contains.
+    /// [`Gemma4Error::Argument`] if the texts contain every character of Unicode's last two planes. The mark is a character
+    /// of these planes that no text contains.
     ///
     /// # Examples
     /// ```no_run
@@ -46,8 +46,8 @@ impl Tokenizer {
         texts: impl IntoIterator<Item = &'t str>,
     ) -> Result<Marking<'_>, Gemma4Error> {
         let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
-        // Exclude characters that occur in special tokens. If such a character is inserted into a special token, the result may
-        // contain another special token.
+        // Exclude characters of special tokens. Such a mark, inserted into a special token, could create another special
+        // token.
         let mut taken = HashSet::new();
         let mut take = |text: &str| taken.extend(text.chars().filter(|char| MARKS.contains(char)));
         texts.into_iter().for_each(&mut take);
@@ -68,7 +68,7 @@ impl Marking<'_> {
     /// Inserts a mark into each special token in `text`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
+    /// [`Gemma4Error::Tokenizer`] if the text contains a special token of one character, which a mark cannot split.
     pub fn mark(&self, text: &str) -> Result<String, Gemma4Error> {
         let mut text = text.to_owned();
         let added = self
@@ -79,8 +79,8 @@ impl Marking<'_> {
         for token in added.values().filter(|token| token.special) {
             let mut rest = token.content.chars();
             let first = rest.next();
-            // Repeat the replacement, because two occurrences of the token may overlap, and `replace` splits only the first
-            // occurrence. Each iteration leaves fewer occurrences, because no special token contains the mark.
+            // Repeat the replacement, because `replace` splits only the first of two overlapping occurrences. Each iteration
+            // leaves fewer occurrences, because no special token contains the mark.
             while !token.content.is_empty() && text.contains(&token.content) {
                 let (Some(first), false) = (first, rest.as_str().is_empty()) else {
                     return Err(Gemma4Error::Tokenizer(format!(
@@ -92,8 +92,8 @@ impl Marking<'_> {
                 text = text.replace(&token.content, &broken);
             }
         }
-        // Check that encoding the marked text gives no special token. A normalizer could create a special token that the text
-        // does not contain literally.
+        // Check that encoding the marked text gives no special token. A normalizer could create a special token that the
+        // text does not contain literally.
         match self.first_special(&text) {
             Some(token) => Err(Gemma4Error::Tokenizer(format!(
                 "{token:?} in a text can only be encoded as the special token"

@@ -36,7 +36,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// Returns [`Gemma4Error::Io`] if the file cannot be read. Returns [`Gemma4Error::Malformed`] if the file is not a
-    /// tokenizer, or if its decoder has another type than Gemma's.
+    /// tokenizer with Gemma's type of decoder.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Gemma4Error> {
         let path = path.as_ref();
         let bytes = read(path)?;
@@ -49,27 +49,24 @@ impl Tokenizer {
     /// Parses the contents of a `tokenizer.json`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the bytes are not a tokenizer, or if its decoder has another type than Gemma's.
+    /// [`Gemma4Error::Tokenizer`] if the bytes are not a tokenizer with Gemma's type of decoder.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Gemma4Error> {
         parse(bytes).map_err(Gemma4Error::Tokenizer)
     }
 
-    /// Encodes `text`. Special tokens in the text, such as `<bos>` and `<|turn>`, become their ids. No further tokens are
-    /// added.
+    /// Encodes `text`. Special tokens in the text, such as `<bos>`, become their ids. No further tokens are added.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
+    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         let encoding = self.inner.encode_fast(text, false).map_err(refused)?;
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes `text` as plain text. If the text contains the characters of a special token, such as `<|turn>`, ordinary tokens
-    /// encode these characters.
+    /// Encodes `text` as plain text. Ordinary tokens encode the characters of a special token, such as `<|turn>`.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode a part of the text only as a special
-    /// token.
+    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the text, or can encode some characters only as a special token.
     pub fn encode_text(&self, text: &str) -> Result<Vec<u32>, Gemma4Error> {
         // Run the same steps as `encode`, but with the added tokens in `spelled`.
         let mut pieces = self
@@ -93,11 +90,11 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes `tokens` to text. If `skip_special` is true, the text omits special tokens. Bytes that are not UTF-8 become
-    /// U+FFFD. Unknown ids give no text.
+    /// Decodes `tokens` to text, without special tokens if `skip_special` is true. Bytes that are not UTF-8 become U+FFFD.
+    /// Unknown ids give no text.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
+    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn decode(&self, tokens: &[u32], skip_special: bool) -> Result<String, Gemma4Error> {
         self.inner.decode(tokens, skip_special).map_err(refused)
     }

@@ -6,22 +6,21 @@ use tokenizers::DecoderWrapper;
 
 /// A streaming decoder, which decodes tokens one by one and never returns an incomplete UTF-8 character.
 ///
-/// Together, the results of all [`push`](Self::push) calls and of [`finish`](Self::finish) equal [`Tokenizer::decode`] of all
-/// tokens without special tokens.
+/// The results of all [`push`](Self::push) calls and of [`finish`](Self::finish) together equal [`Tokenizer::decode`]
+/// without special tokens.
 #[derive(Clone, Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// The current run of byte tokens. Its text is known only when the run ends, because one invalid byte turns the whole run
-    /// into U+FFFD.
+    /// The current run of byte tokens. One invalid byte turns the whole run into U+FFFD, so the text is known only at the
+    /// end of the run.
     held: Vec<u32>,
 }
 
 impl TextStream<'_> {
-    /// Adds a token and returns the text that the token completes. The result is usually the token's whole text, and sometimes
-    /// the empty text.
+    /// Adds a token and returns the text that the token completes, which may be empty.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
+    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the token.
     pub fn push(&mut self, token: u32) -> Result<String, Gemma4Error> {
         match self.tokenizer.kind(token) {
             Kind::Silent => Ok(String::new()),
@@ -44,7 +43,7 @@ impl TextStream<'_> {
     /// Ends the stream. Returns the text that was held back. The bytes of an incomplete character become U+FFFD.
     ///
     /// # Errors
-    /// Returns [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
+    /// [`Gemma4Error::Tokenizer`] if the tokenizer rejects the tokens.
     pub fn finish(&mut self) -> Result<String, Gemma4Error> {
         let text = self.held();
         self.held.clear();
@@ -106,8 +105,8 @@ fn is_byte(token: &str) -> bool {
             .is_some_and(|digits| u8::from_str_radix(digits, 16).is_ok())
 }
 
-/// True if the decoder gives each token a text that does not depend on other tokens. Only the text of a byte token may depend
-/// on the bytes around it. [`TextStream`] is exact only for such decoders.
+/// True if the text of each token, except byte tokens, does not depend on other tokens. [`TextStream`] is exact only for
+/// such decoders.
 pub(super) fn decodes_token_by_token(decoder: &DecoderWrapper) -> bool {
     let is_one = |decoder: &DecoderWrapper| {
         matches!(

@@ -17,7 +17,7 @@ pub struct TrainBatch<'a> {
     /// The documents in each row, or `None` if each row is one document.
     pub packing: Option<&'a Packing>,
     /// The token to predict at each of the last positions, `[batch, last]`. With a packing, `last` must equal `positions`.
-    /// Negative targets do not count in the loss.
+    /// Negative targets do not count.
     pub targets: Tensor<2, Int>,
 }
 
@@ -73,8 +73,7 @@ impl Read {
         })
     }
 
-    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`. The computation needs no data on the host,
-    /// only shapes.
+    /// Computes the mean loss without autodiff, and the gradients of `scaled(loss)`, without data on the host.
     pub fn gradients(
         self,
         model: &Gemma4Model,

@@ -9,8 +9,7 @@ use burn::{
     tensor::{Device, Int, Tensor},
 };
 
-/// The tensors that a training step reads, without autodiff. All steps of a graph have the same number of tensors, with the
-/// same sizes.
+/// The tensors that a training step reads, without autodiff. All steps of a graph have equally many tensors, of equal sizes.
 #[derive(Default)]
 pub(super) struct Sources {
     floats: Vec<FloatTensor<Dispatch>>,
@@ -27,8 +26,7 @@ impl Sources {
     }
 }
 
-/// The buffers of a captured graph. Before a replay, the tensors that the step reads (its sources) are copied into the
-/// buffers. The graph reads the buffers.
+/// The buffers that a captured graph reads. Before a replay, the step's tensors (the sources) are copied into the buffers.
 pub(super) struct Buffers {
     floats: Vec<Tensor<1>>,
     integers: Vec<Tensor<1, Int>>,

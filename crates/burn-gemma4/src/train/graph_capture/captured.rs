@@ -1,5 +1,5 @@
-//! A captured training step: the graph of its launches and the buffers from which the graph reads. Among the buffers are copies
-//! of the trained parameters. Because of the copies, an optimizer may move the parameters to other memory.
+//! A captured training step: the graph of its launches and the buffers that the graph reads. The buffers include copies of
+//! the trained parameters, so that an optimizer may move the parameters to other memory.
 
 use super::batch::Read;
 use super::buffers::{Buffers, Reader, Sources};
@@ -17,11 +17,11 @@ use burn::{
 use std::rc::Rc;
 
 /// The maximum number of tokens in the batch of a captured step. A graph saves no time once the host launches a step as fast
-/// as the GPU runs it. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
+/// as the GPU runs the step. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
 const CAPTURE_MAX_ROWS: usize = 4096;
 
-/// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are the parameters
-/// of models with a few hundred million parameters that are trained completely.
+/// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are all
+/// parameters of models with a few hundred million parameters.
 const MOST_COPIED: usize = 1 << 30;
 
 /// A captured step, which serves all batches of one shape.
@@ -117,9 +117,8 @@ impl Captured {
 
 /// True if a step needs data on the host. A graph cannot capture such a step.
 ///
-/// If the model has more experts than the router's kernels support, the host selects the experts. In layer-by-layer mode, the
-/// forward without autodiff may run one tensor-core GEMM per expert where that is faster. The host must then read which experts
-/// were selected.
+/// The host selects the experts if the model has more experts than the router's kernels support. In layer-by-layer mode the
+/// host may read the selected experts, to run one tensor-core GEMM per expert.
 fn needs_host(model: &Gemma4Model, device: &Device, by_layer: bool) -> bool {
     let config = model.config();
     config.experts.as_ref().is_some_and(|experts| {
@@ -165,8 +164,7 @@ impl ModuleVisitor for TrainedSources {
 #[derive(PartialEq)]
 struct Parameter {
     id: ParamId,
-    /// The shape and dtype of a trained parameter, or `None` if the parameter is frozen. Trained parameters are copied before
-    /// each step.
+    /// The shape and dtype of a trained parameter, or `None` if the parameter is frozen.
     trained: Option<(Vec<usize>, DType)>,
 }
 
@@ -205,8 +203,8 @@ struct Step {
     has_host_rows: bool,
     has_segments: bool,
     buffers: Buffers,
-    /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters from the
-    /// buffers.
+    /// The model with a tensor of one element in place of each trained parameter. A step takes the trained parameters from
+    /// the buffers.
     model: Gemma4Model,
     /// The model's device, without autodiff.
     device: Device,
@@ -220,7 +218,7 @@ struct Outputs {
 
 impl Computation for Step {
     /// Captures the first step immediately, because no other thread may use the device during a capture. Later the trainer
-    /// has threads that use the device, in order to read losses and write checkpoints.
+    /// has threads that read losses and write checkpoints.
     const BEFORE_CAPTURE: usize = 0;
     type Outputs = Outputs;
 
@@ -274,8 +272,7 @@ impl ModuleMapper for Filled<'_> {
     }
 }
 
-/// Replaces the tensor of a trained parameter. `by` receives the tensor without autodiff and returns the new tensor, also
-/// without autodiff. A frozen parameter keeps its tensor.
+/// Replaces the tensor of a trained parameter. `by` maps a tensor without autodiff to the new tensor, also without autodiff.
 fn replaced<const D: usize>(
     param: Param<Tensor<D>>,
     by: impl FnOnce(&Tensor<D>) -> Tensor<D>,

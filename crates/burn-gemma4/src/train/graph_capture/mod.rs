@@ -1,7 +1,7 @@
 //! Gradients from a captured graph. The launches of a training step are captured once and replayed for later steps.
 //!
-//! A step of a few thousand tokens has thousands of launches. The host takes longer to launch them than the device takes to run
-//! them. With a graph the host needs only one launch.
+//! A step of a few thousand tokens has thousands of launches. The host takes longer to launch these kernels than the device
+//! takes to run them. With a graph the host needs only one launch.
 
 mod batch;
 #[cfg(feature = "cube")]
@@ -18,19 +18,17 @@ use burn::{optim::GradientsParams, tensor::Tensor};
 use captured::Captured;
 use std::{fmt, marker::PhantomData};
 
-/// A recorder, which computes the gradients of training steps. It captures the launches of a step in a graph if the device
-/// supports graphs.
+/// Computes the gradients of training steps. Captures the launches of a step in a graph if the device supports graphs.
 ///
-/// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. The graph is
-/// replayed for every batch of the first batch's shape. The graph keeps all memory that a step needs. A batch of another shape,
-/// or a change of the set of trained parameters, drops the graph for good. From that step on, every step runs launch by launch.
+/// The first batch is captured if it has at most 4,096 tokens and the trained parameters take at most 1 GB. Later batches of
+/// the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape, or a change of
+/// the set of trained parameters, drops the graph for good.
 ///
-/// A step that needs data on the host is not captured. This applies to models with more than 512 experts. It also applies to
-/// models with experts in half precision on CUDA, if the backward recomputes each layer ([`by_layer`](Self::by_layer)). The
-/// gradients do not depend on whether a graph is used.
+/// A step that needs data on the host is not captured: with more than 512 experts, or with half-precision experts on CUDA
+/// and [`by_layer`](Self::by_layer). The gradients do not depend on whether a graph is used.
 ///
-/// A capture runs the step four times. On CUDA a capture affects the whole process. During a capture, any other thread's call
-/// that waits for the device or allocates memory on it fails. Programs whose threads share a CUDA device should use
+/// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
+/// allocate device memory. Programs whose threads share a CUDA device should use
 /// [`without_graph_capture`](Self::without_graph_capture).
 ///
 /// ```
@@ -56,8 +54,8 @@ use std::{fmt, marker::PhantomData};
 pub struct GradientRecorder {
     by_layer: bool,
     graph: Graph,
-    /// Makes the type `!Send`. A replay of a graph must come from the thread that captured it: the device orders the replay
-    /// only after work that this thread has queued.
+    /// Makes the type `!Send`. The thread that captured a graph must also replay it, because the device orders the replay
+    /// only after this thread's earlier work.
     _of_one_thread: PhantomData<*const ()>,
 }
 
@@ -111,16 +109,14 @@ impl GradientRecorder {
         }
     }
 
-    /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`. The next
-    /// call may overwrite the returned gradients.
+    /// Computes the mean loss of a batch, `[1]` in f32 without autodiff, and the gradients of the loss times `factor`. The
+    /// next call may overwrite the returned gradients.
     ///
-    /// Between two calls the caller may change the values of trained parameters and the set of trained parameters, but nothing
-    /// else in the model.
+    /// Between two calls the caller may change only the trained parameters and their set, but nothing else in the model.
     ///
     /// # Errors
-    /// Returns an error if the targets and the tokens differ in their number of rows. Returns an error if the targets do not
-    /// cover the last positions, or with a packing all positions. Passes on the errors of [`Gemma4Model::hidden`],
-    /// [`Gemma4Model::hidden_packed`] and [`Gemma4Model::loss`].
+    /// Returns an error if the shape of the targets does not match the tokens. Passes on the errors of
+    /// [`Gemma4Model::hidden`], [`Gemma4Model::hidden_packed`] and [`Gemma4Model::loss`].
     ///
     /// # Panics
     /// Panics if the model's device has no autodiff, or if no parameter is trained.
@@ -138,7 +134,7 @@ impl GradientRecorder {
         read.gradients(model, self.by_layer, |loss| loss * factor)
     }
 
-    /// Computes the gradients of a batch with a graph. The first batch captures the graph. Returns `None` if no graph can be
+    /// Computes the gradients of a batch with a graph, which the first batch captures. Returns `None` if no graph can be
     /// used for the batch.
     #[cfg(feature = "cube")]
     fn of_graph(

@@ -1,16 +1,15 @@
 //! GEMM on Hopper, for the projections around attention and their gradients.
 //!
 //! Budget: shared memory ([`MatrixTiles::shared_memory`]) has a ring buffer and a staging area for the output. The ring
-//! buffer holds `stages` chunks of both operands, with 64 inner elements per chunk. Each thread has half as many accumulator
-//! registers as a tile has columns.
+//! buffer has `stages` stages, each with a chunk of both operands. A chunk has 64 inner elements. Each thread has half as
+//! many accumulator registers as a tile has columns.
 //!
 //! Schedule: persistent cubes with warp specialization. A cube processes every `CUBE_COUNT`-th tile. One thread of the
 //! producer warpgroup fills the ring buffer without a pause between tiles. Each of two consumer warpgroups multiplies 64
 //! rows, and writes its output while the producer loads the next tile's chunks.
 //!
 //! Bound: a chunk needs `4 · columns` clocks of the tensor cores and `3 · columns / 2 + 128` clocks of shared memory, where
-//! `columns` is the width of the tile. The speed of tiles with 128 columns and more is therefore limited by the tensor
-//! cores.
+//! `columns` is the width of the tile. The tensor cores bound tiles with 128 columns and more.
 
 use super::text::multiply_matrices;
 use crate::hopper::gemm::plan::{Major, MatrixTiles};
@@ -51,7 +50,7 @@ struct Corner {
 }
 
 /// Returns the corner of the tile with index `item`. Tile rows are divided into groups of `together` rows. Within a group,
-/// tiles are counted down the first column of the group, then down the next column, and so on.
+/// tiles are numbered column by column.
 #[cube]
 fn corner(grid: &MatrixGrid, item: u32, #[comptime] tiles: MatrixTiles) -> Corner {
     let of_group = grid.together * grid.columns;
@@ -90,8 +89,8 @@ struct SideColumn {
     column: u32,
 }
 
-/// Returns the tensor map of the right operand that gives column `column` of the result. Also returns the index of this column
-/// within the right operand.
+/// Returns the tensor map of the right operand that gives column `column` of the result, and the column's index within this
+/// operand.
 #[cube]
 fn side_of(sides: Sides, column: u32, #[comptime] several: bool) -> SideColumn {
     let mut side = SideColumn {
@@ -252,8 +251,8 @@ fn multiply_tiles<N: Size>(
 
 #[cube]
 fn left_operand(address: u32, warpgroup: u32, #[comptime] tiles: MatrixTiles) -> u32 {
-    // If the left operand is contiguous along the inner dimension, the warpgroup's 64 rows are 64 rows of a subtile in shared
-    // memory. Otherwise the warpgroup's 64 rows are the 64 columns of a subtile.
+    // The warpgroup's 64 rows are 64 rows of a subtile if the left operand is contiguous along the inner dimension, and
+    // otherwise the 64 columns of a subtile.
     let own = address + warpgroup * comptime!(SUBTILE_BYTES as u32);
     if comptime!(tiles.lhs == Major::Inner) {
         uniform(descriptor(own))
@@ -326,8 +325,8 @@ fn fetch(
     }
 }
 
-/// Copies a chunk of an operand to shared memory. The chunk has `extent` rows of the left operand or `extent` columns of the
-/// right operand, from index `outer` on.
+/// Copies a chunk of an operand to shared memory: `extent` rows of the left operand or `extent` columns of the right
+/// operand, from index `outer` on.
 #[cube]
 fn load(
     target: u32,

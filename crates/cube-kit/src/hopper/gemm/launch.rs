@@ -58,12 +58,11 @@ pub enum MatrixError {
     },
 }
 
-/// Multiplies f16 or bf16 matrices on Hopper's tensor cores. The function accumulates in f32 and rounds the result once.
+/// Multiplies f16 or bf16 matrices on Hopper's tensor cores. Accumulates in f32 and rounds the result once.
 ///
 /// Returns `None` if the device is not a Hopper GPU, if the dtype is neither f16 nor bf16, or if TMA cannot read an operand
 /// or write the result. An operand must be contiguous along one dimension, and its stride along the other dimension must be
-/// a multiple of 16 bytes. The number of result columns must be a multiple of 8. The function serves the projections around
-/// attention and their gradients.
+/// a multiple of 16 bytes. The number of result columns must be a multiple of 8.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `rhs [inner, columns]` → `[rows, columns]`, all of one dtype.
@@ -81,8 +80,8 @@ pub fn matrix_product(
 /// Multiplies `lhs` by one to three right operands in one launch, and returns the results side by side in one matrix: see
 /// [`matrix_product`].
 ///
-/// Returns `None` in the same cases as [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false, or if
-/// the right operands are contiguous along different dimensions.
+/// Returns `None` like [`matrix_product`]. Also returns `None` if [`multiplies_side_by_side`] is false, or if the right
+/// operands are contiguous along different dimensions.
 ///
 /// # Shapes
 /// `lhs [rows, inner]`, `sides` of `[inner, columns_i]` → `[rows, Σ columns_i]`, all of one dtype.
@@ -102,10 +101,8 @@ pub fn matrix_products(
     Ok(serves.then(|| served(lhs, &sides)).flatten())
 }
 
-/// True if [`matrix_products`] can multiply by right operands with these numbers of columns. There must be one to three right
-/// operands. Each right operand except the last must fill whole tiles, so that no tile contains columns of two right operands.
-///
-/// The function does not check the memory layouts.
+/// True if [`matrix_products`] can multiply by right operands with these numbers of columns. There must be one to three
+/// right operands. Each right operand except the last must fill whole tiles. Memory layouts are not checked.
 pub fn multiplies_side_by_side(client: &Client, dtype: DType, columns: &[usize]) -> bool {
     let [others @ .., _] = columns else {
         return false;
@@ -157,8 +154,7 @@ fn check_operands(lhs: &CubeTensor, rhs: &CubeTensor) -> Result<(), MatrixError>
 
 /// Returns the result for operands that fit each other, or `None` if no kernel of this module can compute the result.
 ///
-/// If several right operands are given, each right operand after the first must begin at a result column that is a multiple of
-/// the narrowest tile's width.
+/// Each right operand after the first must begin at a result column that is a multiple of the narrowest tile's width.
 fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let [rhs, others @ ..] = sides else {
         return None;
@@ -224,12 +220,11 @@ fn served(lhs: &CubeTensor, sides: &[&CubeTensor]) -> Option<CubeTensor> {
     let count = CubeCount::Static(cubes as u32, 1, 1);
     let units = CubeDim::new_1d(MatrixTiles::UNITS as u32);
     let element = dtype_to_storage_type(lhs.dtype);
-    // If a right operand does not exist, its start is the index after the last column of the result, so that no column belongs
-    // to it.
+    // A right operand that does not exist starts after the last column of the result, so that no column belongs to it.
     let start = |side: usize| starts.get(side).copied().unwrap_or(columns) as u32;
     let starts = StartsLaunch::new(start(0), start(1));
-    // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside the shapes of its tensor maps.
-    // These shapes are the shapes of `lhs`, the right operands and `output`.
+    // SAFETY: the kernels access global memory only by TMA, which accesses only elements inside its tensor maps. The tensor
+    // maps have the shapes of `lhs`, the right operands and `output`.
     unsafe {
         match others {
             [] => product::launch_unchecked(
@@ -302,8 +297,8 @@ fn map(
     };
     let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
     let row = match shape[apart] {
-        // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never uses
-        // it.
+        // Sets the stride of a dimension of size 1 to a stride that TMA accepts. TMA checks this stride although it never
+        // uses it.
         1 => shape[together].next_multiple_of(SUBTILE),
         _ => strides[apart],
     };
@@ -326,7 +321,7 @@ mod tests {
     use burn_cubecl::ops::numeric::empty_device_contiguous_dtype;
 
     /// Checks that operands that do not fit each other give an error on every device. The error must name the size, dtype or
-    /// device that does not fit. Operands that fit each other must give a result or `None`.
+    /// device that does not fit. Operands that fit must give a result or `None`.
     #[test]
     fn matrix_product_of_unfit_operands_is_an_error() {
         let device = CubeDevice::default();

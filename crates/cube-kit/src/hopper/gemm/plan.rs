@@ -29,16 +29,16 @@ pub struct MatrixTiles {
     pub half: Half,
 }
 
-/// The widths of tiles in columns. Each width is followed by the number of ring buffer stages that fit in shared memory beside
-/// the output's staging area.
+/// The widths of tiles in columns, each with the number of ring buffer stages that fit in shared memory beside the output's
+/// staging area.
 const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 
-/// The time that a tile takes in addition to its multiplications, for filling the ring buffer and writing the output. The unit
-/// is the time to multiply one column of one chunk.
+/// The time that a tile takes for filling the ring buffer and writing the output. The unit is the time to multiply one
+/// column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The tile width in columns below which the time of a tile's multiplications does not decrease further. A wgmma of 64 rows
-/// also reads its left operand from shared memory, and this read takes the same time for every width.
+/// The tile width in columns below which a tile's multiplications do not get faster. A wgmma reads the 64 rows of its left
+/// operand from shared memory, and this read takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows that are in flight at the same time. Neighbouring tiles in flight share their reads in the L2 cache.
@@ -60,9 +60,8 @@ impl MatrixTiles {
 
     /// Chooses the tiles with the shortest estimated time for `[rows, inner]` times `[inner, columns]`.
     ///
-    /// If several right operands are side by side, `starts` lists the result columns at which the second and later operands
-    /// begin. These columns are multiples of [`Self::NARROWEST`]. The chosen tile width divides each of these columns, so that
-    /// no tile contains columns of two operands.
+    /// `starts` lists the result columns at which the second and later right operands begin, all multiples of
+    /// [`Self::NARROWEST`]. The chosen tile width divides each start, so that no tile contains columns of two operands.
     pub fn choose(
         [rows, inner, columns]: [usize; 3],
         starts: &[usize],

@@ -9,11 +9,13 @@ use crate::hopper::wgmma::{
 use crate::nvidia::ptx::value_of;
 use cubecl::prelude::*;
 
-/// Returns the PTX of [`multiply_matrices()`]. Outputs: the accumulator registers.
+/// Returns the PTX of [`multiply_matrices()`]. Outputs: the accumulator registers. Inputs, in this order:
 ///
-/// The first inputs are the descriptors of both operands in the first stage, the first full barrier and the first empty
-/// barrier. The next inputs are the elected flag (nonzero in threads that arrive at empty barriers) and the number of chunks.
-/// The last inputs are the stage and the parity of the first chunk.
+/// - the descriptors of both operands in the first stage
+/// - the first full barrier and the first empty barrier
+/// - the elected flag, nonzero in threads that arrive at empty barriers
+/// - the number of chunks
+/// - the stage and the parity of the first chunk
 ///
 /// The PTX issues the wgmma of a chunk, waits for the wgmma of the previous chunk, and then releases the previous chunk's
 /// stage.
@@ -66,8 +68,8 @@ fn product_text(tiles: &MatrixTiles) -> String {
     )
 }
 
-/// Multiplies a tile over all inner chunks. The first chunk is in stage `stage`. The function waits for each chunk and
-/// releases the chunk's stage after use.
+/// Multiplies a tile over all inner chunks, from stage `stage` on. Waits for each chunk, and releases the chunk's stage
+/// after use.
 #[cube]
 pub(crate) fn multiply_matrices<N: Size>(
     lhs: u32,

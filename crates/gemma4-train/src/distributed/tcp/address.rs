@@ -69,9 +69,8 @@ pub fn format_address(host: &str, port: u16) -> String {
     }
 }
 
-/// Opens the listeners of the first process. If `host` is `localhost` or a loopback address, the listeners use the loopback
-/// interface only. For any other `host`, the listeners use every interface by IPv4 and IPv6, because other machines may use
-/// `host` as the name of this machine.
+/// Opens the listeners of the first process. If `host` is `localhost` or a loopback address, the listeners use only the
+/// loopback interface, and otherwise every interface by IPv4 and IPv6.
 ///
 /// # Errors
 /// Returns an error if another program uses the port.
@@ -89,8 +88,8 @@ pub fn listeners(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     }
     let by_4 = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, port));
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
-        // An error of the IPv4 listener is ignored. On some systems, the IPv6 listener also accepts IPv4 connections, so that
-        // the IPv4 port is occupied already.
+        // Ignore an error of the IPv4 listener. On some systems, the IPv6 listener also accepts IPv4 connections and
+        // occupies the IPv4 port.
         Ok(listener) => Ok([listener].into_iter().chain(by_4()).collect()),
         Err(error) if error.kind() == ErrorKind::AddrInUse => Err(error),
         // The IPv6 listener has failed, so the machine has no IPv6. Only the IPv4 listener is used.
@@ -98,8 +97,8 @@ pub fn listeners(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     }
 }
 
-/// Connects to the first address of `name` that answers. The attempts are repeated until `patience` has passed, because at
-/// first the name may be unknown or the port closed.
+/// Connects to the first address of `name` that answers, with attempts until `patience` has passed. At first the name may be
+/// unknown or the port closed.
 ///
 /// # Errors
 /// Returns the error of the last address.
@@ -128,9 +127,8 @@ fn reach_once(name: &impl ToSocketAddrs) -> io::Result<TcpStream> {
     outcome
 }
 
-/// Refuses a TCP connection of a socket with itself. The system may choose the target port as the local port of a new
-/// connection. If no process listens on this port, the socket then connects to itself. The connection would occupy the port,
-/// so that the first process could not listen on it.
+/// Refuses a TCP connection of a socket with itself. If no process listens on the target port, the system may choose this
+/// port as the connection's local port. The connection would occupy the port, so that the first process could not listen.
 fn refuse_itself(stream: TcpStream) -> io::Result<TcpStream> {
     match stream.local_addr()? == stream.peer_addr()? {
         true => Err(ErrorKind::ConnectionRefused.into()),
@@ -166,8 +164,7 @@ mod tests {
         assert_eq!(format_address("node-1", 29500), "node-1:29500");
     }
 
-    /// Checks that `reach` tries all addresses of a name. The first address has no listener, and the second address has a
-    /// listener.
+    /// Checks that `reach` tries all addresses of a name. Only the second address has a listener.
     #[test]
     fn reach_with_several_addresses_connects_to_the_answering_one() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

@@ -1,5 +1,5 @@
-//! Handles each incoming connection of the first process until the connection's hello message is complete. The connections are
-//! polled, so that a slow connection does not block the others. A connection may also come from an unrelated program.
+//! Polls each incoming connection of the first process until its hello message is complete, so that a slow connection does
+//! not block the others. A connection may also come from an unrelated program.
 
 use super::{
     keep_alive,
@@ -57,8 +57,8 @@ impl Caller {
         })
     }
 
-    /// Returns the hello and the connection. If the hello is still incomplete, returns `self` in `Err`, so that this
-    /// function can be called again later. Returns `None` if the connection closed, timed out or sent an invalid hello.
+    /// Returns the hello and the connection, or `self` in `Err` if the hello is still incomplete. Returns `None` if the
+    /// connection closed, timed out or sent an invalid hello.
     pub fn recv_hello(self) -> Option<Result<(Hello, TcpStream), Self>> {
         let mut ahead = [0; HEAD + LONGEST];
         // `peek` leaves the bytes in the socket until the message is complete.

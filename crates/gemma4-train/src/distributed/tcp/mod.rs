@@ -1,11 +1,11 @@
-//! The control plane over TCP. The first process listens. All other processes connect to the first process and stay connected.
+//! The control plane over TCP. The first process listens. All other processes connect to the first process and stay
+//! connected.
 //!
-//! A process that disconnects without a farewell message has failed. All other processes then end too, because they would wait
-//! for its gradients forever. A machine that disappears sends nothing, so TCP's keepalive ends its connections within
-//! [`SILENCE`].
+//! A process that disconnects without a farewell message has failed. All other processes end too, because they would wait
+//! forever for the failed process's gradients. TCP's keepalive detects within [`SILENCE`] that a machine has disappeared.
 //!
-//! The first process rejects a process with another run's id or size, and also an unrelated connection. Rejections do not stop
-//! the rendezvous, the phase in which processes connect.
+//! The first process rejects unrelated connections, and processes with another run's id or size. Rejections do not stop the
+//! rendezvous, the phase in which processes connect.
 
 mod address;
 mod arrival;
@@ -39,8 +39,8 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const SILENCE: Duration = Duration::from_secs(60);
 /// The number of TCP keepalive probes within [`SILENCE`]. The first probe is sent after half of [`SILENCE`].
 const PROBES: u32 = 3;
-/// The largest number of open connections that have not sent a complete hello (a process's first message). Further
-/// connections wait in the operating system's queue.
+/// The largest number of open connections without a complete hello (a process's first message). Further connections wait in
+/// the operating system's queue.
 const CALLERS: usize = 256;
 /// The largest number of reasons for rejections that an error message lists.
 const REASONS: usize = 4;
@@ -50,8 +50,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// A callback that is called with the error of another process.
 pub type OnFailure = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// The TCP connections of a process. The first process has one connection to every other process. Each other process has one
-/// connection to the first process.
+/// The TCP connections of a process. The first process has a connection to every other process. Each other process has only
+/// a connection to the first process.
 pub struct Tcp {
     own_rank: Rank,
     peers: Vec<Peer>,
@@ -63,7 +63,7 @@ struct Peer {
 }
 
 impl Tcp {
-    /// Waits until all processes are connected. Afterwards the callback `end` ends this process if another process fails or
+    /// Waits until all processes are connected. The callback `end` ends this process if another process later fails or
     /// disappears.
     ///
     /// # Errors
@@ -131,8 +131,8 @@ impl Tcp {
                             }
                             continue;
                         }
-                        // If a process with this rank is still connected, a second one is an error. If the earlier process
-                        // has disconnected, the second one takes the rank.
+                        // A second process with a rank is an error while the first is connected. If the first has
+                        // disconnected, the second takes the rank.
                         if streams.get(&rank).is_some_and(is_there) {
                             let refusal = format!("two processes have the rank {rank}");
                             for stream in streams.values().chain([&stream]) {
@@ -229,8 +229,8 @@ fn is_there(stream: &TcpStream) -> bool {
     is_there && stream.set_nonblocking(false).is_ok()
 }
 
-/// Disables Nagle's algorithm, which delays small messages. Enables keepalive, which detects within [`SILENCE`] that a machine
-/// has disappeared.
+/// Disables Nagle's algorithm, which delays small messages. Enables keepalive, which detects within [`SILENCE`] that a
+/// machine has disappeared.
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let socket = socket2::SockRef::from(stream);
@@ -313,8 +313,7 @@ impl ControlPlane for Tcp {
     }
 
     fn end(&self) {
-        // Send errors are ignored. If a send fails because the receiving peer is gone, that peer has already sent its own farewell.
-        // It does not need this message.
+        // Ignore send errors. A send fails if the peer is gone, and this peer has already sent its own farewell.
         self.tell_all(&Message::Farewell);
     }
 }
@@ -439,8 +438,8 @@ mod tests {
         }
     }
 
-    /// Checks that a message is sent to all peers, even if the connection to one of them is broken. Here the first process
-    /// cannot send to the second process, and the third process must still get the message.
+    /// Checks that a message is sent to all peers, even if one connection is broken. The first process cannot send to the
+    /// second process, and the third process must still get the message.
     #[test]
     fn message_reaches_other_peers_if_one_is_gone() {
         for fails in [true, false] {
@@ -517,8 +516,8 @@ mod tests {
                 assert!(reason.contains(words), "{reason}");
                 drop(away);
             }
-            // The first process must close a connection that sends an older version's greeting, bytes of another protocol, or a
-            // length above the limit.
+            // The first process must close a connection that sends an older version's greeting, another protocol's bytes, or
+            // a length above the limit.
             let old = br#"{"greeting": "attention-cube 1", "rank": 1, "size": 2}"#;
             let mut greeting = vec![0];
             greeting.extend((old.len() as u64).to_le_bytes());
@@ -572,8 +571,8 @@ mod tests {
         }
     }
 
-    /// Checks that processes can connect while two slow connections are open. One connection sends nothing, and the other
-    /// connection sends a byte every 50 ms.
+    /// Checks that processes can connect while two slow connections are open. The first connection sends nothing, and the
+    /// second sends a byte every 50 ms.
     #[test]
     fn slow_connections_do_not_delay_the_rendezvous() {
         let (listeners, address) = listening();
@@ -611,8 +610,8 @@ mod tests {
         });
     }
 
-    /// Checks that processes can connect by IPv4 and by IPv6. Both protocols are needed, because another machine may resolve
-    /// the first process's name to either kind of address.
+    /// Checks that processes can connect by IPv4 and by IPv6, because another machine may resolve the first process's name
+    /// to either kind of address.
     #[test]
     fn listen_accepts_ipv4_and_ipv6() {
         let Ok(free) = TcpListener::bind("[::1]:0") else {

@@ -6,7 +6,7 @@ use crate::ptx::instruction::{DoubleOperation, Logic, Operation, WordComparison,
 use crate::ptx::types::{Register, Type};
 
 /// Converts arithmetic of any kind to an operation that runs in a special loop over all lanes. Returns `None` if the
-/// emulator has no such loop for it.
+/// operation has no such loop.
 pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option<Operation> {
     let Arithmetic {
         operation,
@@ -76,8 +76,8 @@ pub fn fast(arithmetic: Arithmetic, to: Register, from: [Register; 4]) -> Option
     }
 }
 
-/// Returns the register rows of three operands. A missing operand gets the row of another operand, because the loop
-/// over the lanes ignores the values of a missing operand.
+/// Returns the register rows of three operands. A missing operand gets any row, because the loop ignores the values of a
+/// missing operand.
 fn rows(from: [Register; 4]) -> [u32; 3] {
     [0, 1, 2].map(|k| match from[k] {
         Register::Predicate(row) | Register::Word(row) | Register::Double(row) => row,

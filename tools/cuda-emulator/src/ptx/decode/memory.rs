@@ -69,8 +69,8 @@ impl Decoder<'_> {
         let space = self.take_space();
         self.ignores(&CACHING);
         self.ignores(&ORDER);
-        // The modifiers `acquire` and `release` are accepted for global memory only. In shared memory, these
-        // modifiers would order the accesses around them, and the race detection does not support such an order.
+        // The modifiers `acquire` and `release` are accepted for global memory only, because the race detection does not
+        // support their ordering in shared memory.
         if space == Space::Global {
             self.ignores(&["acquire", "release"]);
         }

@@ -1,5 +1,5 @@
-//! Decodes the text of an instruction to an operation. The decoder must consume every modifier and every operand. It
-//! refuses the whole module if anything is left over, because the emulator would ignore that part.
+//! Decodes the text of an instruction to an operation. The decoder refuses the module if a modifier or an operand is left
+//! over, because the emulator would ignore that part.
 
 mod arithmetic;
 mod asynchronous;
@@ -41,8 +41,7 @@ pub fn decode(
     Ok(operation)
 }
 
-/// Returns the reduction that a modifier names, or `None` for any other modifier. A reduction combines many values in
-/// any order.
+/// Returns the reduction that a modifier names, or `None` for any other modifier.
 fn reduction(modifier: &str) -> Option<Op> {
     Some(match modifier {
         "add" => Op::Add,
@@ -152,8 +151,7 @@ impl<'a> Decoder<'a> {
         Ok(operand)
     }
 
-    /// Returns the register row of a source operand of type `number`. A register row is one register of a warp, with
-    /// one value per lane. Each constant and each special register has a row of its own.
+    /// Returns the register row of a source operand of type `number`.
     fn source(&mut self, at: usize, number: Type) -> Result<Register> {
         let operand = self.operand(at)?;
         self.source_of(&operand, number)

@@ -29,8 +29,8 @@ impl Decoder<'_> {
                     _ => Err(self.unsupported("the results")),
                 }
             }
-            // The remaining instructions set a warp's register count or start a dependent kernel. They do not affect
-            // results, so the emulator ignores them.
+            // The remaining instructions set a warp's register count or start a dependent kernel. The emulator ignores these
+            // instructions, because they do not affect results.
             _ => Ok(self.nothing()),
         }
     }

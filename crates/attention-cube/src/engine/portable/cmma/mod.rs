@@ -1,5 +1,5 @@
-//! The cmma engine. Its kernels are the ones of `common`, with GEMMs in matrix fragments of `cubecl::cmma`. `cubecl::cmma`
-//! supports the matrix units of most GPUs: of GPUs on Vulkan, Metal and HIP, and of NVIDIA GPUs older than Ampere.
+//! The cmma engine: the kernels of `common`, with GEMMs in matrix fragments of `cubecl::cmma`. `cubecl::cmma` supports the
+//! matrix units of most GPUs on Vulkan, Metal and HIP, and of NVIDIA GPUs older than Ampere.
 
 pub mod plan;
 

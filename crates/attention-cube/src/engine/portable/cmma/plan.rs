@@ -1,9 +1,8 @@
-//! The plan of the cmma engine. The plan first chooses a fragment shape of the device. It then takes tiles from tables, by the
-//! width of the output and the device's shared memory.
+//! The plan of the cmma engine. The plan chooses a fragment shape of the device, then tiles from tables by the output's
+//! width and the device's shared memory.
 //!
-//! A kernel has stationary operands and streamed operands. The stationary operands are the rows of the tile that a cube keeps.
-//! The streamed operands are blocks of the opposite side (keys if the tile's rows are queries, or queries if the rows are
-//! keys). The *first* GEMMs multiply a stationary and a streamed operand to compute S and dP. The *second* GEMMs compute the
+//! The stationary operands are the rows of a cube's tile, queries or keys. The streamed operands are blocks of the opposite
+//! side. The *first* GEMMs multiply a stationary and a streamed operand to compute S and dP. The *second* GEMMs compute the
 //! output or the gradients.
 
 mod tables;
@@ -36,9 +35,8 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory. If this number is above 0, both
-    /// streamed operands of a block stay there too. With 0, all these operands share one region of shared memory, where each
-    /// operand overwrites the previous one.
+    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory. Above 0, both streamed operands
+    /// stay in shared memory too. With 0, all these operands share one region of shared memory.
     resident: usize,
 }
 
@@ -63,7 +61,7 @@ struct Choice<'a> {
     vector: usize,
 }
 
-/// Collects the device and the sizes from which the plan chooses tiles. Returns a refusal if the cmma engine cannot serve the
+/// Collects the device and the sizes from which the plan chooses tiles. Returns a refusal if the engine cannot serve the
 /// problem.
 fn choice<'a>(
     problem: &AttentionProblem,
@@ -117,8 +115,7 @@ fn choice<'a>(
 }
 
 impl Choice<'_> {
-    /// Returns the tiles of the first table entry that serves `width` columns, has at least `min_rows` rows, and fits the
-    /// device and its fragments.
+    /// Returns the tiles of the first table entry for `width` columns that has at least `min_rows` rows and fits the device.
     fn tiles(&self, table: &[Shape], width: usize, min_rows: usize) -> Result<UnitTiles, Refusal> {
         table
             .iter()
@@ -128,8 +125,8 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if this does not increase the number of parts in which the
-                // streamed operand of the second GEMM (such as V) is copied. Copying each part costs a barrier.
+                // Keep the stationary operands in shared memory only if the second GEMM's streamed operand (such as V) is
+                // not copied in more pieces. Each piece costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -142,8 +139,8 @@ impl Choice<'_> {
             })
     }
 
-    /// Returns the setting with which all stationary operands stay in shared memory, while the streamed operands overwrite each
-    /// other there.
+    /// Returns the setting in which all stationary operands stay in shared memory, and the streamed operands overwrite each
+    /// other.
     fn all_resident(&self) -> Kept {
         Kept {
             held: self.stationary,
@@ -151,13 +148,11 @@ impl Choice<'_> {
         }
     }
 
-    /// Returns the tiles of the first table entry that serves `width` columns and fits the device and its fragments. The
-    /// stationary operands stay in shared memory.
+    /// Returns the tiles of the first table entry for `width` columns that fits the device. The stationary operands stay in
+    /// shared memory.
     ///
-    /// The function tries the entries of the first table before the entries of the second table. With an entry of the first
-    /// table, shared memory also holds both streamed operands of a block, and left operands of the second GEMMs (P or dS). The
-    /// argument `left` is the number of these left operands. With an entry of the second table, all these operands overwrite
-    /// each other.
+    /// With an entry of the first table, both streamed operands and `left` left operands of the second GEMMs (P or dS) stay
+    /// in shared memory too. With an entry of the second table, these operands overwrite each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,
@@ -179,9 +174,8 @@ impl Choice<'_> {
 
     /// Computes the tiles of a table entry, or returns `None` if the planes cannot divide its fragments evenly.
     ///
-    /// Each operand in `kept` has a region of shared memory to itself. The other operands share a region, whose size is the
-    /// size that the first GEMM's operands require. The streamed rows of the second GEMM are copied to the shared region in
-    /// parts that fit the region.
+    /// Each operand in `kept` has its own region of shared memory. All other operands share a region, whose size is the size
+    /// of the first GEMM's operands. The streamed rows of the second GEMM are copied to this region piece by piece.
     fn complete(&self, shape: &Shape, width: usize, kept: Kept) -> Option<UnitTiles> {
         let Fragments { m, n, k, .. } = self.fragments;
         let Shape {
@@ -194,8 +188,7 @@ impl Choice<'_> {
         let Kept { held, resident } = kept;
         let planes = units / self.plane;
         let above = rows / m;
-        // Take the output's `width` into account, because the streamed operand of the second GEMM (such as V) may be wider than
-        // the operands of the first GEMM.
+        // The streamed operand of the second GEMM (such as V) may be wider than the operands of the first GEMM.
         let all_columns = self.depth.max(width);
         // Refuse cubes of a single plane, because of a bug in Metal's compiler:
         // <https://github.com/tracel-ai/cubecl/issues/1636>.
@@ -220,8 +213,8 @@ impl Choice<'_> {
         if resident > 0 && across * n * output_fragments > depth {
             return None;
         }
-        // The test below decides whether each unit reads scores only from fragments of its own plane. This requires that the
-        // planes divide the fragments of S evenly, and that the units of a plane divide the vectors of a fragment evenly.
+        // Each unit must read scores only from fragments of its own plane. The planes must divide the fragments of S evenly,
+        // and the units of a plane must divide the vectors of a fragment evenly.
         let own_scores =
             (columns / n).is_multiple_of(across) && (m * n / 4).is_multiple_of(self.plane);
         let column_units = match own_scores {
@@ -321,8 +314,8 @@ mod tests {
     use crate::problem::MAX_HEAD_DIM;
     use crate::testing::card;
 
-    /// Checks that the tiles that `complete` returns for a table entry divide evenly among planes and units, as the kernels
-    /// assume. For each entry, at least one pair of a fragment shape and a plane size must give tiles.
+    /// Checks that planes and units divide the tiles of each table entry evenly. For each entry, at least one pair of a
+    /// fragment shape and a plane size must give tiles.
     #[test]
     fn complete_every_table_row_divides_evenly() {
         let device = card(16 << 10);
@@ -368,8 +361,8 @@ mod tests {
                         };
                         is_of_use = true;
                         let context = format!("{tiles:?}");
-                        // Each operand that stays in shared memory is copied with all its columns at once. All areas of shared
-                        // memory start at addresses from which fragments may be loaded.
+                        // Each operand that stays in shared memory is copied with all its columns at once. All areas of
+                        // shared memory have addresses from which fragments may be loaded.
                         assert!(held == 0 || tiles.depth >= width, "{context}");
                         let vector_bytes = if dtype == DType::F32 { 16 } else { 8 };
                         for at in [

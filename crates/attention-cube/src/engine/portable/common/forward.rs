@@ -14,16 +14,15 @@
 //! `2 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads, see `tile_ops/product.rs`. The
 //! kernel writes the output, and two f32 values of the logsumexp per query.
 //!
-//! Decoding uses the same kernel. The setting `packed` puts the query heads of a group into the rows of one tile, so the kernel
-//! loads each key once for all heads. The setting `split` gives each cube a range of the keys (split-KV). Each cube then writes
-//! a normalised partial output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
+//! Decoding uses this kernel too. `packed` puts the query heads of a GQA group into the rows of one tile, so each key is
+//! loaded once for all heads. With `split`, each cube gets a range of the keys (split-KV), and writes a normalised partial
+//! output and its logsumexp. `auxiliary/combine/kernel.rs` combines the splits.
 //!
-//! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. After
-//! the first GEMM, the kernel multiplies the scores of each key by the key's scale. Before the second GEMM, it multiplies the
-//! probabilities by the scales of the values that they weight. The row sums add up the probabilities without these scales.
+//! Keys and values may be int8, packed four to a 32-bit word, with one scale per row. The GEMMs multiply the int8 codes. The
+//! scores of a key are multiplied by the key's scale. The probabilities are multiplied by the scales of the values before
+//! the second GEMM, but not in the row sums.
 //!
-//! Keys and values may lie in pages. The kernel then looks up the page of each block in a page table, and reads the page in
-//! place.
+//! Keys and values may lie in pages. The kernel looks up the page of each block in a page table.
 
 use crate::engine::portable::common::softmax::{advance, row_statistics, signal_rescale, total};
 use crate::math::dropout::kernel::{keep_factor, kept_scale};
@@ -54,7 +53,7 @@ pub(crate) struct ForwardKind {
     pub packed: bool,
     /// True if the keys are split (split-KV), so that the kernel writes one partial output per split.
     pub split: bool,
-    /// The number of keys per page, a multiple of the number of keys in a block. The field is 0 if the keys of a sequence are
+    /// The number of keys per page, a multiple of the keys per block. The field is 0 if the keys of a sequence are
     /// contiguous.
     pub page_len: usize,
 }
@@ -112,8 +111,8 @@ pub(crate) fn forward<
     let first_row = (work_tile.tile * comptime!(tiles.rows as u32)) as i32;
     let end_row = min(first_row + comptime!(tiles.rows as i32), row_count);
 
-    // No query of the tile lies before `first_query` or after `last_query`. If the tile has rows of several heads, these
-    // bounds enclose the whole sequence.
+    // No query of the tile lies before `first_query` or after `last_query`. For rows of several heads, these bounds enclose
+    // the whole sequence.
     let mut first_query = first_row;
     let mut last_query = end_row - 1i32;
     if comptime!(kind.packed) {
@@ -129,8 +128,8 @@ pub(crate) fn forward<
     let keys = visible_keys(&seq_info, first_query, last_query, full, kind.structure);
 
     let block_size = comptime!(tiles.columns() as i32);
-    // Packed rows are queries from the whole sequence. For packed rows, the launch enlarges query block 0 to all queries, so
-    // the segment bounds of query block 0 hold for every tile.
+    // Packed rows are queries from the whole sequence. The launch enlarges query block 0 to all queries, so its segment
+    // bounds hold for every tile.
     let mut query_block = work_tile.tile;
     if comptime!(kind.packed) {
         query_block = 0u32;
@@ -245,8 +244,7 @@ pub(crate) fn forward<
             if comptime!(tiles.is_direct()) {
                 score_block(&mut s, rows, whole, &scoring, &seq_info, kind);
             } else if whole {
-                // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully
-                // visible (whole) block then needs no branch per score.
+                // Branch on `whole` (fully visible) once per block, so that a whole block needs no branch per score.
                 score_block(&mut s, rows, true, &scoring, &seq_info, kind);
             } else {
                 score_block(&mut s, rows, false, &scoring, &seq_info, kind);
@@ -289,14 +287,12 @@ pub(crate) fn forward<
         block += 1i32;
     }
 
-    // Write the partial output of this split. Splits are the outermost dimension of the output, and each split covers all
-    // sequences.
+    // Splits are the outermost dimension of the partial outputs, and each split covers all sequences.
     let mut part = batch;
     if comptime!(kind.split) {
         part += work_tile.split * (grid.planes / grid.heads);
     }
-    // Divide the output by the row sum. Without splits, the row sum also includes the sink. With splits, `combine` adds the
-    // sink.
+    // Without splits, the row sum also includes the sink. With splits, `combine` adds the sink.
     let mut sum = total(&sums, &mut statistics, tiles);
     let row = first_row + UNIT_POS as i32;
     if UNIT_POS < comptime!(tiles.rows as u32) {
@@ -359,8 +355,7 @@ pub(crate) fn forward<
     );
 }
 
-/// The indices of the scores that a cube computes for a block: batch and first head, the rows of the tile, and the block's
-/// first key.
+/// The indices of a cube's scores for a block: batch and first head, the rows of the tile, and the block's first key.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct ScoreRows {
@@ -380,7 +375,7 @@ struct HeadQuery {
 }
 
 /// Returns the head and the query of a tile's row. If `packed`, the tile has rows of several heads. A row past the last
-/// valid row then gets the query index `q_len`, for which all keys are hidden.
+/// valid row gets the query index `q_len`, for which all keys are hidden.
 #[cube]
 fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool) -> HeadQuery {
     let mut head = rows.first_head;
@@ -392,8 +387,7 @@ fn query_of_row(rows: ScoreRows, row: i32, q_len: i32, #[comptime] packed: bool)
     HeadQuery { head, query }
 }
 
-/// Turns the products `q·k` that the unit computed into masked scores. The score of a hidden key is −∞. A `whole` block has no
-/// hidden keys.
+/// Turns the unit's products `q·k` into masked scores. The score of a hidden key is −∞. A `whole` block has no hidden keys.
 #[cube]
 fn score_block<M: Numeric, F: Float>(
     s: &mut Array<f32>,
@@ -433,8 +427,8 @@ fn score_block<M: Numeric, F: Float>(
     }
 }
 
-/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums already include the dropped
-/// probabilities. The factor of kept probabilities is multiplied into the output later.
+/// Sets the unit's dropped probabilities to 0, if the kernel has dropout. The row sums include dropped probabilities. The
+/// output is later multiplied by the factor of kept probabilities.
 #[cube]
 fn drop_probabilities<M: Numeric, F: Float>(
     p: &mut Array<f32>,
@@ -464,11 +458,10 @@ fn drop_probabilities<M: Numeric, F: Float>(
     }
 }
 
-/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of the
-/// values (rows of V) that they weight. If keys and values are floats, the function does nothing.
+/// Multiplies the unit's elements of S by the int8 scales of their keys, or the unit's elements of P by the int8 scales of
+/// their values. For float keys and values, the function does nothing.
 ///
-/// With `zeros_stay`, a probability of 0 stays 0 even if the scale of its row of V is NaN. A row of V that no query sees thus
-/// has no effect.
+/// With `zeros_stay`, a probability of 0 stays 0 even if the scale is NaN. A row of V that no query sees thus has no effect.
 #[cube]
 fn times_scales(
     s: &mut Array<f32>,

@@ -1,5 +1,4 @@
-//! The forward and backward kernels of the portable engines, over the tiles of `tile_ops`. The unit engine and the cmma engine
-//! choose the tiles.
+//! The forward and backward kernels of the portable engines, over the tiles of `tile_ops`.
 
 #[cfg(feature = "cube")]
 pub(crate) mod backward;

@@ -30,8 +30,8 @@ pub struct PortableBackwardPlan {
     pub query: UnitTiles,
     /// The tiles of the kernel that computes the gradients of keys and values.
     pub key_value: UnitTiles,
-    /// The number of partial gradients of the query if one kernel computes all three gradients, with the tiles `key_value`. The
-    /// field is `None` if the query's gradient has a kernel of its own.
+    /// The number of partial gradients of the query, if one kernel computes all three gradients with the tiles `key_value`.
+    /// `None` if the query's gradient has a kernel of its own.
     pub parts: Option<usize>,
     /// The plan of the bias gradient, or `None` if the problem has no bias.
     pub bias: Option<BiasGradientPlan>,
@@ -44,8 +44,7 @@ pub enum GradientKernel {
     Query,
     /// Computes the gradients of keys and values.
     KeyValue,
-    /// Computes all requested gradients of query, key and value. The kernel writes partial gradients of the query, and a second
-    /// kernel adds them.
+    /// Computes all requested gradients of query, key and value. A second kernel adds the partial gradients of the query.
     Together {
         /// The number of partial gradients of the query.
         parts: usize,
@@ -118,9 +117,9 @@ fn check_iterations(needed: usize, device: &DeviceProfile) -> Result<(), Refusal
     Ok(())
 }
 
-/// Plans the forward. Problems of at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. All other problems
-/// use the tiles that `tiles` returns, and so do problems for which `few_rows` returns a refusal. The function refuses a plan
-/// whose loops exceed a software driver's iteration limit.
+/// Plans the forward. Problems of at most [`DECODE_ROWS`] query rows use the tiles that `few_rows` returns. All other
+/// problems, and problems that `few_rows` refuses, use the tiles that `tiles` returns. Plans beyond a software driver's
+/// iteration limit are refused.
 pub(crate) fn forward_by(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -170,8 +169,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     } = plan;
     let both = problem.head_dim + problem.value_dim;
     let bias = bias.map_or(0, |bias| bias.iterations(problem));
-    // Count 0 iterations for a kernel that computes all three gradients, because it cannot exceed the limit. Each of its
-    // launches covers only as many pairs of tiles as the iteration limit allows.
+    // The kernel that computes all three gradients cannot exceed the limit, because its launches cover only as many pairs of
+    // tiles as the limit allows.
     let separate = match parts {
         Some(_) => 0,
         None => {
@@ -186,8 +185,8 @@ fn backward_iterations(problem: &AttentionProblem, plan: &PortableBackwardPlan) 
     bias.max(separate)
 }
 
-/// Returns the number of key splits for tiles that the heads of a group share. There are enough splits to fill the device, but
-/// at most as many splits as key blocks.
+/// Returns the number of key splits for tiles that the heads of a group share: enough to fill the device, but at most one
+/// per key block.
 fn splits(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> usize {
     let target =
         device.multiprocessors.unwrap_or(ASSUMED_MULTIPROCESSORS) * CUBES_PER_MULTIPROCESSOR;
@@ -206,16 +205,15 @@ fn bindings(problem: &AttentionProblem, pass: Pass) -> usize {
         + usize::from(problem.score_mod.is_some())
         + usize::from(problem.mask_mod.is_some());
     match pass {
-        // Every forward binds five buffers: query, key, value, output and logsumexp. Int8 keys and values add two buffers of
-        // scales, and pages add a page table.
+        // Every forward binds query, key, value, output and logsumexp. Int8 adds two buffers of scales, and pages add a page
+        // table.
         Pass::Forward => {
             5 + shared
                 + usize::from(problem.sinks.is_some())
                 + usize::from(problem.page_len.is_some())
                 + 2 * usize::from(problem.quantized)
         }
-        // A backward kernel binds up to seven buffers: query, key, value, the output's gradient, the LSE/delta tensor, and two
-        // gradients.
+        // A backward kernel binds at most query, key, value, the output's gradient, the LSE/delta tensor, and two gradients.
         Pass::Backward => 7 + shared,
     }
 }
@@ -234,9 +232,8 @@ mod tests {
         }
     }
 
-    /// Returns the number of loop iterations that the kernels in `tile_ops/direct.rs` run for one block. The kernels loop over
-    /// the operands' columns by fours, and over the block's rows by fours. If the tile may have hidden scores, the kernels also
-    /// loop over the tile's rows.
+    /// Returns the number of loop iterations of the kernels in `tile_ops/direct.rs` for one block. The kernels loop over
+    /// columns and block rows by fours, and over the tile's rows if the tile may have hidden scores.
     fn loops(tiles: &UnitTiles, columns: [usize; 2], accumulated: usize, masked: bool) -> usize {
         let sums: usize = columns.iter().map(|columns| columns.div_ceil(4)).sum();
         let marks = if masked { tiles.rows } else { 0 };

@@ -1,13 +1,12 @@
 //! The online softmax (Milakov and Gimelshein, 2018) over a tile in which several units share each row. It needs only shared
 //! memory, no plane operations.
 //!
-//! Shared memory holds each row's running maximum. It also holds the factor that rescales the results of earlier blocks when
-//! this maximum grows. One unit updates each row. Each unit sums the exponentials of its own columns. At the end, the units add
-//! up their sums.
+//! Shared memory holds each row's running maximum, and the factor that rescales earlier results when the maximum grows. One
+//! unit updates each row. Each unit sums the exponentials of its own columns, and the units add up their sums at the end.
 //!
-//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make these rescales
-//! rare, the softmax subtracts a reference maximum instead of the true maximum. The reference maximum changes only if the
-//! true maximum exceeds it by more than ln(2^8). So P stays below 2^8, far from the limits of half precision.
+//! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
+//! the softmax subtracts a reference maximum, which changes only if the true maximum exceeds the reference by more than
+//! ln(2^8). P stays below 2^8, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};
@@ -20,26 +19,24 @@ const HELD: f32 = 5.545_177;
 /// The maxima, factors and sums of a tile's rows, which all units of a cube share.
 #[derive(CubeType)]
 pub(crate) struct RowStatistics {
-    /// The partial maxima or sums that the units compute. Each row has `column_units` floats and one unused float, because an
-    /// odd number of floats per row avoids bank conflicts between rows.
+    /// The partial maxima or sums of the units. Each row has `column_units` floats and one unused float, to avoid bank
+    /// conflicts.
     pub partial: Shared<[f32]>,
-    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead. A
-    /// reference maximum changes only if the true maximum exceeds it by more than ln(2^8).
+    /// The running maximum of each row. If planes hold the output in fragments, this field holds reference maxima instead,
+    /// which change only if the true maximum exceeds the reference by more than ln(2^8).
     pub maximum: Shared<[f32]>,
-    /// One factor for each row, by which the results of earlier blocks are rescaled. At the end, the field holds the factors
-    /// that normalize the output instead.
+    /// The factor of each row that rescales earlier results. At the end, the field holds the factors that normalize the
+    /// output.
     pub factor: Shared<[f32]>,
-    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if any row of the group has a
-    /// factor other than 1. The output of that group then needs a rescale.
+    /// One flag per group of rows, used only if planes hold the output in fragments. The flag is 1 if a row's factor is not
+    /// 1, so that the output needs a rescale.
     pub moved: Shared<[u32]>,
-    /// A flag of the unit, used only if planes hold the output in fragments. The flag is 1 if the unit's row had a visible key
-    /// in an earlier block. The running maximum does not show this, because its initial value, the lowest f32, is also a valid
-    /// score.
+    /// A flag that is 1 if the unit's row had a visible key in an earlier block, used only if planes hold the output in
+    /// fragments. The running maximum does not show this, because its initial value, the lowest f32, is also a valid score.
     pub seen: Array<u32>,
 }
 
-/// Creates the row statistics with their values before the first block of keys. Other units may read the statistics after the
-/// next sync.
+/// Creates the row statistics before the first block of keys. Other units may read the statistics after the next sync.
 #[cube]
 pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     let mut statistics = RowStatistics {
@@ -56,8 +53,8 @@ pub(crate) fn row_statistics(#[comptime] tiles: UnitTiles) -> RowStatistics {
     statistics
 }
 
-/// Turns a block's scores into exponentials and updates the row statistics. The function syncs the cube. After the call, `factor`
-/// holds the factors that rescale the results of earlier blocks.
+/// Turns a block's scores into exponentials, updates the row statistics, and syncs the cube. `factor` receives the factors
+/// that rescale earlier results.
 #[cube]
 pub(crate) fn advance(
     s: &mut Array<f32>,
@@ -125,8 +122,7 @@ pub(crate) fn advance(
     }
 }
 
-/// Sets the flag of each group of rows in which a row has a factor other than 1. Other units may read the flags after the next
-/// sync.
+/// Sets the flag of each group of rows with a factor other than 1. Other units may read the flags after the next sync.
 #[cube]
 pub(crate) fn signal_rescale(statistics: &mut RowStatistics, #[comptime] tiles: UnitTiles) {
     if UNIT_POS < comptime!(tiles.row_groups() as u32) {

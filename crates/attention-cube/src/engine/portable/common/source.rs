@@ -28,13 +28,13 @@ use cubecl::{CubeKernel, prelude::*};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::{env, fs, path::Path, sync::Arc, thread};
 
-/// The bytes of stack for the thread that compiles. The thread needs a large stack because CubeCL's compiler passes recurse
+/// The bytes of stack for the thread that compiles. The thread needs a large stack, because CubeCL's compiler passes recurse
 /// deeply.
 const STACK: usize = 256 << 20;
 
-/// Writes machine code for every AMD GPU that the environment variable `CARDS` lists, into a folder with the GPU's name. The
-/// file `kernels.txt` in that folder has one line per kernel. The line gives the kernel's name, the number of units per cube,
-/// and the bytes of shared memory. If there is no code, the line gives the reason.
+/// Writes machine code for every AMD GPU in the environment variable `CARDS`, into a folder with the GPU's name. Each line
+/// of `kernels.txt` in the folder gives a kernel's name, its units per cube, and its bytes of shared memory. If there is no
+/// code, the line gives the reason.
 #[test]
 #[ignore = "writes compiled kernels to files for inspection"]
 fn write() {
@@ -112,8 +112,7 @@ enum Kernel {
     KeyValueGradient(UnitTiles),
 }
 
-/// Plans the kernels of a forward, a backward or a decode step. A decode step has eight query heads per KV head, and splits the
-/// keys.
+/// Plans the kernels of a forward, a backward or a decode step with split keys and eight query heads per KV head.
 fn kernels<E>(
     wanted: &Wanted,
     pass: &str,

@@ -1,5 +1,4 @@
-//! The unit engine. Its kernels are the ones of `common`, with GEMMs on scalar units. They need no plane operations, no matrix
-//! units, and little shared memory.
+//! The unit engine: the kernels of `common`, with GEMMs on scalar units. The kernels need no plane operations.
 
 pub mod plan;
 

@@ -14,8 +14,7 @@ use crate::types::device::DeviceProfile;
 use crate::types::refusal::Refusal;
 use crate::types::request::{Layouts, Pass};
 
-/// The largest number of partial gradients into which the query's gradient is divided. With a larger number, the saved time
-/// would not be worth the additional memory.
+/// The largest number of partial gradients of the query. A larger number would not save enough time to be worth the memory.
 const MAX_PARTS: usize = 4;
 
 /// Plans the forward of `problem`, or returns the reason for a refusal.
@@ -63,12 +62,10 @@ pub(super) fn backward(
     )
 }
 
-/// If one kernel should compute the gradients of query, keys and values, returns the number of partial gradients that it
-/// writes for the query. Otherwise returns `None`.
+/// Returns the number of the query's partial gradients if one kernel computes all gradients, or else `None`.
 ///
-/// Several partial gradients keep the few processors of a software driver busy. All gradients of the kernel must fit one
-/// buffer. The result is `None` for a GPU. For a software driver, the result is `None` if the processors need more than
-/// [`MAX_PARTS`] partial gradients, or if the buffer is too small for even one partial gradient.
+/// Several partial gradients keep the processors of a software driver busy. The result is `None` for a GPU. For a software
+/// driver, the result is `None` if more than [`MAX_PARTS`] partial gradients are needed, or if not even one fits the buffer.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

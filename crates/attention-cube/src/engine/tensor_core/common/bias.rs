@@ -1,15 +1,14 @@
 //! The biases of a fragment's scores.
 //!
 //! If registers suffice, a thread loads all biases of a block before S is ready, so that the GEMMs hide the latency of the
-//! loads. This requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word. All other
-//! biases are loaded separately for each score, or once per tile if a head has one bias.
+//! loads. The early load requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word.
+//! All other biases are loaded separately for each score, or once per tile if a head has one bias.
 //!
-//! Each load instruction of a warp reads 16 bytes from each of 8 rows, so the instruction costs 8 accesses to the L1 cache. TMA
-//! loads biases eight times as fast. The kernel uses TMA if TMA can read the layout of the bias and shared memory has room for
-//! a block's biases.
+//! A warp's load reads 16 bytes from each of 8 rows, which costs 8 accesses to the L1 cache. TMA loads biases eight times as
+//! fast. The kernel uses TMA if TMA supports the layout of the bias and the biases fit shared memory.
 //!
-//! A bias of −∞ hides its key, even if the score is NaN. The kernel first computes the minimum of a block's biases. The bias of
-//! each score is compared with −∞ only if that minimum is −∞.
+//! A bias of −∞ hides its key, even if the score is NaN. The kernel tests each bias only if the minimum of the block's
+//! biases is −∞.
 
 use super::scoring::Scoring;
 use super::softcap::capped;
@@ -26,20 +25,17 @@ pub(crate) enum BiasReads {
     /// The bias of a score is loaded at the moment the score is computed. The bias may have any precision and any strides.
     There,
     /// The biases of a block are loaded before S is ready. Each 32-bit word holds the half-precision biases of two adjacent
-    /// columns. If the kernel reserves shared memory for biases, TMA first copies the biases there. Otherwise threads load the
-    /// words from global memory.
+    /// columns. If the kernel reserves shared memory for biases, TMA copies the biases there.
     Ahead(Half),
-    /// The bias is one value per head, and is loaded once per tile. If the bias is −∞, all keys are hidden from the head, and
-    /// the kernel treats the visible range of each row as empty.
+    /// The bias is one value per head, and is loaded once per tile. A bias of −∞ hides all keys from the head.
     OnceAHead,
 }
 
-/// A thread's biases for a block of up to 128 columns. Each word holds two biases, and the words follow the order of the thread's
-/// register pairs.
+/// A thread's biases for a block of up to 128 columns. Each word holds two biases, in the order of the register pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
-/// Loads a thread's biases for `columns` columns from `first_column` on, if the kernel loads biases before S is ready. A row or a
-/// column past the end gets the bias of the last row or column.
+/// Loads a thread's biases for `columns` columns from `first_column` on, if the kernel loads biases before S is ready. A row
+/// or column past the end gets the last row's or column's bias.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -63,9 +59,8 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
                 let end = columns_end(seq_lens, kind.side);
                 if first_column + comptime!(columns as i32) <= end {
                     let own = own_column(first_column, 0usize) as usize / 2;
-                    // SAFETY: this expression only takes the address of `bias`. The later loads through this address stay
-                    // inside the tensor: `min` limits the rows to `last_row`, and the condition above limits the columns to
-                    // less than `end`.
+                    // SAFETY: this expression only takes the address of `bias`. Later loads stay inside the tensor: `min`
+                    // limits the rows to `last_row`, and the condition above limits the columns to less than `end`.
                     let start = unsafe { bias.as_slice().as_ptr_unchecked() };
                     let own_0 = word_address::<Vector<F, NB>>(start, (start_0 + own) as u64);
                     let own_1 = word_address::<Vector<F, NB>>(start, (start_1 + own) as u64);
@@ -99,9 +94,8 @@ pub(crate) fn bias_words<F: Float, NB: Size>(
     words
 }
 
-/// Returns true if one of the biases that this lane checks is −∞ and so hides its column. Each lane of a warp checks some
-/// columns of `row`. Together, the lanes check columns `first_column` to `first_column + columns − 1`. The row and these
-/// columns must lie inside the tensor.
+/// Returns true if one of this lane's biases is −∞. The lanes of a warp together check `columns` columns of `row` from
+/// `first_column` on. The row and these columns must lie inside the tensor.
 #[cube]
 pub(crate) fn lane_hides<F: Float, NB: Size>(
     bias: &ComptimeOption<OwnedTensor<Vector<F, NB>>>,
@@ -121,8 +115,7 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(32 * vector)) {
                 let index = (lane + comptime!(32 * part as u32)) * comptime!(vector as u32);
-                // A lane whose columns would lie past `columns` checks the last columns again, so that its load stays inside the
-                // row.
+                // A lane past `columns` checks the last columns again, so that its load stays inside the row.
                 let index = min(index, comptime!((columns - vector) as u32));
                 let column = first_column as usize + index as usize;
                 let values = bias[(row + column * bias.stride(3)) / vector];
@@ -137,8 +130,8 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
     smallest < LOWEST
 }
 
-/// Turns the dot products `s` into scores: applies the scale and the softcap, and adds the biases, which were loaded before S was
-/// ready. A bias of −∞ makes the score −∞, even if the dot product is NaN.
+/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases loaded before S was ready. A bias
+/// of −∞ makes the score −∞, even if the dot product is NaN.
 #[cube]
 pub(crate) fn add_words<NS: Size>(
     s: Vector<f32, NS>,
@@ -195,8 +188,8 @@ pub(crate) fn add_words<NS: Size>(
     s
 }
 
-/// Adds the biases to the two scores of the `pair`-th register pair, whose first column is `at`. If the two columns are adjacent
-/// in memory, one load reads both biases.
+/// Adds the biases to the scores of the `pair`-th register pair, whose first column is `at`. One load reads both biases if
+/// the columns are adjacent in memory.
 #[cube]
 pub(crate) fn with_bias<F: Float, NB: Size>(
     capped: Pair,

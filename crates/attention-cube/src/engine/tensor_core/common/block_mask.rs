@@ -1,5 +1,5 @@
-//! The visibility of a block of keys (or queries) to a tile. Either the block is fully visible, or mask bits tell which columns
-//! each row sees.
+//! The visibility of a block of keys (or queries) to a tile. Mask bits tell which columns of a partially visible block each
+//! row sees.
 
 use super::RowPair;
 use super::block_range::{TilePosition, block_pair, mask_summary};
@@ -15,18 +15,16 @@ use cubecl::prelude::*;
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct BlockMask {
-    /// True if every row sees every column of the block (fully visible). If each score has its own bias, a bias of −∞ may still
-    /// hide a column.
+    /// True if every row sees every column of the block. If each score has its own bias, a bias of −∞ may still hide a
+    /// column.
     pub whole: bool,
     /// True if the block may contain a column that lies in the tile's visible range but is hidden from all rows of the tile.
     pub may_have_masked: bool,
     pub mask_words: MaskWords,
 }
 
-/// Computes the visibility of a block of `size` columns, and loads the mask bits of the thread's two rows. The bits cover
-/// `columns` columns of the block, from column `32 · first_word` on.
-///
-/// The caller calls this function before S is ready, so that the loads of mask bits overlap the GEMM of S.
+/// Computes the visibility of a block of `size` columns. Also loads the mask bits of the thread's two rows, for `columns`
+/// columns of the block from column `32 · first_word` on. A call before S is ready overlaps the loads with the GEMM.
 #[cube]
 pub(crate) fn block_mask(
     tile_position: &TilePosition,
@@ -43,9 +41,8 @@ pub(crate) fn block_mask(
     let size = comptime!(size as i32);
     let inside = is_inside(&tile_position.run, block * size, size);
     let mut whole = inside;
-    // The mask may hide a column from some rows, while the visible ranges of all other rows exclude this column. Such a column is
-    // hidden from every row of the tile. With a mask, a block that is not `inside` all visible ranges may therefore have such
-    // columns.
+    // The mask may hide a column from some rows, while the visible ranges of all other rows exclude the column. With a mask,
+    // a block that is not `inside` all visible ranges may have columns that no row sees.
     let mut may_have_masked = false;
     let side = comptime!(kind.fragment.side);
     let own = documents_of(
@@ -71,9 +68,9 @@ pub(crate) fn block_mask(
         whole = whole && shared;
         may_have_masked = !shared;
         if comptime!(!structure.mask) {
-            // At least one row of the tile belongs to the tile's first segment, and at least one row to its last segment.
-            // Suppose that the whole block belongs to one of these two segments and lies `inside` the visible ranges of all
-            // rows. A row of that segment then sees all columns of the block, so no column is hidden from the whole tile.
+            // At least one row of the tile belongs to the tile's first segment, and at least one row to its last segment. If
+            // the whole block belongs to one of these segments and lies `inside` all visible ranges, some row sees all
+            // columns.
             let may_intersect = is_one && (other.first == own.first || other.first == own.last);
             may_have_masked = !(shared || (inside && may_intersect));
         }

@@ -1,6 +1,6 @@
-//! The blocks that a tile visits: all blocks in the tile's visible range, except blocks that the segments, the key intervals of
-//! the queries or the mask hide from all rows. The visible range holds the keys (or queries) that the window and the sequence
-//! length leave visible to at least one row of the tile.
+//! The blocks that a tile visits: all blocks in the tile's visible range that segments, key intervals and mask do not hide
+//! from all rows. The visible range holds the keys (or queries) that window and sequence length leave visible to at least
+//! one row of the tile.
 
 use super::scoring::Masking;
 use super::tile_scheduler::{Tile, TileKind};
@@ -16,8 +16,8 @@ use cubecl::prelude::*;
 pub(crate) struct TilePosition {
     pub batch: u32,
     pub head: u32,
-    /// The tile's index in the table of segment bounds. The table has one entry per block, and the tile's rows are one block
-    /// of its own side.
+    /// The tile's index in the table of segment bounds. The table has one entry per block, and the tile is a block of its
+    /// own side.
     pub row_block: u32,
     pub run: Run,
 }
@@ -44,7 +44,7 @@ pub(crate) fn next_block(
     next_block_in_steps(tile, block, masking, 1usize, kind)
 }
 
-/// Returns the first of the blocks `block`, `block + step`, `block + 2 · step`, … that the tile visits. If no such block is left,
+/// Returns the first of the blocks `block`, `block + step`, `block + 2 · step`, … that the tile visits. If no block is left,
 /// the result is at least `end_block`.
 #[cube]
 pub(crate) fn next_block_in_steps(
@@ -70,8 +70,8 @@ pub(crate) fn next_block_in_steps(
     block
 }
 
-/// True if the segments, the key intervals of the queries and the mask may leave a part of the block visible to the tile. The
-/// block must lie in the tile's visible range.
+/// True if segments, key intervals and mask may leave a part of the block visible to the tile. The block must lie in the
+/// tile's visible range.
 #[cube]
 pub(crate) fn may_intersect(
     tile_position: &TilePosition,
@@ -103,8 +103,8 @@ pub(super) struct BlockPair {
     pub key: u32,
 }
 
-/// Returns the indices of a query block and a key block for a tile and a block that the tile visits. If `side` is queries, the
-/// tile is the query block and the visited block is the key block. If `side` is keys, the roles are swapped.
+/// Returns the indices of the query block and the key block of a tile and a visited block. If `side` is queries, the tile is
+/// the query block. If `side` is keys, the tile is the key block.
 #[cube]
 pub(super) fn block_pair(
     tile_position: &TilePosition,
@@ -124,8 +124,7 @@ pub(super) fn block_pair(
     }
 }
 
-/// Returns the mask's summary for a tile and a block, which tells whether the mask shows the block in full, in part or not at
-/// all. See [`summary_of_block`].
+/// Returns the mask's summary for a tile and a block. See [`summary_of_block`].
 #[cube]
 pub(super) fn mask_summary(tile_position: &TilePosition, block: i32, masking: &Masking) -> u32 {
     summary_of_block(

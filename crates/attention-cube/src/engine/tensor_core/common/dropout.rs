@@ -10,8 +10,8 @@ use cube_kit::nvidia::ptx::{above_as_f16, pack, permuted_bytes};
 use cubecl::prelude::*;
 
 /// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the register's
-/// probability. Register `2 p` has bit `p % 16`, and register `2 p + 1` has bit `p % 16 + 16`. Both bits lie in `low`
-/// if `p < 16`, else in `high`.
+/// probability. Register `2 p` has bit `p % 16`, and register `2 p + 1` has bit `p % 16 + 16`. Both bits lie in `low` if
+/// `p < 16`, else in `high`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct KeepBits {
@@ -22,13 +22,13 @@ pub(crate) struct KeepBits {
     pub minus_inverse_kept: f32,
 }
 
-/// Three selectors for [`permuted_bytes`]. The first joins the low halves of two words, and the second joins their high
-/// halves. The third exchanges the two bytes within each half of the first word.
+/// Selectors for [`permuted_bytes`]: join the low halves of two words, join their high halves, and exchange the two bytes
+/// within each half of the first word.
 const LOW_HALVES: u32 = 0x5410;
 const HIGH_HALVES: u32 = 0x7632;
 const EXCHANGED: u32 = 0x2301;
 
-/// Returns the keep mask of two scores: all bits of a half are 1 if dropout keeps the score's probability, else 0. See
+/// Returns the keep mask of two scores: all bits of a half are 1 if dropout keeps the score's probability. See
 /// [`random_bits_of_pair`] for the arguments.
 #[cube]
 fn keep_mask(own: u32, other: u32, dropout: &DropoutArguments) -> u32 {
@@ -136,8 +136,8 @@ fn own_column_pair(column: i32) -> u32 {
     column as u32 + UNIT_POS % 4u32 * 2u32
 }
 
-/// A cell has two words of random bits, one for each of its two queries. Returns first the word that belongs to `query`,
-/// then the cell's remaining word.
+/// A cell has two random words, one for each of its two queries. Returns the word for `query`, then the cell's remaining
+/// word.
 #[cube]
 fn own_and_other(drawn: Drawn, query: u32) -> (u32, u32) {
     let is_second = query / 8u32 % 2u32 == 1u32;
@@ -245,9 +245,8 @@ pub(crate) fn times_kept(value: f32, dropout: &ComptimeOption<DropoutArguments>)
     }
 }
 
-/// Returns the factor by which the accumulated gradient of V is multiplied: `1 / p_scale`, because P was multiplied by
-/// `p_scale`. If the kernel has dropout, the result is also multiplied by `kept`, the factor of the probabilities that
-/// dropout keeps.
+/// Returns the factor of the accumulated gradient of V: `1 / p_scale`, because P was multiplied by `p_scale`. With dropout,
+/// the result is also multiplied by `kept`, the factor of kept probabilities.
 #[cube]
 pub(crate) fn value_factor(
     dropout: &ComptimeOption<DropoutArguments>,
@@ -263,9 +262,9 @@ pub(crate) fn value_factor(
 /// A selector for [`permuted_bytes`]. The sign bits of the second and of the fourth byte fill the two halves of the result.
 const SIGNS_OF_HALVES: u32 = 0xBB99;
 
-/// Sets dropped probabilities of the `pair`-th register pair to 0, if the kernel has dropout. `packed` holds the two
-/// probabilities in half precision. Kept probabilities stay unchanged, because their product with `kept_scale` could exceed
-/// the largest half-precision number. Instead, the kernel multiplies the result of the GEMM by `kept_scale`.
+/// Sets dropped probabilities of the `pair`-th register pair to 0. `packed` holds the two probabilities in half precision.
+/// Kept probabilities stay unchanged, because their product with `kept_scale` could exceed half precision. The kernel
+/// multiplies the result of the GEMM by `kept_scale` instead.
 #[cube]
 pub(crate) fn dropped_pair(
     packed: u32,

@@ -1,22 +1,20 @@
 //! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called *far*.
 //!
-//! For a query that is not far, the LSE is a single f32. The backward multiplies `q·k` by the scale and subtracts the LSE in
-//! one fused multiply-add, so the scaled dot product is not rounded. But the LSE itself was rounded to f32. If its magnitude is
-//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, this rounding error shows in P. An LSE of 10⁸ has an error of 4, and
-//! P is then wrong by a factor of 50.
+//! For a query that is not far, the LSE is a single f32. If the magnitude of an LSE is
+//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, the rounding to f32 shows in P. An LSE of 10⁸ has an error of 4,
+//! and P is wrong by a factor of 50.
 //!
 //! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference (row_max, which the
-//! softmax subtracts from the scores) and the logarithm of row_sum. If a tile may have a far query, all its blocks take the code
-//! path for partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum minus the
-//! reference is exactly 0. The path subtracts the logarithm afterwards.
+//! softmax subtracts from the scores) and the logarithm of row_sum. If a tile may have a far query, all its blocks take the
+//! code path for partially visible blocks. That path rounds the scaled dot product as the forward did, so the row's maximum
+//! minus the reference is exactly 0. The path subtracts the logarithm afterwards.
 //!
 //! If the tile holds keys, its blocks hold queries. The `lse_delta` tensor holds one flag per group of consecutive queries.
-//! A flag is set if its group has a far query. A tile may have a far query if a flag is set for the queries of one of its
-//! heads. The warp then votes for each block whether the block holds a far query, and reads the two f32 only in such blocks.
+//! A flag is set if its group has a far query. A tile may have a far query if a flag of its queries is set. The warp votes
+//! for each block whether the block holds a far query, and reads the two f32 only in such blocks.
 //!
-//! Keys whose scaled dot products round to the same f32 get equal probabilities here, as in any softmax over f32 scores. The
-//! forward still distinguishes such keys, since it subtracts dot products before it scales them. A dot product beyond f32's
-//! range gives NaN.
+//! Keys whose scaled dot products round to the same f32 get equal probabilities in the backward. The forward distinguishes
+//! such keys, since it subtracts dot products before it scales them. A dot product beyond f32's range gives NaN.
 
 use super::gradient::{Logsumexps, LseDelta};
 use super::{FragmentKind, RowPair};
@@ -28,8 +26,8 @@ use cube_kit::nvidia::ptx::{load_shared_pair, uniform};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// True if one of a warp's queries is far. For a tile of queries, the warp's queries are its rows. For a tile of keys, the
-/// warp's queries are the `columns` columns of the block, and their LSE is in shared memory.
+/// True if one of a warp's queries is far. For a tile of queries, the warp's queries are its rows. For a tile of keys, they
+/// are the `columns` columns of the block, with their LSE in shared memory.
 #[cube]
 pub(crate) fn has_far(
     lse_delta: &LseDelta<'_>,
@@ -46,8 +44,7 @@ pub(crate) fn has_far(
             let mut far = false.runtime();
             #[unroll]
             for part in 0..comptime!(columns.div_ceil(64)) {
-                // A lane whose columns would lie past `columns` checks the last two columns again, so that its load stays inside
-                // the block.
+                // A lane past `columns` checks the last two columns again, so that its load stays inside the block.
                 let column = UNIT_POS % 32u32 * 2u32 + comptime!(64 * part as u32);
                 let column = min(column, comptime!(columns as u32 - 2));
                 let own = load_shared_pair(lse_delta.references_at + 4u32 * column);
@@ -59,18 +56,18 @@ pub(crate) fn has_far(
     }
 }
 
-/// The number of flags that a lane loads for the first head without waiting between the loads. The flags that the 32 lanes
-/// of a warp load in this way cover 4,096 queries.
+/// The number of flags that a lane loads for the first head without waiting between the loads. The 32 lanes of a warp thus
+/// cover 4,096 queries.
 const LOADS: usize = 4;
 
-/// Returns the sum of the lane's share of flags for the query heads `first_head` to `first_head + heads − 1` and for the range
-/// `queries`. If the sum is not 0 in a lane of the warp, one of these queries may be far. Each flag covers `ROWS` queries.
+/// Returns the sum of the lane's share of flags for the query heads `first_head` to `first_head + heads − 1` and for the
+/// range `queries`. If the sum is not 0 in a lane of the warp, one of these queries may be far. Each flag covers `ROWS`
+/// queries.
 ///
-/// The flags of a short range of one head are loaded first and without a branch, so that the caller can do other work before it
-/// needs the sum.
+/// The flags of a short range of one head are loaded first and without a branch, so that the caller's next work overlaps the
+/// load.
 ///
-/// `lse_delta` is `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the LSE or marks, row 1 delta, and row 2 the
-/// logarithm of row_sum. Row 3 holds the reference of far queries, and row 4 the flags.
+/// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, and row 4 of a head holds the flags.
 #[cube]
 pub(crate) fn sum_of_flags(
     lse_delta: &Tensor<f32>,
@@ -91,9 +88,8 @@ pub(crate) fn sum_of_flags(
             + FLAGS * lse_delta.stride(2);
         #[unroll]
         for load in 0..LOADS {
-            // If the lane's index is past the end of the range, the lane still reads a flag of the head, so that no branch
-            // is needed. If that flag is set, the tile takes the path of far queries, which is slower and rounds scores
-            // before the subtraction.
+            // A lane past the end of the range still reads a flag of the head, so that no branch is needed. If this flag is
+            // set, the tile takes the slower path of far queries.
             sum += lse_delta[at + min(first + 32usize * load, last)];
         }
         let mut flag = first + 32usize * LOADS;
@@ -141,9 +137,9 @@ pub(crate) fn rows_are_far(logsumexps: Pair, #[comptime] kind: FragmentKind) -> 
     }
 }
 
-/// Returns the LSE of two queries, each as a reference (the row maximum that the softmax subtracts) and a logarithm of row_sum.
-/// For each query, `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the returned reference is
-/// the whole LSE and the logarithm is 0.
+/// Returns the LSE of two queries, each as a reference (the row maximum that the softmax subtracts) and a logarithm of
+/// row_sum. `wholes` holds the LSE, or the mark of a far query. For a query that is not far, the reference is the whole LSE
+/// and the logarithm is 0.
 #[cube]
 pub(crate) fn logsumexps_of_queries(
     lse_delta: &LseDelta<'_>,
@@ -161,8 +157,7 @@ pub(crate) fn logsumexps_of_queries(
     }
 }
 
-/// An LSE as two f32: the reference (the row maximum that the softmax subtracts) in natural units, and the logarithm of row_sum
-/// in log2 units.
+/// An LSE as two f32: the reference (the row maximum) in natural units, and the logarithm of row_sum in log2 units.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 struct Logsumexp {

@@ -1,8 +1,7 @@
-//! Computes P from S and the LSE, and dS from P and dP, in the registers of an accumulator. `common/mod.rs` describes the
-//! register layout.
+//! Computes P from S and the LSE, and dS from P and dP, in the registers of an accumulator.
 //!
-//! The *weight* of a score is its probability times the derivative of the softcap (the *slope*). The gradient of the loss with
-//! respect to the score before the softcap is `weight · (dp − delta)`. A query is *far* if its LSE needs two f32 (see
+//! The *weight* of a score is its probability times the derivative of the softcap (the *slope*). The gradient of the loss
+//! with respect to the score before the softcap is `weight · (dp − delta)`. A query is *far* if its LSE needs two f32 (see
 //! [`far`](super::far)).
 
 use crate::engine::tensor_core::common::block_mask::BlockMask;
@@ -25,34 +24,33 @@ use cube_kit::nvidia::ptx::{exp2, load_shared_pair, pack};
 use cubecl::prelude::*;
 use std::f32::consts::LOG2_E;
 
-/// The LSE and delta of queries. If the fragment's rows are queries, the struct holds the LSE and delta of the thread's two
-/// rows. If the fragment's columns are queries, the struct holds the shared-memory addresses of LSE and delta.
+/// The LSE and delta of the thread's two rows if the rows are queries. If the columns are queries, the shared-memory
+/// addresses of LSE and delta.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct LseDelta<'a> {
     /// The LSE and delta of all queries, in global memory: `[batch, q_heads, 5, padded q_len]`. Row 0 of a head holds the
-    /// LSE, or the mark −0 for a far query. Row 1 holds delta, and row 2 the logarithm of row_sum. Row 3 holds the reference
-    /// of far queries, and row 4 the flags of far queries.
+    /// LSE (or the mark −0 for a far query), row 1 delta, and row 2 the logarithm of row_sum. Row 3 holds the reference of
+    /// far queries, and row 4 the flags of far queries.
     pub all: &'a Tensor<f32>,
-    /// The reference of each row's LSE (the row maximum that the softmax subtracted), or the whole LSE if one f32 holds the
-    /// LSE. The value −0 marks a [`far`](super::far) query.
+    /// The reference of each row's LSE (the row maximum), or the whole LSE if one f32 holds the LSE. The value −0 marks a
+    /// [`far`](super::far) query.
     pub references: Pair,
     pub deltas: Pair,
-    /// The logarithm of each row's row_sum in log2 units. row_sum is the sum of the exponentials after the subtraction of the
-    /// reference.
+    /// The logarithm of each row's row_sum in log2 units. row_sum is the sum after the subtraction of the reference.
     pub logarithms: Pair,
     pub references_at: u32,
     pub deltas_at: u32,
     pub logarithms_at: u32,
-    /// Not 0 if this lane found a [`far`](super::far) query. If the rows are queries, the lane tests its own rows. If the
-    /// rows are keys, the lane tests the flags of far queries.
+    /// Not 0 if this lane found a [`far`](super::far) query. The lane tests its own rows if the rows are queries, or else
+    /// the flags of far queries.
     pub far: f32,
     /// True if `far` is not 0 in a lane of the warp. The value is set by [`voted`](super::far::voted), and false before.
     pub may_have_far: bool,
 }
 
-/// Returns a copy of `rows` with the shared-memory addresses of a block's LSE and delta. If the columns are queries, the data
-/// of the block's `columns` queries starts at address `at`. If the rows are queries, nothing reads these addresses.
+/// Returns a copy of `rows` with the shared-memory addresses of a block's LSE and delta. The data of the block's `columns`
+/// queries starts at address `at`. If the rows are queries, nothing reads these addresses.
 #[cube]
 pub(crate) fn lse_delta_of_block<'a>(
     rows: &LseDelta<'a>,
@@ -72,8 +70,8 @@ pub(crate) fn lse_delta_of_block<'a>(
     }
 }
 
-/// Returns the LSE and delta of the thread's rows, `row` and `row + 8`, if the rows are queries. If the rows are keys, the
-/// result only holds the argument `far`. The caller computes this argument from the flags of far queries.
+/// Returns the LSE and delta of rows `row` and `row + 8`, if the rows are queries. If the rows are keys, the result only
+/// holds `far`, which the caller computes from the flags of far queries.
 #[cube]
 pub(crate) fn lse_delta_of_rows<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -126,9 +124,8 @@ pub(crate) fn lse_delta_of_rows<'a>(
     }
 }
 
-/// Returns one f32 for each register of the `pair`-th register pair. The f32 is a property of the register's query, such as
-/// delta. The arguments choose the property, that is, a row of the LSE/delta tensor. If the rows are queries, the function
-/// takes the f32 from `rows`. Otherwise it loads the f32 from shared memory at `address`.
+/// Returns one f32 for each register of the `pair`-th register pair: an element of the LSE/delta tensor for the register's
+/// query. If the rows are queries, the f32 comes from `rows`, else from shared memory at `address`.
 #[cube]
 fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] side: Side) -> Pair {
     if comptime!(side == Side::Keys) {
@@ -151,8 +148,8 @@ fn lse_delta_of(rows: Pair, address: u32, #[comptime] pair: usize, #[comptime] s
     }
 }
 
-/// Returns the logarithm of row_sum for each register of the `pair`-th register pair, in log2 units. The LSE is the sum of this
-/// logarithm and the reference.
+/// Returns the logarithm of row_sum (log2 units) for each register of the `pair`-th register pair. The LSE is this logarithm
+/// plus the reference.
 #[cube]
 fn logarithms_of(
     lse_delta: &LseDelta<'_>,
@@ -170,15 +167,14 @@ fn logarithms_of(
     }
 }
 
-/// True if a block takes the path without masks: the block is fully visible, and the tile has no far query. Tiles with far
-/// queries take the path with masks for all blocks, so that the common path has no work for far queries.
+/// True if a block takes the path without masks: the block is fully visible, and the tile has no far query.
 #[cube]
 fn is_plain(block_mask: &BlockMask, lse_delta: &LseDelta<'_>) -> bool {
     block_mask.whole && !lse_delta.may_have_far
 }
 
-/// The weights of a fragment's scores: P times the slope of the softcap. The struct also holds P, packed as the left operand of a
-/// GEMM, if the caller requests P.
+/// The weights (P times the slope of the softcap) of a fragment's scores. If requested, also P, packed as the left operand
+/// of a GEMM.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct PAndDs<NS: Size, NP: Size> {
@@ -186,9 +182,9 @@ pub(crate) struct PAndDs<NS: Size, NP: Size> {
     pub p: Vector<u32, NP>,
 }
 
-/// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s` holds
-/// the dot products. The weight is 0 where the row does not see the column. In a fully visible block, only a bias can hide a
-/// score. The returned `p` is P after dropout, and `w` is computed from P before dropout.
+/// Computes the weights (P times the slope of the softcap) of the scores for `columns` columns from `first_column` on. `s`
+/// holds the dot products. The weight is 0 where the row does not see the column. The returned `p` is P after dropout, and
+/// `w` is computed from P before dropout.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
     s: Vector<f32, NS>,
@@ -221,8 +217,8 @@ pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size>(
             }
             let slopes = scored.slopes;
             if comptime!(kind.hides_single_keys()) {
-                // A bias of −∞ or a mask mod may hide a score that is NaN. The probability is then 0, but the slope of the softcap is NaN, and
-                // 0 · NaN is NaN. `sloped` therefore returns a weight of 0 for a probability of 0.
+                // A hidden score (bias of −∞ or mask mod) may be NaN, and 0 · NaN is NaN. `sloped` therefore returns a
+                // weight of 0 for a probability of 0.
                 w.insert(comptime!(2 * pair), sloped(own.first, slopes.first, kind));
                 w.insert(
                     comptime!(2 * pair + 1),
@@ -344,8 +340,7 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
             let packed = packed_p(own, half);
             p.insert(pair, dropped_pair(packed, keep, pair, kind.score.dropout));
         }
-        // A hidden score may be NaN. The probability is then 0, but the slope of the softcap is NaN, and 0 · NaN is NaN.
-        // `sloped` therefore returns a weight of 0 for a probability of 0.
+        // A hidden score may be NaN, and 0 · NaN is NaN. `sloped` therefore returns a weight of 0 for a probability of 0.
         w.insert(
             comptime!(2 * pair),
             sloped(own.first, scored.slopes.first, kind),
@@ -358,8 +353,7 @@ fn masked_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     PAndDs::<NS, NP> { w, p }
 }
 
-/// The LSE for the two registers of a register pair. Each LSE is the sum of a reference (the row maximum that the softmax
-/// subtracted) and the logarithm of row_sum.
+/// The LSE for the two registers of a register pair, each as a reference (the row maximum) and the logarithm of row_sum.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Logsumexps {
@@ -377,8 +371,8 @@ fn no_logsumexps() -> Logsumexps {
     }
 }
 
-/// True if the LSE must be loaded for the `pair`-th register pair, because the pair's queries differ from the queries of the
-/// preceding pair. If the rows are keys, pairs `2i` and `2i + 1` have the same columns, and so the same queries.
+/// True if the queries of the `pair`-th register pair differ from the queries of the preceding pair. If the rows are keys,
+/// pairs `2i` and `2i + 1` have the same columns, and so the same queries.
 const fn is_looked_up(pair: usize, kind: FragmentKind) -> bool {
     matches!(kind.side, Side::Queries) || pair.is_multiple_of(2)
 }
@@ -400,8 +394,7 @@ fn queries_of_pair(
     }
 }
 
-/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the pair's queries differ from the queries of the
-/// preceding pair.
+/// Loads the LSE for the `pair`-th register pair into `logsumexps`, if the preceding pair had different queries.
 #[cube]
 fn look_up_logsumexps(
     logsumexps: &mut Logsumexps,
@@ -422,8 +415,7 @@ fn look_up_logsumexps(
     }
 }
 
-/// Computes the probabilities of two scores, each with its own LSE. If `apart`, each LSE is the sum of a reference and a
-/// logarithm, which [`probability`] subtracts one after the other.
+/// Computes the probabilities of two scores, each with its own LSE. See [`probability`].
 #[cube]
 fn probabilities(
     values: Pair,
@@ -454,12 +446,11 @@ fn probabilities(
     }
 }
 
-/// Computes the probability of `value`. The value is an unscaled dot product if the kernel is `raw` (it keeps scores unscaled),
-/// else a score. If `apart`, the LSE is the sum of `reference` (the row maximum that the softmax subtracted) and `logarithm`.
-/// Otherwise `reference` holds the whole LSE.
+/// Computes a probability. `value` is a score, or an unscaled dot product if the kernel is `raw`. If `apart`, the LSE is
+/// `reference` (the row maximum) plus `logarithm`. Otherwise `reference` holds the whole LSE.
 ///
-/// The reference is subtracted before the difference is converted to log2 units. For very large scores, a conversion of the score
-/// itself would lose precision.
+/// The reference is subtracted before the conversion to log2 units, because converting a very large score would lose
+/// precision.
 #[cube]
 fn probability(
     value: f32,
@@ -472,8 +463,8 @@ fn probability(
     let difference = if comptime!(!kind.raw) {
         value - reference
     } else if comptime!(apart) {
-        // The scaled dot product must be rounded as in the forward. `fma` with 0 rounds the product, and keeps the compiler from
-        // fusing this multiplication with the subtraction.
+        // The scaled dot product must be rounded as in the forward. `fma` with 0 rounds the product, and keeps the compiler
+        // from fusing the multiplication with the subtraction.
         fma(value, arguments.scale, 0.0f32) - reference
     } else {
         fma(value, arguments.scale, -reference)
@@ -485,8 +476,8 @@ fn probability(
     }
 }
 
-/// The factor by which P is multiplied before P is rounded to half precision. Without the factor, small probabilities would lose
-/// bits in f16. dV is later divided by the factor.
+/// The factor by which P is multiplied before the rounding to half precision, since small probabilities would lose bits in
+/// f16. dV is later divided by the factor.
 pub(crate) const fn p_scale(half: Half) -> f32 {
     match half {
         Half::F16 => F16_P_SCALE,
@@ -505,8 +496,8 @@ fn packed_p(p: Pair, #[comptime] half: Half) -> u32 {
     }
 }
 
-/// Returns the probability times the slope of the softcap. If the probability is 0, the result is 0. A plain product could be
-/// NaN, since the slope of a hidden score may be NaN.
+/// Returns the probability times the slope of the softcap, or 0 if the probability is 0. The slope of a hidden score may be
+/// NaN.
 #[cube]
 fn sloped(probability: f32, slope: f32, #[comptime] kind: FragmentKind) -> f32 {
     if comptime!(kind.score.has_slope()) {
@@ -524,8 +515,7 @@ struct Scored {
     slopes: Pair,
 }
 
-/// Computes the scores of the `pair`-th register pair. If the kernel applies the scale in the exponential (`raw`), the unscaled
-/// dot products take the place of the scores.
+/// Computes the scores of the `pair`-th register pair, or the unscaled dot products if the kernel is `raw`.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -542,8 +532,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel uses the unscaled dot products, and needs no slopes. If the kernel loads biases before S is ready, `s`
-    // already holds scores, and the kernel needs no slopes either. In both cases, each slope is 1.
+    // A `raw` kernel needs no slopes. If the kernel loads biases before S is ready, `s` already holds scores, and no slopes
+    // are needed. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,
@@ -577,8 +567,7 @@ fn scored<F: Float, NB: Size, NS: Size>(
     }
 }
 
-/// Returns the derivative of `c · tanh(x / c)` with respect to x, where c is the softcap. The argument `capped` is the value of
-/// that function at x.
+/// Returns the derivative of `c · tanh(x / c)`, where c is the softcap. `capped` is the value of that function at x.
 #[cube]
 fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     let tanh = if comptime!(kind.wide_softcap) {
@@ -590,14 +579,13 @@ fn slope(capped: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -
     fma(-tanh, tanh, 1.0f32)
 }
 
-/// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed as
-/// the left operand of a GEMM.
+/// Computes dS, the gradient with respect to the scaled dot products, from the weights `w` and from dP. The result is packed
+/// as the left operand of a GEMM.
 ///
 /// With dropout, the result is dS divided by `kept`, the factor by which dropout multiplies kept probabilities. See
 /// [`gradient_minus_delta`].
 ///
-/// If the block is not fully visible, dP may hold any value (even NaN) where a score is hidden. dS is 0 where a score is
-/// hidden.
+/// dP may hold any value (even NaN) where a score is hidden. dS is 0 there.
 #[cube]
 pub(crate) fn dot_gradients<NS: Size, NP: Size>(
     w: Vector<f32, NS>,

@@ -1,5 +1,4 @@
-//! Host code that the engines share to launch a gradient kernel. It chooses the operands for a tile of queries or of keys,
-//! allocates the gradients, and sets up the grid, the bias and the element types.
+//! Host code that the engines share to launch a gradient kernel: operands, gradients, grid, bias and element types.
 
 use super::FragmentKind;
 use super::bias::BiasReads;
@@ -45,11 +44,11 @@ pub(crate) struct GradientArguments<'a> {
     pub lse_delta: &'a CubeTensor,
     /// The tensors that the kernel writes: the gradient of Q or K, and the gradient of V.
     pub gradients: [Option<CubeTensor>; 2],
-    /// The tensor to which the kernel writes the gradient of Q or K. If the kernel does not compute this gradient, the launch
-    /// passes `stationary_qk` instead, since the kernel's signature requires a tensor.
+    /// The tensor for the gradient of Q or K. Without this gradient, the launch passes `stationary_qk`, since the signature
+    /// requires a tensor.
     pub qk_target: CubeTensor,
-    /// The tensor to which the kernel writes the gradient of V. If the kernel does not compute this gradient, the launch passes
-    /// `stationary_v_do` instead, since the kernel's signature requires a tensor.
+    /// The tensor for the gradient of V. Without this gradient, the launch passes `stationary_v_do`, since the signature
+    /// requires a tensor.
     pub value_target: CubeTensor,
     /// The bias. The bias is transposed if the tile's rows are keys and the kernel loads the bias of each score separately.
     pub bias: Option<CubeTensor>,
@@ -63,8 +62,8 @@ pub(crate) struct GradientArguments<'a> {
 }
 
 impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
-    /// Returns the arguments of a kernel, and allocates the gradients that the kernel computes. `sums` names these gradients.
-    /// `bias_reads` is the way in which the kernel loads the bias.
+    /// Returns the arguments of a kernel, and allocates the gradients that `sums` names. `bias_reads` is the way in which
+    /// the kernel loads the bias.
     pub(crate) fn arguments(&self, sums: Sums, bias_reads: BiasReads) -> GradientArguments<'a> {
         let pass = self.pass;
         let (inputs, problem) = (&pass.inputs, pass.problem);
@@ -165,8 +164,8 @@ impl<'a, T: BackwardTiles> GradientLaunch<'a, T> {
         )
     }
 
-    /// Returns the gradient of Q or K, and the gradient of V, from the tensors that the kernel wrote. If the work is split, the
-    /// function sums the partial gradients. A gradient that the kernel does not compute is `None`.
+    /// Returns the gradient of Q or K, and the gradient of V. If the work is split, the function sums the partial gradients.
+    /// A gradient that the kernel does not compute is `None`.
     pub(crate) fn results(
         &self,
         [qk_gradient, value_gradient]: [Option<CubeTensor>; 2],

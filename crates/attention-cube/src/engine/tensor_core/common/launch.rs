@@ -1,5 +1,4 @@
-//! Host code that the launches of all tensor-core engines share. It allocates the tensors of a forward, and runs the kernels of a
-//! backward one after the other.
+//! Host code that the launches of all tensor-core engines share.
 
 use super::FragmentKind;
 use super::bias::BiasReads;
@@ -56,8 +55,8 @@ pub(crate) struct ForwardTiling {
     pub heads: usize,
     /// The number of splits of the keys (split-KV).
     pub splits: usize,
-    /// The number of heads, counted over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
-    /// number is chosen so that the operands of these heads fit the L2 cache.
+    /// The number of heads, over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
+    /// operands of these heads fit the L2 cache.
     pub together: usize,
 }
 
@@ -88,8 +87,8 @@ pub(crate) struct ForwardPass {
     pub sink_element: ElemType,
     pub bias_vector: usize,
     pub output_vector: usize,
-    /// The factor that converts the kernel's scores to log2 units. If the kernel keeps scores unscaled, this factor includes
-    /// the problem's scale.
+    /// The factor that converts the kernel's scores to log2 units. For unscaled scores, the factor includes the problem's
+    /// scale.
     pub scale_log2: f32,
     offsets: BoundsOffsets,
     sinks: Option<CubeTensor>,
@@ -133,8 +132,8 @@ impl ForwardPass {
             .map_or(optional_inputs.bias_element, |sinks| {
                 dtype_to_storage_type(sinks.dtype)
             });
-        // The output is `[splits · batch, …]`. Its first dimension holds the partial results of split 0 for all sequences, then
-        // the partial results of split 1, and so on.
+        // The output is `[splits · batch, …]`: first the partial results of split 0 for all sequences, then of split 1, and
+        // so on.
         let parts = splits * batch;
         let output = empty(
             &inputs.query,
@@ -145,8 +144,8 @@ impl ForwardPass {
                 problem.dtype
             },
         );
-        // The first half of the LSE tensor holds the row maxima that the softmax subtracted. The second half holds, for each
-        // row, the natural logarithm of row_sum after this subtraction.
+        // The first half of the LSE tensor holds the row maxima that the softmax subtracted. The second half holds the
+        // natural logarithms of row_sum after this subtraction.
         let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
         let (tiles, tile_heads) = match shares_tile {
             true => (problem.group().div_ceil(heads), kv_heads),
@@ -154,8 +153,8 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
-            // A bias that is loaded before S is ready is part of the score from the start. The code of a score mod would
-            // then change a score that already holds the bias. So a kernel with such code loads biases later.
+            // A bias that is loaded before S is ready is part of the score from the start. A score mod must not see the
+            // bias, so a kernel with a score mod loads biases later.
             _ if problem.has_code() => None,
             BiasesAhead::Never => None,
             BiasesAhead::ByTwos => optional_inputs.half_of_bias_by_twos(),
@@ -248,8 +247,8 @@ impl ForwardPass {
         TileSchedulerLaunch::new(self.grid(problem), schedule, problem.group() as u32)
     }
 
-    /// Returns the sinks that the forward kernel adds to row_sum. Returns `None` without sinks. Also returns `None` with
-    /// split-KV, because the combine kernel then adds the sinks.
+    /// Returns the sinks that the forward kernel adds to row_sum, or `None`. With split-KV, the combine kernel adds the
+    /// sinks instead.
     pub(crate) fn sinks(&self) -> Option<TensorArg> {
         let own = self.sinks.clone().filter(|_| !self.kind.split);
         own.map(CubeTensor::into_tensor_arg)
@@ -300,8 +299,8 @@ pub(crate) fn joined_sizes<const FIRST: usize, const SECOND: usize, const BOTH: 
     })
 }
 
-/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. The packed tensor of lengths and
-/// segment ids also holds the segment bounds of the kernel's blocks. `offsets` tells where these bounds begin.
+/// Returns the kernel argument `Scoring`: the masking inputs, `bias`, the scale and the softcap. `offsets` locates the
+/// segment bounds in the packed tensor of lengths and segment ids.
 pub(crate) fn scoring<F: Float, NB: Size>(
     problem: &AttentionProblem,
     offsets: BoundsOffsets,
@@ -330,14 +329,13 @@ pub(crate) fn scoring<F: Float, NB: Size>(
 pub(crate) struct GradientDivision {
     /// The number of splits that share the blocks of a tile.
     pub splits: usize,
-    /// The number of heads, counted over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
-    /// number is chosen so that the operands of these heads fit the L2 cache.
+    /// The number of heads, over all sequences, whose tiles are interleaved in the launch order. Under a causal mask, the
+    /// operands of these heads fit the L2 cache.
     pub together: usize,
 }
 
 impl GradientDivision {
-    /// Returns the dtype of the gradient that a kernel writes. If the work is split, the dtype is f32, since each split writes
-    /// partial sums. Otherwise it is `dtype`, the dtype of the operands.
+    /// Returns the dtype of the gradient that a kernel writes: f32 for the partial sums of split work, or else `dtype`.
     pub(crate) fn dtype(&self, dtype: DType) -> DType {
         match self.splits {
             1 => dtype,
@@ -345,16 +343,16 @@ impl GradientDivision {
         }
     }
 
-    /// Allocates the tensor to which a kernel writes the gradient with respect to `input`: `[splits · batch, heads, len, dim]`.
-    /// The partial gradients of split 0 come first, then the partial gradients of split 1, and so on.
+    /// Allocates the tensor for the gradient with respect to `input`: `[splits · batch, heads, len, dim]`. The partial
+    /// gradients of split 0 come first, then of split 1, and so on.
     pub(crate) fn target(&self, on: &CubeTensor, input: &CubeTensor) -> CubeTensor {
         let mut shape = input.meta.shape().clone();
         shape[0] *= self.splits;
         empty(on, shape, self.dtype(input.dtype))
     }
 
-    /// Returns the gradient with respect to `input`. The tensor `written` is the kernel's output. If the work is split, this
-    /// function sums the partial gradients in `written`.
+    /// Returns the gradient with respect to `input` from the kernel's output `written`. If the work is split, the function
+    /// sums the partial gradients.
     pub(crate) fn sum(&self, written: CubeTensor, input: &CubeTensor) -> CubeTensor {
         if self.splits == 1 {
             return written;
@@ -365,9 +363,8 @@ impl GradientDivision {
 
 /// Computes the requested gradients with respect to `inputs`.
 ///
-/// The closure `launch` runs one kernel of the plan, and returns the gradient of Q or K, and the gradient of V. A gradient that
-/// this kernel does not compute is `None`. After all kernels, this function computes the gradients of the bias and of the
-/// sinks.
+/// The closure `launch` runs one kernel of the plan, and returns the gradient of Q or K, and the gradient of V. A gradient
+/// that the kernel does not compute is `None`. The gradients of the bias and of the sinks follow.
 pub(crate) fn gradients<T: BackwardTiles + Debug>(
     inputs: AttentionInputs<CubeBackend>,
     saved: AttentionSaved<CubeBackend>,

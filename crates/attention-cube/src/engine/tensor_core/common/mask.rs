@@ -1,5 +1,5 @@
-//! Bits that tell which columns of a fragment are visible under the mask, the segments and the key intervals of the queries. A
-//! *mask word* holds the bits of 32 columns of one row.
+//! Bits that tell which columns of a fragment are visible under mask, segments and key intervals. A *mask word* holds the
+//! bits of 32 columns of one row.
 
 use super::scoring::Masking;
 use super::{FragmentKind, Known, RowPair, columns_end, rows_end};
@@ -16,8 +16,8 @@ pub(crate) struct BitPair {
     pub second: u32,
 }
 
-/// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment. In each
-/// returned word, bit 0 belongs to the first of these columns that the thread holds.
+/// Returns the visibility bits of the thread's two rows for columns `32 · word` to `32 · word + 31` of the fragment. Bit 0
+/// of a word belongs to the thread's first column.
 #[cube]
 pub(crate) fn bits_of_word(
     mask_words: MaskWords,
@@ -35,12 +35,12 @@ pub(crate) fn bits_of_word(
     }
 }
 
-/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if the mask, the segments and the key intervals
-/// of the queries leave its column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
+/// The mask words of a thread's two rows, for up to 128 columns. A bit is set if mask, segments and key intervals leave its
+/// column visible. Word `2i` belongs to the first row, word `2i + 1` to the second.
 pub(crate) type MaskWords = Vector<u32, Const<8>>;
 
-/// Loads the mask words of a thread's two rows for `columns` columns. Each row's first word is word `first_word` of the row's
-/// mask. If the block is fully visible (`whole`), nothing is loaded and the words stay 0.
+/// Loads the mask words of a thread's two rows for `columns` columns, from word `first_word` of the row's mask on. In a
+/// fully visible block (`whole`), the words stay 0.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -75,12 +75,11 @@ pub(crate) fn mask_words(
     words
 }
 
-/// Clears the bits of those columns whose segment differs from the row's segment. The words cover `columns` columns from
+/// Clears the bits of columns whose segment differs from the row's segment. The words cover `columns` columns from
 /// `first_column` on.
 ///
-/// `documents` holds the smallest and the largest segment id of the block. `share` is true if all rows of the tile and all
-/// columns of the block belong to the same segment. If `share` is true, no bit is cleared. If the whole block belongs to one
-/// segment, each row keeps either all of its bits or none.
+/// `documents` holds the smallest and the largest segment id of the block. If `share`, all rows of the tile and all columns
+/// of the block belong to one segment, and no bit is cleared.
 #[cube]
 pub(crate) fn words_of_segments(
     words: MaskWords,
@@ -130,9 +129,8 @@ pub(crate) fn words_of_segments(
                 words = restricted(words, all_0, all_1, word);
             }
         } else {
-            // Each lane loads the segment ids of columns `lane`, `lane + 32`, and so on. The warp then loops over the distinct
-            // segment ids of its rows, and compares each of them with the ids of all columns. The loop is short, because a
-            // warp's rows seldom belong to more than a few segments.
+            // Each lane loads the segment ids of columns `lane`, `lane + 32`, and so on. The warp loops over the distinct
+            // segment ids of its rows, which are few, and compares each of them with the ids of all columns.
             let lane = UNIT_POS % 32u32;
             let mut ids = Vector::<i32, Const<4>>::zeroed();
             #[unroll]
@@ -189,11 +187,11 @@ pub(crate) fn words_of_segments(
     words
 }
 
-/// Clears the bits of those columns that the key intervals of the queries hide from the row. The words cover `columns` columns
+/// Clears the bits of columns that the key intervals of the queries hide from the row. The words cover `columns` columns
 /// from `first_column` on.
 ///
-/// If the rows are queries, the columns are keys. If the rows are keys, the columns are queries. `within` is true if the
-/// intervals of all queries contain the whole block. In that case, no bit is cleared.
+/// The rows are queries and the columns keys, or the rows are keys and the columns queries. If `within`, the intervals of
+/// all queries contain the whole block, and no bit is cleared.
 #[cube]
 pub(crate) fn words_of_intervals(
     words: MaskWords,
@@ -226,8 +224,8 @@ pub(crate) fn words_of_intervals(
     words
 }
 
-/// Returns a word of visibility bits for each of a thread's two queries. Bit `i` belongs to key `first_key + i`, and is set if an
-/// interval of the query contains the key.
+/// Returns a word of visibility bits for each of a thread's two queries. Bit `i` is set if an interval of the query contains
+/// key `first_key + i`.
 #[cube]
 fn bits_of_queries(
     masking: &Masking,
@@ -263,11 +261,11 @@ fn bits_of_queries(
     bits
 }
 
-/// Returns a word of visibility bits for each of a thread's two keys. Bit `i` belongs to query `first_query + i`, and is set if
-/// an interval of the query contains the key.
+/// Returns a word of visibility bits for each of a thread's two keys. Bit `i` is set if an interval of query
+/// `first_query + i` contains the key.
 ///
-/// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each key, all
-/// lanes compare their query's intervals with the key.
+/// Each lane loads the intervals of one query. A warp has 16 keys: lane `4 · i` holds keys `i` and `i + 8`. For each key,
+/// all lanes compare their query's intervals with the key.
 #[cube]
 fn bits_of_keys(
     masking: &Masking,
@@ -329,8 +327,7 @@ fn contains(keys: Keys, key: i32) -> bool {
     key >= keys.first && key < keys.end
 }
 
-/// Restricts the `word`-th mask word of each of the thread's two rows. In the first row's word, only bits of `bits_0` stay set.
-/// In the second row's word, only bits of `bits_1` stay set.
+/// Clears the bits of the `word`-th mask word that are not in `bits_0` (first row) or `bits_1` (second row).
 #[cube]
 fn restricted(words: MaskWords, bits_0: u32, bits_1: u32, #[comptime] word: usize) -> MaskWords {
     let mut words = words;
@@ -347,6 +344,5 @@ fn ballot(says: bool) -> u32 {
     plane_ballot(says).extract(0usize)
 }
 
-/// The number of a thread's register pairs per mask word. Of the 32 columns that a mask word covers, the thread holds 4 pairs
-/// of columns in each of its two rows.
+/// The number of a thread's register pairs per mask word (32 columns): 4 pairs in each of the thread's two rows.
 pub(crate) const PAIRS_PER_WORD: usize = 8;

@@ -1,12 +1,11 @@
 //! Device functions for all tensor-core engines that hold scores in accumulator registers (register fragments).
 //!
-//! A thread holds elements of two rows of a fragment, 8 rows apart, and a quarter of the columns of each row. The three other
-//! threads of its quad hold the remaining columns. The modules here list the blocks that a tile visits, compute and mask the
-//! scores of a block, and write the tile's rows.
+//! A thread holds elements of two rows of a fragment, 8 rows apart, and a quarter of the columns of each row. The three
+//! other threads of its quad hold the remaining columns.
 //!
-//! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns belong to the *other side*: keys for a
-//! tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold two adjacent
-//! columns of one row.
+//! The rows of a fragment are queries or keys, as `FragmentKind::side` says. The columns belong to the *other side*: keys
+//! for a tile of queries, queries for a tile of keys. A *register pair* is two adjacent registers of a thread, which hold
+//! two adjacent columns of one row.
 
 pub(crate) mod bias;
 pub(crate) mod block_mask;
@@ -43,8 +42,8 @@ pub(crate) struct RowPair {
     pub batch: u32,
     pub head_0: u32,
     pub head_1: u32,
-    /// The index of the first row in its sequence: a query index, or a key index if the fragment's rows are keys. A row past the
-    /// end of the sequence has the index `q_len` (or `kv_len` for keys).
+    /// The query index (or key index) of the first row in its sequence. A row past the end has the index `q_len` (or
+    /// `kv_len`).
     pub position_0: i32,
     pub position_1: i32,
     pub seq_info: SeqInfo,
@@ -59,11 +58,11 @@ pub(crate) struct FragmentKind {
     pub side: Side,
     pub structure: Structure,
     pub score: ScoreKind,
-    /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. This requires
-    /// that the problem has no softcap, no bias and a positive scale.
+    /// True if the kernel keeps unscaled dot products `q·k` in S, and applies the scale inside the exponential. The problem
+    /// must have no softcap, no bias and a positive scale.
     pub raw: bool,
-    /// True if the backward multiplies P by the derivatives of softcap and score mod. The kernel for the bias gradient omits these
-    /// factors, because the bias is added after softcap and score mod.
+    /// True if the backward multiplies P by the derivatives of softcap and score mod. The bias is added after softcap and
+    /// score mod, so the bias gradient omits these factors.
     pub has_slope: bool,
     pub bias_reads: BiasReads,
 }
@@ -92,9 +91,8 @@ impl FragmentKind {
         matches!(self.bias_reads, BiasReads::OnceAHead)
     }
 
-    /// True if the LSE of every query is stored as two f32: the reference (the row maximum that the softmax subtracts) and the
-    /// logarithm of row_sum. Otherwise only *far* queries store two f32, because one f32 cannot hold their LSE precisely enough
-    /// (see [`far`]).
+    /// True if the LSE of every query is stored as two f32: the reference (the row maximum) and the logarithm of row_sum.
+    /// Otherwise only *far* queries store two f32 (see [`far`]).
     pub(crate) const fn has_logarithms(&self) -> bool {
         matches!(
             LogsumexpForm::of(
@@ -120,15 +118,13 @@ impl FragmentKind {
     }
 }
 
-/// Returns the first of the two columns that the `pair`-th register pair of this thread holds. The fragment starts at
-/// `first_column`.
+/// Returns the thread's first column of the `pair`-th register pair. The fragment starts at `first_column`.
 #[cube]
 pub(crate) fn own_column(first_column: i32, #[comptime] pair: usize) -> i32 {
     first_column + ((UNIT_POS % 4u32) * 2u32) as i32 + comptime!(column(2 * pair) as i32)
 }
 
-/// The range of columns that each of a thread's two rows sees, and the offset of each row's first bias in the bias tensor, in
-/// elements.
+/// The range of columns that each of a thread's two rows sees, and the offset of each row's first bias, in elements.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Known {
@@ -138,8 +134,7 @@ pub(crate) struct Known {
     pub bias_1: usize,
     pub bias_of_head: f32,
     pub rows: RowPair,
-    /// The first column of the problem's last pair of columns. The second column of this pair may lie past the end. For a pair
-    /// past the end, the kernel reads the biases of this last pair instead.
+    /// The first column of the problem's last pair of columns. A pair past the end reads the biases of this last pair.
     pub last_pair: u32,
 }
 
@@ -150,8 +145,8 @@ pub(crate) fn known<F: Float, NB: Size>(
     #[comptime] kind: FragmentKind,
 ) -> Known {
     let seq_lens = &scoring.masking.seq_lens;
-    // A row past the end reads the bias of the last row, which keeps the read inside the bias tensor. The scores of such a row
-    // are hidden later.
+    // A row past the end reads the bias of the last row, which keeps the read inside the bias tensor. The scores of such a
+    // row are hidden later.
     let last_row = rows_end(seq_lens, kind.side) - 1i32;
     let row_0 = min(rows.position_0, last_row) as u32;
     let row_1 = min(rows.position_1, last_row) as u32;
@@ -201,8 +196,7 @@ pub(crate) fn columns_end(seq_lens: &SeqLens, #[comptime] side: Side) -> i32 {
     }
 }
 
-/// Returns the range of columns that the window and the sequence length leave visible to the row at `position`. The columns are
-/// keys if the row is a query, and queries if the row is a key.
+/// Returns the range of columns that window and sequence length leave visible to the row at `position`.
 #[cube]
 fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
     if comptime!(side == Side::Queries) {
@@ -212,11 +206,8 @@ fn run_of(seq_info: &SeqInfo, position: i32, #[comptime] side: Side) -> Keys {
     }
 }
 
-/// Returns the two scores of the `pair`-th register pair, whose first column is `at`. If a column is hidden, its score is
-/// replaced by `hidden`.
-///
-/// If the problem has a mask, segments or key intervals, `bits` tells which columns are visible. The bits of columns outside of
-/// the row's visible range are already cleared.
+/// Returns the two scores of the `pair`-th register pair, whose first column is `at`. The score of a hidden column is
+/// `hidden`. With a mask, segments or key intervals, `bits` tells which columns in the row's visible range are visible.
 #[cube]
 pub(crate) fn shown(
     values: Pair,

@@ -8,8 +8,7 @@ use cube_kit::nvidia::accumulator::{Pair, is_second};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// The registers of a thread after the last block of a tile: the thread's elements of O, and the softmax state of the
-/// thread's two rows.
+/// The registers of a thread after the last block: its elements of O, and the softmax state of its two rows.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Finished<NO: Size> {
@@ -57,8 +56,7 @@ pub(crate) fn output_rows(tile: &Tile, rows: &RowPair, row: i32) -> OutputRows {
     }
 }
 
-/// Elements of a thread's two output rows, and one factor per row. The function that writes a row multiplies each element by
-/// the row's factor.
+/// Elements of a thread's two output rows, and one factor per row, by which the store multiplies each element.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OutputPart<NO: Size> {
@@ -87,8 +85,8 @@ pub(crate) fn step_of<NO: Size, N: Size>(
 }
 
 /// Computes the factor that normalizes each of the thread's two rows. If a row sees no key, the function sets the row's
-/// elements of O to 0. O has `columns` columns. `kept` is the factor by which kept probabilities are multiplied, if the kernel
-/// has dropout. If `writes_logsumexp`, the function also writes the LSE of both rows.
+/// elements of O to 0. With dropout, `kept` is the factor of kept probabilities. If `writes_logsumexp`, the function also
+/// writes the LSE of both rows.
 #[cube]
 pub(crate) fn normalised<K: Float, NO: Size>(
     finished: Finished<NO>,
@@ -101,8 +99,7 @@ pub(crate) fn normalised<K: Float, NO: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> OutputPart<NO> {
-    // A `raw` kernel keeps scores unscaled, so its references (the row maxima that the softmax subtracts) are unscaled dot
-    // products. The scale turns such a reference into a score.
+    // A `raw` kernel keeps scores unscaled, so its references (row maxima) are unscaled dot products.
     let to_score = if comptime!(kind.raw) {
         arguments.scale
     } else {
@@ -158,8 +155,7 @@ struct Normalised {
     logarithm: f32,
 }
 
-/// Computes the normalizing factor and the LSE of a row. If a sink tensor is given, the sink of the row's head is added to
-/// row_sum.
+/// Computes the normalizing factor and the LSE of a row. The sink of the row's head, if given, is added to row_sum.
 #[cube]
 fn normalise<K: Float>(
     reference: f32,
@@ -170,9 +166,9 @@ fn normalise<K: Float>(
     negative_infinity: f32,
 ) -> Normalised {
     let score = finite(reference, negative_infinity);
-    // The reference (the row maximum that the softmax subtracts) is multiplied by the scale alone, and not converted to log2
-    // units and back. For very large scores, each extra rounding of the LSE would show in the backward. `fma` keeps the
-    // compiler from fusing this multiplication with the later subtraction of the sink.
+    // The reference (the row maximum) is multiplied by the scale alone. For very large scores, each extra rounding of the
+    // LSE would show in the backward. `fma` keeps the compiler from fusing this multiplication with the later subtraction of
+    // the sink.
     let mut base = fma(score, to_score, 0.0f32);
     // If a score is NaN, row_sum is NaN and not 0, so `has_keys` is true for this row.
     let has_keys = sum != 0.0f32;
@@ -184,8 +180,8 @@ fn normalise<K: Float>(
             if row.exists {
                 let sink = f32::cast_from(sinks[row.head as usize * sinks.stride(0)]);
                 let keys = select(has_keys, base, negative_infinity);
-                // If the row sees no key and the sink is −∞, the maximum is −∞, and `finite` replaces it by 0. Both exponentials
-                // below are then 0, so row_sum stays 0.
+                // If the row sees no key and the sink is −∞, the maximum is −∞, and `finite` replaces it by 0. Both
+                // exponentials are then 0, so row_sum stays 0.
                 base = finite(max(keys, sink), negative_infinity);
                 rescale = exp2((keys - base) * comptime!(std::f32::consts::LOG2_E));
                 sum = sum * rescale + exp2((sink - base) * comptime!(std::f32::consts::LOG2_E));
@@ -201,9 +197,8 @@ fn normalise<K: Float>(
     }
 }
 
-/// Sets the elements of a row to 0 if the row's factor is 0. Such a row sees no key, so its P is 0, but its registers may hold
-/// NaN. The GEMM P·V multiplies the zeros of P by rows of V that other rows of the tile see. These rows of V may be NaN, and 0
-/// · NaN is NaN.
+/// Sets the elements of a row to 0 if the row's factor is 0, that is, if the row sees no key. These elements may be NaN. The
+/// GEMM multiplies P = 0 by rows of V that may be NaN, and 0 · NaN is NaN.
 #[cube]
 pub(crate) fn without_blind<NO: Size>(
     o: Vector<f32, NO>,
@@ -228,7 +223,7 @@ pub(crate) fn without_blind<NO: Size>(
 }
 
 /// Writes a row's LSE to `logsumexp`, which is `[2 · splits · batch, q_heads, q_len]`. The first half of the tensor gets the
-/// reference (the row maximum that the softmax subtracted). The second half gets the logarithm of row_sum.
+/// reference (the row maximum), the second half the logarithm of row_sum.
 #[cube]
 fn write_logsumexp(logsumexp: &mut Tensor<f32>, normalised: Normalised, row: OutputRow) {
     let column = UNIT_POS % 4u32;
@@ -276,8 +271,8 @@ pub(crate) fn write_rows<O: Float, N: Size, NO: Size>(
     );
 }
 
-/// Writes columns `first_column` to `first_column + columns − 1` of one of the thread's two rows: the first row if `which` is 0,
-/// else the second. Columns at or past `width` are skipped.
+/// Writes columns `first_column` to `first_column + columns − 1` of one of the thread's two rows: the first row if `which`
+/// is 0, else the second. Columns at or past `width` are skipped.
 #[cube]
 pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
     o: Vector<f32, NO>,
@@ -309,8 +304,8 @@ pub(crate) fn write_row<O: Float, N: Size, NO: Size>(
 
 /// Writes columns `first_column` to `first_column + 15` of the thread's two rows. Columns at or past `width` are skipped.
 ///
-/// In each row, the thread holds four adjacent columns. The lower half of the thread's registers holds the first and the third
-/// column, the upper half the second and the fourth.
+/// In each row, the thread holds four adjacent columns. The lower half of the thread's registers holds the first and the
+/// third column, the upper half the second and the fourth.
 #[cube]
 pub(crate) fn write_fours<O: Float, N: Size>(
     written: OutputPart<Const<STEP_REGISTERS>>,
@@ -353,8 +348,8 @@ fn row_start<O: Float, N: Size>(output: &mut Tensor<Vector<O, N>>, row: OutputRo
         + row.position as usize * output.stride(2)
 }
 
-/// Writes two adjacent columns of the row that starts at the offset `base`: the even column `column`, and the next column.
-/// Columns at or past `width` are skipped.
+/// Writes the even column `column` and the next column of the row that starts at the offset `base`. Columns at or past
+/// `width` are skipped.
 #[cube]
 fn write_pair<O: Float, N: Size>(
     low: f32,

@@ -10,8 +10,8 @@ use super::{FragmentKind, RowPair, known, own_column, pair_of, shown};
 use cube_kit::nvidia::accumulator::is_second;
 use cubecl::prelude::*;
 
-/// Computes the scores of `columns` columns from `first_column` on. A hidden score is −∞. In a fully visible block, only a bias
-/// can hide a score.
+/// Computes the scores of `columns` columns from `first_column` on. A hidden score is −∞. In a fully visible block, only a
+/// bias can hide a score.
 #[cube]
 pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -69,8 +69,7 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     s
 }
 
-/// Turns the dot products `s` into scores, without the mask. If the kernel applies the scale in the exponential (`raw`), the
-/// dot products stay unchanged.
+/// Turns the dot products `s` into scores, without the mask. In a `raw` kernel, the dot products stay unchanged.
 #[cube]
 fn scored<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,
@@ -88,9 +87,9 @@ fn scored<F: Float, NB: Size, NS: Size>(
         let half = comptime!(kind.half_of_bias());
         s = add_words::<NS>(s, bias_words, arguments, columns, half, kind);
     } else if comptime!(!kind.raw) {
-        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. If one score is NaN, the other
-        // becomes NaN too. This does no harm, since one NaN score already makes the softmax of the row NaN. In a partly
-        // visible block, each score has its own reciprocal, because otherwise a hidden NaN would spoil a visible score.
+        // In a fully visible block, the softcaps of two scores of a row share one reciprocal. A NaN score makes the second
+        // score NaN too, but the row's softmax is NaN anyway. In a partly visible block, a hidden NaN would spoil a visible
+        // score, so each score has its own reciprocal.
         let pairs = comptime!(
             kind.score.softcap
                 && !kind.score.wide_softcap

@@ -9,12 +9,11 @@ use crate::math::side::Side;
 use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
-/// Returns the places of the two scores of the `pair`-th register pair in a block that begins at `first_column`. The pair's
-/// first column is `at`. For a pair past the last column, `at` is the first column of the last pair that exists.
+/// Returns the query and key positions of the two scores of the `pair`-th register pair, in a block that begins at
+/// `first_column`. The pair's first column is `at`, or the first column of the last existing pair.
 ///
-/// A place also holds the distance between its query and its key as f32. The function computes this distance as the distance
-/// between the row and the thread's first column, plus a constant of the column. So each row needs only one conversion from
-/// integer to f32, and each column one addition.
+/// The result also holds the distance between query and key as f32. Each row needs one conversion from integer to f32, and
+/// each column one addition of a constant.
 #[cube]
 fn places(
     known: &Known,
@@ -53,8 +52,8 @@ fn places(
     }
 }
 
-/// Returns the two scores of the `pair`-th register pair after score mod, bias and mask mod. The argument `capped` holds the scores
-/// before these three.
+/// Returns the two scores of the `pair`-th register pair after score mod, bias and mask mod. `capped` holds the scores
+/// before these three steps.
 #[cube]
 pub(crate) fn final_scores<F: Float, NB: Size>(
     capped: Pair,

@@ -13,17 +13,17 @@ use cubecl::prelude::*;
 pub(crate) struct Masking {
     pub seq_lens: SeqLens,
     /// The sequence lengths, the segment ids, the key intervals of the queries, and the bounds of each block, packed in one
-    /// tensor. The bounds of a block include the range of its segment ids. They also include a range of opposite blocks (key
-    /// blocks for a query block) that segments and intervals may leave visible to the block.
+    /// tensor. The bounds of a block include its range of segment ids. They also include the range of opposite blocks (key
+    /// blocks for a query block) that segments and intervals may leave visible.
     pub lengths_and_ids: ComptimeOption<OwnedTensor<i32>>,
-    /// The mask bits, and one summary of the mask for each pair of a tile and a block. The summary tells whether the mask shows
-    /// the block in full, in part or not at all.
+    /// The mask bits, and one summary for each pair of a tile and a block. The summary tells whether the mask shows the
+    /// block in full, in part or not at all.
     pub mask: ComptimeOption<OwnedTensor<u32>>,
     pub mask_offsets: MaskOffsets,
 }
 
-/// The inputs that turn dot products `q·k` into scores: masking, bias, scale, softcap, and the tables that score mod and
-/// mask mod read.
+/// The inputs that turn dot products `q·k` into scores: masking, bias, scale, softcap, and the tables of score mod and mask
+/// mod.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Scoring<F: Float, NB: Size> {
     pub masking: Masking,
@@ -47,14 +47,13 @@ pub(crate) struct ForwardOperands<E: Float, W: Numeric> {
     /// The scale of each row of an int8 V, `[batch, kv_heads, kv_len]`.
     pub value_scales: ComptimeOption<OwnedTensor<f32>>,
     /// The page table, `[batch, pages of a sequence]`. Entry `n` of a sequence is the index of the page that holds its keys
-    /// from `n · page_len` on. If there is a page table, the first dimension of K, V and their scales counts pages, and the
-    /// third counts the keys of a page.
+    /// from `n · page_len` on. With a page table, the first dimension of K, V and their scales counts pages, and the third
+    /// counts the keys of a page.
     pub page_table: ComptimeOption<OwnedTensor<i32>>,
 }
 
-/// The tensors of a gradient kernel that loads them through pointers instead of TMA. A CTA keeps its stationary tile, which has
-/// queries or keys, and streams blocks of the opposite side. Each field's comment names the tensor for a tile of queries and
-/// the tensor for a tile of keys.
+/// The tensors that a gradient kernel loads through pointers. A CTA keeps a stationary tile of queries or keys, and streams
+/// blocks of the opposite side. Each field's comment names the tensor for a tile of queries and for a tile of keys.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct GradientOperands<E: Float> {
     /// The rows of the stationary tile: Q for a tile of queries, K for a tile of keys.
@@ -65,8 +64,8 @@ pub(crate) struct GradientOperands<E: Float> {
     pub q_or_k: OwnedTensor<E>,
     /// The blocks that the tile streams: V for a tile of queries, dO for a tile of keys.
     pub v_or_do: OwnedTensor<E>,
-    /// The LSE and delta of each query, as `[batch, q_heads, 5, padded q_len]`. The five rows of a head are listed in
-    /// `auxiliary/delta/kernel.rs`.
+    /// The LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. `auxiliary/delta/kernel.rs` lists the five
+    /// rows.
     pub lse_delta: OwnedTensor<f32>,
 }
 

@@ -14,25 +14,23 @@ pub(crate) fn capped(dots: Pair, arguments: &ScoreArguments, #[comptime] kind: S
     }
 }
 
-/// Turns a dot product `q·k` into a score, without the bias.
-///
-/// The tanh of the softcap is computed from one exponential and one reciprocal. The absolute error of this tanh is a few units
-/// in the last place of 1, less than the error of the softmax's exponential.
+/// Turns a dot product `q·k` into a score, without the bias. The tanh of the softcap is computed from one exponential and
+/// one reciprocal. The absolute error of this tanh is a few units in the last place of 1, less than the error of the
+/// softmax's exponential.
 #[cube]
 fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32 {
     if comptime!(kind.softcap) {
         let below = reciprocal(exp2(dot * softcap_power(arguments)) + 1.0f32);
         if comptime!(kind.wide_softcap) {
-            // `2 · softcap` may overflow to infinity for a wide softcap, so the factor 2 and the softcap are applied one after
-            // the other.
+            // Apply the factor 2 and the softcap one after the other, because `2 · softcap` may overflow to infinity.
             let far = fma(below, -2.0f32, 1.0f32) * arguments.softcap;
             widely_capped(dot * arguments.scale, far, arguments.softcap)
         } else {
             fma(below, -2.0f32 * arguments.softcap, arguments.softcap)
         }
     } else if comptime!(kind.bias && kind.score_mod.is_none()) {
-        // The compiler fuses this multiplication with the later addition of the bias, both in the forward and in the backward.
-        // Forward and backward therefore round the score alike.
+        // The compiler fuses this multiplication with the addition of the bias, in the forward and in the backward, so that
+        // both round the score alike.
         dot * arguments.scale
     } else {
         fma(dot, arguments.scale, 0.0f32)
@@ -42,11 +40,8 @@ fn cap(dot: f32, arguments: &ScoreArguments, #[comptime] kind: ScoreKind) -> f32
 /// The largest finite f32.
 const LARGEST: f32 = f32::MAX;
 
-/// The factor that turns a dot product `q·k` into the exponent `2 · score / softcap`, in log2 units.
-///
-/// If the softcap is far below the scale, the factor is clamped to ±`f32::MAX`, because an infinite factor times a dot product
-/// of 0 would give NaN. For any other dot product, the clamped factor gives the softcap (or its negative), as the infinite
-/// factor would.
+/// The factor that turns a dot product `q·k` into the exponent `2 · score / softcap`, in log2 units. The factor is clamped
+/// to ±`f32::MAX`, because an infinite factor times a dot product of 0 would give NaN.
 #[cube]
 fn softcap_power(arguments: &ScoreArguments) -> f32 {
     let scale_log2 =
@@ -54,13 +49,12 @@ fn softcap_power(arguments: &ScoreArguments) -> f32 {
     max(min(scale_log2, LARGEST), -LARGEST)
 }
 
-/// The upper limit of an exponent, in log2 units. From this exponent on, `tanh` is 1 in f32. The product of two exponentials
-/// with this exponent does not overflow f32.
+/// The upper limit of an exponent, in log2 units, at which `tanh` is 1 in f32. The product of two such exponentials does not
+/// overflow f32.
 const CAPPED: f32 = 60.0;
 
-/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. One reciprocal less saves time, because the
-/// MUFU unit, which computes reciprocals and exponentials, limits the speed of the softcap. If one of the scores is NaN, both
-/// scores become NaN.
+/// Computes two capped scores with one reciprocal: `1 / a = b · (1 / (a · b))`. The MUFU unit, which computes reciprocals
+/// and exponentials, limits the speed of the softcap. If one of the scores is NaN, both scores become NaN.
 #[cube]
 pub(crate) fn capped_together(dots: Pair, arguments: &ScoreArguments) -> Pair {
     let scale_log2 = softcap_power(arguments);

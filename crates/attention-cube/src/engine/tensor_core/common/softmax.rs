@@ -1,16 +1,15 @@
 //! The online softmax of a fragment's scores (Milakov and Gimelshein, <https://arxiv.org/abs/1805.02867>).
 //!
 //! The softmax subtracts a *reference* from each score: the maximum of the row's scores up to some earlier block. The
-//! references of a warp are updated only if a score exceeds its row's reference by more than 8 in log2 units (a factor of 2^8).
-//! O is therefore seldom rescaled, as in FlashAttention-4. The elements of P are at most 2^8, far below the limit of half
-//! precision. row_sum is at most 2^8 times the number of keys, far below the limit of f32.
+//! references of a warp are updated only if a score exceeds its row's reference by more than 8 in log2 units. O is therefore
+//! seldom rescaled, as in FlashAttention-4. The elements of P are at most 2^8, far below the limit of half precision.
 
 use cube_kit::nvidia::accumulator::{Pair, is_second, pair};
 use cube_kit::nvidia::ptx::exp2;
 use cubecl::prelude::*;
 
-/// Returns two maxima, one for each of the thread's rows: the maximum of `least` and of the scores that the thread holds in
-/// this row. The fragment has `columns` columns.
+/// Returns the maximum of `least` and the thread's scores, for each of the thread's two rows. The fragment has `columns`
+/// columns.
 #[cube]
 pub(crate) fn thread_row_max<NS: Size>(
     s: Vector<f32, NS>,
@@ -51,8 +50,8 @@ pub(crate) fn quad_sum(sums: Pair) -> Pair {
     Pair { first, second }
 }
 
-/// The largest difference between a row's maximum so far and the reference that the softmax subtracts, in log2 units. If the
-/// difference is larger, the row's maximum becomes the new reference.
+/// The largest difference between a row's maximum so far and the reference, in log2 units. Beyond this difference, the row's
+/// maximum becomes the new reference.
 const RESCALE_THRESHOLD: f32 = 8.0;
 
 /// The references of a thread's two rows, which the softmax subtracts from the scores.
@@ -63,13 +62,12 @@ pub(crate) struct RowMax {
     pub reference: Pair,
     /// The references in log2 units, which the exponential subtracts from the scaled scores. Both are 0 if `far` is true.
     pub shift: Pair,
-    /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. In that case, the references are subtracted
-    /// from the scores before the scale is applied.
+    /// True if a reference of the warp exceeds [`FAR`] in magnitude, in log2 units. The references are then subtracted from
+    /// the scores before the scale is applied.
     pub far: bool,
 }
 
-/// The scores of a block, the references that the exponentials subtract from these scores, and the factor that rescales the
-/// results of earlier blocks.
+/// The scores of a block, the references to subtract from the scores, and the factor that rescales earlier results.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Rescaled<NS: Size> {
@@ -77,18 +75,16 @@ pub(crate) struct Rescaled<NS: Size> {
     pub row_max: RowMax,
     /// True if this block changed the references, the row maxima that the softmax subtracts from the scores of the warp's rows.
     pub moved: bool,
-    /// The factor that rescales row_sum and O of earlier blocks. The factor is 1 if the softmax still subtracts the same row
-    /// maximum.
+    /// The factor that rescales row_sum and O of earlier blocks, or 1 if the reference is unchanged.
     pub factor: Pair,
 }
 
-/// Sets the reference of each row of the warp to the row's maximum, if a score of the warp exceeds its row's reference by more
-/// than the threshold. If a reference exceeds [`FAR`] in magnitude, the references are set in every block, whatever the scores
-/// are. The function then also subtracts the references from the scores, before the scale is applied.
+/// Sets the reference of each row of the warp to the row's maximum, if a score of the warp exceeds its row's reference by
+/// more than the threshold. If a reference exceeds [`FAR`] in magnitude, the references are set in every block. In this case
+/// they are subtracted from the scores before the scale is applied.
 ///
-/// For each of the thread's two rows, `largest` is the maximum of the row's earlier reference and of the scores that the thread
-/// holds. If the references are set, the four threads of a row reduce `largest` to the maximum of the whole row. If `agreed`,
-/// `largest` already is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.
+/// For each of the thread's two rows, `largest` is the maximum of the earlier reference and of the thread's scores. If
+/// `agreed`, `largest` is the maximum of the whole row. `scale_log2` is the factor from scores to log2 units.
 #[cube]
 pub(crate) fn rescaled<NS: Size>(
     s: Vector<f32, NS>,
@@ -108,8 +104,7 @@ pub(crate) fn rescaled<NS: Size>(
     let mut factor_0 = f32::new(1.0);
     let mut factor_1 = f32::new(1.0);
     let margin = RESCALE_THRESHOLD / scale_log2;
-    // Before the first visible score, both sides of each comparison are −∞. Each comparison is then false, so nothing is
-    // rescaled.
+    // Before the first visible score, both sides of each comparison are −∞, so each comparison is false.
     let needs_rescale =
         largest.first > reference_0 + margin || largest.second > reference_1 + margin;
     let moved = plane_any(far || needs_rescale);
@@ -189,8 +184,8 @@ pub(crate) fn empty_state(negative_infinity: f32) -> SoftmaxState {
     }
 }
 
-/// Returns the state of the online softmax after a block. `before` holds each row's row_sum before the block. `added` holds the
-/// sum of the block's exponentials in each row.
+/// Returns the state of the online softmax after a block. `before` holds each row's row_sum before the block, and `added`
+/// the sum of the block's exponentials.
 #[cube]
 pub(crate) fn softmax_state<NS: Size>(
     rescaled: Rescaled<NS>,
@@ -208,16 +203,14 @@ pub(crate) fn softmax_state<NS: Size>(
     }
 }
 
-/// Returns `reference`, the row maximum that the softmax subtracts. If the row has seen no key, `reference` is −∞ and the
-/// result is 0.
+/// Returns `reference`, or 0 if the row has seen no key and `reference` is −∞.
 #[cube]
 pub(crate) fn finite(reference: f32, negative_infinity: f32) -> f32 {
     select(reference == negative_infinity, 0.0f32, reference)
 }
 
-/// The largest magnitude of a reference (the row maximum that the softmax subtracts), in log2 units, for which the scale is
-/// applied before the subtraction. For a larger reference, f32 is too coarse: the exponential of the row's largest score would
-/// not be 1.
+/// The largest magnitude of a reference, in log2 units, for which the scale is applied before the subtraction. For a larger
+/// reference, f32 is too coarse: the exponential of the row's largest score would not be 1.
 const FAR: f32 = 2048.0;
 
 /// The exponentials of 8 scores of a thread, and the sum of these exponentials in each of its two rows.
@@ -226,13 +219,12 @@ const FAR: f32 = 2048.0;
 pub(crate) struct ExpScores {
     pub values: Vector<f32, Const<8>>,
     pub sums: Pair,
-    /// A bit mask of the thread's columns that at least one of its two rows sees. The bit mask is 0 if the caller does not
-    /// request it.
+    /// A bit mask of the thread's columns that at least one of its two rows sees, or 0 if not requested.
     pub used: u32,
 }
 
 /// Computes the exponentials of the thread's scores in columns `16 · step` to `16 · step + 15`. `shift` holds the row maxima
-/// that the softmax subtracts, in log2 units. If `uses` is true, the result includes the bit mask of used columns.
+/// in log2 units. If `uses`, the result includes the bit mask of used columns.
 #[cube]
 pub(crate) fn exp_scores<NS: Size>(
     s: Vector<f32, NS>,
@@ -276,8 +268,7 @@ pub(crate) fn exp_scores<NS: Size>(
     }
 }
 
-/// Returns `1 << bit` if one of the two exponentials is positive, else 0. The exponential of a row past the end may be NaN,
-/// which does not set the bit.
+/// Returns `1 << bit` if one of the two exponentials is positive, else 0. NaN (of a row past the end) does not set the bit.
 #[cube]
 fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     select(
@@ -287,8 +278,8 @@ fn used_bit(first: f32, second: f32, #[comptime] bit: u32) -> u32 {
     )
 }
 
-/// Multiplies each row of O by its rescale factor if `moved` is true, that is, if the row maxima that the softmax subtracts
-/// have changed. O has `columns` columns.
+/// Multiplies each row of O by its rescale factor if `moved`, that is, if the references have changed. O has `columns`
+/// columns.
 #[cube]
 pub(crate) fn rescale<NO: Size>(
     o: Vector<f32, NO>,

@@ -1,7 +1,5 @@
-//! The stationary tile of a backward CTA, and the blocks that the tile visits.
-//!
-//! A tile of queries visits the blocks of keys of one KV head. A tile of keys visits the blocks of queries of every query head
-//! in its GQA group.
+//! The stationary tile of a backward CTA, and its blocks. A tile of queries sees the key blocks of one KV head. A tile of
+//! keys sees the query blocks of every query head in its GQA group.
 
 use super::bias::bias_of_head;
 use super::block_mask::{BlockMask, block_mask};
@@ -67,10 +65,9 @@ pub(crate) fn stationary_tile(
     // The tile's keys past the sequence's length do not count as existing rows, since no query sees them.
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
-        // A partial tile has rows past the last query. In a fully visible block, these rows would compute scores too. But
-        // they must not read biases, because the bias tensor has none for them. They also must not mark a key as used that a
-        // mask mod hides from all queries. So if each score has its own bias, or if there is a mask mod, no block counts as
-        // fully visible for a partial tile.
+        // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor
+        // has no biases for these rows. With a mask mod, these rows could mark a key as used that is hidden from all
+        // queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial tile.
         let full =
             existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
@@ -120,11 +117,8 @@ pub(crate) fn stationary_tile(
     }
 }
 
-/// Returns the stationary tile that `work_tile` names. If the grid splits tiles, the returned tile visits only the heads and
-/// blocks of its split.
-///
-/// The splits first divide the heads of a GQA group, and then the blocks of each head.
-/// [`crate::engine::tiling::GradientSplits`] chooses the number of splits for this order.
+/// Returns the stationary tile that `work_tile` names, with only the heads and blocks of its split. The splits first divide
+/// the heads of a GQA group, and then the blocks of each head (see [`crate::engine::tiling::GradientSplits`]).
 #[cube]
 pub(crate) fn stationary_tile_split(
     work_tile: WorkTile,
@@ -164,8 +158,8 @@ pub(crate) fn stationary_tile_split(
     }
 }
 
-/// Returns the tile that CTA `index` processes. Tiles with the most blocks come first. Under a causal mask, tiles of queries
-/// start with the last queries, which see the most keys. Tiles of keys start with the first keys, which the most queries see.
+/// Returns the tile that CTA `index` processes. Under a causal mask, tiles with the most blocks come first: the last
+/// queries, or the first keys.
 #[cube]
 pub(crate) fn stationary_work_tile(grid: &Grid, index: u32, #[comptime] side: Side) -> WorkTile {
     work_tile(grid, index, comptime!(side == Side::Queries))
@@ -181,8 +175,8 @@ pub(crate) struct Visit {
     pub block: i32,
 }
 
-/// Returns the tile's indices in the table of segment bounds and in the mask. `head` is the head of the blocks, counted from
-/// the tile's `first_head`.
+/// Returns the tile's indices in the table of segment bounds and in the mask. `head` is counted from the tile's
+/// `first_head`.
 #[cube]
 pub(crate) fn position_of(tile: &Stationary, head: u32, #[comptime] side: Side) -> TilePosition {
     let query_head = if comptime!(side == Side::Queries) {
@@ -243,8 +237,8 @@ pub(crate) fn visit_from(
     Visit { head, block }
 }
 
-/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile. The row pair is for blocks of the
-/// `head`-th head that the tile visits, since mask and bias depend on the query head.
+/// Returns the row pair of a thread that holds rows `first` and `first + 8` of the tile. For a tile of keys, `head` selects
+/// the query head of the mask and the bias, counted from the tile's `first_head`.
 #[cube]
 pub(crate) fn stationary_rows<F: Float, NB: Size>(
     tile: &Stationary,
@@ -279,8 +273,8 @@ pub(crate) struct Seen {
     pub block_mask: BlockMask,
 }
 
-/// Computes the visibility of a block of `size` columns to the tile, and loads the mask bits of rows `row` and `row + 8`. The
-/// bits cover `columns` columns of the block, from column `32 · first_word` on.
+/// Computes the visibility of a block of `size` columns to the tile. Also loads the mask bits of rows `row` and `row + 8`,
+/// for `columns` columns of the block from column `32 · first_word` on.
 #[cube]
 pub(crate) fn seen_by<F: Float, NB: Size>(
     tile: &Stationary,
@@ -312,9 +306,9 @@ pub(crate) fn seen_by<F: Float, NB: Size>(
 
 /// Returns the LSE and delta of rows `row` and `row + 8` if the tile holds queries.
 ///
-/// If the tile holds keys, the function only computes `far`, the sum of the flags that mark far queries in the tile's
-/// blocks. A far query is a query whose LSE one f32 cannot hold precisely enough (see `far.rs`). Each of the tile's blocks
-/// has `columns` queries. The caller must call [`voted`](super::far::voted) before it uses `may_have_far`.
+/// If the tile holds keys, the function only computes `far`, the sum of the flags of far queries in the tile's blocks of
+/// `columns` queries. The LSE of a far query needs two f32 (see `far.rs`). The caller must call [`voted`](super::far::voted)
+/// before it uses `may_have_far`.
 #[cube]
 pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta: &'a Tensor<f32>,
@@ -344,9 +338,8 @@ pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta_of_rows(lse_delta, tile.batch, tile.head, far, row, seq_lens, kind)
 }
 
-/// Returns the factor by which each of a thread's two gradient rows is multiplied. The factor is `factor`, or 0 for a query that
-/// sees no key. The dS of such a query is 0, but its gradient registers may hold NaN. The GEMM multiplies the zeros of dS by keys
-/// that other rows of the tile see, and these keys may be NaN. The product 0 · NaN is NaN.
+/// Returns the factor of each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The gradient of
+/// such a query may be NaN. The GEMM multiplies dS = 0 by keys that may be NaN, and 0 · NaN is NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

@@ -17,14 +17,13 @@ pub(crate) struct TileKind {
     pub heads: usize,
     /// True if several CTAs share the blocks of a tile, so that each CTA writes a partial result.
     pub split: bool,
-    /// The number of keys per page, a multiple of the number of keys per block. It is 0 if the keys of a sequence are
+    /// The number of keys per page, a multiple of the keys per block. The field is 0 if the keys of a sequence are
     /// contiguous.
     pub page_len: usize,
 }
 
 impl TileKind {
-    /// True if a block may contain a key that is hidden from every row of the tile, while keys before and after this key are
-    /// visible.
+    /// True if a block may contain a key that is hidden from every row of the tile, between visible keys.
     pub(crate) const fn leaves_masked(&self) -> bool {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
@@ -39,8 +38,8 @@ impl TileKind {
         structure.has_bounds() && !is_one_range || self.sums_up_mask()
     }
 
-    /// True if the launch has precomputed a summary of the mask for every pair of a tile and a block. The summary tells whether
-    /// the mask shows the block in full, in part or not at all.
+    /// True if the launch has precomputed a mask summary for every pair of a tile and a block. The summary tells whether the
+    /// mask shows the block in full, in part or not at all.
     pub(crate) const fn sums_up_mask(&self) -> bool {
         self.fragment.structure.mask && self.heads == 1
     }
@@ -62,7 +61,7 @@ pub(crate) struct TileScheduler {
 pub(crate) struct Tile {
     pub batch: u32,
     pub kv_head: u32,
-    /// The query head of the tile's first row. If a tile holds several heads, all rows of one head come before the rows of the
+    /// The query head of the tile's first row. If a tile holds several heads, the rows of one head precede the rows of the
     /// next head.
     pub first_head: u32,
     pub first_query: i32,
@@ -78,8 +77,7 @@ pub(crate) struct Tile {
     /// The index of the first block of keys in the tile's range.
     pub first_block: i32,
     pub end_block: i32,
-    /// The tile's index in the output's first dimension: `batch + split · batches`, where `batches` is the number of
-    /// sequences.
+    /// The tile's index in the output's first dimension: `batch + split · (number of sequences)`.
     pub part: u32,
 }
 
@@ -93,8 +91,8 @@ pub(crate) struct AssignedTile {
     pub first: i32,
 }
 
-/// Returns the tile that the CTA processes in iteration `turn` of its loop. The tile belongs to work item `item`, which is one
-/// tile or a pair of tiles. The tile has `rows` queries, and its blocks have `block` keys each.
+/// Returns the tile that the CTA processes in iteration `turn` of its loop. The work item `item` is one tile or a pair of
+/// tiles. The tile has `rows` queries, and its blocks have `block` keys each.
 #[cube]
 pub(crate) fn assigned_tile(
     scheduler: &TileScheduler,
@@ -161,10 +159,9 @@ fn tile(
     } else {
         kv_head = work_tile.head / group;
     }
-    // A partial tile has rows past the end of the queries. In a block that counts as fully visible, these rows would compute
-    // scores too. With a bias, these rows would read past the end of the bias tensor. With a mask mod that hides some keys
-    // from all queries, these rows would mark the hidden keys as used. If the kernel has a bias or a mask mod, a partial
-    // tile therefore counts no block as fully visible.
+    // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor has
+    // no biases for these rows. With a mask mod, these rows could mark a key as used that is hidden from all queries. With a
+    // bias or a mask mod, no block therefore counts as fully visible for a partial tile.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);
@@ -234,8 +231,8 @@ pub(crate) fn row_pair<F: Float, NB: Size>(
     let mut position_0 = tile.first_query + first;
     let mut position_1 = tile.first_query + second;
     if comptime!(kind.heads > 1) {
-        // A row past the tile's last query gets the head of that last query. The row's mask and bias are then read inside
-        // the tensors.
+        // A row past the tile's last query gets the head of that query, so that reads of mask and bias stay inside the
+        // tensors.
         let last = tile.rows - 1i32;
         head_0 = tile.first_head + (min(first, last) / tile.head_rows) as u32;
         head_1 = tile.first_head + (min(second, last) / tile.head_rows) as u32;

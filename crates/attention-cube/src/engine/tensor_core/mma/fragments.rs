@@ -1,5 +1,5 @@
-//! Helpers for a warp's register fragments, which lie one after another in one vector. Further helpers store and load one
-//! f32 per row in shared memory, so that warps can exchange these values.
+//! Helpers for a warp's register fragments, which lie one after another in one vector, and for f32 values per row that warps
+//! exchange in shared memory.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};
@@ -39,9 +39,8 @@ pub(crate) fn joined<P: Numeric, N: Size, A: Size>(
     all
 }
 
-/// Finds the rows of a block that contribute to a warp's GEMM, in which the block is the right operand. Returns one bit for
-/// each block row that this lane multiplies. A bit is set if an element of the warp's left operand that multiplies the block
-/// row is not 0.
+/// Finds the rows of a block (the right operand) that contribute to a warp's GEMM. Returns one bit for each block row that
+/// this lane multiplies. A bit is set if an element of the warp's left operand for the row is not 0.
 ///
 /// A block has `depth` rows. See [`add_product`](cube_kit::ampere::mma::add_product) for the order of the bits.
 #[cube]
@@ -71,12 +70,11 @@ pub(crate) fn used_by_warp<A: Size>(
     used
 }
 
-/// Returns one bit per column of a block, for the columns that this lane multiplies. A bit is set if any of `warps` warps has a
-/// nonzero element in the column.
+/// Returns one bit for each block column that this lane multiplies. A bit is set if any of `warps` warps has a nonzero
+/// element in the column.
 ///
-/// Each warp has stored four words at `table`, one for each lane of a quad. The first `groups` warps have the same rows, and
-/// each of these warps has 32 of the columns. The next `groups` warps have the next rows, with the columns divided in the same
-/// way.
+/// Each warp has stored four words at `table`, one for each lane of a quad. `groups` consecutive warps have the same rows,
+/// and each of them has 32 of the columns.
 #[cube]
 pub(crate) fn used_by_warps(
     table: u32,
@@ -93,8 +91,7 @@ pub(crate) fn used_by_warps(
     used
 }
 
-/// The distance in bytes between the words of a thread's two rows, in a table with one word per row. A thread's second row
-/// lies 8 rows below its first row.
+/// The distance in bytes between the words of a thread's two rows (8 rows apart), in a table with one word per row.
 const TO_SECOND: u32 = 4 * 8;
 
 /// Stores two f32 of a thread, one for each of its two rows, in a table with one word per row. One lane of each quad stores.

@@ -62,9 +62,8 @@ pub(super) fn forward(
     let (key_scales, value_scales) = scales.map(|scales| (scales.key, scales.value)).unzip();
     macro_rules! launch {
         ($kernel:ident, $tiles:expr, $elements:expr $(, $pdl:expr)?) => {
-            // SAFETY: the kernel reads the operands and writes the output only at rows below `q_len` or `kv_len` and at columns
-            // below the head size. These are the bounds of the tensors' shapes. If K and V lie in pages, the kernel clamps the
-            // page table's entries to existing pages.
+            // SAFETY: the kernel reads the operands and writes the output only inside their shapes: at rows below `q_len` or
+            // `kv_len` and at columns below the head size. The kernel clamps page table entries to existing pages.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

@@ -38,9 +38,9 @@ use crate::types::request::{Layouts, Operands, Pass};
 use cube_kit::hopper::ASSUMED_MULTIPROCESSORS;
 use cube_kit::nvidia::Half;
 
-/// The largest number of query rows (`q_len` times the query heads of a group) for which selection tries this engine's forward
-/// before all other engines. The table gives GB/s on one H200 (2026-11-23, bf16, 32,768 keys), measured by the benchmark with
-/// `--engine mma,unit` and `--engine wgmma,unit`:
+/// The largest number of query rows (`q_len` times the query heads of a group) for which selection tries this engine's
+/// forward before all other engines. The table gives GB/s on one H200 (2026-11-23, bf16, 32,768 keys), measured by the
+/// benchmark with `--engine mma,unit` and `--engine wgmma,unit`:
 ///
 /// | head size | rows | mma | wgmma |
 /// |---|---|---|---|
@@ -52,9 +52,8 @@ use cube_kit::nvidia::Half;
 /// | D512 | 32 | 4,235 | 3,958 |
 /// | D512 | 64 | 1,364 | 1,475 |
 ///
-/// The backward keeps the usual order of engines, because another engine is faster at most head sizes. The next table gives the
-/// time of the backward in µs, for one query of 8 heads over 131,072 keys on one H100 (2026-11-27, bf16, cases
-/// `cliffs-1-query`). The backward of wgmma ran after the forward of wgmma:
+/// The backward keeps the usual order of engines, because wgmma is faster at most head sizes. The next table gives the time
+/// of the backward in µs, for one query of 8 heads over 131,072 keys on one H100 (2026-11-27, bf16, cases `cliffs-1-query`):
 ///
 /// | case | mma | wgmma |
 /// |---|---|---|
@@ -68,21 +67,20 @@ pub(super) const FIRST_ROWS: usize = 32;
 pub struct MmaForwardPlan {
     /// The tiles of the kernel. Their type also says how the warps divide the tiles.
     pub tiles: MmaForwardTiles,
-    /// The number of query heads of a GQA group whose rows share a tile, or 1 if each tile has rows of one head. In a shared
-    /// tile, the rows of one head follow the rows of another.
+    /// The number of query heads of a GQA group whose rows share a tile. In a shared tile, the rows of one head follow the
+    /// rows of another.
     pub heads: usize,
-    /// The number of key splits (split-KV). With 1 split, the kernel writes the final output itself, and no second kernel runs
-    /// to combine partial outputs.
+    /// The number of key splits (split-KV). With 1 split, no second kernel combines partial outputs.
     pub splits: usize,
-    /// The number of heads, counted over all sequences, whose tiles are in flight together. Under a causal mask, the number is
-    /// chosen so that the operands of these heads fit the L2 cache.
+    /// The number of heads, over all sequences, whose tiles are in flight together. Under a causal mask, the operands of
+    /// these heads fit the L2 cache.
     pub together: usize,
     /// The operands that must first be copied to aligned rows. An aligned row starts and ends at multiples of 16 bytes.
     pub copies: Operands,
 }
 
-/// The table of the forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each head
-/// size has entries for 227, 163 and 99 KB of shared memory.
+/// The table of the forward's tiles. The plan takes the first entry that is wide enough and fits the shared memory. Each
+/// head size has entries for 227, 163 and 99 KB.
 ///
 /// The comments give TFLOP/s on one H200 (2026-11-23), bf16, with 4,096 queries and keys. In a pair of numbers, the first is
 /// without a mask and the second is causal.
@@ -91,11 +89,10 @@ const FORWARD: &[Shape] = &[
     // with blocks of 128 keys; 295 with warps of 16 rows; 289 with warps of 16 rows and blocks of 128 keys; 297 with one
     // block of V in shared memory. Two CTAs share a multiprocessor.
     split_m([64, 64], [4, 2, 64]),
-    // These tiles reach 362 TFLOP/s without a mask and 335 causal. In an earlier version of the kernel, which recomputed the
-    // addresses of copy operations for each block, the same tiles reached 330 causal. Tiles with blocks of 64 keys reached
-    // 369 without a mask and 341 causal in that version. Causal variants reach: 326 with one block of V in shared memory;
-    // 317 with one block of K and one of V; 295 with warps of 16 rows; 306 with 8 warps; 245 with 8 warps of 16 rows. Two
-    // CTAs share a multiprocessor.
+    // These tiles reach 362 TFLOP/s without a mask and 335 causal. In an earlier version of the kernel, the tiles reached
+    // 330 causal, and tiles with blocks of 64 keys reached 369 without a mask and 341 causal. Causal variants reach: 326
+    // with one block of V in shared memory; 317 with one block of K and one of V; 295 with warps of 16 rows; 306 with 8
+    // warps; 245 with 8 warps of 16 rows. Two CTAs share a multiprocessor.
     split_m([128, 128], [4, 2, 32]),
     // These tiles reach 347 TFLOP/s without a mask and 328 causal. Other tiles reach: 340 and 318 with one buffer for P; 344 and
     // 326 if each warp has 64 × 64 elements of the output; 323 and 308 with chunks of half the columns.
@@ -120,16 +117,16 @@ const FORWARD: &[Shape] = &[
     without_queries(split_d([512, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [128, 32, 1, 4, 1]),
     split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 4, 1]),
-    // These tiles were not measured. The queries pass through the ring here: if they stayed in shared memory, only two ring slots
-    // would fit. At head size 512, tiles with two slots reached only 107 TFLOP/s without a mask and 96 causal.
+    // These tiles were not measured. The queries pass through the ring, because only two ring slots would fit beside
+    // resident queries. At head size 512, tiles with two slots reached only 107 TFLOP/s without a mask and 96 causal.
     without_queries(split_d([WIDEST_DOTS, 512], [64, 128, 1], [64, 16, 1, 3, 1])),
 ];
 
 /// The largest head size of Q and K that leaves room in shared memory for a ring of slots.
 const WIDEST_DOTS: usize = 576;
 
-/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel adds the products of
-/// each dot product `q·k` in the same order as the backward.
+/// Plans the forward of `problem`, or returns the reason for a refusal. With `as_backward`, the kernel sums `q·k` in the
+/// order of the backward.
 pub(super) fn forward(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -180,8 +177,7 @@ fn int8_tiles(
     half: Half,
     limits: [usize; 2],
 ) -> Result<MmaForwardTiles, Refusal> {
-    // Refuse operands that would first need an aligned copy. Copying all of K and V would take longer than another engine takes
-    // to read the operands as they are.
+    // Refuse operands that would first need an aligned copy. Another engine is faster than a copy of all of K and V.
     if !layouts.tma.key || !layouts.tma.value {
         return Err(Refusal::Quantized(
             "this engine reads int8 rows in pieces of 16 bytes; expected rows that start and end at multiples of 16 bytes",
@@ -199,8 +195,7 @@ fn int8_tiles(
     ))
 }
 
-/// Returns the first tiles for these head sizes that need at most `shared_memory` bytes of shared memory and `units` threads
-/// per CTA.
+/// Returns the first tiles for these head sizes that fit `shared_memory` bytes of shared memory and `units` threads per CTA.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -239,8 +234,8 @@ mod tests {
     use cube_kit::ampere::BARRIER_BYTES;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Checks that the table has forward tiles for every head size at each size of shared memory. The warps must divide split-D
-    /// tiles without a remainder, as the kernel assumes.
+    /// Checks that the table has forward tiles for every head size at each size of shared memory. The warps must divide
+    /// split-D tiles evenly.
     #[test]
     fn forward_tiles_every_width_divides_evenly() {
         for head_dim in NARROWEST..=WIDEST_DOTS {
@@ -270,7 +265,7 @@ mod tests {
             "{context}"
         );
         // The number of output rows per warp must be a multiple of the number of score rows per warp. The scores of a warp's
-        // output rows are then computed by warps of the same row group, so the warps synchronize only inside their row group.
+        // output rows are then computed inside its row group.
         assert_eq!(tiles.output_rows() % tiles.score_rows(), 0, "{context}");
         assert_eq!(tiles.column_groups() % tiles.key_groups(), 0, "{context}");
         assert_eq!(tiles.column_groups() * tiles.row_groups, warps, "{context}");
@@ -281,8 +276,8 @@ mod tests {
         // A lane has four bits of used keys for each group of 16 keys. One 32-bit word therefore covers at most 128 keys.
         assert!(tiles.keys <= 128, "{context}");
         assert_eq!(tiles.keys % tiles.value_keys, 0, "{context}");
-        // After a warp has read chunk `i` of a pass (main loop iteration), the warp starts to copy chunk `i + slots − 1`.
-        // This must be a chunk of the same pass or of the next pass, so the ring can use at most `chunks + 1` slots.
+        // After chunk `i` of a pass (main loop iteration), a warp starts to copy chunk `i + slots − 1`. This chunk must
+        // belong to this pass or the next, so the ring can use at most `chunks + 1` slots.
         assert!(
             tiles.slots >= 2 && tiles.slots <= tiles.chunks() + 1,
             "{context}"
@@ -291,8 +286,8 @@ mod tests {
             tiles.vectors().iter().all(|&registers| registers <= 128),
             "{context}"
         );
-        // The swizzle permutes each row in units of 16 bytes, by the row number modulo 8. So each offset and size below must be
-        // a multiple of eight rows of 128 bytes.
+        // The swizzle permutes 16-byte pieces by the row number modulo 8. Offsets and sizes must therefore be multiples of
+        // eight rows of 128 bytes.
         let ring = tiles.ring();
         let permuted = [
             tiles.probabilities_at(),

@@ -1,9 +1,8 @@
 //! A ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the ring and
 //! read chunks from it. A pass is one iteration of the main loop, which reads a fixed number of chunks.
 //!
-//! A slot is full when all threads have completed their copy operations into the slot, and empty when all warps have read the
-//! slot. No CTA-wide barrier is needed: a warp continues with the next chunk as soon as that chunk's slot is full. A warp that
-//! is ahead waits only for the slot that it has to fill.
+//! A slot is full when all threads have completed their copy operations into the slot, and empty when all warps have read
+//! the slot. A warp continues with the next chunk as soon as that chunk's slot is full, without a CTA-wide barrier.
 
 use super::plan::ring::Ring;
 use cube_kit::ampere::BARRIER_BYTES;
@@ -11,8 +10,8 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::mbarrier::{arrive_as_warp, arrive_with_copies, await_phase};
 use cubecl::prelude::*;
 
-/// Initializes the ring's barriers. One thread calls this function. The CTA must synchronize before other threads use the
-/// barriers.
+/// Initializes the ring's barriers. One thread calls this function, and the CTA must synchronize before other threads use
+/// them.
 #[cube]
 pub(super) fn make_ring(
     start: u32,
@@ -47,8 +46,8 @@ pub(super) fn turn_after(
     let slots = comptime!(ring.slots as u32);
     let rounds = comptime!((count / ring.slots % 2) as u32);
     if comptime!(ring.chunks.is_multiple_of(ring.slots)) {
-        // Take the slot as a compile-time constant. The chunks of a pass (main loop iteration) fill the ring a whole number of
-        // times, so every pass starts with the first slot.
+        // The slot is a compile-time constant, because the chunks of a pass (main loop iteration) fill the ring a whole
+        // number of times.
         RingTurn {
             slot: u32::new(comptime!((count % ring.slots) as i64)),
             parity: first.parity ^ rounds,
@@ -74,8 +73,8 @@ pub(super) struct RingSlot {
     parity: u32,
 }
 
-/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration). The pass's first chunk has the slot `first`. An
-/// index past the pass's last chunk means a chunk of the next pass.
+/// Returns the slot of the `chunk`-th chunk of a pass (main loop iteration) whose first chunk has the slot `first`. An index
+/// past the last chunk means a chunk of the next pass.
 #[cube]
 pub(super) fn ring_slot_of(
     start: u32,
@@ -103,8 +102,8 @@ pub(super) fn await_empty(place: &RingSlot) {
     await_phase(place.empty, place.parity ^ 1u32);
 }
 
-/// Makes the calling thread arrive at the slot's `full` barrier once the copy operations that this thread has started are
-/// complete. The thread does not wait for them.
+/// Makes the calling thread arrive at the slot's `full` barrier once its copy operations are complete. The thread does not
+/// wait.
 #[cube]
 pub(super) fn signal_full(place: &RingSlot) {
     arrive_with_copies(place.full);

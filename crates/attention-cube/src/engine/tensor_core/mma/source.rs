@@ -57,15 +57,15 @@ fn write() {
 /// The bytes of shared memory that a CTA may take on an H200.
 const MOST_SHARED_MEMORY: usize = 232_448;
 
-/// Returns the bytes of shared memory that a CTA may take on the GPU for which the sources are written. The environment
-/// variable `SHARED_MEMORY` sets this number. Without the variable, the GPU is an H200.
+/// Returns the bytes of shared memory per CTA of the GPU for which the sources are written: the environment variable
+/// `SHARED_MEMORY`, or an H200's bytes.
 fn shared_memory() -> usize {
     std::env::var("SHARED_MEMORY")
         .map_or(MOST_SHARED_MEMORY, |bytes| bytes.parse().expect("a number"))
 }
 
-/// True if a kernel launch may overlap the preceding launch (PDL). The function returns false for GPUs with less shared memory
-/// than an H200, because some of them lack the instruction for PDL.
+/// True if a kernel launch may overlap the preceding launch (PDL). Some GPUs with less shared memory than an H200 lack PDL,
+/// so the function returns false for all of them.
 fn supports_pdl() -> bool {
     shared_memory() == MOST_SHARED_MEMORY
 }
@@ -92,8 +92,8 @@ fn forward(wanted: &Wanted, folder: &Path, name: &str) {
     write_forward(wanted, folder, name, tiles, kind(wanted, Side::Queries));
 }
 
-/// Writes the source of the forward for `rows` query rows. If `shared`, the rows belong to eight heads that share a tile, and
-/// the keys are split (split-KV). Otherwise the rows belong to one head.
+/// Writes the source of the forward for `rows` query rows. If `shared`, eight heads share the tile, and the keys are split
+/// (split-KV). Otherwise the rows belong to one head.
 fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: bool) {
     let Wanted {
         head_dim,
@@ -116,8 +116,8 @@ fn few_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize, shared: boo
     write_forward(wanted, folder, name, tiles, kind);
 }
 
-/// Writes the source of the forward over int8 keys and values, for `rows` query rows. The rows belong to eight heads that share
-/// a tile, and the keys are split (split-KV).
+/// Writes the source of the forward over int8 keys and values, for `rows` query rows of eight heads that share a tile. The
+/// keys are split (split-KV).
 fn int8_rows(wanted: &Wanted, folder: &Path, name: &str, rows: usize) {
     let widths = [wanted.head_dim, wanted.value_dim];
     let tiles = decode_int8_tiles(rows, widths, [shared_memory(), 1024], None)

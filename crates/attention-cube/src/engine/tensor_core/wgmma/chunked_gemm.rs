@@ -1,7 +1,6 @@
 //! GEMMs whose right operand comes in chunks through one ring of shared memory. A *chunk* fills one stage of the ring.
 //!
-//! The functions `*_text` emit PTX. For each chunk, the PTX waits until the chunk is full and issues the chunk's wgmma. Then
-//! the PTX frees the preceding chunk.
+//! The functions `*_text` emit PTX.
 
 use crate::engine::tensor_core::wgmma::plan::{
     ChunkedProduct, ChunkedScores, RingShape, WgmmaSplitDTiles,
@@ -20,12 +19,10 @@ use cubecl::prelude::*;
 /// The number of keys whose scores a split-D warpgroup computes, for 64 queries.
 const HALF_KEYS: usize = WgmmaSplitDTiles::KEYS / 2;
 
-/// Emits PTX that steps through the chunks of the ring. For each chunk, the PTX computes the addresses of the chunk's barriers
-/// and of the chunk's data.
+/// Emits PTX that steps through the chunks of the ring, and computes the addresses of each chunk's barriers and data.
 ///
-/// If the chunks of every operand fill the ring a whole number of times, the first chunk of each operand always lies in the
-/// ring's first stage. Each chunk then has a constant offset from that stage. Otherwise the PTX computes the stage of each
-/// chunk.
+/// If the chunks of every operand fill the ring a whole number of times, these addresses are constant offsets. Otherwise the
+/// PTX computes the stage of each chunk.
 struct Walk {
     ring: RingShape,
     /// The PTX register with the address of the first full barrier.
@@ -42,8 +39,8 @@ struct Walk {
 }
 
 impl Walk {
-    /// Creates a `Walk` through the ring, which begins at the chunk in stage `stage`. The full barrier of that stage is in
-    /// the phase of parity `parity`. The five strings name PTX registers.
+    /// Creates a `Walk` that begins at ring stage `stage`, whose full barrier has the parity `parity`. The strings name PTX
+    /// registers.
     fn new(ring: RingShape, [stage, parity, full, empty, data]: [String; 5], step: usize) -> Self {
         let text = format!(
             ".reg .pred waited, wrapped;\n.reg .b32 stage, parity, is_full, is_empty, chunk, low;\n\
@@ -112,12 +109,10 @@ impl Walk {
 /// 3. The first full barrier, the first empty barrier, and `elected`, which is 1 in the lane that frees chunks for its warp.
 /// 4. The stage and the parity of the first chunk.
 ///
-/// The PTX issues the wgmma of the next chunk, waits until the wgmma of the current chunk are complete, and then frees the
-/// current chunk. The caller frees the last chunk, after it has waited for S.
+/// The PTX frees each chunk except the last. The caller frees the last chunk, after it has waited for S.
 ///
-/// With `frees_before`, the PTX also frees the last chunk of the preceding GEMM. It issues the wgmma of this GEMM's first
-/// chunk, waits until the preceding GEMM is complete, and frees the chunk. Two more inputs follow in this case: the chunk's
-/// empty barrier, and the `elected` flag for this barrier.
+/// With `frees_before`, the PTX also frees the last chunk of the preceding GEMM. Two more inputs follow in this case: the
+/// chunk's empty barrier, and the `elected` flag for this barrier.
 fn chunked_scores_text(product: &ChunkedScores) -> String {
     let first_query = HALF_KEYS / 2;
     let after = first_query + product.query_fragment;
@@ -184,8 +179,7 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 }
 
 /// Emits the GEMM `sum += P V` over `chunks` chunks of V, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. The backward uses this GEMM with P or dS as the left operand, and with a block of Q,
-/// K or dO in the place of V.
+/// chunks that belong to the warpgroup. In the backward, P may be dS, and V may be Q, K or dO.
 ///
 /// The outputs are the registers of the sum. The inputs are, in this order:
 /// 1. The registers of the sum.
@@ -194,12 +188,11 @@ fn add_chunk(walk: &mut Walk, p: &str, columns: usize, half: Half, chunk: usize)
 /// 4. The stage and the parity of the warpgroup's first chunk.
 /// 5. The stage and the parity of the other warpgroup's first chunk.
 ///
-/// The PTX issues the wgmma of the next chunk, waits until the wgmma of the current chunk are complete, and then frees the
-/// current chunk. The caller frees the last chunk, after it has waited for the sum.
+/// The PTX frees each chunk except the last. The caller frees the last chunk, after it has waited for the sum.
 ///
-/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. Without this wait, the warpgroup
-/// would skip a phase of the chunk's full barrier. The phases before and after the skipped phase have the same parity, so
-/// the warpgroup could mistake one for the other.
+/// The PTX also waits for each chunk of the other warpgroup, and frees that chunk at once. Otherwise the warpgroup would
+/// skip a phase of the chunk's full barrier. A wait by parity cannot tell the phases before and after the skipped phase
+/// apart.
 fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> String {
     let fragment = product.fragment();
     let [
@@ -265,9 +258,7 @@ fn chunked_sum_text(product: &ChunkedProduct, first: usize, chunks: usize) -> St
 /// 5. The empty barrier of the last chunk of K, and a flag that is 1 in the lanes that free that chunk.
 ///
 /// If the block's last chunk reuses the stage of its first chunk, the PTX also arrives once at the empty barrier of the
-/// warpgroup's first chunk. The barrier counts two arrivals per warp of the warpgroup, so a second arrival must be made
-/// outside of this PTX. In the split-D forward, `share_first_chunk` makes the second arrival for the first chunk of the
-/// first warpgroup. `free_own_first_chunk` makes the second arrival for the first chunk of the second warpgroup.
+/// warpgroup's first chunk. The barrier needs a second arrival per warp, from `share_first_chunk` or `free_own_first_chunk`.
 fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
     let fragment = tiles.output_fragment();
     let [
@@ -297,8 +288,7 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
         add_chunk(&mut walk, &p, columns, tiles.half, chunk);
         walk.text += "wgmma.commit_group.sync.aligned;\n";
         if chunk == 0 {
-            // After this wait, all wgmma that were issued before this GEMM are complete. Among them are the wgmma of S, which
-            // read the last key chunk, so that chunk can be freed.
+            // After this wait, S is complete, so the last chunk of K can be freed.
             walk.text += &format!(
                 "wgmma.wait_group.sync.aligned 1;\nsetp.ne.b32 elected, {key_elected}, 0;\n"
             );
@@ -316,8 +306,7 @@ fn chunked_output_text(tiles: &WgmmaSplitDTiles) -> String {
 
 /// The addresses of the ring's barriers, and the lane that arrives at them.
 ///
-/// `full` and `empty` are the addresses of the first full barrier and of the first empty barrier. `elected` is 1 in the lane that
-/// arrives for its warp, else 0.
+/// `elected` is 1 in the lane that arrives for its warp, else 0.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Ring {
@@ -326,8 +315,7 @@ pub(crate) struct Ring {
     pub elected: u32,
 }
 
-/// Starts the GEMM `S = Q Kᵀ` of a block. `at` is the stage and parity of the block's first chunk. Returns the registers of S,
-/// which are valid only after a wait.
+/// Starts the GEMM `S = Q Kᵀ` of a block whose first chunk is at `at`. The returned registers are valid only after a wait.
 #[cube]
 pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     first_queries: Vector<u32, NQ>,
@@ -354,11 +342,10 @@ pub(crate) fn multiply_chunked_scores<NS: Size, NQ: Size>(
     s
 }
 
-/// Starts the GEMM `S = left · rightᵀ` of a block. It works like `multiply_chunked_scores`, but no chunk of the left operand is
-/// in registers.
+/// Starts the GEMM `S = left · rightᵀ` of a block. All chunks of `left` are in shared memory.
 ///
-/// If `product.frees_before` is true, this call also frees the last chunk of the preceding GEMM. It does so after it has
-/// issued the wgmma of the new GEMM's first chunk. `before` is the empty barrier of the freed chunk.
+/// If `product.frees_before` is true, this call also frees the last chunk of the preceding GEMM, whose empty barrier is
+/// `before`.
 #[cube]
 pub(crate) fn multiply_chunks<NS: Size>(
     left: u32,
@@ -388,8 +375,8 @@ pub(crate) fn multiply_chunks<NS: Size>(
 }
 
 /// Starts the GEMM `sum += P V` over `chunks` chunks, beginning with chunk number `first`. Both numbers count only the
-/// chunks that belong to the warpgroup. `at` is the stage and parity of chunk `first`. `other` is the stage and parity of
-/// the other warpgroup's corresponding chunk.
+/// chunks that belong to the warpgroup. `at` and `other` are the stage and parity of the first chunk of this warpgroup and
+/// of the other warpgroup.
 #[cube]
 pub(crate) fn add_chunks<NO: Size>(
     sum: Vector<f32, NO>,
@@ -434,8 +421,8 @@ pub(crate) fn load_first_queries<NQ: Size>(
     )
 }
 
-/// Starts the GEMM `O += P V` of a block. The warpgroup uses every second chunk of the ring. `at` is the stage and parity of
-/// the first chunk that the warpgroup uses.
+/// Starts the GEMM `O += P V` of a block, over every second chunk of the ring. `at` is the stage and parity of the
+/// warpgroup's first chunk.
 #[cube]
 pub(crate) fn multiply_chunked_output<NO: Size>(
     o: Vector<f32, NO>,

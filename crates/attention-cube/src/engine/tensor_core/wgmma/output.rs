@@ -1,5 +1,5 @@
-//! The epilogue: writes the rows and columns of an output or gradient that a warpgroup has computed. They go through shared
-//! memory and TMA if the shape allows it. Otherwise each thread writes its own rows.
+//! The epilogue writes the rows and columns of an output or gradient that a warpgroup has computed, by TMA if the shape
+//! allows it.
 
 use crate::engine::tensor_core::common::output::{
     Finished, OutputPart, normalised, output_rows, without_blind, write_rows,
@@ -29,8 +29,8 @@ pub(crate) struct OutputTarget {
     pub first_column: u32,
 }
 
-/// Normalizes the rows and columns of O that the warpgroup has computed, and writes them. If `writes_logsumexp`, also writes
-/// the LSE of these rows.
+/// Normalizes and writes the rows and columns of O that the warpgroup has computed. If `writes_logsumexp`, also writes the
+/// LSE.
 #[cube]
 pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     finished: Finished<NO>,
@@ -85,8 +85,8 @@ pub(crate) fn write_tile<O: Float, K: Float, N: Size, NO: Size>(
     }
 }
 
-/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The rows of the gradient belong to
-/// `side`. The staging buffer held an operand before, so no warp may still read that operand when this function is called.
+/// Multiplies a warpgroup's rows and columns of a gradient by `factors` and writes them. The staging buffer held an operand,
+/// so all warps must have read that operand before the call.
 #[cube]
 pub(crate) fn write_gradient<G: Float, N: Size, NG: Size>(
     sums: Vector<f32, NG>,

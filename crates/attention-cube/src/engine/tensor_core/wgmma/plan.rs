@@ -1,5 +1,4 @@
-//! Plans the kernels of the `wgmma` engine for NVIDIA's Hopper. Tables by head size give the tiles, and the tiles give the layout
-//! of shared memory.
+//! Plans the kernels of the `wgmma` engine: the tiles, and the layout of shared memory.
 
 mod gradient;
 mod tiles;
@@ -31,13 +30,12 @@ pub use tiles::{
 pub struct WgmmaForwardPlan {
     /// The tiles of the kernel.
     pub tiles: WgmmaForwardTiles,
-    /// The number of query heads whose rows share a tile, one head after the other. The heads belong to one GQA group. The
-    /// number is 1 if all rows of a tile belong to the same head.
+    /// The number of query heads of a GQA group whose rows share a tile.
     pub heads: usize,
     /// The number of splits of the keys (split-KV). With 1 split, the kernel writes the final output.
     pub splits: usize,
-    /// The number of heads, counted over all sequences, whose tiles are in flight together. Under a causal mask, the number is
-    /// chosen so that the operands of these heads fit the L2 cache.
+    /// The number of heads, over all sequences, whose tiles are in flight together. Under a causal mask, the operands of
+    /// these heads fit the L2 cache.
     pub together: usize,
     /// The assignment of tiles to CTAs.
     pub scheduler: Scheduler,
@@ -47,25 +45,22 @@ pub struct WgmmaForwardPlan {
 
 /// The assignment of tiles to CTAs.
 ///
-/// A *persistent* CTA processes several tiles. It loads the first keys of its next tile while it finishes its current tile. A
-/// static assignment of tiles cannot balance CTAs whose tiles take different times.
+/// A *persistent* CTA processes several tiles. It loads the first keys of its next tile while it finishes its current tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Scheduler {
-    /// Each CTA processes one tile. The device starts the CTAs in the order of their index, and the tiles with the most work come
-    /// first.
+    /// Each CTA processes one tile. The tiles with the most work come first.
     SingleTile,
     /// A fixed number n of CTAs. CTA i processes the tiles i, i + n, i + 2n, ….
     StaticPersistent(usize),
-    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and the tile at the same
-    /// distance from the other end of the sequence. All pairs therefore have the same amount of work under a causal mask.
+    /// A fixed number n of CTAs. CTA i processes the pairs i, i + n, i + 2n, …. A pair is a tile and its mirror image in the
+    /// sequence, so all pairs have equal work under a causal mask.
     StaticPersistentPairs(usize),
-    /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory. This balances the CTAs when
-    /// segments or intervals of visible keys make tiles differ in work.
+    /// A fixed number of CTAs. Each CTA takes the next free tile from a counter in global memory, because tiles differ in
+    /// work.
     DynamicPersistent(usize),
 }
 
-/// The bytes of the scheduler's mailbox in shared memory, from which the consumer warps read which tile comes next. The mailbox
-/// has two messages. Each message has one word and two barriers.
+/// The bytes of the scheduler's mailbox in shared memory: two messages, each with one word and two barriers.
 pub(crate) const MAILBOX_BYTES: usize = 48;
 
 /// One entry of the split-M table: the parameters from which [`WgmmaSplitMTiles`] is built.
@@ -77,8 +72,7 @@ struct SplitMShape {
     keys: usize,
     stages: usize,
     ordering: Ordering,
-    /// For problems whose biases TMA copies to shared memory: the number of keys in a block, and the number of stages in the
-    /// ring of biases.
+    /// If TMA copies biases to shared memory: the number of keys in a block, and the number of stages in the ring of biases.
     biased: [usize; 2],
 }
 
@@ -86,11 +80,9 @@ struct SplitMShape {
 #[derive(Clone, Copy)]
 enum Ordering {
     Always,
-    /// Ping-pong, except under a causal mask. A tile that ends in partial blocks loses more time by waiting for its turn than
-    /// ping-pong saves.
+    /// Ping-pong, except under a causal mask, where it would be slower.
     UnlessCausal,
-    /// Ping-pong, except with a mask or a bias. A tile whose softmax loads mask bits or biases loses more time by waiting for its
-    /// turn than ping-pong saves.
+    /// Ping-pong, except with a mask or a bias, where it would be slower.
     UnlessMasked,
 }
 
@@ -117,29 +109,28 @@ const fn split_m_shape(
 /// The split-M table. A problem takes the first entry whose sizes are large enough. The comments give TFLOP/s on one H200 in
 /// bf16, at 4,096 queries and keys (docs/forward-split-m.md).
 const SPLIT_M: &[SplitMShape] = &[
-    // Under a causal mask, these tiles reach 463 TFLOP/s. Variants reach 449 with two stages; 414, 426 and 460 with blocks
-    // of 80, 112 and 128 keys; 450 without ping-pong.
+    // Causal: 463 TFLOP/s. Causal variants: 449 with two stages; 414, 426 and 460 with blocks of 80, 112 and 128 keys; 450
+    // without ping-pong.
     split_m_shape(64, 64, 3, 96, 3, Ordering::Always, [96, 2]),
-    // These tiles reach 649 TFLOP/s under a causal mask, 691 without a mask, and 460 with a bias. Causal variants reach 629
-    // with ping-pong, and 622 and 618 with blocks of 112 and 144 keys. Without a mask, blocks of 144 keys reach 697. With a
-    // bias, blocks of 96 keys and two stages reach 461.
+    // Causal: 649 TFLOP/s. Without a mask: 691. With a bias: 460. Causal variants: 629 with ping-pong; 622 and 618 with
+    // blocks of 112 and 144 keys. A variant without a mask: 697 with blocks of 144 keys. A variant with a bias: 461 with
+    // blocks of 96 keys and two stages.
     split_m_shape(128, 128, 2, 128, 2, Ordering::UnlessCausal, [128, 1]),
     split_m_shape(192, 128, 2, 128, 2, Ordering::UnlessCausal, [96, 1]),
     split_m_shape(192, 192, 2, 112, 2, Ordering::Always, [80, 1]),
-    // These tiles reach 788 TFLOP/s without a mask and 534 with a bias. Without a mask, variants reach 796 with blocks of 64
-    // keys, and 779 without ping-pong. With a bias and one stage, the kernel also reaches 534.
+    // Without a mask: 788 TFLOP/s. With a bias: 534. Variants without a mask: 796 with blocks of 64 keys; 779 without
+    // ping-pong. A variant with a bias: 534 with one stage.
     split_m_shape(256, 256, 2, 80, 2, Ordering::UnlessMasked, [64, 2]),
 ];
 
-/// The split-D table. Each entry has the largest head size for which it is chosen. The entry's second number is the number of
-/// ring stages that fit in shared memory beside the queries.
+/// The split-D table: the largest head size of each entry, and the number of ring stages that fit in shared memory beside
+/// the queries.
 const SPLIT_D: &[(usize, usize)] = &[(512, 8), (WIDEST_DOTS, 7)];
 
 /// The largest head size of Q and K for which shared memory has room for a ring beside the queries.
 const WIDEST_DOTS: usize = 576;
 
-/// The largest number of columns of V for which two warpgroups can hold the output in registers. Each warpgroup holds half of
-/// the output's columns.
+/// The largest number of columns of V for which two warpgroups can hold the output in registers.
 const WIDEST_VALUES: usize = 512;
 
 fn multiprocessors(device: &DeviceProfile) -> usize {
@@ -212,19 +203,16 @@ pub(super) fn forward(
     })
 }
 
-/// True if TMA can copy a tile's biases. TMA copies a rectangular box, so the bias tensor must have one element for each pair
-/// of a query and a key. Its precision must be that of the queries.
+/// True if TMA can copy a tile's biases: one element for each pair of a query and a key, in the precision of the queries.
 pub(crate) fn has_box_of_biases(problem: &AttentionProblem) -> bool {
-    // The kernel loads biases from TMA's copy before S is ready, and adds them to S before a score mod or a mask mod could
-    // run. In a problem with a score mod or a mask mod, TMA therefore copies no biases.
+    // With a score mod or a mask mod, TMA copies no biases. The kernel would add these biases to S before the score mod.
     let bias = problem.bias.filter(|_| !problem.has_code());
     bias.is_some_and(|([_, _, queries, keys], dtype)| {
         queries == problem.q_len && keys == problem.kv_len && dtype == problem.dtype
     })
 }
 
-/// Returns the tiles of a forward, or `None` if no table entry is large enough. `head_dim` is the number of columns of Q and K,
-/// `value_dim` the number of columns of V.
+/// Returns the tiles of a forward, or `None` if no table entry is large enough.
 pub(crate) fn forward_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -273,9 +261,9 @@ pub(crate) fn forward_tiles(
 
 /// Chooses the assignment of tiles to CTAs.
 ///
-/// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter.
-/// Otherwise CTAs are persistent only if there are more tiles than multiprocessors. In addition, all tiles or all pairs of
-/// mirrored tiles must have the same work.
+/// With segments or intervals of visible keys and without split-KV, CTAs are persistent and take tiles from a counter. In
+/// all other cases, CTAs are persistent if there are more tiles than multiprocessors and all tiles (or mirrored pairs) have
+/// equal work.
 fn scheduler(
     problem: &AttentionProblem,
     device: &DeviceProfile,
@@ -306,8 +294,8 @@ fn scheduler(
 mod tests {
     use super::*;
 
-    /// Checks that there are forward tiles for every number of columns of Q and K up to 576, and of V up to 512. These tiles and
-    /// the mailbox must fit in a Hopper GPU's shared memory.
+    /// Checks that tiles exist for up to 576 columns of Q and K and up to 512 columns of V. The tiles must fit in a Hopper
+    /// GPU's shared memory.
     #[test]
     fn forward_tiles_of_every_width_fit_shared_memory() {
         let widths =

@@ -102,8 +102,7 @@ impl Wanted {
                 };
             }
             let settings = settings(tiles.units());
-            // The split-M kernel has two gradient arguments and the split-D kernel has one, so the macro takes a list of
-            // gradients.
+            // The split-M kernel has two gradient arguments. The split-D kernel has one.
             macro_rules! definition {
                 ($kernel:ident, $tiles:expr, [$($gradient:expr),*]) => {
                     $kernel::new(

@@ -1,9 +1,8 @@
-//! Writes zeros over those rows of a block that no row of the tile sees. Such rows of V, K, Q or dO may hold NaN. The
-//! elements of P or dS that multiply such a row are 0, but `0 · NaN` is NaN and would spoil the GEMM's sum.
+//! Writes zeros over the rows of a block that no row of the tile sees. These rows of V, K, Q or dO may hold NaN, and `0 ·
+//! NaN` is NaN.
 //!
 //! The *used* bits in shared memory have one bit for each row of a block. A warp sets the bit if one of the warp's own rows
-//! sees that row of the block. Each block has four *used words*. There are three sets of four words, which consecutive blocks
-//! use in turn.
+//! sees that row. Each block has four *used words*. Three sets of four words serve consecutive blocks in rotation.
 
 use crate::math::visibility::Run;
 use cube_kit::hopper::ptx::async_proxy_fence;
@@ -11,8 +10,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::{load_shared, or_shared, store_shared, zero_fill_shared};
 use cubecl::prelude::*;
 
-/// True if the tile's visible range `run` begins or ends inside the block that starts at row `first`. Some rows of the block
-/// are then hidden from the whole tile. Rows at or past `length` do not count, since TMA has already written zeros there.
+/// True if the tile's visible range `run` begins or ends inside the block that starts at row `first`. Rows at or past
+/// `length` do not count, because TMA writes zeros there.
 #[cube]
 pub(crate) fn has_out_of_range(
     run: &Run,
@@ -23,8 +22,8 @@ pub(crate) fn has_out_of_range(
     first < run.first || (first + comptime!(block as i32) > run.end && run.end < length)
 }
 
-/// Returns one bit for each column of P that the thread holds. The bit is 1 if an element of the thread in that column is not 0.
-/// P is packed as the left operand of a GEMM.
+/// Returns one bit for each column of P that the thread holds. The bit is 1 if the thread holds a nonzero element of the
+/// column.
 #[cube]
 pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: usize) -> u32 {
     let mut used = 0u32;
@@ -40,8 +39,8 @@ pub(crate) fn used_columns<NP: Size>(p: Vector<u32, NP>, #[comptime] columns: us
     used
 }
 
-/// Sets the used bits of the `count`-th visited block for the columns of S that the warp's rows see. `used` holds the bits of
-/// this thread. Bit 0 of `used` becomes bit `shift` of the stored word.
+/// Sets the used bits of the `count`-th block for the columns of S that the warp's rows see. `used` holds the bits of this
+/// thread. Bit 0 of `used` becomes bit `shift` of the stored word.
 #[cube]
 pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) {
     let mut used = used << shift;
@@ -54,8 +53,8 @@ pub(crate) fn signal_used_keys(used_at: u32, used: u32, shift: u32, count: u32) 
     }
 }
 
-/// Clears the used words of block `count + 2`, which block `count − 1` used before. All warps have passed a barrier since they
-/// last read these words.
+/// Clears the used words of block `count + 2`. All warps must have passed a barrier since they last read these words, for
+/// block `count − 1`.
 #[cube]
 pub(crate) fn forget_used(used_at: u32, count: u32) {
     if UNIT_POS < 4u32 {
@@ -80,9 +79,8 @@ pub(crate) fn has_masked(words: u32, #[comptime] block: usize) -> bool {
     (both & load_shared(words + 8u32) & load_shared(words + 12u32)) != all
 }
 
-/// True if the block has rows that no row of the tile sees. If `masked`, the used words of the `count`-th visited block
-/// decide the result. The function then also clears the used words of a later block. If not `masked`, the tile's visible
-/// range `run` decides the result.
+/// True if the block has rows that no row of the tile sees. If `masked`, the used words of the `count`-th block decide, and
+/// the function also clears the used words of a later block. Otherwise the tile's visible range `run` decides.
 #[cube]
 pub(crate) fn has_unseen(
     run: &Run,
@@ -101,13 +99,13 @@ pub(crate) fn has_unseen(
     unseen
 }
 
-/// Writes zeros over those rows of a block that no row of the tile sees. In the GEMM, a NaN in such a row would otherwise give
-/// `0 · NaN = NaN`.
+/// Writes zeros over the rows of a block that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
 ///
-/// The block starts at position `first`. The call covers `count` rows of the block from row `first_row` on. These rows lie at
-/// `address` in shared memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group. If
-/// `masked`, the used words at `words` tell which rows the tile sees. Otherwise the tile's visible range `run` tells which rows
-/// the tile sees.
+/// The block starts at position `first`. The call covers `count` rows from row `first_row` on, at `address` in shared
+/// memory. A group of `units` threads shares the work, and `unit` is this thread's index in the group.
+///
+/// If `masked`, the used words at `words` tell which rows the tile sees. Otherwise the tile's visible range `run` tells
+/// which rows the tile sees.
 #[cube]
 pub(crate) fn zero_fill_unseen(
     address: u32,

@@ -1,16 +1,16 @@
 //! GEMV with quantized weights: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a unit loads vectors of packed codes. The unit dequantizes each code once for all input rows, and multiplies the
-//! resulting weight by the inputs. All codes of a vector belong to one quantization group of columns.
+//! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a
+//! vector belong to one quantization group of columns.
 //!
-//! For one row and a linear format (see `Format::is_linear`), the kernel sums over a vector of unscaled codes, and scales
-//! the sum. For several rows the kernel scales the weights, which is cheaper than to scale one sum per row.
+//! For one row and a linear format (see `Format::is_linear`), the kernel scales sums over vectors of unscaled codes. For
+//! several rows the kernel scales the weights, which is cheaper.
 //!
-//! Budget: shared memory is the same as in the float GEMV. A team has `weights` weight rows, and a unit has `unroll` vectors
-//! of `vector` words per weight row in flight. Registers hold `rows · weights` sums, `vector · unroll · weights` words, and
-//! the dequantized weights of one word from each weight row. Each of the three takes at most 32 registers.
+//! Budget: shared memory is the same as in the float GEMV. A group of units has `weights` weight rows, and `unroll`
+//! vectors of `vector` words per row in flight. Registers hold `rows · weights` sums, `vector · unroll · weights` words,
+//! and the dequantized weights of one word per weight row, at most 32 registers each.
 //!
-//! Bound: memory bandwidth. Every word is read once, with several vectors in flight.
+//! Bound: memory bandwidth.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::experts::{ExpertInputs, cube_of_item, item, place_of_vector, share_of_vector};
@@ -34,9 +34,8 @@ pub(super) struct WordMatrix<M: Size> {
     pub codes: OwnedTensor<Vector<u32, M>>,
 }
 
-/// Multiplies `input` by the transposes of the quantized matrices. Each matrix is bound twice: as single words, and as vectors
-/// of words with codes. If `plan.gated`, the GELU of the first matrix's output multiplies the second matrix's output. Otherwise
-/// the outputs of all matrices are concatenated.
+/// Multiplies `input` by the transposes of the quantized matrices, as the float GEMV does. Each matrix is bound twice: as
+/// single words, and as vectors of words with codes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
     input: &Tensor<Vector<E, N>>,
@@ -102,8 +101,8 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             plan,
         );
     }
-    // Wait after the loads above. The compiler may still move these loads below the wait. The float GEMV forces its loads
-    // before the wait, but here this was slower: 524 tokens/s against 549 for a small model in 4 bits.
+    // Wait after the loads above, which the compiler may still move below the wait. Forcing the loads before the wait was
+    // slower: 524 tokens/s against 549 for a small model in 4 bits.
     wait_prior_launch(plan.reads_ahead);
     mark_volatile(input, plan.pdl);
     mark_owned_volatile_if_present(&experts.shares, plan.pdl);
@@ -178,7 +177,7 @@ pub(super) fn project_words_pdl<E: Float, N: Size, M: Size>(
             }
         }
         vector = next;
-        // Load the next vectors here instead of at the start of the loop, because it is faster: 509 tokens/s against 487 for a
+        // Load the next vectors here, because a load at the start of the loop was slower: 487 tokens/s against 509 for a
         // small model in 4 bits.
         if vector < vectors {
             load(
@@ -235,12 +234,12 @@ pub(super) struct WordsFormat {
 }
 
 impl WordsFormat {
-    /// True if the kernel lets the next launch start (the PDL trigger) only after the last words have been multiplied. Otherwise
-    /// the trigger comes as soon as the loads of the last words have been issued.
+    /// True if the kernel lets the next launch start (the PDL trigger) only after the last words have been multiplied.
+    /// Otherwise the trigger follows the loads of the last words.
     ///
-    /// Decoding of E2B and 12B was measured on an H200 with 16 words in flight. With the later trigger, they reach 656 and
-    /// 209 tokens/s in Q4_0, and 588 and 187 in Q8_0. With the earlier trigger, they reach 677 and 211 in Q4_0, and 565 and
-    /// 177 in Q8_0.
+    /// Decoding on an H200 with 16 words in flight, E2B and 12B, in tokens/s:
+    /// - later trigger: 656 and 209 in Q4_0, 588 and 187 in Q8_0;
+    /// - earlier trigger: 677 and 211 in Q4_0, 565 and 177 in Q8_0.
     fn ends_first(self) -> bool {
         self.format.bits == 8
     }
@@ -291,8 +290,8 @@ fn load<M: Size>(
         let at = of_vector.vector;
         #[unroll]
         for o in 0..plan.outputs {
-            // In a team (a group of units) that has no outputs left, load the last weight row again, so that the load stays in
-            // bounds. `finish` does not write the sums of such a team.
+            // Let units without an output load the last weight row again, so that the load stays in bounds. `finish` does
+            // not write their sums.
             let row = of_vector.row + min(first + comptime!(o as u32), side.outputs - 1u32);
             let to = comptime!(ahead * plan.weights() + o);
             let place = VectorOfRow {

@@ -19,9 +19,9 @@ use cube_kit::pdl::supports_pdl;
 use cubecl::prelude::CubeDim;
 use kernel::{WordMatrixLaunch, WordsFormat, project_words_pdl};
 
-/// The largest number of columns in a vector of codes. A vector must also lie within one quantization group. Adjacent units
-/// of a plane read inputs that are this many columns apart. With twice as many columns, each input load of a plane would
-/// touch twice as many cache lines. Then the cache would be the bottleneck, and not memory.
+/// The largest number of columns in a vector of codes. Adjacent units read inputs that are this many columns apart. With
+/// twice as many columns, the loads of inputs would touch twice as many cache lines, and the cache would be the
+/// bottleneck.
 const VECTOR_COLUMNS: usize = 16;
 /// The largest number of vectors that a unit keeps in flight.
 const VECTORS_IN_FLIGHT: usize = 16;
@@ -31,8 +31,7 @@ const VECTORS_IN_FLIGHT: usize = 16;
 /// Decoding of one row on an H200, in tokens/s:
 /// - With 8, 16 and 32 words: 622, 677 and 676 for E2B in Q4_0.
 /// - With 16 and 32 words: 376 and 413 for E4B in Q4_0, 588 and 576 for E2B in Q8_0, 187 and 189 for 12B in Q8_0.
-/// - For 12B in Q4_0: 211 with 16 words, and 193 with 32 words. The 32 words were 32 vectors of one word each. Such vectors
-///   divide 12B's columns evenly.
+/// - For 12B in Q4_0: 211 with 16 words, and 193 with 32 vectors of one word.
 ///
 /// The other formats were not measured.
 fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
@@ -42,8 +41,8 @@ fn words_in_flight(rows: usize, format: Format, pdl: bool) -> usize {
     }
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. The other matrices in `options`
-/// must be words of the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All words in `options`
+/// must have one layout.
 pub(super) fn launch(
     input: CubeTensor,
     words: CubeTensor,
@@ -66,8 +65,7 @@ pub(super) fn launch(
     let format = layout.format;
     let stride = words.meta.strides()[0];
     let codes_of_word = format.codes_of_word();
-    // Take the widest vector for which the number of vectors in a row is still a multiple of the plane's units. Then all units
-    // of a plane load the same number of vectors.
+    // Take the widest vector for which all units of a plane load equally many vectors of a row.
     let width = plane_width(&client);
     let columns = [VECTOR_COLUMNS, layout.group()].map(|columns| columns / codes_of_word);
     let multiples = [columns[0], columns[1], stride, layout.top()];
@@ -112,10 +110,9 @@ pub(super) fn launch(
     let argument = |words: CubeTensor| {
         WordMatrixLaunch::new(words.clone().into_tensor_arg(), words.into_tensor_arg())
     };
-    // SAFETY: each unit reads the input rows of its item, and the codes, upper bits and scales of weight rows at the layout's
-    // offsets. The index of a weight row is limited to the last row of its matrix. The indices of chosen experts are below the
-    // number of experts. Each unit writes only elements of `output` that belong to its own item and matrix. Tensors that are
-    // bound twice are only read.
+    // SAFETY: each unit reads input rows of its item, and words of weight rows up to the last row of its matrix. The
+    // indices of chosen experts are below the number of experts. Each unit writes only elements of `output` that belong
+    // to its own item and matrix. Tensors that are bound twice are only read.
     unsafe {
         project_words_pdl::launch_unchecked(
             &client,

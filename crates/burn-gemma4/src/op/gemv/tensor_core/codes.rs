@@ -30,8 +30,8 @@ impl Codes {
         STEP * self.bits / 8
     }
 
-    /// Returns a word with two equal 16-bit floats. Each float is the base: a power of two whose lowest mantissa bit has the
-    /// value 1. ORing a code into the mantissa of the base therefore adds the code to the base.
+    /// Returns a word with two equal 16-bit floats: a power of two whose lowest mantissa bit has the value 1. ORing a
+    /// code into the mantissa adds the code to the float.
     fn base(self) -> u32 {
         self.pair(self.base_number())
     }
@@ -43,8 +43,7 @@ impl Codes {
         }
     }
 
-    /// Returns a word with two equal 16-bit floats. Each float is the negative sum of the base and the zero point. If it is
-    /// added to a number that contains the base and a code, the result is the code minus the zero point.
+    /// Returns a word with two equal 16-bit floats: the negative sum of the base and the zero point.
     fn shift(self) -> u32 {
         self.pair(-(self.base_number() + (1 << (self.bits - 1)) as f32))
     }
@@ -83,9 +82,8 @@ pub(super) fn numbers(
     let word = words[comptime!(pair / of_word)] >> comptime!((pair % of_word * codes.bits) as u32);
     let bits = (word & comptime!(codes.mask())) | comptime!(codes.base());
     if comptime!(codes.has_top()) {
-        // Subtract the base and the zero point, which are 128 each, so 256 together. A bf16 has only 7 mantissa bits, so
-        // `bits` lacks the top bit of an 8-bit code. If this top bit is 1, its value of 128 is missing in `bits`, so
-        // subtract only 128.
+        // Subtract the base and the zero point, 128 each. A bf16 has only 7 mantissa bits, so the top bit of an 8-bit
+        // code, with the value 128, is missing in `bits`. If the top bit is 1, subtract only 128.
         let shift = (word & 0x0080_0080u32) ^ 0xc380_c380u32;
         add_halves(bits, shift, codes.half)
     } else {
@@ -93,8 +91,7 @@ pub(super) fn numbers(
     }
 }
 
-/// Packs 8 input columns into four words of two 16-bit floats each. A word holds the two columns whose codes [`numbers`]
-/// converts together.
+/// Packs 8 input columns into four words of two 16-bit floats each, in the order of the codes that [`numbers`] converts.
 #[cube]
 pub(super) fn as_codes_lie(
     pairs: &mut Array<u32>,

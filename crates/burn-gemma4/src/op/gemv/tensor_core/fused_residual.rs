@@ -1,19 +1,17 @@
-//! GEMV of one row of the residual stream, fused with the preceding residual addition of [`residual`](crate::op::residual).
-//! Every CTA computes the whole row of the stream for itself.
+//! GEMV of one row of the residual stream, fused with the preceding residual addition of
+//! [`residual`](crate::op::residual).
 //!
-//! Algorithm: each CTA issues the loads of its weights, computes the row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, its reductions add in the same order
-//! as those of `residual`, and give the same bits.
+//! Algorithm: each CTA issues the loads of its weights, computes the whole row in shared memory, and multiplies as
+//! [`kernel`](super::kernel) does. The row has the same bits as that of `residual` if a CTA has at least one thread per
+//! vector of the row.
 //!
-//! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers also
-//! hold each thread's vectors of the stream, of the output that is added to the stream, and of the norms' weights. In the
-//! supported models a thread has one vector of each.
+//! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers
+//! also hold a vector of the stream, of the added output, and of each norm's weight.
 //!
-//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes twice before the
-//! products, or three times if the sum has a norm. It synchronizes once more in the epilogue.
+//! Schedule: after the wait for the previous launch, no read depends on another read. A CTA synchronizes at most three
+//! times before the products.
 //!
-//! Bound: latency. The fusion saves a launch. Every CTA reads the stream and the added output in the time that it would take
-//! to read the finished row.
+//! Bound: latency. The fusion saves a launch.
 
 use super::super::concat::{WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
@@ -66,8 +64,8 @@ pub(super) struct ResidualInputs<E: Float, N: Size> {
     pub epsilon: f32,
 }
 
-/// Computes `sum = (stream + norm(added)) · scalar`. The first CTA writes the sum to `sum`. Then multiplies the sum, or its
-/// norm, by the weights as `project_by_matrix_units` does. A vector is one piece of 16 bytes.
+/// Computes `sum = (stream + norm(added)) · scalar`, which the first CTA writes to `sum`. Then multiplies the sum, or its
+/// norm, by the weights as `project_by_matrix_units` does. A vector is 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     residual_inputs: ResidualInputs<E, N>,
@@ -173,8 +171,8 @@ pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     );
 }
 
-/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. All 8 input rows
-/// of a tensor-core product are copies of this row. Only the output of the first input row is used.
+/// Computes the row of the stream in shared memory. Callers must synchronize the CTA before they read the row. All 8
+/// input rows of a tensor-core product are copies of this row.
 #[cube]
 fn make_row<E: Float, N: Size>(
     inputs: &ResidualInputs<E, N>,

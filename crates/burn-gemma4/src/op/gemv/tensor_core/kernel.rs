@@ -1,20 +1,16 @@
 //! GEMV on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`, accumulated in f32.
 //!
-//! Algorithm: a warp computes 8 or 16 outputs of a matrix, or 8 gates and the 8 outputs that these gates multiply. The `n`
-//! warps of a team share these outputs: each warp takes every `n`-th block of the inner dimension. A block is the columns
-//! that a warp keeps in flight. The team adds up the warps' partial sums through shared memory in a fixed order, so every
-//! run gives the same bits.
+//! Algorithm: `n` warps together compute 8 or 16 outputs of a matrix, or 8 gates and the 8 outputs that these gates
+//! multiply. Each warp takes every `n`-th block of the inner dimension. A block is the columns that a warp keeps in
+//! flight. The warps' partial sums are added up in a fixed order, so every run gives the same bits.
 //!
-//! Budget: shared memory holds one float for each sum of each warp, at most 8 KB. Registers hold, for each fragment of 8
-//! weight rows, `4 · unroll` words of weights, at most 64 words in all. Registers also hold 4 sums per fragment. Two of them
-//! stay zero, because they belong to input rows of zeros that the instruction needs as padding. The input's words take at
-//! most as many registers as the weights.
+//! Budget: shared memory holds the warps' sums, at most 8 KB. Registers hold `4 · unroll` words of weights and 4 sums per
+//! fragment of 8 weight rows, at most 64 words of weights in all. The input's words take at most as many registers.
 //!
-//! Schedule: each thread loads a piece, which is 16 bytes of weights, directly into its fragment. Each thread has `unroll`
-//! loads of weights per fragment in flight. Right after a piece has been multiplied, the loop loads the next block's piece
-//! into the same registers.
+//! Schedule: each thread loads 16 bytes of weights at once, directly into its fragment, and has `unroll` such loads per
+//! fragment in flight. Right after the product, the loop loads the next block's weights into these registers.
 //!
-//! Bound: memory bandwidth. Every weight is read once. Every warp reads the input rows from the cache.
+//! Bound: memory bandwidth. Every warp reads the input rows from the cache.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::kernel::WeightStrides;
@@ -32,8 +28,8 @@ const WORDS: usize = PIECE_BYTES / 4;
 /// The number of bytes of a weight row in a step. A step is the columns that a warp multiplies at once.
 pub(super) const STEP_BYTES: usize = 2 * PIECE_COLUMNS;
 
-/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, the GELU of the first matrix's output multiplies the
-/// second matrix's output. Otherwise the outputs of all matrices are concatenated. Strides are in pieces of 16 bytes.
+/// Multiplies `input` by the transposes of the matrices. If `plan.gated`, multiplies the second matrix's output by the
+/// GELU of the first matrix's output. Otherwise concatenates the outputs. Strides are in units of 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_by_matrix_units_pdl<E: Float>(
     input: &Tensor<E>,

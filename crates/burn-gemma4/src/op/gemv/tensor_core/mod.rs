@@ -1,6 +1,5 @@
-//! GEMVs on NVIDIA's tensor cores, mainly of several rows. On CUDA cores GEMVs of several rows would be compute-bound. The
-//! portable kernels compute the GEMVs that these kernels do not support: other dtypes, MoE experts, and inner dimensions that
-//! are not a multiple of the columns that a warp multiplies at once.
+//! GEMVs on NVIDIA's tensor cores, mainly of several rows, which would be compute-bound on CUDA cores. The portable
+//! kernels compute all other GEMVs: other dtypes, MoE experts, and unsupported inner dimensions.
 
 mod codes;
 mod fused_residual;
@@ -52,8 +51,8 @@ pub(super) fn plan_of_whole(
     is_read.then(|| planned(input, weight, options, WHOLE))?
 }
 
-/// Returns the plan of a GEMV for [`multiply_after_residual`], or `None` if that function does not support this GEMV or would be
-/// slower than two launches.
+/// Returns the plan of a GEMV for [`multiply_after_residual`], or `None` if the GEMV is not supported or faster in two
+/// launches.
 pub(super) fn plan_after_residual(
     row: &Row,
     weight: &CubeTensor,
@@ -66,8 +65,7 @@ pub(super) fn plan_after_residual(
         row.scalar.as_ref(),
         row.next_weight.as_ref(),
     ];
-    // Require parameters that are contiguous and have the stream's dtype. Otherwise a launch would first have to convert the
-    // parameters.
+    // Require contiguous parameters of the stream's dtype, which need no launch for a conversion.
     let stay = |parameter: &CubeTensor| {
         parameter.dtype == row.stream.dtype
             && !parameter.meta.is_tiled()
@@ -79,8 +77,7 @@ pub(super) fn plan_after_residual(
     is_served.then_some(plan)
 }
 
-/// Returns the plan of a GEMV with quantized weights for [`multiply_words`], or `None` if [`multiply_words`] does not support
-/// this GEMV.
+/// Returns the plan of a GEMV with quantized weights for [`multiply_words`], or `None` if the GEMV is not supported.
 pub(super) fn plan_of_words(
     input: &CubeTensor,
     words: &CubeTensor,
@@ -172,9 +169,9 @@ pub(super) fn multiply(
     let half = Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16");
     let addresses = address_type(product.tensors(&weight, &options, &factor));
     let matrices = product.matrices(weight, &mut options, plan);
-    // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte pieces lie
-    // within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread writes only
-    // elements of `output` that belong to its own matrix.
+    // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte
+    // loads lie within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread
+    // writes only elements of `output` that belong to its own matrix.
     unsafe {
         project_by_matrix_units_pdl::launch_unchecked(
             &client,
@@ -196,8 +193,8 @@ pub(super) fn multiply(
     product.output
 }
 
-/// Adds the block's output to the residual stream, and multiplies the sum (normed if there is a next norm) by the transpose of
-/// `weight`, `[columns out, columns in]`.
+/// Adds the block's output to the residual stream, and multiplies the sum, or its norm, by the transpose of `weight`,
+/// `[columns out, columns in]`.
 pub(super) fn multiply_after_residual(
     row: Row,
     weight: CubeTensor,
@@ -222,9 +219,8 @@ pub(super) fn multiply_after_residual(
         },
         vectors: columns / PIECE,
     };
-    // SAFETY: a thread accesses only vectors below `vectors` of the stream, the block's output and the norm weights, which
-    // all have `vectors` vectors. The reads of weights and the writes of `output` stay in bounds for the same reasons as in
-    // `multiply`.
+    // SAFETY: a thread accesses only vectors below `vectors`, the length of the stream, the block's output and the norm
+    // weights. For the weights and `output`, see `multiply`.
     unsafe {
         project_after_residual_pdl::launch_unchecked(
             &client,
@@ -276,8 +272,8 @@ fn strides(weight: &CubeTensor, options: &LaunchOptions, columns: usize) -> Weig
     )
 }
 
-/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. The other matrices in `options`
-/// must be words of the same layout.
+/// Multiplies `input`, `[rows, columns in]`, by the transpose of the quantized rows in `words`. All words in `options`
+/// must have one layout.
 pub(super) fn multiply_words(
     input: CubeTensor,
     words: CubeTensor,
@@ -309,9 +305,9 @@ pub(super) fn multiply_words(
     };
     let addresses = address_type(product.tensors(&words, &options, &factor));
     let matrices = product.matrices(words, &mut options, plan);
-    // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that a
-    // thread reads lie within the rows of `words`, at the layout's offsets. The index of a row is limited to the last row. A
-    // thread writes only elements of `output` that belong to its own matrix.
+    // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that
+    // a thread reads lie within the rows of `words`. The index of a row is limited to the last row. A thread writes only
+    // elements of `output` that belong to its own matrix.
     unsafe {
         project_words_by_matrix_units_pdl::launch_unchecked(
             &client,

@@ -4,8 +4,7 @@ use super::super::sums::ProjectPlan;
 use cube_kit::ampere::gemv::PRODUCT_ROWS;
 use cubecl::prelude::*;
 
-/// The position of a thread in its team and in the tensor-core fragments. A team is a group of warps that computes a few
-/// outputs together.
+/// The position of a thread in the tensor-core fragments, and among the warps that compute a few outputs together.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Lane {
@@ -13,8 +12,8 @@ pub(super) struct Lane {
     pub warp: u32,
     /// The thread's row in the input, and in each fragment of weights.
     pub row: u32,
-    /// The index, 0 to 3, of the thread among the four threads of its row. Among the columns that a warp multiplies at once,
-    /// this index selects the thread's 16-byte piece. In a fragment the index selects the thread's pair of outputs.
+    /// The index, 0 to 3, of the thread among the four threads of its row. The index selects the 16 bytes that the thread
+    /// loads, and its pair of outputs in a fragment.
     pub column: u32,
 }
 
@@ -28,8 +27,7 @@ pub(super) fn lane() -> Lane {
     }
 }
 
-/// Returns the row of a matrix that the thread reads for a fragment. A row beyond the matrix is replaced by the last row of the
-/// matrix, and the output of the replaced row is not written.
+/// Returns the row of a matrix that the thread reads for a fragment, limited to the last row of the matrix.
 #[cube]
 pub(super) fn weight_row(
     first: u32,

@@ -1,7 +1,7 @@
 //! Selects the GEMVs that run on tensor cores, and divides them among warps.
 //!
-//! A fragment is 8 weight rows. A step is the number of columns that a warp multiplies at once. A block is the consecutive steps
-//! that a warp keeps in flight.
+//! A fragment is 8 weight rows. A step is the number of columns that a warp multiplies at once. A block is the
+//! consecutive steps that a warp keeps in flight.
 
 use super::super::GEMV_MAX_ROWS;
 use super::super::sums::ProjectPlan;
@@ -14,8 +14,8 @@ use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
 pub(super) const WARP: usize = 32;
 /// The largest number of warps in a CTA.
 const MOST_WARPS: usize = 16;
-/// The target number of warps in a CTA. A team is the warps that compute outputs together. If a team has fewer warps than the
-/// target, the CTA holds as many teams as fit.
+/// The target number of warps in a CTA. If the warps that compute outputs together are fewer, the CTA holds several such
+/// groups of warps.
 const WARPS: usize = 8;
 
 /// The number of columns that a warp multiplies at once, and the parameters that were tuned by measurement.
@@ -26,30 +26,28 @@ pub(super) struct Tuning {
     /// The number of columns of the inner dimension that a warp multiplies at once.
     pub step: usize,
     pub at_once: AtOnce,
-    /// The target number of threads per multiprocessor. The inner dimension is divided among more warps until the GEMV reaches
-    /// this number.
+    /// The target number of threads per multiprocessor. The inner dimension is divided among more warps up to this
+    /// number.
     pub threads: usize,
-    /// True if the kernel may read weights before the previous launches have ended. The kernel does so only if no launch
-    /// writes these weights.
+    /// True if the kernel may read weights before the previous launches have ended, because no launch writes these
+    /// weights.
     pub reads_ahead: bool,
 }
 
 /// The weights that a warp keeps in flight, counted in steps. A step is the columns that a warp multiplies at once.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum AtOnce {
-    /// The largest number of weight vectors that a thread keeps in flight. The number of steps in flight follows from this
-    /// number.
+    /// The largest number of weight vectors that a thread keeps in flight.
     Vectors(usize),
     Steps(usize),
 }
 
-/// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target is
-/// 1,024 threads per multiprocessor. After these runs, the PDL trigger was moved to a later point of the GEMV kernels;
-/// `docs/decode.md` has the numbers after that change. The following numbers are tokens/s:
+/// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target
+/// is 1,024 threads per multiprocessor. For newer numbers see `docs/decode.md`. In tokens/s:
 /// - One sequence with 128 tokens of context: 504 with these settings, 483 with 512 threads, 490 with 8 vectors and 1,024
 ///   threads, 429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
-/// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads, 1,460 on
-///   CUDA cores.
+/// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads,
+///   1,460 on CUDA cores.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
     step: PIECE_COLUMNS,
@@ -58,8 +56,8 @@ pub(super) const WHOLE: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// Tuning for quantized weights. One row stays on CUDA cores, which are faster. Decoding of one sequence of E2B on an H200,
-/// tensor cores against CUDA cores: 512 against 616 tokens/s in Q4_0, 477 against 539 in Q8_0.
+/// Tuning for quantized weights. One row stays on CUDA cores. Decoding of one sequence of E2B on an H200, tensor cores
+/// against CUDA cores: 512 against 616 tokens/s in Q4_0, 477 against 539 in Q8_0.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
     step: STEP,
@@ -68,16 +66,12 @@ pub(super) const WORDS: Tuning = Tuning {
     reads_ahead: true,
 };
 
-/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every CTA
-/// recomputes the row of the residual stream, so large GEMVs are not fused. Two GEMVs stay within the limit: the gate of
-/// per-layer embeddings, and the query projection of sliding layers that share an earlier layer's KV cache. Projections with
-/// more heads launch up to 2 CTAs per multiprocessor, and gate and up projections launch more than 2. So the limit excludes
-/// both.
+/// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every
+/// CTA recomputes the row of the residual stream, so large GEMVs are not fused.
 ///
-/// The decode speed was measured with E2B's shapes in bf16 on an H200. Each pair of numbers gives the tokens/s at 128 and at
-/// 8,192 tokens of context. The speeds were 522.8 and 516.3 without fusion, 525.3 and 518.9 with limit 1, 523.3 and 516.6
-/// with limit 2, and 522.7 and 516.2 if all GEMVs are fused. At a time when launches did not overlap yet, fusion was slower:
-/// 367 tokens/s with fusion, 398 without.
+/// Decode speed of E2B's shapes in bf16 on an H200, in tokens/s at 128 and at 8,192 tokens of context: 522.8 and 516.3
+/// without fusion, 525.3 and 518.9 with limit 1, 523.3 and 516.6 with limit 2, and 522.7 and 516.2 if all GEMVs are
+/// fused.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -120,8 +114,8 @@ pub(super) fn plan(
     {
         return None;
     }
-    // Give each warp two fragments, which share each read of the input. Use one fragment per matrix if two would leave half of
-    // the multiprocessors idle, or if the GEMV is gated and a warp therefore has two matrices.
+    // Give each warp two fragments, which share each read of the input. Use one fragment per matrix if half of the
+    // multiprocessors would be idle, or if the GEMV is gated.
     let two = 2 * PRODUCT_ROWS;
     let outputs = match shape.gated || 2 * shape.outputs.div_ceil(two) < multiprocessors {
         true => PRODUCT_ROWS,
@@ -184,8 +178,7 @@ mod tests {
         plan(shape, WHOLE, 132, true)
     }
 
-    /// Checks that all warps get equal numbers of columns in whole blocks, and that a CTA has at most 512 threads. A block is
-    /// the columns that a warp keeps in flight.
+    /// Checks that all warps get equal numbers of columns in whole blocks, and that a CTA has at most 512 threads.
     #[test]
     fn plan_divides_blocks_equally_among_warps() {
         for columns in (32..=24_576).step_by(32) {
@@ -202,8 +195,8 @@ mod tests {
 
     #[test]
     fn plan_with_few_outputs_uses_many_warps() {
-        // The cases are the down projection, the gate of per-layer embeddings, the gate and up projections, and the LM head of a
-        // small model.
+        // The down projection, the gate of per-layer embeddings, the gate and up projections, and the LM head of a small
+        // model.
         for (shape, outputs, warps) in [
             (shape(1536, 12_288, false), 16, 16),
             (shape(256, 1536, false), 8, 3),

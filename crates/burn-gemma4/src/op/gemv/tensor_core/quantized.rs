@@ -1,18 +1,16 @@
-//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`, accumulated in
-//! f32.
+//! GEMV with quantized weights on NVIDIA's tensor cores: `output[r, o] = Σ scale · Σ input[r, i] · code[o, i]`,
+//! accumulated in f32.
 //!
 //! Algorithm: a step is 64 columns, which are two quantization groups. Each of the four threads of a weight row reads 16
-//! adjacent codes, half of a group. Threads of the first group then swap half of their codes with threads of the second group.
-//! After this exchange each thread has a quarter of each group. Two tensor-core instructions sum over one group, and the sum is
-//! multiplied by the group's scale in f32. One word holds the scales of both groups. Each of the four threads reads this word
-//! for one of 4 steps, and passes the word to the other three threads by shuffles.
+//! adjacent codes, half of a group. The threads then exchange codes, so that each thread has a quarter of each group. Two
+//! tensor-core instructions sum over one group, and the sum is multiplied by the group's scale in f32. Each of the four
+//! threads reads the scales of one of 4 steps, and passes the scales on by shuffles.
 //!
-//! Budget: shared memory is the same as in the float kernel. Registers hold the codes of 4 steps (at most 32 words), the 8 input
-//! words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows they also hold 2 sums, and the
-//! current and the next word of scales.
+//! Budget: shared memory is the same as in the float kernel. Registers hold the codes of 4 steps (at most 32 words), the
+//! 8 input words of a step, and the dequantized codes of a group. For each fragment of 8 weight rows, registers also hold
+//! 2 sums and two words of scales.
 //!
-//! Bound: memory bandwidth, unless unpacking takes longer. Every word of codes is read once. The kernel converts the word's
-//! codes to half precision exactly, two at a time, and uses them for all input rows.
+//! Bound: memory bandwidth, unless unpacking takes longer.
 
 use super::super::concat::{Side, WeightMatrices, side_of_cube};
 use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
@@ -42,8 +40,8 @@ pub(super) struct WordRows {
     pub columns: u32,
 }
 
-/// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, the GELU of the first matrix's output
-/// multiplies the second matrix's output. Otherwise the outputs of all matrices are concatenated.
+/// Multiplies `input` by the transposes of the quantized matrices. If `plan.gated`, multiplies the second matrix's output
+/// by the GELU of the first matrix's output. Otherwise concatenates the outputs.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
     input: &Tensor<E>,
@@ -287,8 +285,8 @@ fn multiply<N: Size>(
     }
 }
 
-/// Returns the unscaled sums over one group. This thread holds a quarter of the group's columns. The last two of the four sums
-/// are 0, because they belong to input rows that the instruction pads with zeros.
+/// Returns the unscaled sums over one group. This thread holds a quarter of the group's columns. The last two sums are 0,
+/// because they belong to input rows of padding.
 #[cube]
 fn group_sums(
     words: &Array<u32>,

@@ -1,12 +1,10 @@
-//! Tests that a GEMV with a fused residual addition gives the same bits as two separate launches, whatever the memory around
-//! the input row contains. If a row has more vectors than a cube has units, the fused kernel adds in another order than the
-//! separate launches. For such rows the tests compare results up to rounding.
+//! Tests that a GEMV with a fused residual addition gives the same bits as two separate launches. For rows with more
+//! vectors than a cube has units, the order of the additions differs, so the tests allow for rounding.
 
 use super::{several_rows::surrounded, *};
 use crate::op::residual::{Next, ResidualAdd, residual, residual_before};
 
-/// Computes the residual stream in one launch and the GEMV in another launch. The results of the two launches are the expected
-/// results of the fused kernel.
+/// Computes the expected results: the residual stream in one launch, and the GEMV in another launch.
 fn apart(added: ResidualAdd, next: Option<Next>, factors: Factors) -> (Tensor<2>, Tensor<2>) {
     let (stream, input) = match next {
         None => {

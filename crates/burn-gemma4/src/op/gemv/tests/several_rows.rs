@@ -1,16 +1,14 @@
-//! Tests GEMVs of several rows in half precision, which run on tensor cores if the device has them. Results agree with an f64
-//! reference up to rounding, do not depend on memory around the tensors, and have the same bits in every run.
+//! Tests GEMVs of several rows in half precision. Results agree with an f64 reference up to rounding, do not depend on
+//! memory around the tensors, and have the same bits in every run.
 
 use super::*;
 
-/// The number of padding elements after each row. The row stride stays aligned with this padding, so a device can read the rows
-/// without a copy.
+/// The number of padding elements after each row. The row stride stays aligned, so that no copy is needed.
 const BEHIND: usize = 512;
 /// The number of padding rows below the last row.
 const BELOW: usize = 16;
 
-/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns the elements and the shape of
-/// the larger matrix.
+/// Copies rows of `columns` elements to a larger matrix whose other elements are `none`. Returns its elements and shape.
 fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) {
     let width = columns + BEHIND;
     let count = rows.len() / columns + BELOW;
@@ -21,8 +19,7 @@ fn around<T: Copy>(rows: &[T], columns: usize, none: T) -> (Vec<T>, [usize; 2]) 
     (all, [count, width])
 }
 
-/// Copies `tensor` into a larger tensor that has NaN after each row and below the last row. Returns the view of the copied
-/// rows.
+/// Copies `tensor` into a larger tensor of NaN. Returns the view of the copied rows.
 pub(super) fn surrounded(tensor: &Tensor<2>) -> Tensor<2> {
     let [rows, columns] = tensor.dims();
     let numbers: Vec<f32> = tensor.clone().into_data().iter::<f32>().collect();
@@ -38,8 +35,8 @@ fn surrounded_words(layout: Layout, rows: usize, device: &Device) -> Matrix {
     QuantizedMatrix { words, layout }.into()
 }
 
-/// Checks that no error is larger than the sum of two terms. The first term is twice the largest error of rounding the exact
-/// output to the dtype. The second term is 1e-5 of the largest output, and allows for the rounding of the f32 sums.
+/// Checks that no error exceeds twice the largest error of rounding the exact output to the dtype, plus 1e-5 of the
+/// largest output for the rounding of the f32 sums.
 fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     let rounding = found.dtype().finfo().expect("the dtype is a float").epsilon;
     let found = values(found);
@@ -54,8 +51,8 @@ fn check_rounded(found: &Tensor<2>, expected: &[f64], what: &str) {
     }
 }
 
-/// Checks all variants of `Factors` and the soft cap, once for each number of input rows in `numbers`. The numbers of
-/// outputs are not multiples of the tile sizes.
+/// Checks all variants of `Factors` and the soft cap for each number of input rows in `numbers`. The shapes are not
+/// multiples of the tiles.
 fn check_rows(drawn: &Drawn<'_>, numbers: &[usize], what: &str, matrix: impl Fn(usize) -> Matrix) {
     let [first, second, third, other] = [37, 5, 70, 70].map(matrix);
     let columns = first.whole(DType::F32).dims()[1];
@@ -118,9 +115,8 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
             device: &device,
             dtype,
         };
-        // Each case has one number of input columns and a list of numbers of rows. A warp keeps a different number of
-        // columns in flight in each case. Some numbers of columns are not a multiple of the columns that a warp multiplies
-        // at once.
+        // Each case has one number of input columns and a list of numbers of rows. In each case a warp keeps a different
+        // number of columns in flight.
         let cases: [(usize, &[usize]); 4] = [
             (1536, &[2, 3, 4, 5, 6, 7, 8]),
             (512, &[3]),

@@ -1,6 +1,6 @@
 //! The rotation of heads.
 //!
-//! Budget: registers hold two channels, a cosine and a sine. Bound: memory bandwidth. Every channel is read once and written
+//! Budget: registers hold two channels, a cosine and a sine. Bound: memory bandwidth. Every channel is read and written
 //! once.
 
 use cubecl::prelude::*;

@@ -29,8 +29,7 @@ pub enum Direction {
 }
 
 /// Rotates `[batch, positions, heads, head_dim]`. Channel `j` is paired with channel `j + head_dim / 2`. The tables are
-/// `[rows, head_dim / 2]`. If all sequences have the same positions, the tables have one row for each position of one sequence.
-/// Otherwise the tables have one row for each position of every sequence.
+/// `[positions, head_dim / 2]` if all sequences have the same positions, and `[batch · positions, head_dim / 2]` otherwise.
 pub(crate) fn rotated(heads: Tensor<4>, tables: &RotationTables) -> Tensor<4> {
     Tensor::from_dispatch(Dispatch::rotate(
         heads.into_dispatch(),
@@ -69,9 +68,8 @@ impl RotateBackend for CubeBackend {
         let output = empty(&heads, shape.clone(), heads.dtype);
         let [table_rows, pairs] = [cos.meta.shape()[0], cos.meta.shape()[1]];
         let count = shape.num_elements() / 2;
-        // SAFETY: unit `i` reads channel pair `i` of `heads` and writes channel pair `i` of `output` only if `i` is below
-        // `count`, the number of pairs in both tensors. The unit also reads an element of `cos` and `sin` in a row below
-        // `table_rows`.
+        // SAFETY: unit `i` reads pair `i` of `heads` and writes pair `i` of `output` only if `i` is below `count`, the
+        // number of channel pairs. The unit also reads an element of `cos` and `sin` in a row below `table_rows`.
         unsafe {
             rotate::launch_unchecked(
                 &client,
@@ -106,7 +104,7 @@ mod tests {
     use burn::tensor::{DType, Device, Distribution};
 
     /// Returns the rotated heads, and the gradient with respect to `heads`. The output has swapped dimensions, so that the
-    /// backward of the rotation gets a gradient that is not contiguous.
+    /// backward gets a gradient that is not contiguous.
     fn outcome(
         heads: &Tensor<4>,
         [cos, sin]: [Tensor<4>; 2],

@@ -1,11 +1,9 @@
 //! The tile tables of the cmma engine. From a table, the plan takes the first tile that is wide enough and fits the device.
-//! A tile without a rate in its comment was not measured. Such a tile uses few registers, and keeps as many operands of its
-//! stationary side in shared memory as fit.
+//! A tile without a rate in its comment was not measured.
 //!
 //! The stationary side is the side whose rows a tile keeps, queries or keys. Blocks of the opposite side stream.
 
-/// The sizes that a table states for a tile. All other sizes of the tile follow from the device's fragments and the width of
-/// the output.
+/// The sizes that a table states for a tile. All other sizes follow from the fragments and the width of the output.
 pub(super) struct Shape {
     /// The widest output that the tile serves, in columns.
     pub width: usize,
@@ -14,8 +12,8 @@ pub(super) struct Shape {
     pub rows: usize,
     /// The number of rows in a streamed block.
     pub columns: usize,
-    /// The largest number of columns that the GEMMs for S and dP multiply at a time. Shared memory holds at most this many
-    /// columns of each operand.
+    /// The number of columns that the GEMMs for S and dP multiply at a time. Shared memory holds at most this many columns
+    /// of each operand.
     pub depth: usize,
 }
 
@@ -29,12 +27,11 @@ const fn shape(width: usize, units: usize, rows: usize, columns: usize, depth: u
     }
 }
 
-// With the `RESIDENT` tables, shared memory holds all operands of a block: the stationary rows, the streamed rows, S, and P or
-// dS.
+// With the `RESIDENT` tables, shared memory holds all operands of a block: the stationary rows, the streamed rows, S, and P
+// or dS.
 //
-// Most comments give the rate of a kernel with a tile, measured on an H200 in f16 over single launches with 4,096 queries and
-// keys. In the tables for gradients, the rate is the rate of the whole backward, in which only the kernel of the table was
-// varied. After the rate, a comment lists the rates of variants, which differ from the tile only in the stated sizes.
+// Comments give rates measured on an H200 in f16, over single launches with 4,096 queries and keys. In the tables for
+// gradients, the rate is the rate of the whole backward. A variant differs from the tile only in the stated sizes.
 //
 // On a multiprocessor, several cubes of few units are faster than one cube of many units.
 
@@ -54,13 +51,11 @@ pub(super) const RESIDENT_FORWARD: &[Shape] = &[
 
 /// The tiles of the query's gradient if shared memory holds all operands of a block.
 pub(super) const RESIDENT_QUERY: &[Shape] = &[
-    // At head size 64, the backward runs at 95 TFLOP/s with this tile. The backward runs at 108 TFLOP/s if the kernel for
-    // the gradients of keys and values also uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64
-    // rows and 64 keys.
+    // At head size 64, the backward runs at 95 TFLOP/s, or at 108 TFLOP/s if the kernel for the gradients of keys and values
+    // also uses a `RESIDENT` table. Variants, in TFLOP/s: 92 with 256 units; 88 with 64 rows and 64 keys.
     shape(64, 128, 128, 32, 64),
-    // At head size 128, the backward runs at 88 TFLOP/s with this tile. The backward runs at 131 TFLOP/s if the kernel for
-    // the gradients of keys and values also uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76
-    // with 512 units.
+    // At head size 128, the backward runs at 88 TFLOP/s, or at 131 TFLOP/s if the kernel for the gradients of keys and
+    // values also uses a `RESIDENT` table. Variants, in TFLOP/s: 84 with 64 rows and 64 keys; 76 with 512 units.
     shape(128, 128, 128, 32, 128),
     // At head size 256, the backward runs at 98 TFLOP/s if both of its kernels use `RESIDENT` tables. Variant: 68 TFLOP/s
     // with 256 units and with only the stationary operands in shared memory.
@@ -79,17 +74,17 @@ pub(super) const RESIDENT_QUERY: &[Shape] = &[
 
 /// The tiles of the gradients of keys and values if shared memory holds all operands of a block.
 pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
-    // At head size 64, the backward runs at 99 TFLOP/s with this tile. Variants, in TFLOP/s: 92 with 64 rows; 89 with 64 rows
-    // and 64 queries; 88 with 64 rows and 256 units; 75 with 128 rows and 256 units.
+    // At head size 64, the backward runs at 99 TFLOP/s. Variants, in TFLOP/s: 92 with 64 rows; 89 with 64 rows and 64
+    // queries; 88 with 64 rows and 256 units; 75 with 128 rows and 256 units.
     shape(64, 128, 128, 32, 64),
-    // At head size 128, the backward runs at 104 TFLOP/s with this tile. Variants, in TFLOP/s: 99 with 256 units and 32
-    // queries; 101 with 512 units and 128 rows; 76 with 512 units and 64 rows.
+    // At head size 128, the backward runs at 104 TFLOP/s. Variants, in TFLOP/s: 99 with 256 units and 32 queries; 101 with
+    // 512 units and 128 rows; 76 with 512 units and 64 rows.
     shape(128, 128, 64, 64, 128),
     // At head size 256, the kernel takes 173 KB of shared memory, and the backward runs at 98 TFLOP/s. Variant: 79 TFLOP/s
     // with 256 units.
     shape(256, 512, 64, 64, 256),
-    // At head size 512, the backward runs at 58 TFLOP/s with this tile. Variants, in TFLOP/s: 48 with 512 units; 33 with the
-    // tile of `HELD_KEY_VALUE`; 41 with 64 columns at a time.
+    // At head size 512, the backward runs at 58 TFLOP/s. Variants, in TFLOP/s: 48 with 512 units; 33 with the tile of
+    // `HELD_KEY_VALUE`; 41 with 64 columns at a time.
     shape(512, 256, 32, 64, 512),
     // The next tiles need 74 KB and 106 KB of shared memory, and were not measured.
     shape(64, 256, 64, 64, 64),
@@ -99,8 +94,7 @@ pub(super) const RESIDENT_KEY_VALUE: &[Shape] = &[
     shape(128, 128, 32, 32, 128),
 ];
 
-/// The tiles of the forward if shared memory holds all columns of the stationary rows, but not all operands of a block. The
-/// rates were measured in the same way as in the `RESIDENT` tables.
+/// The tiles of the forward if shared memory holds all columns of the stationary rows, but not all operands of a block.
 pub(super) const HELD_FORWARD: &[Shape] = &[
     // At head size 64, the forward runs at 81 TFLOP/s.
     shape(64, 256, 64, 64, 64),
@@ -110,8 +104,7 @@ pub(super) const HELD_FORWARD: &[Shape] = &[
 ];
 
 /// The tiles of the gradients of keys and values if shared memory holds all columns of both stationary operands, and one
-/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s with such a tile. With all operands in
-/// shared memory, the backward is faster (see `RESIDENT_KEY_VALUE`).
+/// streamed operand at a time. At head size 512 the backward runs at 33 TFLOP/s with such a tile.
 pub(super) const HELD_KEY_VALUE: &[Shape] = &[
     // The kernel takes 147 KB of shared memory with this tile and spills 48 bytes. The kernel spills 192 bytes with 512 units.
     shape(512, 256, 32, 64, 512),

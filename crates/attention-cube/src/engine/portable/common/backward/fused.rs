@@ -1,21 +1,19 @@
-//! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on the
-//! few cores of a processor, so a few cubes are enough to keep all cores busy.
+//! Computes all three gradients (of query, key and value) in one kernel, for software drivers. Such a driver runs cubes on
+//! the few cores of a processor, so few cubes are enough.
 //!
-//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that see
-//! any of the tile's keys. For each pair of a key tile and a query block, the cube adds to the gradients of the tile's keys and
-//! values in memory. The cube also adds to a partial gradient of the query, at elements that no other cube writes. A second
-//! kernel adds the partial gradients in a fixed order, without atomics. S and dP are computed once, so there are 5 GEMMs. With
-//! a separate kernel for the query's gradient there would be 7.
+//! A cube processes every `splits`-th key tile of a KV head. For each key tile, the cube loops over all query blocks that
+//! see any of the tile's keys. For each pair, the cube adds to the gradients of the keys and values in memory, and to its
+//! own partial gradient of the query. A second kernel adds the partial gradients in a fixed order, without atomics. S and dP
+//! are computed once, so there are 5 GEMMs. With a separate kernel for the query's gradient there would be 7.
 //!
 //! One loop runs all three gradient GEMMs, over operands in one buffer and gradients in another buffer. The loop keeps the
-//! kernel small, because a software driver's compile time grows with the square of the number of loads and stores in a kernel.
-//! The driver also spends time on code that a branch skips.
+//! kernel small. A software driver's compile time grows with the square of the number of loads and stores.
 //!
-//! A software driver silently stops a unit's loops after a fixed number of iterations. So a launch covers only a [`Window`] of
-//! the pairs, and the host launches the kernel until all pairs are done.
+//! A software driver silently stops a unit's loops after a fixed number of iterations. A launch therefore covers only a
+//! [`Window`] of the pairs, and the host launches the kernel until all pairs are done.
 //!
-//! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any head
-//! size. Global memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
+//! Budget: shared memory for one tile. A unit's registers hold S and dP, and then up to 128 vectors of a gradient, for any
+//! head size. Global memory holds the operands and `splits + 2` gradients in f32. Bound: loads, see `tile_ops/direct.rs`.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::BackwardKind;
@@ -34,16 +32,16 @@ use crate::tile_ops::vec4::Vec4;
 use crate::types::device::SOFTWARE_ITERATIONS;
 use cubecl::prelude::*;
 
-/// The layout of the kernel's two buffers, as offsets of operands and gradients in f32 elements. The operand buffer begins with
-/// the query. The gradient buffer begins with the partial gradients of the query.
+/// The offsets of operands and gradients in the kernel's two buffers, in f32 elements. The operand buffer begins with the
+/// query. The gradient buffer begins with the partial gradients of the query.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct OperandPlaces {
     pub key: usize,
     pub value: usize,
     pub output_gradient: usize,
-    /// The number of elements from the start of one row to the start of the next row, in the query and in the key. The field
-    /// `value_pitch` is the same number for the value and for the output's gradient.
+    /// The number of elements from one row to the next row, in the query and in the key. `value_pitch` is the corresponding
+    /// number for the value and for the output's gradient.
     pub head_pitch: u32,
     pub value_pitch: u32,
     /// The number of elements in one partial gradient of the query.
@@ -52,8 +50,7 @@ pub(crate) struct OperandPlaces {
     pub value_gradient: usize,
 }
 
-/// The pairs of tiles that one launch covers: a range of key tiles, a range of query blocks, and the index of one query head
-/// within each GQA group.
+/// The pairs of tiles of one launch: a range of key tiles, a range of query blocks, and one query head of each GQA group.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Window {
@@ -62,14 +59,13 @@ pub(crate) struct Window {
     pub first_block: i32,
     pub end_block: i32,
     pub group_head: u32,
-    /// The index of the first gradient GEMM to compute. The GEMMs are numbered in the order values, keys, query. `end_product`
-    /// is the index after the last GEMM to compute.
+    /// The first gradient GEMM to compute, in the order values, keys, query. `end_product` is the index after the last GEMM.
     pub first_product: u32,
     pub end_product: u32,
 }
 
-/// Returns the largest number of tile pairs that a cube may process in one launch without exceeding the iteration limit of
-/// software drivers.
+/// Returns the largest number of tile pairs that a cube may process in one launch within a software driver's iteration
+/// limit.
 pub(crate) fn pairs_per_launch(
     tiles: &UnitTiles,
     division: SumTiling,
@@ -248,8 +244,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
                     }
                 }
                 for product in window.first_product..window.end_product {
-                    // Wait until all units have read the previous GEMM's tile in shared memory, since this GEMM overwrites the
-                    // tile.
+                    // Wait until all units have read the previous GEMM's tile, because this GEMM overwrites the tile in
+                    // shared memory.
                     sync_cube();
                     if product < 2u32 {
                         store_transposed(&s, &mut tile, tiles);
@@ -287,8 +283,8 @@ pub(crate) fn all_gradients<M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Describes rows of a buffer that start at element `base`, with `row_stride` elements from one row to the next. Kernels may
-/// read only the rows `first..end`.
+/// Describes rows of a buffer that start at element `base`, `row_stride` elements apart. Kernels read only the rows
+/// `first..end`.
 #[cube]
 fn buffer_rows(base: usize, row_stride: u32, first: i32, end: i32, columns: u32) -> Rows {
     Rows {
@@ -326,8 +322,8 @@ fn chosen(which: u32, first: &Rows, second: &Rows, third: &Rows) -> Rows {
     }
 }
 
-/// Copies the rows of a tensor to a packed f32 buffer, in which consecutive rows start `pitch` elements apart. Each unit copies
-/// one vector.
+/// Copies the rows of a tensor to a packed f32 buffer, in which rows start `pitch` elements apart. Each unit copies one
+/// vector.
 ///
 /// # Shapes
 /// `source` is `[batch, heads, length, columns]`. `operands` is one-dimensional, and the copy begins at its element `first`.

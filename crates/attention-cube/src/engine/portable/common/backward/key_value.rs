@@ -1,5 +1,5 @@
-//! The gradients of keys and values. A cube keeps a tile of keys in shared memory. The cube streams all queries that see any of
-//! these keys, from all query heads of the group.
+//! The gradients of keys and values. A cube keeps a tile of keys in shared memory, and streams all queries of the GQA group
+//! that see any of these keys.
 //!
 //! Tensors:
 //!
@@ -10,8 +10,8 @@
 //!
 //! Budget: as much shared memory as the forward. A unit's registers hold `8 · rows_per_unit` elements of Sᵀ and dPᵀ, and
 //! `8 · output_rows · output_vectors` elements of dK and dV. Because of these registers, tiles of wide heads have fewer rows
-//! than in the forward. A block costs `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory loads,
-//! as in the forward.
+//! than in the forward. A block costs `4 · rows · columns · (head_dim + value_dim)` FLOP. Bound: FMA and shared-memory
+//! loads, as in the forward.
 
 use super::p_ds::{Pair, block_scores, pair_operands};
 use crate::auxiliary::backward_kind::{BackwardKind, late_scale};
@@ -56,8 +56,8 @@ pub(crate) fn key_value_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Si
     let seq_lens = &scoring.seq_lens;
     let lengths_and_ids = &scoring.lengths_and_ids;
     let tiles = comptime!(kind.tiles);
-    // Run the key tiles in ascending order. Under a causal mask, more queries see the first keys than the last keys, so the
-    // first tiles take longest. In ascending order, the longest tiles start first, and the tiles that start last are short.
+    // Under a causal mask, more queries see the first keys than the last keys. In ascending order, the longest key tiles
+    // start first, and the tiles that start last are short.
     let work_tile = work_tile(&grid, index, false);
     let batch = work_tile.batch;
     let kv_head = work_tile.head;

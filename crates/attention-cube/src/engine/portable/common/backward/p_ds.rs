@@ -55,8 +55,8 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
 
 /// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
 ///
-/// If planes multiply fragments, both results are later rounded to half precision. To avoid underflow in this rounding, P is
-/// first multiplied by `p_scale`. For the same reason, the gradient is not yet multiplied by the scale of the scores.
+/// Planes that multiply fragments later round both results to half precision. To avoid underflow, P is multiplied by
+/// `p_scale`, and the gradient is not yet multiplied by the scale of the scores.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,
@@ -118,8 +118,7 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
             kind,
         );
     } else if pair.whole {
-        // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully visible
-        // (whole) block then needs no branch per score.
+        // Branch on `whole` (fully visible) once per block, so that a whole block needs no branch per score.
         block_gradients(
             rows,
             &*lse_delta,
@@ -146,12 +145,11 @@ pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     }
 }
 
-/// Copies LSE and delta of a block's queries to shared memory, where many units read them. The reference scores of all queries
-/// come first, then all deltas, then the logarithms of all softmax sums. A query's LSE is the sum of its reference score (about
-/// the row maximum) and its logarithm.
+/// Copies LSE and delta of a block's queries to shared memory. The reference scores (about the row maxima) come first, then
+/// the deltas, then the logarithms of the softmax sums. A query's LSE is the sum of its reference score and its logarithm.
 ///
-/// The caller must sync before the call, so that no unit still reads the previous block's LSE and delta. After the call, the
-/// caller copies the operands and syncs. This sync also makes LSE and delta visible to all units.
+/// The caller must sync before the call, so that no unit still reads the previous block's data. The caller must also sync
+/// before other units read the new data.
 #[cube]
 fn share_terms(
     rows: &Tensor<f32>,
@@ -242,8 +240,8 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // P multiplied by the dropout factor of kept probabilities may exceed half precision. So P is divided by
-                    // the factor here, and the kernel later multiplies the finished dV by the factor.
+                    // P multiplied by the factor of kept probabilities may exceed half precision. P is divided by the factor
+                    // here, and the finished dV is multiplied by the factor.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

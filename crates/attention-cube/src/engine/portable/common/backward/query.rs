@@ -76,9 +76,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     let mut stage = new_stage::<C>(tiles);
     let mut ds_tile = new_tile::<C>(tiles);
     let mut used = Shared::<[u32]>::new_slice(comptime!(tiles.columns()));
-    // The factors by which the rows of the gradient are multiplied at the end. The factor of a query that sees no key is 0, and
-    // the final store then writes 0 even if the row contains NaN. Such NaN come from keys that only other queries of the tile
-    // see. The factors are visible to all units after the next sync.
+    // The factors by which the rows of the gradient are multiplied at the end. The factor of a query that sees no key is 0,
+    // and the final store writes 0 even if the row contains NaN. The factors are visible to all units after the next sync.
     let mut factors = Shared::<[f32]>::new_slice(tiles.rows);
     let scale = late_scale(&scoring.arguments, tiles);
     #[unroll]
@@ -107,9 +106,8 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
         lse_delta.logarithm[k] = of_row.logarithm;
         lse_delta.delta[k] = of_row.delta;
     }
-    // The output's gradient is stationary operand 0, and the query is stationary operand 1. The GEMM of operand 0 with the
-    // values comes first, and the GEMM of operand 1 with the keys second. The keys are thus copied to shared memory last, and stay
-    // there for a third GEMM, which computes the query's gradient from the keys.
+    // The output's gradient is stationary operand 0, and the query is stationary operand 1. The GEMM with the keys therefore
+    // comes last, and the keys stay in shared memory for the GEMM that computes the query's gradient.
     hold(
         &output_gradient,
         first_row,
@@ -175,8 +173,7 @@ pub(crate) fn query_gradient<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
                     &mut s, &dp, &lse_delta, &place, whole, &scoring, &seq_info, kind,
                 );
             } else if whole {
-                // Branch on `whole` once per block, and compile the call for `whole` true and for `whole` false. A fully
-                // visible (whole) block then needs no branch per score.
+                // Branch on `whole` (fully visible) once per block, so that a whole block needs no branch per score.
                 block_gradients(
                     &mut s, &dp, &lse_delta, &place, true, &scoring, &seq_info, kind,
                 );
@@ -227,11 +224,11 @@ struct RowsLseDelta {
     delta: Array<f32>,
 }
 
-/// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the indices of the first query and the first key in
-/// the pair of a query tile and a key block. In a `whole` pair, every query sees every key.
+/// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query and the first key of the pair of a
+/// query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// If planes multiply fragments, the function does not multiply the gradients by the scale of the scores. In this case the
-/// gradients are rounded to half precision later, where the scale could make them underflow.
+/// Planes that multiply fragments later round the gradients to half precision. To avoid underflow, these gradients are not
+/// yet multiplied by the scale of the scores.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,

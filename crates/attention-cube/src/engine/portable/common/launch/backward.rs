@@ -72,8 +72,8 @@ pub(crate) fn launch(
     pass.with_rest(gradients, plan.bias, offsets.last(), request)
 }
 
-/// Returns the windows of the kernel that computes all gradients. A window is the range of tile pairs that one launch covers.
-/// Within a window, a cube processes at most as many pairs as the iteration limit of software drivers allows.
+/// Returns the windows of the kernel that computes all gradients. A window is the range of tile pairs of one launch. Windows
+/// keep each cube within the iteration limit of software drivers.
 fn windows(
     problem: &AttentionProblem,
     tiles: &UnitTiles,
@@ -125,8 +125,8 @@ impl BackwardPass<'_> {
             problem.batch,
             usize::MAX,
         );
-        // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows below
-        // `kv_len`. It writes `gradient` at rows below `q_len`. The grid has as many heads and sequences as these tensors.
+        // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows
+        // below `kv_len`. It writes `gradient` at rows below `q_len`. The grid bounds heads and sequences.
         unsafe {
             query_gradient::launch_unchecked(
                 &client,
@@ -164,8 +164,8 @@ impl BackwardPass<'_> {
             problem.batch,
             usize::MAX,
         );
-        // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows below
-        // `kv_len`. It writes both gradients at rows below `kv_len`. The grid has as many heads and sequences as these tensors.
+        // SAFETY: the kernel reads queries and their output gradients at rows below `q_len`, and keys and values at rows
+        // below `kv_len`. It writes both gradients at rows below `kv_len`. The grid bounds heads and sequences.
         unsafe {
             key_value_gradient::launch_unchecked(
                 &client,
@@ -230,8 +230,7 @@ impl BackwardPass<'_> {
         for window in windows(problem, &tiles, sum_tiling, parts, request) {
             let (cubes, grid) = grid(1, parts, problem.kv_heads, problem.batch, usize::MAX);
             // SAFETY: the kernel accesses `operands` and `gradients` at the offsets of `packing`, at rows below `q_len` or
-            // `kv_len`. Both buffers have the sizes that `packing` reserves. The grid has as many heads, sequences and partial
-            // gradients as the buffers.
+            // `kv_len`. `packing` reserves both buffers. The grid bounds heads, sequences and partial gradients.
             unsafe {
                 all_gradients::launch_unchecked(
                     &client,
@@ -278,8 +277,7 @@ impl BackwardPass<'_> {
         }
     }
 
-    /// Copies `tensor` into the buffer `operands` from element `first` on. Consecutive rows of the copy start `pitch` elements
-    /// apart.
+    /// Copies `tensor` into the buffer `operands` from element `first` on. Rows of the copy start `pitch` elements apart.
     fn pack(
         &self,
         tensor: &CubeTensor,
@@ -292,8 +290,8 @@ impl BackwardPass<'_> {
         let shape = tensor.meta.shape();
         let vectors = shape.num_elements() / vector;
         let units = 128;
-        // SAFETY: units whose index is not below `vectors` return at once. Every other unit reads one vector of `tensor`. It
-        // writes this vector to `operands` after `first`, where the caller has reserved rows of `pitch` elements.
+        // SAFETY: units whose index is not below `vectors` return at once. Every other unit reads one vector of `tensor`,
+        // and writes it to `operands` after `first`, where the caller has reserved rows of `pitch` elements.
         unsafe {
             pack_operand::launch_unchecked(
                 &client,

@@ -1,5 +1,5 @@
-//! The launch of the forward, with keys and values in the problem's dtype or in int8. If the keys are split, a second kernel
-//! combines the partial outputs.
+//! The launch of the forward, with float or int8 keys and values. If the keys are split, a second kernel combines the
+//! outputs.
 
 use crate::auxiliary::combine::combine_splits;
 use crate::auxiliary::lengths::Blocks;
@@ -50,8 +50,8 @@ pub(crate) fn launch(
 
     let mut blocks = Blocks::of_queries(&tiles);
     if packed {
-        // Treat all queries of a sequence as one query block. The rows of a packed tile may be queries from anywhere in the
-        // sequence, so the tile needs the segment bounds of all queries.
+        // Treat all queries of a sequence as one query block. A packed tile has queries from anywhere in the sequence, and
+        // needs their segment bounds.
         blocks.queries = q_len;
     }
     let (optional_inputs, offsets) = OptionalInputs::new(&inputs, problem, &[blocks]);
@@ -70,8 +70,7 @@ pub(crate) fn launch(
         [parts, q_heads, q_len, value_dim],
         output_dtype,
     );
-    // Allocate one tensor for the logsumexps. Its first half holds the row maxima, its second half the natural logarithms of
-    // the row sums.
+    // The first half of the logsumexps holds the row maxima, the second half the natural logarithms of the row sums.
     let logsumexp = empty(&inputs.query, [2 * parts, q_heads, q_len], DType::F32);
 
     let (rows, heads) = if packed {
@@ -109,10 +108,9 @@ pub(crate) fn launch(
         .chain(&page_table)
         .chain(optional_inputs.tensors()),
     );
-    // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`, by their
-    // strides. If keys and values lie in pages, the kernel clamps the page table's entries to existing pages. The kernel
-    // writes only at queries below `q_len`. In the first dimension, it writes `output` and each half of `logsumexp` only at
-    // indices below `parts`. The grid has as many heads and sequences as the tensors.
+    // SAFETY: the kernel reads queries at rows below `q_len`, and keys, values and scales at rows below `kv_len`. The kernel
+    // clamps page table entries to existing pages. It writes only at queries below `q_len`, and at indices below `parts` in
+    // the first dimension of `output` and of each half of `logsumexp`. The grid bounds heads and sequences.
     unsafe {
         forward::launch_unchecked(
             &client,
@@ -153,8 +151,8 @@ pub(crate) fn launch(
     }
 }
 
-/// Launches the forward over int8 keys and values. The kernel requires that the 32-bit words of a row are contiguous, so
-/// tensors with other strides are copied first.
+/// Launches the forward over int8 keys and values. The 32-bit words of a row must be contiguous, so other tensors are copied
+/// first.
 pub(crate) fn launch_int8(
     inputs: AttentionInputs<CubeBackend>,
     scales: Int8Scales,

@@ -3,8 +3,8 @@
 use crate::problem::AttentionProblem;
 use crate::types::device::DeviceProfile;
 
-/// The layout of the two buffers of the kernel that computes all three gradients: offsets and sizes, in f32 elements. One
-/// buffer holds the operands, and begins with the query. The second buffer holds the gradients, and begins with the partial
+/// The offsets and sizes, in f32 elements, of the two buffers of the kernel that computes all three gradients. One buffer
+/// holds the operands, and begins with the query. The second buffer holds the gradients, and begins with the partial
 /// gradients of the query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Packing {
@@ -62,8 +62,8 @@ impl Packing {
     }
 }
 
-/// Returns the number of elements from one row of an operand to the next row. The result is an odd multiple of 16 elements,
-/// because a cache line of the processor holds 16 elements. Neighbouring rows then fall into different cache sets.
+/// Returns the number of elements from one row of an operand to the next row: an odd multiple of 16, the elements of a cache
+/// line. Neighbouring rows thus fall into different cache sets.
 fn pitch(columns: usize) -> usize {
     const LINE: usize = 16;
     (columns.div_ceil(LINE) | 1) * LINE

@@ -1,10 +1,8 @@
-//! The tile tables that only the unit engine uses. The comments at the shared tables, in `tile_ops/table.rs`, explain the
-//! groups of tiles and the rates beside the tiles.
+//! The tile tables that only the unit engine uses. `tile_ops/table.rs` explains the groups of tiles and the rates.
 
 use crate::tile_ops::table::{Shape, direct, shape};
 
-/// The tiles of the kernel with two outputs in registers: the gradients of keys and values. The rates beside the tiles, in
-/// TFLOP/s, are the rates of the whole backward.
+/// The tiles of the kernel for the gradients of keys and values. The rates, in TFLOP/s, are the rates of the whole backward.
 pub(super) const DOUBLE: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(512, 64, 64, 8, 2), // D512 full 10.7 GFLOP/s (staged: 1.6)
@@ -29,9 +27,8 @@ pub(super) const DOUBLE: &[Shape] = &[
 
 /// The square tiles of the kernel that computes all gradients, on software drivers. No output stays in registers.
 ///
-/// For wide heads, each unit computes 16 × 16 elements of S. The driver takes longer to compile such a tile, but the kernel
-/// runs faster. At head size 512 without a mask, the kernel takes 88 ms of processor time. The kernel takes 112 ms with 8 × 8
-/// elements of S per unit. Separate kernels for the gradients take 105 ms.
+/// For wide heads, each unit computes 16 × 16 elements of S. At head size 512 without a mask, the kernel takes 88 ms of
+/// processor time, or 112 ms with 8 × 8 elements per unit. Separate kernels for the gradients take 105 ms.
 pub(super) const TOGETHER: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(128, 64, 64, 8, 2),
@@ -40,9 +37,9 @@ pub(super) const TOGETHER: &[Shape] = &[
 
 /// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
-    // With the next tiles, the kernel loads operands from global memory without a copy in shared memory, as the backward
-    // does. The scores of forward and backward are then bitwise equal. If a large score of the backward differed from that
-    // of the forward even in the last bit, the backward would recompute another P.
+    // With the next tiles, the kernel loads operands from global memory, as the backward does, so that the scores of forward
+    // and backward are bitwise equal. If a large score differed even in the last bit, the backward would recompute another
+    // P.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
     // The next tiles are for GPUs.
@@ -78,8 +75,7 @@ mod tests {
         }
     }
 
-    /// Checks that every width has a tile that fits 16 KB of shared memory, and that every tile divides evenly as the kernels
-    /// assume.
+    /// Checks that every width has a tile that fits 16 KB of shared memory, and that every tile divides evenly.
     #[test]
     fn every_width_fits_16_kb_and_divides_evenly() {
         for width in 1..=crate::problem::MAX_HEAD_DIM {
@@ -113,8 +109,8 @@ mod tests {
                         "{context}"
                     );
                     assert!(tiles.is_direct() || tiles.column_vectors == 1, "{context}");
-                    // The softmax gives each row of the tile to one unit, so there must be as many units as rows. The kernel of
-                    // all gradients has no softmax, so its tiles may have more rows than units.
+                    // The softmax gives each row of the tile to one unit, so there must be as many units as rows. The kernel
+                    // of all gradients has no softmax, so its tiles may have more rows.
                     let row_a_unit = tiles.rows <= tiles.units && tiles.columns() <= tiles.units;
                     assert!(row_a_unit || only_software, "{context}");
                     assert!(

@@ -1,25 +1,24 @@
 //! The bias gradient on tensor cores: dBias = Σ P ∘ (dP − Δ). The sum runs over the dimensions along which the bias is
 //! broadcast.
 //!
-//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over every (batch, head, query tile) triple to whose
-//! scores this bias tile is added. An iteration of this loop is called a *visit*. Each visit computes S = Q·Kᵀ, P from the
-//! saved logsumexp, and dP = dO·Vᵀ. The visit then adds dS to f32 sums in registers. At the end, the CTA writes the summed
-//! tile. The order of the visits is fixed and there are no atomics, so results are bitwise equal in every run.
-//! Half-precision biases are read once, before the loop, since all visits use the same biases.
+//! Algorithm. A CTA has a bias tile of queries × keys. The CTA loops over the query tiles of all heads and sequences to
+//! whose scores the bias tile is added. Each iteration computes S = Q·Kᵀ, P from the saved logsumexp, and dP = dO·Vᵀ, and
+//! adds dS to f32 sums in registers. At the end, the CTA writes the summed tile. The order of the iterations is fixed and
+//! there are no atomics, so results are bitwise equal in every run. Half-precision biases are read once, before the loop.
 //!
 //! Tensors. Q `[batch, q_heads, q_len, head_dim]`, dO `[batch, q_heads, q_len, value_dim]`, K
 //! `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`. LSE and delta are
-//! `[batch, q_heads, 5, padded q_len]`. The kernel reads the first three of the five rows: row maximum, delta, and logarithm of
-//! the row sum. The gradient has the bias's shape. If several CTAs share a tile, their partial gradients are
+//! `[batch, q_heads, 5, padded q_len]`. The kernel reads the first three of the five rows: row maximum, delta, and logarithm
+//! of the row sum. The gradient has the bias's shape. If several CTAs share a tile, their partial gradients are
 //! `[splits · batch, heads, queries, keys]` in f32.
 //!
 //! Budget ([`BiasGradientTiles`]). Q, K, dO and V are copied in chunks of 64 columns. Shared memory holds three stages, each
 //! with a chunk of Q and K, or of dO and V. For 64 × 64 tiles, the stages take 48 KB at any head size. A thread uses 32
 //! registers for S (later P), 32 for dP, 32 for the sums and 16 for the biases. Three CTAs share a multiprocessor.
 //!
-//! Schedule. All warps copy operands. The copies of a chunk start two chunks ahead. Near the end of a visit, the copied chunks
-//! belong to the next visit. One CTA barrier per chunk separates the reads of a stage from the copies that overwrite the stage.
-//! The kernel skips query tiles that see no key of the CTA's key tile.
+//! Schedule. All warps copy operands. The copies of a chunk start two chunks ahead, even across iterations. One CTA barrier
+//! per chunk separates the reads of a stage from the copies that overwrite the stage. The kernel skips query tiles that see
+//! no key of the CTA's key tile.
 //!
 //! Bound. The kernel computes two GEMMs over all scores, while the rest of the backward computes seven. At small head sizes,
 //! the exponentials and the reads of the bias limit the kernel's speed.
@@ -60,8 +59,8 @@ pub(crate) struct BiasGradientOperands<E: Float> {
     pub value: OwnedTensor<E>,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<E>,
-    /// LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. The kernel reads rows 0 to 2 of the five rows: row
-    /// maximum, delta, and logarithm of the row sum.
+    /// LSE and delta of each query, `[batch, q_heads, 5, padded q_len]`. The kernel reads rows 0 to 2: row maximum, delta,
+    /// and logarithm of the row sum.
     pub lse_delta: OwnedTensor<f32>,
 }
 
@@ -104,8 +103,7 @@ pub(crate) fn bias_gradient_split_m<
     let start = shared_address(&memory);
     let index = CUBE_POS as u32;
     if index < bias_grid.grid.cubes {
-        // The grid counts tiles, heads and batches of the bias, not of the scores. A broadcast dimension of the bias has size
-        // 1.
+        // The grid counts tiles, heads and batches of the bias. A broadcast dimension of the bias has size 1.
         let own = work_tile(&bias_grid.grid, index, false);
         let mut query_tiles = 1u32;
         if comptime!(broadcast.queries) {
@@ -190,8 +188,8 @@ pub(crate) fn bias_gradient_split_m<
     }
 }
 
-/// Sums dS over the CTA's visits, beginning with visit `first`. A visit is one (batch, head, query tile) triple to whose
-/// scores the CTA's bias tile is added.
+/// Sums dS over the CTA's visits from `first` on. A visit is one query tile of one head and sequence to whose scores the
+/// CTA's bias tile is added.
 #[cube]
 fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -217,8 +215,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     let right = right_address(u32::new(0)) + comptime!(tiles.key_rows_at() as u32);
     let mut sums = Vector::<f32, AS>::zeroed();
     let mut visit = next_visit(visits, first, masking, tiles, kind);
-    // `stage` is the address of the stage that the warps multiply next. After the next barrier, all warps have read the
-    // stage that precedes `stage`, so the preceding stage may be refilled.
+    // `stage` is the address of the next stage to multiply. After the next barrier, the stage before `stage` may be
+    // refilled, because all warps have read it.
     let mut stage = start;
     if visit < visits.count {
         let tile = alike(tile_of(visits, visit, masking, tiles, kind));
@@ -234,9 +232,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         );
         commit_copies();
     }
-    // Load the biases once, since all visits use the same biases. The address of the biases is computed from the query tile
-    // of visit `first`. If `first` is past the last visit, the address comes from that last visit, so that the loads stay
-    // inside the bias tensor.
+    // Load the biases once, since all visits use the same biases. If `first` is past the last visit, the address comes from
+    // the last visit, so that the loads stay inside the bias tensor.
     let any = tile_of(
         visits,
         min(first, visits.count - 1u32),
@@ -264,8 +261,7 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         #[unroll]
         for chunk in 0..comptime!(tiles.chunks()) {
             await_copies(1usize);
-            // After this barrier, all copies of this chunk have completed, and all warps have read the stage of the previous
-            // chunk.
+            // After this barrier, all copies of this chunk have completed, and all warps have read the previous stage.
             sync_cube();
             let before = select(stage == start, end - stage_bytes, stage - stage_bytes);
             if comptime!(chunk + 2 < tiles.chunks()) {
@@ -278,8 +274,8 @@ fn sum_visits<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
                     tiles,
                 );
             } else if follows {
-                // Compute the fields of the next visit's query tile only here: the registers cannot hold the fields of two
-                // query tiles during a whole visit.
+                // Compute the next query tile only here, because the registers cannot hold two query tiles during a whole
+                // visit.
                 let next = alike(tile_of(visits, following, masking, tiles, kind));
                 copy_chunk::<E>(
                     operands,

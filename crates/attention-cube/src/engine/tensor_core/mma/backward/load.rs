@@ -11,8 +11,7 @@ use cubecl::prelude::*;
 const PIECE_TERMS: usize = PIECE_BYTES / 4;
 
 /// Starts the copy of the first `count` rows of LSE and delta for `queries` queries. In shared memory, row 0 of all queries
-/// comes first, then row 1 of all queries, and so on. The copy writes zeros for 16-byte pieces whose queries lie past the
-/// padded `q_len`.
+/// comes first, then row 1, and so on. Queries past the padded `q_len` are zeros.
 ///
 /// # Shapes
 /// `lse_delta` is `[batch, q_heads, 5, padded q_len]`, f32.
@@ -35,9 +34,8 @@ pub(super) fn copy_lse_delta(
             + head as usize * lse_delta.stride(1)
             + term as usize * lse_delta.stride(2)
             + query as usize;
-        // SAFETY: this expression only takes the address of `lse_delta`. The copy reads 4 values from index `at` on. These
-        // values lie inside the tensor, because their queries are below the padded `q_len`, the tensor's last dimension.
-        // Otherwise `exists` is false and the copy reads nothing.
+        // SAFETY: this expression only takes the address of `lse_delta`. If `exists`, the copied 4 values from index `at` on
+        // lie inside the tensor, because their queries are below the padded `q_len`. Otherwise the copy reads nothing.
         let source = word_address::<f32>(
             unsafe { lse_delta.as_slice().as_ptr_unchecked() },
             select(exists, at as u64, 0u64),

@@ -1,5 +1,4 @@
-//! The part of a block's scores that one warp computes: one or two 16-row fragments of the tile, and all or some of the
-//! block's columns.
+//! The scores of a block that one warp computes: one or two 16-row fragments of the tile, and all or some of the columns.
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::far::voted;
@@ -57,8 +56,8 @@ pub(super) fn lse_delta_of_warp<'a>(
     WarpLseDelta::<'a> { first, second }
 }
 
-/// The visibility of a block's columns for the rows of the warp's two fragments. If the warp has one fragment, `second` is a
-/// copy of `first`.
+/// The visibility of a block's columns for the warp's two fragments. If the warp has one fragment, `second` is a copy of
+/// `first`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WarpSeen {
@@ -66,8 +65,8 @@ pub(super) struct WarpSeen {
     pub second: Seen,
 }
 
-/// Returns the visibility of a block's columns for the thread's rows. The thread's first row is row `row` of the tile. The
-/// function covers the columns for which the warp computes scores, beginning with column `32 · first_word` of the block.
+/// Returns the visibility of a block's columns for the thread's rows, from row `row` of the tile on. The warp's columns
+/// begin with column `32 · first_word` of the block.
 #[cube]
 pub(super) fn seen_by_warp<F: Float, NB: Size>(
     tile: &Stationary,
@@ -109,8 +108,8 @@ pub(super) fn seen_by_warp<F: Float, NB: Size>(
     WarpSeen { first, second }
 }
 
-/// Marks those fields of the tile that were loaded from memory as equal in all lanes of the warp. The compiler then keeps them
-/// in uniform registers, which leaves more registers to the threads.
+/// Marks tile fields that were loaded from memory as equal in all lanes of the warp. The compiler then keeps the fields in
+/// uniform registers.
 #[cube]
 pub(super) fn alike(tile: Stationary) -> Stationary {
     let seq_info = tile.seq_info;

@@ -1,8 +1,8 @@
 //! The split-D backward, for head sizes up to 512. Warps divide a block's scores by rows and columns. They divide the tile's
 //! gradient by columns.
 //!
-//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is K
-//! with V.
+//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is
+//! K with V.
 //!
 //! - Queries and their gradient `[batch, q_heads, q_len, head_dim]`.
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
@@ -25,18 +25,16 @@
 //! - The operand reads for the gradient GEMM take only 2,000 clocks, since each warp computes 64 × 64 elements.
 //! - The writes of the copies take 3,000 clocks.
 //!
-//! If an operand of the tile does not stay in shared memory, the kernel copies the operand again for each block: 64 KB per
-//! operand.
+//! If an operand of the tile does not stay in shared memory, the kernel copies its 64 KB for each block.
 //!
-//! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP come
-//! in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply. Each slot
-//! has two barriers: one signals that the slot is *full*, the other that the slot is *empty*. Warps therefore wait only for
-//! single slots and not for each other. Each warp scheduler has two warps, so one of the two can multiply while the other
-//! waits, copies, or computes P and dS.
+//! Schedule. Each CTA has one tile. All operands pass through one ring of slots in shared memory. The operands of S and dP
+//! come in chunks of columns, and the right operand of the gradient GEMM in chunks of rows. All warps copy and multiply.
+//! Each slot has a *full* and an *empty* barrier, so warps wait only for slots. Each warp scheduler has two warps: one warp
+//! can multiply while the second waits, copies, or computes P and dS.
 //!
-//! For each block, the warps compute S, P, dP and dS, and write dS to shared memory. All warps then meet at a barrier, once per
-//! block, and compute the gradient GEMM. If a kernel computes the gradients of both keys and values, one half of the warps
-//! computes the gradient of keys. The other half computes the gradient of values, and P is stored beside dS.
+//! For each block, the warps compute S, P, dP and dS, write dS to shared memory, meet at a barrier, and compute the gradient
+//! GEMM. If a kernel computes dK and dV, one half of the warps computes dK. The second half computes dV, and P is stored
+//! beside dS.
 
 mod mainloop;
 mod p_ds;

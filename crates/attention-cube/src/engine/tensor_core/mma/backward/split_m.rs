@@ -1,8 +1,8 @@
-//! The split-M backward, for head sizes up to 128. Each warp has 16 or 32 rows of queries or keys, and computes all columns of
-//! their gradients.
+//! The split-M backward, for head sizes up to 128. Each warp has 16 or 32 rows of queries or keys, and computes all columns
+//! of their gradients.
 //!
-//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is K
-//! with V.
+//! Tensors. The kernel keeps a tile of one side and streams blocks of the opposite side. One side is Q with dO, the other is
+//! K with V.
 //!
 //! - Queries and their gradient `[batch, q_heads, q_len, head_dim]`.
 //! - Output gradients `[batch, q_heads, q_len, value_dim]`.
@@ -13,21 +13,20 @@
 //!   and row 3 the row maximum. Row 4 holds one flag per group of queries, which tells whether the group has a far query.
 //! - Gradients of several splits `[splits · batch, heads, len, dim]`, f32.
 //!
-//! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the opposite side
-//! with LSE and delta. The register counts are for head size 128, 16 keys per warp and blocks of 64 queries. A thread uses 128
-//! registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers each.
+//! Budget. Shared memory ([`MmaGradientSplitMTiles::shared_memory`]) holds the tile's rows, and two blocks of the opposite
+//! side with LSE and delta. The register counts are for head size 128, 16 keys per warp and blocks of 64 queries. A thread
+//! uses 128 registers for the two gradients, 32 for S and 32 for dP. P and dS, packed from S and dP, take 16 registers each.
 //!
 //! Bound. On data-center GPUs, which have fast tensor cores, the bandwidth of shared memory limits the kernel. A warp of 16
-//! rows reads 4 KB of the tile and 16 KB of a block to compute S, and the same amounts to compute dP. The warp reads another 16
-//! KB to compute each gradient. If the kernel computes only one gradient, warps have 32 rows, and each read of a block serves
-//! twice as many `mma`. Even with 32 rows, shared memory is the limit.
+//! rows reads 4 KB of the tile and 16 KB of a block for S, as much for dP, and 16 KB for each gradient. If the kernel
+//! computes only one gradient, warps have 32 rows, and each read of a block serves twice as many `mma`. Even with 32 rows,
+//! shared memory is the limit.
 //!
 //! Schedule. Each CTA has one tile. All warps copy operands. The copies of a block start one block ahead. Each block has one
-//! barrier. When the warps pass this barrier, all of them have read the previous block, and the copies of the next block
-//! have completed. Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and
-//! dS. Each block takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both
-//! gradient GEMMs. If the GEMM for the gradient of V came before dP, fewer registers would be live at once. But ptxas moves
-//! dP ahead of that GEMM and spills registers.
+//! barrier. After this barrier, all warps have read the previous block, and the copies of the next block have completed.
+//! Between two barriers the warps do not synchronize, so one warp multiplies while another computes P and dS. Each block
+//! takes these steps: start S and dP, start the copies of the next block, compute P and dS, then compute both gradient
+//! GEMMs. If the GEMM for dV came before dP, ptxas would move dP ahead of that GEMM and spill registers.
 
 mod blocks;
 mod p_ds;
@@ -199,8 +198,8 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     let blocks = start + comptime!(tiles.blocks_at() as u32);
     let stationary_qk = left_address(start, warp_row);
     let stationary_v_do = stationary_qk + comptime!(tiles.stationary_values_at() as u32);
-    // A block's rows are loaded in two ways. For S and dP, they are the columns of the right operand. For the gradient GEMMs,
-    // they are the rows of the right operand.
+    // A block's rows are loaded as columns of the right operand for S and dP, and as rows of the right operand for the
+    // gradient GEMMs.
     let scored_at = right_address(blocks);
     let summed_at = left_address(blocks, 0u32);
     let to_values = comptime!(tiles.block_values_at() as u32);
@@ -243,8 +242,7 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
         } else {
             s
         };
-        // Start the copies after the GEMMs of S and dP. The `mma` instructions then hide the time of loading the strides and
-        // of computing the addresses.
+        // Start the copies after the GEMMs of S and dP. The `mma` instructions hide the latency of the address computation.
         if next.head < tile.heads {
             copy_block::<E>(
                 q_or_k,
@@ -302,9 +300,9 @@ fn sum<E: Float, F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AD:
     }
 }
 
-/// Multiplies P or dS (`left`) by a block's rows at address `right`, and adds the product to `sums`. If `may_have_masked`, rows
-/// of the block that are hidden from the whole tile may hold NaN. In that case, the GEMM reads a block row as zeros if the warp's
-/// part of `left` has only zeros for that row.
+/// Adds the product of P or dS (`left`) and a block's rows at address `right` to `sums`. If `may_have_masked`, a block row
+/// that is hidden from the whole tile may hold NaN. The GEMM reads a block row as zeros if the warp's elements of `left` for
+/// the row are zeros.
 #[cube]
 fn with_block<A: Size, AP: Size>(
     sums: Vector<f32, A>,

@@ -1,5 +1,4 @@
-//! Asynchronous copies (`cp.async`) of operands to shared memory. Each thread copies pieces of 16 bytes. The caller waits for the
-//! copies only before it reads the data.
+//! Asynchronous copies (`cp.async`) of operands to shared memory, in pieces of 16 bytes.
 
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use cube_kit::ampere::cp_async::{PIECE, PIECE_BYTES, copy_piece, half_address, piece_address};
@@ -7,8 +6,8 @@ use cube_kit::nvidia::ptx::element_address;
 use cube_kit::nvidia::{ROW_BYTES, SUBTILE};
 use cubecl::prelude::*;
 
-/// The tensors that a CTA copies from: query `[batch, q_heads, q_len, head_dim]`, key `[batch, kv_heads, kv_len, head_dim]` and
-/// value `[batch, kv_heads, kv_len, value_dim]`.
+/// The tensors that a CTA copies from: query `[batch, q_heads, q_len, head_dim]`, key `[batch, kv_heads, kv_len, head_dim]`
+/// and value `[batch, kv_heads, kv_len, value_dim]`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Sources<'query, 'key, 'value, E: Float> {
@@ -52,15 +51,15 @@ fn bytes_of(piece: u32, #[comptime] columns: usize) -> u32 {
     }
 }
 
-/// The number of bytes in a 16-byte piece that belong to the copied row. `columns` is the number of the row's columns from the
-/// start of the piece on. If the row ends before the piece, `columns` is not positive, and the result is 0.
+/// The number of bytes in a 16-byte piece that belong to the copied row. `columns` counts the row's columns from the start
+/// of the piece on, and is not positive if the row ends before the piece.
 #[cube]
 fn bytes_left(columns: i32) -> u32 {
     (clamp(columns, 0i32, comptime!(PIECE as i32)) * 2i32) as u32
 }
 
-/// Starts the copy of `rows` rows, from `first_row` on, to shared memory at `target`. The copy writes zeros for rows that do
-/// not exist in the head.
+/// Starts the copy of `rows` rows, from `first_row` on, to shared memory at `target`. Rows that do not exist in the head are
+/// zeros.
 #[cube]
 pub(crate) fn copy_rows<E: Float>(
     source: &Tensor<E>,
@@ -73,12 +72,12 @@ pub(crate) fn copy_rows<E: Float>(
 ) {
     let pieces = comptime!(pieces(columns));
     let total = comptime!(rows * pieces);
-    // If `units` is a multiple of `pieces`, a thread copies the piece with the same index in every iteration. The thread's row
-    // then advances by `stride_rows` rows per iteration.
+    // If `units` is a multiple of `pieces`, all pieces of a thread have the same index in their rows. The thread's row
+    // advances by `stride_rows` rows per iteration.
     let stride_rows = comptime!(units / pieces);
     let same_piece = comptime!(units.is_multiple_of(pieces));
-    // If `stride_rows` is also a multiple of 8, the thread's piece has the same offset inside each of the thread's rows. The
-    // reason is that the swizzle depends on the row number modulo 8.
+    // If `stride_rows` is also a multiple of 8, all pieces of a thread have the same swizzled offset in their rows. The
+    // swizzle depends on the row number modulo 8.
     let same_place = comptime!(same_piece && stride_rows.is_multiple_of(8));
     let own_row = UNIT_POS / comptime!(pieces as u32);
     let own_piece = UNIT_POS % comptime!(pieces as u32);
@@ -154,8 +153,8 @@ pub(crate) struct Columns {
     pub width: usize,
 }
 
-/// Starts the copy of a column range of a tile's queries. All queries of the tile belong to one head, or several heads share
-/// the tile. The copy writes zeros for rows that do not exist.
+/// Starts the copy of a column range of a tile's queries, of one head or of several heads that share the tile. Rows that do
+/// not exist are zeros.
 #[cube]
 pub(crate) fn copy_query_columns<E: Float>(
     query: &Tensor<E>,
@@ -216,8 +215,8 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
     let start = head.batch as usize * source.stride(0) + head.head as usize * source.stride(1);
     let element = elem_type_of::<E>();
     let bytes = comptime!(element.size());
-    // SAFETY: this expression only takes the address of `source` and reads no memory. Copies from this address later read only
-    // the rows `head.first..head.end` of the head at element `start`.
+    // SAFETY: this expression only takes the address of `source`. Later copies read only the rows `head.first..head.end` of
+    // the head at element `start`.
     let address = element_address::<E>(
         unsafe { source.as_slice().as_ptr_unchecked() },
         start as u64,
@@ -231,8 +230,8 @@ pub(crate) fn head_source<E: Numeric>(source: &Tensor<E>, head: HeadRows) -> Hea
     }
 }
 
-/// A *section*: the rows and columns of an operand that one call copies. The number of rows is a multiple of 16. The columns
-/// form whole subtiles of 64 columns.
+/// A *section*: the rows and columns of an operand that one call copies. The number of rows is a multiple of 16, and the
+/// columns form whole subtiles of 64 columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Section {
     /// The number of rows in the section, and in each of its subtiles in shared memory.
@@ -255,10 +254,8 @@ impl Section {
 /// The number of 16-byte pieces per subtile row.
 const SUBTILE_PIECES: usize = SUBTILE / PIECE;
 
-/// Starts the copy of a section whose first row is `first_row`. The copy writes zeros for rows that do not exist in the head.
-///
-/// A thread copies pieces from many rows and subtiles. These pieces have the same index in their rows, so most of the
-/// thread's addresses differ by compile-time constants.
+/// Starts the copy of a section whose first row is `first_row`. Rows that do not exist in the head are zeros. All pieces of
+/// a thread have the same index in their rows, so most of its addresses differ by compile-time constants.
 #[cube]
 pub(crate) fn copy_section(
     source: HeadSource,
@@ -280,9 +277,8 @@ pub(crate) fn copy_section(
         + position as u64 * source.row_bytes
         + (column * 2u32) as u64
         + comptime!(2 * section.first_column as u64);
-    // The address of a row that does not exist may be arbitrary, since the copy reads nothing for such a row. If a tile's
-    // window begins past the last key, `source.end` is less than `source.first`. `existing` is then 0, so the copy reads no
-    // row.
+    // The address of a row that does not exist may be arbitrary, since the copy reads nothing. If a tile's window begins
+    // past the last key, `source.end` is less than `source.first`, and `existing` is 0.
     let existing = max(source.end - source.first, 0i32) as u32;
     let own = (position - source.first) as u32;
     #[unroll]
@@ -315,8 +311,8 @@ pub(crate) fn copy_section(
     }
 }
 
-/// A *warp section*: the rows and columns of an operand block that one warp copies. Columns are counted in units of 16 bits, so
-/// two int8 codes count as one column.
+/// A *warp section*: the rows and columns of an operand block that one warp copies. Columns are counted in 16 bits, so two
+/// int8 codes count as one column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WarpSection {
     /// The number of rows in the section, and in each of its subtiles in shared memory.
@@ -332,9 +328,8 @@ pub(crate) struct WarpSection {
 /// The number of rows that a warp copies in one iteration, with one 16-byte piece per lane.
 const WARP_ROWS: usize = 32 / SUBTILE_PIECES;
 
-/// Starts the copy of a warp's section of an operand. All lanes of the warp take part. The section starts at row `first_row`
-/// and column `first_column`. The copy writes zeros for rows that do not exist in the head, and for columns past the operand's
-/// last column.
+/// Starts the copy of a warp's section of an operand, from row `first_row` and column `first_column` on. All lanes of the
+/// warp take part. Rows that do not exist in the head and columns past the operand's last column are zeros.
 #[cube]
 pub(crate) fn copy_warp_section(
     source: HeadSource,
@@ -347,8 +342,8 @@ pub(crate) fn copy_warp_section(
     let row = lane / comptime!(SUBTILE_PIECES as u32);
     let piece = lane % comptime!(SUBTILE_PIECES as u32);
     let to = piece_address(target, row, piece, section.rows);
-    // The swizzle XORs the index of a piece with the row number modulo 8. Each iteration advances by 4 rows, so odd iterations
-    // flip bit 2 of the piece index.
+    // The swizzle XORs the index of a piece with the row number modulo 8. Iterations advance by 4 rows, so odd iterations
+    // flip bit 2.
     let to_odd = to ^ comptime!((WARP_ROWS * PIECE_BYTES) as u32);
     let column = first_column + piece * comptime!(PIECE as u32);
     let position = first_row + row as i32;

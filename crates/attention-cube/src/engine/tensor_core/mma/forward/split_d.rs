@@ -6,11 +6,12 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`, f16 or bf16.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`, in the query's dtype.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second half
-//!   the natural logarithms of the row sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second
+//!   half the natural logarithms of the row sums.
 //!
-//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaSplitDTiles::shared_memory`]). Shared memory holds
-//! the queries in 64 KB, P of a block in 16 KB, and a ring of 4 slots of 32 KB. A thread uses 128 registers for O and 32 for S.
+//! Budget. The sizes are for head size 512 with 227 KB of shared memory ([`MmaSplitDTiles::shared_memory`]). Shared memory
+//! holds the queries in 64 KB, P of a block in 16 KB, and a ring of 4 slots of 32 KB. A thread uses 128 registers for O and
+//! 32 for S.
 //!
 //! Bound. On an H200, the bandwidth of shared memory limits the kernel. A block of 128 keys takes 6,300 clocks of the tensor
 //! core, and 8,500 clocks of shared memory. The operand reads for S take 4,100 clocks of shared memory, since each warp
@@ -20,18 +21,17 @@
 //!
 //! Schedule. Keys and values pass through one ring of slots in shared memory, in chunks. A chunk of K has some columns of
 //! all keys of a block. A chunk of V has values of some keys of a block. The order of the blocks is `K₀ K₁ V₀ K₂ V₁ … Vₙ`.
-//! All warps copy and multiply. Each slot has two barriers: one signals that the slot is *full*, the other that the slot is
-//! *empty*.
+//! All warps copy and multiply. Each slot has a *full* and an *empty* barrier.
 //!
-//! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the current
-//! block's keys and stores the row maxima. The pass then multiplies P of the previous block by the values of the previous
-//! block. Meanwhile the warps compute P of the current block. One half of the warps computes P before the GEMM with the first
-//! chunk of values, the other half after this GEMM. Each warp scheduler has one warp of each half, so the exponentials of one
-//! warp overlap with the `mma` of the other warp.
+//! The main loop is pipelined by one block, and one iteration is called a *pass*. A pass multiplies the queries by the
+//! current block's keys and stores the row maxima. The pass then multiplies P of the previous block by the previous block's
+//! values, while the warps compute P of the current block. One half of the warps computes P before the GEMM with the first
+//! chunk of values, the second half after this GEMM. Each warp scheduler has one warp of each half, so the exponentials of
+//! one warp overlap with the `mma` of the second warp.
 //!
-//! Warps that share output rows form a row group, which has its own barriers. The first barrier signals that the row maxima are
-//! stored, the second that P is stored. If shared memory holds P of only one block, a third barrier signals that all warps have
-//! finished the GEMM with the previous P. Until then the new P stays in registers.
+//! Warps that share output rows form a row group, which has its own barriers. The first barrier signals that the row maxima
+//! are stored, the second that P is stored. If shared memory holds P of only one block, a third barrier signals that all
+//! warps have finished the GEMM with the previous P.
 
 mod chunks;
 mod mainloop;
@@ -189,8 +189,8 @@ pub(crate) fn forward_split_d<
     }
 }
 
-/// Initializes the barriers of the ring and of each row group. A row group consists of the `column_groups` warps that share
-/// output rows.
+/// Initializes the barriers of the ring and of each row group. A row group is the `column_groups` warps that share output
+/// rows.
 #[cube]
 fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     make_ring(
@@ -210,9 +210,8 @@ fn make_barriers(start: u32, #[comptime] tiles: MmaSplitDTiles) {
     }
 }
 
-/// Stores the row maxima and the partial row sums of a warp's rows in shared memory, where all warps read them. The stored
-/// maxima are the ones that the softmax subtracted. The stores overwrite the rescale factors and the row maxima of the last
-/// block.
+/// Stores the row maxima (as the softmax subtracted them) and the partial row sums of a warp's rows in shared memory. The
+/// stores overwrite the rescale factors and the row maxima of the last block.
 #[cube]
 fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -237,8 +236,8 @@ fn store_results<AO: Size>(
     }
 }
 
-/// Returns a fragment of the output, with the row maxima (as the softmax subtracted them) and row sums of the fragment's rows.
-/// The sum of a row is the total of the partial sums of all key groups, added in the order of the keys.
+/// Returns a fragment of the output, with the row maxima (as the softmax subtracted them) and row sums of its rows. A row
+/// sum adds the partial sums of all key groups, in the order of the keys.
 #[cube]
 fn finished<AO: Size, NO: Size>(
     all: Vector<f32, AO>,

@@ -5,21 +5,20 @@
 //! - Query `[batch, q_heads, q_len, head_dim]`, f16 or bf16.
 //! - Keys `[batch, kv_heads, kv_len, head_dim]` and values `[batch, kv_heads, kv_len, value_dim]`, in the query's dtype.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second half
-//!   the natural logarithms of the row sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second
+//!   half the natural logarithms of the row sums.
 //!
-//! Budget. Shared memory ([`MmaSplitMTiles::shared_memory`]) holds the queries, two blocks of keys, and two blocks of values.
-//! The register counts are for head size 128, 32 queries per warp and 32 keys per block. A thread uses 128 registers for O, 32
-//! for S and 16 for P.
+//! Budget. Shared memory ([`MmaSplitMTiles::shared_memory`]) holds the queries, two blocks of keys, and two blocks of
+//! values. The register counts are for head size 128, 32 queries per warp and 32 keys per block. A thread uses 128 registers
+//! for O, 32 for S and 16 for P.
 //!
-//! Bound. The bandwidth of shared memory limits the kernel at head size 128, and the exponentials limit it at head size 64. If
-//! a warp has 32 rows, an `ldmatrix` of four matrices feeds four `mma` of 16 × 8 × 16. If a warp has 16 rows, the `ldmatrix`
-//! feeds two `mma`. On an H200, `mma` with these loads reach 577 to 604 TFLOP/s with 32 rows per warp, and 460 TFLOP/s with 16
-//! rows. Without loads, `mma` reach 646 TFLOP/s.
+//! Bound. The bandwidth of shared memory limits the kernel at head size 128, and the exponentials limit it at head size 64.
+//! On an H200, `mma` with the `ldmatrix` of their operands reach 577 to 604 TFLOP/s with 32 rows per warp, and 460 TFLOP/s
+//! with 16 rows. Without loads, `mma` reach 646 TFLOP/s.
 //!
 //! Schedule. Each CTA has one tile, and two CTAs share a multiprocessor: one CTA multiplies while the other CTA computes its
-//! softmax. All warps copy operands. The copies of a block start one block ahead. At one barrier per block, all warps have read
-//! the previous block and the copies of the next block have completed.
+//! softmax. All warps copy operands. The copies of a block start one block ahead. At one barrier per block, all warps have
+//! read the previous block and the copies of the next block have completed.
 
 mod mainloop;
 

@@ -1,5 +1,5 @@
-//! The split-N forward for few rows (decoding, and verification of draft tokens). Every warp has all rows of the tile, but only
-//! some of the keys.
+//! The split-N forward for few rows (decoding, and verification of draft tokens). Every warp has all rows of the tile, but
+//! only some of the keys.
 //!
 //! Tensors:
 //!
@@ -9,39 +9,34 @@
 //! - Alternatively, pages of keys and values: the first dimension counts pages, and a page table lists the pages of each
 //!   sequence.
 //! - Output `[splits · batch, q_heads, q_len, value_dim]`, f32 if there are several splits.
-//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second half
-//!   the natural logarithms of the row sums.
+//! - Logsumexp `[2 · splits · batch, q_heads, q_len]`, f32. The first half of the tensor holds the row maxima, the second
+//!   half the natural logarithms of the row sums.
 //!
 //! Budget. The sizes are for head size 128 with 16 rows. Shared memory ([`MmaSplitNTiles::shared_memory`]) holds 4 KB of
-//! queries and 96 KB of keys and values: three stages for each of 4 warps, with 16 keys and values per stage. A thread uses 64
-//! registers for O and 8 for S. At head size 256, a thread uses 128 registers for O. At head size 512, two warps share the
-//! keys. Each of the two warps then has 256 columns of every operand, and 128 registers for O.
+//! queries and 96 KB of keys and values: three stages for each of 4 warps, with 16 keys and values per stage. A thread uses
+//! 64 registers for O and 8 for S. At head size 256, a thread uses 128 registers for O. At head size 512, two warps share
+//! the keys. Each of the two warps then has 256 columns of every operand, and 128 registers for O.
 //!
 //! Bound. Memory bandwidth limits the kernel. Each byte from memory is written to shared memory once and read from shared
-//! memory once. The reads of the queries from shared memory add half a byte per byte from memory. Together these accesses take
-//! 50 of the 128 bytes per clock of an H200's shared memory. The number of bytes in flight decides the speed: 64 to 128 KB per
-//! multiprocessor.
+//! memory once. Together with the reads of the queries, these accesses take 50 of the 128 bytes per clock of an H200's
+//! shared memory. The number of bytes in flight decides the speed: 64 to 128 KB per multiprocessor.
 //!
 //! Int8. Blocks of [int8](crate::quantized) keys and values have half the bytes. Codes become bf16 in registers, with 7
-//! instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the scales of the next
-//! block into two more registers. The columns of the queries are reordered once to match the codes. Each byte from memory is
-//! written to shared memory once and read from there once, as in bf16. At head size 512, two bytes of queries are also read
-//! from shared memory per byte of keys, while the values need no reads of queries. So shared memory moves 3 bytes on average
-//! per byte from memory: 4 for keys and 2 for values. For 1 GB of keys and values, this traffic takes 0.11 ms at 28 TB/s of
-//! shared memory. The reads from memory take 0.25 ms at 4 TB/s.
+//! instructions per four codes. Each lane holds the scales of a block in two registers, and prefetches the scales of the
+//! next block into two more registers. The columns of the queries are reordered once to match the codes. At head size 512,
+//! shared memory moves 3 bytes on average per byte from memory: 4 for keys (with the queries) and 2 for values. For 1 GB of
+//! keys and values, this traffic takes 0.11 ms at 28 TB/s. The reads from memory take 0.25 ms at 4 TB/s.
 //!
-//! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all these heads.
-//! A key group consists of one or two warps, which process every `key_groups`-th block. Each warp copies its own operands, so
-//! the groups do not wait for each other during the main loop. If a group has two warps, each of the two warps sums `q·k` over
-//! half of the columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs to the
-//! largest row maxima. Each warp then adds some columns of all groups, in the order of the groups.
+//! Schedule. Each CTA has one tile and one split of the keys. If heads share a tile, each key is read once for all these
+//! heads. A key group is one or two warps, which process every `key_groups`-th block. Each warp copies its own operands, so
+//! groups do not wait for each other during the main loop. In a group of two warps, each warp sums `q·k` over half of the
+//! columns, and the warps exchange their partial scores. At the end, the groups rescale their outputs to the largest row
+//! maxima. Each warp adds some columns of all groups, in the order of the groups.
 //!
-//! Pages. A block lies in one page. The warp looks up a block's page one iteration before it starts the block's copies. The
-//! lookup then overlaps with other work.
+//! Pages. A block lies in one page. The warp looks up a block's page one iteration before it starts the block's copies.
 //!
-//! The kernel has two dependent loads: first the sequence length, then queries, keys and values. With `lengths_ahead`, the
-//! length is loaded before the previous launch has ended (PDL). This is safe because the previous launch does not write the
-//! length.
+//! With `lengths_ahead`, the sequence length is loaded before the previous launch has ended (PDL). The previous launch does
+//! not write the length.
 
 mod mainloop;
 mod merge;

@@ -1,5 +1,5 @@
 //! The softmax and the GEMM P·V of a block, for kernels in which a warp computes the scores of its rows with all keys of the
-//! block. P is computed from the scores, one 16-row fragment at a time.
+//! block.
 
 use crate::engine::tensor_core::common::RowPair;
 use crate::engine::tensor_core::common::bias::BiasWords;
@@ -51,8 +51,7 @@ pub(crate) struct WarpViews {
     pub second: BlockMask,
 }
 
-/// Loads the block masks of a warp's fragments. The caller calls this function before the GEMM Q·Kᵀ, which hides the latency of
-/// the loads.
+/// Loads the block masks of a warp's fragments. A call before the GEMM Q·Kᵀ hides the latency of the loads.
 #[cube]
 pub(crate) fn warp_views(
     position: &TilePosition,
@@ -123,12 +122,11 @@ pub(crate) struct PFragments<AP: Size> {
     pub states: WarpStates,
 }
 
-/// The int8 scales of the score columns that a lane holds: two columns in every 8. The vector has room for the largest block,
-/// 32 keys.
+/// The int8 scales of a lane's score columns: two columns in every 8. The vector has room for the largest block, 32 keys.
 pub(crate) type ColumnScales = Vector<f32, Const<8>>;
 
-/// Computes P from `q·k` of a block. If V is int8, each probability is multiplied by the scale of its row of V before the
-/// product is rounded to half precision.
+/// Computes P from `q·k` of a block. If V is int8, each probability is multiplied by its value's scale before the rounding
+/// to half precision.
 #[cube]
 pub(crate) fn weights<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -270,8 +268,8 @@ fn fragment_weights<F: Float, NB: Size, NS: Size, NP: Size>(
     }
 }
 
-/// Multiplies a probability by the scale of its row of V. A probability of 0 stays 0, because the scale of a masked row of V
-/// may be NaN.
+/// Multiplies a probability by the scale of its row of V. A probability of 0 stays 0, because the scale of a masked row may
+/// be NaN.
 #[cube]
 fn times_scale(probability: f32, scale: f32) -> f32 {
     select(probability == 0.0f32, 0.0f32, probability * scale)
@@ -310,8 +308,8 @@ pub(crate) fn rescaled_fragments<AO: Size>(
     o
 }
 
-/// Adds P·V of a block to O. If some keys may be masked for all rows, the GEMM reads the rows of V of masked keys as zeros,
-/// because these rows may be NaN. Int8 codes are never NaN and need no zeros.
+/// Adds P·V of a block to O. Rows of V that are masked for all rows may be NaN, so the GEMM reads them as zeros. Int8 codes
+/// are never NaN.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -1,5 +1,5 @@
-//! The launches of the backward. The first kernel computes the LSE and delta of the queries. Then one kernel computes dQ, and
-//! one or two kernels compute dK and dV.
+//! The launches of the backward: one kernel computes LSE and delta, then one kernel computes dQ, and one or two kernels
+//! compute dK and dV.
 
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::tensor_core::common::bias::BiasReads;
@@ -38,8 +38,8 @@ pub(crate) fn backward(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V. A gradient that the kernel does not
-/// compute is `None`.
+/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V, or `None` for a gradient that the
+/// kernel does not compute.
 fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let tiles = launch.tiles;
     let bias_reads = match launch.pass.optional_inputs.has_bias_of_head() {
@@ -74,9 +74,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, MmaGradientTiles>) -> [Option<Cub
     ]);
     macro_rules! launch {
         ($kernel:ident, $tiles:expr) => {
-            // SAFETY: the kernel reads the operands and writes the gradients only at rows below `q_len` or `kv_len` and at
-            // columns below the head size. These are the bounds of the tensors' shapes. If a gradient is absent, an operand is
-            // passed in its place, and the kernel never writes to this operand.
+            // SAFETY: the kernel reads the operands and writes the gradients only inside their shapes: at rows below `q_len`
+            // or `kv_len` and at columns below the head size. The kernel never writes to an operand that is passed in place
+            // of an absent gradient.
             unsafe {
                 $kernel::launch_unchecked(
                     &client,

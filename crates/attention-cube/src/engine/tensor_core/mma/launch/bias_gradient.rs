@@ -23,8 +23,7 @@ use cube_kit::launch::{address_type, cube_count};
 use cubecl::prelude::CubeDim;
 
 impl BackwardPass<'_> {
-    /// Writes the gradient of `bias` to `target`. If `parts` is more than 1, `target` receives that many partial gradients, one
-    /// after another.
+    /// Writes the gradient of `bias` to `target`, or `parts` partial gradients one after another if `parts` is more than 1.
     pub(crate) fn bias_on_matrix_units(
         &self,
         bias: &CubeTensor,
@@ -82,9 +81,9 @@ impl BackwardPass<'_> {
             .chain(&mask.bits)
             .chain(optional_inputs.beside_mask()),
         );
-        // SAFETY: the kernel reads the operands at rows below `q_len` or `kv_len` and at columns below the head size, which are
-        // the bounds of their shapes. It writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has room
-        // for the `parts` partial gradients that the kernel writes.
+        // SAFETY: the kernel reads the operands only inside their shapes: at rows below `q_len` or `kv_len` and at columns
+        // below the head size. It writes to `target` at queries below `q_len` and keys below `kv_len`. `target` has room for
+        // `parts` partial gradients.
         unsafe {
             bias_gradient_split_m::launch_unchecked(
                 &client,

@@ -10,8 +10,7 @@ use crate::types::refusal::Refusal;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The sizes of a tile of the bias gradient. Each warp computes the bias gradient for some of the tile's queries and all of
-/// the tile's keys.
+/// The sizes of a tile of the bias gradient. Each warp has some of the tile's queries and all of its keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BiasGradientTiles {
     /// The number of columns of Q and K.
@@ -29,15 +28,15 @@ pub struct BiasGradientTiles {
 }
 
 impl BiasGradientTiles {
-    /// The number of stages in shared memory. Each stage holds one chunk. The warps multiply the chunk of one stage while the
-    /// chunks of the two other stages are copied.
+    /// The number of stages in shared memory, with one chunk each. The warps multiply one stage while the two other stages
+    /// are copied.
     pub const STAGES: usize = 3;
 
     /// Returns the tiles for head size `head_dim` of Q and K, and head size `value_dim` of V.
     ///
-    /// The bias gradient alone was measured on an H100 (2026-11-26), with operands of `[4, 8, 2048, 64]` and a bias of
+    /// The bias gradient was measured on an H100 (2026-11-26), with operands of `[4, 8, 2048, 64]` and a bias of
     /// `[1, 8, 2048, 2048]`. One fragment per warp takes 0.31 ms, with 12 warps on a multiprocessor. Two fragments per warp
-    /// take 0.38 ms, with 8 warps on a multiprocessor. CTAs of 16 warps also take 0.38 ms.
+    /// take 0.38 ms, with 8 warps. CTAs of 16 warps also take 0.38 ms.
     pub(crate) const fn new([head_dim, value_dim]: [usize; 2], half: Half) -> Self {
         Self {
             head_dim,
@@ -74,8 +73,8 @@ impl BiasGradientTiles {
         self.dot_chunks() + self.value_dim.div_ceil(SUBTILE)
     }
 
-    /// The number of columns that the GEMM of the `chunk`-th chunk multiplies, padded to whole steps of 16. The whole operand
-    /// has `width` columns.
+    /// The number of columns that the GEMM of the `chunk`-th chunk multiplies, padded to steps of 16. The operand has
+    /// `width` columns.
     pub const fn depth(width: usize, chunk: usize) -> usize {
         let left = width - chunk * SUBTILE;
         if left < SUBTILE {
@@ -163,8 +162,8 @@ mod tests {
                 let tiles = bias_gradient_tiles(&problem, &card(shared_memory));
                 let tiles = tiles.unwrap_or_else(|refusal| panic!("{width}: {refusal}"));
                 assert!(tiles.shared_memory() <= shared_memory, "{tiles:?}");
-                // The swizzle permutes each row in units of 16 bytes, by the row number modulo 8. So each stage, and the rows
-                // of K or V in a stage, must start at a multiple of eight rows.
+                // The swizzle permutes 16-byte pieces by the row number modulo 8. Each stage, and the rows of K or V in a
+                // stage, must therefore start at a multiple of eight rows.
                 assert!(
                     tiles.stage_bytes().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
@@ -173,7 +172,7 @@ mod tests {
                     tiles.key_rows_at().is_multiple_of(8 * ROW_BYTES),
                     "{tiles:?}"
                 );
-                // The kernel copies up to two chunks of the next visit (the next batch, head and query tile) ahead. So each
+                // The kernel copies up to two chunks of the next visit (query tile of one head and sequence) ahead, so each
                 // visit needs at least two chunks.
                 assert!(tiles.chunks() >= BiasGradientTiles::STAGES - 1, "{tiles:?}");
                 let depth: usize = (0..tiles.dot_chunks())

@@ -1,20 +1,17 @@
-//! The tiles of the forward for few query rows (decoding, and verification of draft tokens). A tile packs the queries of all
-//! heads in a GQA group.
+//! The tiles of the forward for few query rows (decoding, and verification of draft tokens). A tile packs the queries of a
+//! GQA group.
 
 use super::occupancy::cubes_that_fit;
 use super::shape::{Shape, split_d, split_m, split_n};
 use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
-/// The table of tiles with at most 64 rows: first the tiles of 16 rows, then of 32, then of 64. The plan takes the first entry
-/// that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared
-/// memory. Some head sizes have no tiles of 64 rows in this table. For more than 32 rows, these head sizes use the table
-/// `FORWARD` in `plan.rs`.
+/// The table of tiles with at most 64 rows: first the tiles of 16 rows, then of 32, then of 64. The plan takes the first
+/// entry that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB.
+/// For more than 32 rows, some head sizes have no entry and use the table `FORWARD` in `plan.rs`.
 ///
-/// The speed depends on how many bytes each multiprocessor has in flight. The number must be at least the product of two
-/// factors: the memory bandwidth per multiprocessor, and a memory latency of 800 ns. This product is 30 KB for an H200, 12
-/// KB for an A100, and 5 KB for a gaming GPU. If copy operations have to wait before they start, the kernel needs more bytes
-/// in flight.
+/// The speed depends on how many bytes each multiprocessor has in flight. The minimum is the memory bandwidth per
+/// multiprocessor times a memory latency of 800 ns: 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming GPU.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
@@ -50,8 +47,8 @@ const FEW_ROWS: &[Shape] = &[
     split_d([256, 256], [64, 64, 2], [128, 32, 1, 3, 1]),
 ];
 
-/// Returns the tiles for `rows` rows and these head sizes, or `None` if no tiles of the table fit. `limits` are the bytes of
-/// shared memory and the threads per CTA.
+/// Returns the tiles for `rows` rows and these head sizes, or `None` if none fits. `limits` are the bytes of shared memory
+/// and the threads per CTA.
 pub(crate) fn few_rows_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -62,8 +59,8 @@ pub(crate) fn few_rows_tiles(
     first_that_fits(FEW_ROWS, rows, widths, half, limits, page_len)
 }
 
-/// Returns the first tiles of `table` that have enough rows, are wide enough and fit the shared memory and the threads of a
-/// CTA. If K and V lie in pages, tiles that read these pages in place are preferred to all others.
+/// Returns the first tiles of `table` that have enough rows, are wide enough and fit the limits of a CTA. If K and V lie in
+/// pages, tiles that read pages in place are preferred.
 pub(super) fn first_that_fits(
     table: &[Shape],
     rows: usize,
@@ -92,8 +89,7 @@ pub(super) fn first_that_fits(
     }
 }
 
-/// True if the kernel adds the products of each dot product `q·k` in the same order as the backward. If two warps divide the
-/// columns, each warp first sums its own columns, which is a different order.
+/// True if the kernel sums `q·k` in the order of the backward. If two warps divide the columns, the order differs.
 pub(super) const fn sums_as_backward(tiles: &MmaForwardTiles) -> bool {
     match tiles {
         MmaForwardTiles::SplitN(tiles) => tiles.column_groups == 1,
@@ -127,8 +123,8 @@ pub(super) mod tests {
         )
     }
 
-    /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows than
-    /// needed. The warps must divide split-N and split-D tiles without a remainder, as the kernels assume.
+    /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows
+    /// than needed. The warps must divide split-N and split-D tiles evenly.
     #[test]
     fn few_rows_tiles_every_width_has_the_fewest_rows() {
         for head_dim in NARROWEST..=576 {
@@ -198,9 +194,8 @@ pub(super) mod tests {
         }
     }
 
-    /// Checks three results of the plan: the rows of a tile, the query heads per tile, and the key splits. The heads of a GQA
-    /// group share the smallest tile that holds all their rows. Keys are split if the tiles alone do not fill the GPU. Prompts
-    /// use the larger tiles of the table `FORWARD`.
+    /// Checks the rows of a tile, the query heads per tile, and the key splits. A GQA group gets the smallest tile that
+    /// holds all its rows. Keys are split if the tiles alone do not fill the GPU. Prompts use the table `FORWARD`.
     #[test]
     fn forward_few_rows_takes_the_smallest_tile() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, rows, heads, splits) in [
@@ -226,8 +221,7 @@ pub(super) mod tests {
     }
 
     /// Checks the table for few rows beyond 32 rows. At head sizes 64, 128 and 256, 33 rows get tiles of 64 rows, and 65
-    /// rows get no tiles. At head size 512, 33 rows get no tiles either, because the table `FORWARD` already has tiles of 64
-    /// rows for this head size.
+    /// rows get no tiles. At head size 512, 33 rows get no tiles, because the table `FORWARD` has tiles of 64 rows.
     #[test]
     fn few_rows_tiles_33_rows_get_64_rows() {
         for width in [64, 128, 256] {
@@ -243,9 +237,9 @@ pub(super) mod tests {
         assert_eq!(tiles(33, [512, 512], SHARED_MEMORY[0]), None);
     }
 
-    /// Checks that enough bytes are in flight on every GPU while a warp multiplies a block. The least numbers are 60, 30 and 15
-    /// KB per multiprocessor at 227, 163 and 99 KB of shared memory. The stages in flight are all stages of a warp except the
-    /// one that the warp multiplies.
+    /// Checks that enough bytes are in flight while a warp multiplies a block. The minimum is 60, 30 and 15 KB per
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. All stages of a warp are in flight, except the one that the
+    /// warp multiplies.
     #[test]
     fn few_rows_tiles_16_rows_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY

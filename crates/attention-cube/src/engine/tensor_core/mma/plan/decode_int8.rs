@@ -6,12 +6,12 @@ use super::tiles::MmaForwardTiles;
 use cube_kit::nvidia::Half;
 
 /// The table of int8 tiles: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
-/// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB of shared memory. At more than 256
-/// columns, registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first tiles for head size 512 read K
-/// and V at 81 % of the rate of a memory copy. The other tiles are not measured.
+/// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more than 256 columns,
+/// registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first tiles for head size 512 read K and V
+/// at 81 % of the rate of a memory copy. All other tiles are not measured.
 ///
-/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer, since they first convert int8 codes to bf16. So
-/// the int8 tiles have more warps, which keep the same number of bytes in flight.
+/// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. The int8
+/// tiles therefore have more warps, to keep as many bytes in flight.
 const WORDS: &[Shape] = &[
     split_n_int8([128, 128], [1, 1, 4], [32, 3, 2]),
     split_n_int8([128, 128], [1, 1, 4], [32, 2, 2]),
@@ -36,12 +36,11 @@ const WORDS: &[Shape] = &[
 /// The number of rows in the largest tiles. Head sizes without tiles of 32 rows use two tiles of 16 rows.
 const MOST_ROWS: usize = 32;
 
-/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if no tiles of the table fit. `limits` are
-/// the bytes of shared memory and the threads per CTA.
+/// Returns the tiles for `rows` rows over int8 operands of these widths, or `None` if none fits. `limits` are the bytes of
+/// shared memory and the threads per CTA.
 ///
-/// If the rows need two tiles, the second tile finds K and V in the L2 cache. Converting all of K and V to bf16 first would
-/// move five times the bytes of the int8 data. The conversion would read the int8 data once. Then the bf16 data, of twice the
-/// size, would be written and read.
+/// If the rows need two tiles, the second tile finds K and V in the L2 cache. A conversion of K and V to bf16 would move
+/// five times as many bytes.
 pub(crate) fn decode_int8_tiles(
     rows: usize,
     widths: [usize; 2],
@@ -66,9 +65,8 @@ mod tests {
         decode_int8_tiles(rows, widths, [shared_memory, 1024], None)
     }
 
-    /// Checks that the table has int8 tiles for every head size at each size of shared memory. Head sizes up to 256 have
-    /// tiles of 16 and of 32 rows. Wider heads have only tiles of 16 rows, so 32 rows take two tiles. Each tile divides
-    /// evenly among its warps, as the kernel assumes.
+    /// Checks that the table has int8 tiles for every head size at each size of shared memory. Wide heads have only tiles of
+    /// 16 rows, so 32 rows take two tiles. Each tile divides evenly among its warps.
     #[test]
     fn decode_int8_tiles_every_width_fits_and_divides_evenly() {
         for head_dim in (NARROWEST..=576).step_by(4) {
@@ -97,9 +95,9 @@ mod tests {
         }
     }
 
-    /// Checks that the int8 tiles keep enough bytes in flight: at least 60, 30 and 15 KB per multiprocessor at 227, 163 and
-    /// 99 KB of shared memory. The bf16 tiles must keep the same numbers of bytes in flight. The stages in flight are all
-    /// stages of a warp except the one that the warp multiplies.
+    /// Checks that the int8 tiles keep as many bytes in flight as the bf16 tiles. The minimum is 60, 30 and 15 KB per
+    /// multiprocessor at 227, 163 and 99 KB of shared memory. All stages of a warp are in flight, except the one that the
+    /// warp multiplies.
     #[test]
     fn decode_int8_tiles_keep_enough_bytes_in_flight() {
         for (shared_memory, least) in SHARED_MEMORY
@@ -114,8 +112,7 @@ mod tests {
                     };
                     let cubes =
                         MmaForwardTiles::SplitN(tiles).cubes_per_multiprocessor(shared_memory);
-                    // Count only the bytes of int8 codes instead of whole stages, because narrow rows leave some bytes of each
-                    // stage empty.
+                    // Count only the bytes of int8 codes, because narrow rows leave some bytes of each stage empty.
                     let ahead = (tiles.stages - 1) * tiles.keys * 2 * width / tiles.column_groups;
                     assert!(cubes * tiles.warps() * ahead >= least, "{tiles:?}");
                 }
@@ -123,8 +120,8 @@ mod tests {
         }
     }
 
-    /// Checks that the plan reads int8 K and V without a copy if the GEMMs are in bf16 and a row's bytes are a multiple of 16.
-    /// Rows of 72 bytes and GEMMs in f16 are refused.
+    /// Checks that the plan reads int8 K and V without a copy if the GEMMs are in bf16 and a row's bytes are a multiple of
+    /// 16. Rows of 72 bytes and GEMMs in f16 are refused.
     #[test]
     fn forward_int8_keys_are_read_in_place_in_bf16_only() {
         for ([q_heads, kv_heads, q_len, kv_len], head_dim, served) in [

@@ -1,8 +1,9 @@
-//! The tiles of the `mma` engine's backward: the gradients that each kernel computes, and the layout of a CTA's shared memory.
+//! The tiles of the `mma` engine's backward: the gradients that each kernel computes, and the layout of a CTA's shared
+//! memory.
 //!
-//! Every kernel keeps a tile and streams blocks. A tile of queries streams blocks of keys, and a tile of keys streams blocks of
-//! queries. Names with *dot* and `q_or_k` mean rows of Q or K, whose dot products are the scores. Names with *value* and
-//! `v_or_do` mean rows of V or dO, whose dot products are dP.
+//! A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries. Names with *dot* and `q_or_k`
+//! mean rows of Q or K, whose dot products are the scores. Names with *value* and `v_or_do` mean rows of V or dO, whose dot
+//! products are dP.
 
 mod split_d;
 mod split_m;

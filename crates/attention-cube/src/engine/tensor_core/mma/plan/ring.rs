@@ -1,5 +1,4 @@
-//! The sizes of a ring of slots in shared memory, through which chunks of operands pass. All warps of a CTA copy chunks into the
-//! ring and read chunks from it.
+//! The sizes of a ring of slots in shared memory, through which chunks of operands pass.
 
 use cube_kit::ampere::BARRIER_BYTES;
 

@@ -1,5 +1,4 @@
-//! A row in a table of forward tiles. It has sizes that were chosen by measurement, and the largest head sizes that the row
-//! serves.
+//! A row in a table of forward tiles: measured sizes, and the largest head sizes that the row serves.
 
 use super::split_d::MmaSplitDTiles;
 use super::split_m::MmaSplitMTiles;
@@ -66,8 +65,7 @@ pub(super) const fn split_d(
     })
 }
 
-/// Returns a copy of the shape in which the queries do not stay in shared memory. The kernel then copies the queries through the
-/// ring of slots with every block of keys.
+/// Returns a copy of the shape in which the queries pass through the ring of slots with every block of keys.
 pub(super) const fn without_queries(shape: Shape) -> Shape {
     match shape {
         Shape::D(shape) => Shape::D(SplitDShape {
@@ -206,8 +204,8 @@ impl SplitDShape {
             shares: self.shares,
             holds_queries: self.holds_queries,
         };
-        // Limit the slots for narrow operands, which have few chunks. A pass (main loop iteration) starts to copy only its own
-        // chunks and the chunks of the next pass. Slots beyond `chunks + 1` would therefore stay unused.
+        // A pass (main loop iteration) starts to copy only its own chunks and the chunks of the next pass. Slots beyond
+        // `chunks + 1` would stay unused.
         MmaSplitDTiles {
             slots: tiles.slots.min(tiles.chunks() + 1),
             ..tiles

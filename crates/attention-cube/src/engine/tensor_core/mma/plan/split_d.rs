@@ -7,8 +7,8 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// The number of columns per `mma` step. Operands are padded with zeros to whole steps.
 const STEP: usize = 16;
 
-/// The tiles of the split-D forward. K, in chunks of columns, and V, in chunks of rows, pass through one ring of slots in
-/// shared memory.
+/// The tiles of the split-D forward. K in chunks of columns and V in chunks of rows pass through one ring of slots in shared
+/// memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitDTiles {
     /// The number of columns of Q and K.
@@ -21,23 +21,20 @@ pub struct MmaSplitDTiles {
     pub rows: usize,
     /// The number of keys per block: 64 or 128.
     pub keys: usize,
-    /// The number of row groups into which the output is divided. The warps of a row group share output rows, and divide the
-    /// columns of these rows.
+    /// The number of row groups. The warps of a row group share output rows, and divide the columns of these rows.
     pub row_groups: usize,
     /// The number of columns in a chunk of K, a multiple of a subtile's 64 columns.
     pub key_columns: usize,
     /// The number of rows of V in one chunk of V.
     pub value_keys: usize,
-    /// The number of column parts into which `value_keys` rows of V are divided. Each column part is a separate chunk in the
-    /// ring.
+    /// The number of column parts into which `value_keys` rows of V are divided. Each column part is a chunk in the ring.
     pub value_parts: usize,
     /// The number of ring slots, at least 2.
     pub slots: usize,
-    /// True if the queries stay in shared memory. Otherwise the columns of the queries pass through the ring again with the
-    /// keys of every block.
+    /// True if the queries stay in shared memory. Otherwise the queries pass through the ring with every block of keys.
     pub holds_queries: bool,
-    /// The number of buffers for P of a block: 1 or 2. With two buffers, the warps of a row group need one barrier fewer before
-    /// they write P.
+    /// The number of buffers for P of a block: 1 or 2. With two buffers, a row group needs one barrier fewer before P is
+    /// written.
     pub shares: usize,
 }
 
@@ -116,8 +113,8 @@ impl MmaSplitDTiles {
         self.head_dim.div_ceil(self.key_columns)
     }
 
-    /// The number of chunks in a block of V. All column parts of the first `value_keys` rows come first, then all column parts
-    /// of the next rows.
+    /// The number of chunks in a block of V. All column parts of the first `value_keys` rows precede the column parts of the
+    /// next rows.
     pub const fn value_chunks(&self) -> usize {
         self.keys / self.value_keys * self.value_parts
     }
@@ -178,14 +175,13 @@ impl MmaSplitDTiles {
         self.maxima_at() + 4 * self.key_groups() * self.rows
     }
 
-    /// The byte offset in shared memory of the rescale flags. Each flag covers 16 rows, and is 1 if the output of these rows
-    /// needs a rescale.
+    /// The byte offset in shared memory of the rescale flags. A flag is 1 if the output of its 16 rows needs a rescale.
     pub const fn moved_at(&self) -> usize {
         self.factors_at() + 4 * self.rows
     }
 
-    /// The byte offset in shared memory of the bits that mark used keys. Each buffer of P has its own bits. A key is used if
-    /// some row has a nonzero probability for it.
+    /// The byte offset in shared memory of the bits of used keys, for each buffer of P. A key is used if some row has a
+    /// nonzero probability for it.
     pub const fn used_at(&self) -> usize {
         (self.moved_at() + 4 * self.rows / FRAGMENT_ROWS).next_multiple_of(BARRIER_BYTES)
     }
@@ -193,8 +189,8 @@ impl MmaSplitDTiles {
     /// The bytes of the bits that mark the used keys of one block: four words per warp.
     pub const USED_BYTES: usize = 16 * Self::WARPS;
 
-    /// The byte offset in shared memory of the row groups' barriers. A row group consists of the warps that share output rows.
-    /// Its warps arrive at these barriers after they have stored row maxima, stored P, or finished the GEMM with P.
+    /// The byte offset in shared memory of the barriers of the row groups (the warps that share output rows). Warps arrive
+    /// after they have stored row maxima, stored P, or finished the GEMM with P.
     pub const fn meetings_at(&self) -> usize {
         self.used_at() + self.shares * Self::USED_BYTES
     }
@@ -207,14 +203,12 @@ impl MmaSplitDTiles {
         self.ring().end()
     }
 
-    /// The number of threads per CTA. This is a method as in all other kinds of tiles, although the number is a constant
-    /// here.
+    /// The number of threads per CTA.
     pub const fn units(&self) -> usize {
         Self::UNITS
     }
 
-    /// The lengths of four register vectors. The first two are S and O for one fragment. The last two are S and O for all
-    /// fragments of a warp.
+    /// The lengths of four register vectors: S and O of one fragment, then S and O of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 4] {
         let o = self.value_steps() * STEP / 2;
         let fragments = [self.score_fragments(), self.output_fragments()];

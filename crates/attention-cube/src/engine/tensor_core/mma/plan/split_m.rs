@@ -21,8 +21,8 @@ pub struct MmaSplitMTiles {
 }
 
 impl MmaSplitMTiles {
-    /// The number of blocks of K, and of blocks of V, in shared memory. One block is multiplied while the next is copied
-    /// (double buffer).
+    /// The number of blocks of K, and of V, in shared memory. One block is multiplied while the next is copied (double
+    /// buffer).
     const STAGES: usize = 2;
 
     /// The number of queries per tile.
@@ -77,8 +77,7 @@ impl MmaSplitMTiles {
         self.values_at() + Self::STAGES * self.value_bytes()
     }
 
-    /// The lengths of six register vectors. The first three are S, P and O for one fragment. The last three are S, P and O
-    /// for all fragments of a warp.
+    /// The lengths of six register vectors: S, P and O of one fragment, then S, P and O of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 6] {
         let [s, p, o] = self.warp().fragment_vectors();
         let [all_s, all_p, all_o] = self.warp().vectors();

@@ -6,8 +6,8 @@ use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 /// The bytes of an f32.
 const FLOAT: usize = 4;
 
-/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group is one or two warps, and processes
-/// every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
+/// The tiles of the forward for few rows. Every warp has all rows of the tile. A key group is one or two warps, and
+/// processes every `key_groups`-th block of keys. The warps of a key group divide the columns of all operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaSplitNTiles {
     /// The number of columns of Q and K.
@@ -26,8 +26,8 @@ pub struct MmaSplitNTiles {
     pub column_groups: usize,
     /// The number of keys per block: 16 or 32.
     pub keys: usize,
-    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. One stage is multiplied while the
-    /// blocks of all other stages are being copied.
+    /// The number of stages per warp, at least 2. A stage holds one block in shared memory. One stage is multiplied while
+    /// all other stages are being copied.
     pub stages: usize,
 }
 
@@ -147,14 +147,13 @@ impl MmaSplitNTiles {
         self.sums_at() + FLOAT * self.key_groups * self.rows()
     }
 
-    /// The number of steps for which one warp combines the outputs of all key groups. A step is 16 columns of the output. In
-    /// these columns, the warp adds up the outputs that the key groups have computed.
+    /// The number of steps of 16 output columns for which one warp combines the outputs of all key groups.
     pub const fn part_steps(&self) -> usize {
         self.warp().steps().div_ceil(self.key_groups)
     }
 
-    /// The lengths of six register vectors. The first three are for one fragment: S, P, and the combined output. The last three
-    /// are S, P and O for all fragments of a warp.
+    /// The lengths of six register vectors: S, P, and the combined output of one fragment, then S, P and O of all fragments
+    /// of a warp.
     pub const fn vectors(&self) -> [usize; 6] {
         let [s, p, _] = self.warp().fragment_vectors();
         let [all_s, all_p, all_o] = self.warp().vectors();

@@ -1,5 +1,5 @@
-//! The sizes of the scores and of the output that one warp computes. They serve kernels whose warps divide the rows (split-M)
-//! or the keys (split-N).
+//! The sizes of the scores and the output of one warp, in kernels whose warps divide the rows (split-M) or the keys
+//! (split-N).
 
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, registers};

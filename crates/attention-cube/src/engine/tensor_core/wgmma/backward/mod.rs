@@ -1,5 +1,4 @@
-//! The backward kernels. Each kernel holds a stationary tile and streams blocks. A tile of queries streams blocks of keys, and
-//! a tile of keys streams blocks of queries.
+//! The backward kernels. A tile of queries streams blocks of keys, and a tile of keys streams blocks of queries.
 
 pub(crate) mod load;
 pub(crate) mod split_d;

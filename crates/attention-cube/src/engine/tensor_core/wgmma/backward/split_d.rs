@@ -1,14 +1,14 @@
-//! The split-D backward on Hopper, for head sizes up to 512. Two warpgroups compute the gradient of the same 64 rows, which are
-//! queries or keys. Each warpgroup computes half of the gradient's columns.
+//! The split-D backward on Hopper, for head sizes up to 512. Two warpgroups compute the gradient of the same 64 rows, which
+//! are queries or keys. Each warpgroup computes half of the gradient's columns.
 //!
-//! Algorithm. For each streamed block, each warpgroup recomputes S for half of the block's columns, and P from S and the LSE.
-//! The warpgroup computes `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. It stores dS (P in the dV kernel) to shared memory for both
-//! warpgroups. Each warpgroup then multiplies dS (or P) by the streamed operand, and adds the result to its half of the
-//! gradient.
+//! Algorithm. For each streamed block, each warpgroup recomputes S for half of the block's columns, and P from S and the
+//! LSE. The warpgroup computes `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`. The warpgroup stores dS (P in the dV kernel) to
+//! shared memory for both warpgroups. Each warpgroup multiplies dS (or P) by the streamed operand, and adds the result to
+//! its half of the gradient.
 //!
 //! Tensors (half precision unless noted):
-//! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and `v_or_do`:
-//!   the tensors of the streamed side. All are `[batch, heads, len, dim]`.
+//! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
+//!   `v_or_do`: the tensors of the streamed side. All are `[batch, heads, len, dim]`.
 //! - `summed`: the right operand of the gradient's GEMM, which is `q_or_k` for dQ and dK, and `v_or_do` for dV.
 //! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
 //!   lists.
@@ -16,8 +16,8 @@
 //! - `gradient` `[splits · batch, heads, len, dim]`, f32 with splits.
 //!
 //! Budget. [`WgmmaGradientSplitDTiles::shared_memory`] at head size 512: 64 KB for `stationary_qk`, 64 KB for
-//! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 × 16
-//! KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
+//! `stationary_v_do`, a ring of 5 × 16 KB, and 16 KB for dS. The dV kernel needs `stationary_qk` only, and has a ring of 8 ×
+//! 16 KB. Registers per thread: 128 for the gradient, 32 for S, 32 for dP.
 //!
 //! Schedule. All blocks pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk
 //! fills one stage. First come the chunks of `q_or_k` and `v_or_do`, with 64 columns each. Then come the chunks of `summed`,
@@ -27,8 +27,8 @@
 //! 3. Multiply dS (or P) by the chunks of `summed`, and add the result to the gradient.
 //!
 //! Bound. For a block of 128 columns, each GEMM takes the tensor cores 4 clocks per column of the head: 2,048 clocks at head
-//! size 512. The accesses to shared memory take about 0.9 times as long. The ring loads 16 KB in every 256 clocks, and the L2
-//! cache must sustain that rate. Computing dS takes a tenth of the GEMMs' time, and the tensor cores are idle during that time.
+//! size 512. The accesses to shared memory take about 0.9 times as long. The ring loads 16 KB in every 256 clocks, a rate
+//! that the L2 cache must sustain. Computing dS takes a tenth of the GEMMs' time, while the tensor cores are idle.
 
 mod producer;
 
@@ -81,8 +81,8 @@ const CONSUMERS: usize = WgmmaSplitDTiles::WARPGROUPS * WARPGROUP;
 /// The number of chunks of `summed` per block that one warpgroup uses.
 const OWN_CHUNKS: usize = WgmmaGradientSplitDTiles::COLUMNS / WgmmaSplitDTiles::VALUE_KEYS;
 
-/// The named barrier at which the two consumer warpgroups wait for each other. They wait twice per block: first until both
-/// have read the previous dS (or P), and then until both have written the next dS (or P).
+/// The named barrier at which the two consumer warpgroups wait for each other, twice per block. First, both must have read
+/// the previous dS (or P). Then, both must have written the next dS (or P).
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -115,8 +115,7 @@ pub(crate) fn backward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // The empty barrier counts 8 arrivals. Each of the 8 consumer warps arrives for every chunk, even for a chunk that it
-            // does not read.
+            // Each of the 8 consumer warps arrives for every chunk, even for a chunk that the warp does not read.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.stationary_full, 1usize);
@@ -293,8 +292,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
             + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
         let keep = keep_bits::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
-        // This call leaves at most one wgmma group in flight. Each chunk of dP is one group. So the call waits for S, and for all
-        // chunks of dP except the last.
+        // This call leaves at most one wgmma group in flight, so it waits for S, and for all chunks of dP except the last.
+        // Each chunk of dP is one group.
         let s = take_fragment::<NS>(
             started,
             used,
@@ -360,8 +359,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
     sums
 }
 
-/// Stores the warpgroup's half of P or dS of the `count`-th block to shared memory, where both warpgroups read it. The function
-/// first waits until both warpgroups have read the previous P or dS.
+/// Stores the warpgroup's half of P or dS of the `count`-th block to shared memory, after both warpgroups have read the
+/// previous P or dS.
 #[cube]
 fn hand_over<NP: Size>(
     factors: Vector<u32, NP>,
@@ -394,11 +393,11 @@ fn hand_over<NP: Size>(
     named_barrier(CONSUMER_BARRIER, CONSUMERS);
 }
 
-/// Multiplies P or dS of the `count`-th block by `summed`, and adds the result to the gradient. `passed` chunks have passed
-/// through the ring before the first chunk of `summed`.
+/// Multiplies P or dS of the `count`-th block by `summed`, and adds the result to the gradient. `passed` chunks precede the
+/// first chunk of `summed` in the ring.
 ///
-/// The block may have rows that no row of the tile sees. The function writes zeros over such rows before the GEMM, because a
-/// NaN in such a row would give `0 · NaN = NaN`.
+/// Before the GEMM, the function writes zeros over block rows that no row of the tile sees. A NaN in such a row would give
+/// `0 · NaN = NaN`.
 #[cube]
 fn add<NG: Size>(
     sums: Vector<f32, NG>,

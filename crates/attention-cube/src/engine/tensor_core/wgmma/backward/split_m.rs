@@ -1,35 +1,35 @@
 //! The split-M backward on Hopper, for head sizes up to 256. Each warpgroup has 64 rows, which are queries or keys, and
 //! computes all columns of their gradients.
 //!
-//! Algorithm. For each streamed block, recompute S, and P from S and the LSE. Compute `dP = dO Vᵀ` and `dS = P ∘ (dP − delta)`.
-//! A tile of queries accumulates `dQ += dS K`. A tile of keys accumulates `dK += dSᵀ Q` and `dV += Pᵀ dO`.
+//! Algorithm. For each streamed block, recompute S, and P from S and the LSE. Compute `dP = dO Vᵀ` and
+//! `dS = P ∘ (dP − delta)`. A tile of queries accumulates `dQ += dS K`. A tile of keys accumulates `dK += dSᵀ Q` and
+//! `dV += Pᵀ dO`.
 //!
 //! Tensors (half precision unless noted):
-//! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and `v_or_do`:
-//!   the tensors of the streamed side. All are `[batch, heads, len, dim]`.
+//! - `stationary_qk` and `stationary_v_do`: Q and dO for a tile of queries, K and V for a tile of keys. `q_or_k` and
+//!   `v_or_do`: the tensors of the streamed side. All are `[batch, heads, len, dim]`.
 //! - `lse_delta` `[batch, q_heads, 5, padded q_len]`, f32: the rows of the LSE and delta that `auxiliary/delta/kernel.rs`
 //!   lists.
 //! - Optional: bias, mask bits (u32), lengths and segment ids (i32).
 //! - Gradients `[splits · batch, heads, len, dim]`, f32 with splits: `dot_gradient` is dQ or dK, `value_gradient` is dV.
 //!
-//! Budget. Shared memory ([`WgmmaGradientSplitMTiles::shared_memory`]) holds the stationary tile, a ring of blocks of `q_or_k`,
-//! and a ring of blocks of `v_or_do`. Registers per thread, at head size 256: 128 for the gradient, 32 for S, 32 for dP, 16 for
-//! dS.
+//! Budget. Shared memory ([`WgmmaGradientSplitMTiles::shared_memory`]) holds the stationary tile, a ring of blocks of
+//! `q_or_k`, and a ring of blocks of `v_or_do`. Registers per thread, at head size 256: 128 for the gradient, 32 for S, 32
+//! for dP, 16 for dS.
 //!
-//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where S',
-//! P', dP' and dS' belong to the next block:
+//! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where
+//! S', P', dP' and dS' belong to the next block:
 //! 1. Issue the gradient GEMMs, which read P and dS, and behind them the GEMM of S'.
 //! 2. Wait for the gradient GEMMs, and free the block.
 //! 3. Issue the GEMM of dP' behind the GEMM of S'.
 //! 4. Compute P' and dS' from S' and dP'.
 //!
-//! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run the
-//! GEMMs of another.
+//! The warpgroups take turns to issue GEMMs (ping-pong), so that one warpgroup computes P and dS while the tensor cores run
+//! the GEMMs of another.
 //!
 //! Bound. For each block, a GEMM over `head_dim` (S, dQ, dK) takes the tensor cores `rows · columns · head_dim / 2048`
-//! clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048` clocks. The tensor cores of a
-//! multiprocessor do 2048 multiply-adds per clock. The GEMMs of S and dP read both operands from shared memory. At 64
-//! columns, these reads take as long as the GEMM itself.
+//! clocks. A GEMM over `value_dim` (dP, dV) takes `rows · columns · value_dim / 2048` clocks. The GEMMs of S and dP read
+//! both operands from shared memory. At 64 columns, these reads take as long as the GEMM itself.
 
 mod p_ds;
 mod producer;
@@ -68,8 +68,7 @@ use cube_kit::nvidia::ptx::{shared_address, store_shared, uniform};
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-/// The named barrier of all consumer warps. The warps wait for each other at this barrier before and after they fill rows of
-/// a block with zeros.
+/// The named barrier at which all consumer warps wait before and after they fill rows of a block with zeros.
 const CONSUMER_BARRIER: u32 = 1;
 
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -246,7 +245,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
     if first.head < tile.heads {
         barrier_wait(offsets.stationary_full, 0u32);
         // The warpgroups take turns to issue GEMMs. The last warpgroup passes the turn on at the start, so that the first
-        // warpgroup has the first turn.
+        // warpgroup begins.
         if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
             ordering_barrier_arrive(warpgroup, tiles.warpgroups);
         }
@@ -258,8 +257,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
         let s = start_s::<NS>(operands.stationary_qk, next_operands, tiles);
         await_values(offsets, count, tiles);
         let dp = start_dp::<NS>(operands.stationary_v_do, next_operands, tiles);
-        // `voted` combines values that the lanes of a warp have loaded: flags of far queries, or the LSE of rows. The call
-        // waits for these loads. It comes after the start of the first GEMMs, so that the GEMMs run during the wait.
+        // `voted` waits for loads: flags of far queries, or the LSE of rows. The first GEMMs have started, so they run
+        // during the wait.
         let row_lse_delta = voted(&row_lse_delta, kind.fragment);
         let seen = seen_by::<F, NB>(
             tile,
@@ -306,8 +305,8 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, ND: Size, NV: Size>(
                 tiles,
                 kind,
             );
-            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs. During the turn, this work
-            // would delay the other warpgroups, which wait for their own turns.
+            // The warpgroup computes the operands' descriptors before its turn to issue GEMMs, because other warpgroups wait
+            // during the turn.
             let summed = block_operands(
                 operands.summed_q_or_k,
                 operands.summed_v_or_do,

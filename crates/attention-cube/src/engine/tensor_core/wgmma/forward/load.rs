@@ -7,8 +7,8 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::zero_fill_shared;
 use cubecl::prelude::*;
 
-/// For each tensor, one factor for the batch index and one for the head index. The index times its factor is the TMA
-/// coordinate. A factor is 0 if the tensor is broadcast in that dimension, else 1.
+/// For each tensor, one factor for the batch index and one for the head index: 0 if the tensor is broadcast in that
+/// dimension, else 1.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Steps {
@@ -29,8 +29,7 @@ pub(crate) struct ForwardMaps<E: Float> {
     pub value: TensorMap<E, Tiled>,
     /// The tensor map of the bias, if the kernel loads the bias by TMA. Otherwise it is a placeholder that the kernel ignores.
     pub bias: TensorMap<E, Tiled>,
-    /// The tensor map of the output, if the kernel stores the output by TMA. Otherwise it is a placeholder that the kernel
-    /// ignores.
+    /// The tensor map of the output, or a placeholder if the kernel does not store the output by TMA.
     pub output: TensorMap<E, Tiled>,
     pub steps: Steps,
 }
@@ -56,8 +55,8 @@ pub(crate) fn copied_rows(tile: &Tile, #[comptime] rows: usize, #[comptime] kind
     }
 }
 
-/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in such a row could
-/// produce large scores. All rows of the warp would then subtract a new row maximum and rescale O without need.
+/// If several heads share a tile, writes zeros to the rows of the tile that TMA does not copy. Stale data in these rows
+/// could raise row maxima, and O would be rescaled without need.
 ///
 /// The caller must synchronize all threads of the CTA before the first TMA copy.
 #[cube]

@@ -1,13 +1,10 @@
-//! The tile scheduler of a forward CTA, which gives the work item of the CTA's next iteration. A work item is a tile, or a
-//! pair of tiles.
+//! The tile scheduler of a forward CTA. A work item is a tile, or a pair of tiles.
 //!
-//! Usually the CTA computes the work item from its own index. With segments or intervals of visible keys, the tiles differ in
-//! work. The CTA then takes the next work item from a counter in global memory.
+//! Usually the CTA computes its work items from its own index. With segments or intervals of visible keys, tiles differ in
+//! work. The CTA then takes its work items from a counter in global memory.
 //!
-//! In split-M, the producer thread takes the next work item after it has started the first loads of the current tile. In
-//! split-D, the producer thread takes the work item after all loads of the tile. The producer thread passes the item to the
-//! consumers through a mailbox in shared memory. The mailbox has two messages, which consecutive items use in turn. Each
-//! message has a full barrier, after which it may be read, and an empty barrier, after which it may be overwritten.
+//! The producer thread takes an item from the counter, and passes the item to the consumers through a mailbox in shared
+//! memory. The mailbox has two messages, each with a full barrier and an empty barrier.
 
 use crate::engine::tensor_core::common::scoring::Masking;
 use crate::engine::tensor_core::common::tile_scheduler::{TileKind, TileScheduler};
@@ -19,8 +16,7 @@ use cube_kit::nvidia::mbarrier::barrier_init;
 use cube_kit::nvidia::ptx::{atomic_inc, load_shared, store_shared, uniform, word_address};
 use cubecl::prelude::*;
 
-/// True if each CTA takes its work items from the counter in global memory. Otherwise a CTA computes its work items from its
-/// own index.
+/// True if each CTA takes its work items from the counter in global memory.
 const fn takes_items(kind: TileKind) -> bool {
     kind.fragment.structure.has_bounds() && !kind.split
 }
@@ -52,8 +48,8 @@ pub(super) fn init_mailbox(mailbox: u32, #[comptime] warps: usize, #[comptime] k
     }
 }
 
-/// Returns the work item for the iteration that follows the CTA's `turn`-th iteration. The producer thread calls this function.
-/// If the item comes from the counter in global memory, the function also sends it to the consumers.
+/// Returns the work item after the CTA's `turn`-th iteration, and sends the item to the consumers if it comes from the
+/// counter. The producer thread calls this function.
 #[cube]
 pub(super) fn take_item(
     scheduler: &TileScheduler,
@@ -66,8 +62,7 @@ pub(super) fn take_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(empty(mailbox, message), (turn / 2u32 % 2u32) ^ 1u32);
-        // The first item of each CTA is the CTA's index. Items from the counter therefore start at `launched`, the number of
-        // launched CTAs.
+        // The first item of each CTA is the CTA's index, so the counter hands out items from `launched` on.
         let taken = scheduler.schedule.launched + count_taken(&scheduler.grid, masking);
         store_shared(mailbox + 4u32 * message, taken);
         barrier_arrive(full(mailbox, message), 1u32);
@@ -90,8 +85,7 @@ pub(super) fn receive_item(
     if comptime!(takes_items(kind)) {
         let message = turn % 2u32;
         barrier_wait(full(mailbox, message), turn / 2u32 % 2u32);
-        // `uniform` combines the values of all lanes of the warp. When `uniform` returns, all lanes have read the message, so one
-        // lane can free the message for the whole warp.
+        // `uniform` returns only after all lanes of the warp have read the message. One lane can then free the message.
         let taken = uniform(load_shared(mailbox + 4u32 * message));
         barrier_arrive(empty(mailbox, message), elected);
         taken
@@ -100,8 +94,7 @@ pub(super) fn receive_item(
     }
 }
 
-/// Increments the counter of taken work items in global memory, and returns the counter's old value. The counter is stored in
-/// the tensor of lengths and segment ids, after the segment bounds of the key blocks.
+/// Increments the counter of taken work items in global memory, and returns the counter's old value.
 #[cube]
 fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
     let seq_lens = &masking.seq_lens;
@@ -110,8 +103,8 @@ fn count_taken(grid: &Grid, masking: &Masking) -> u32 {
     #[comptime]
     match &masking.lengths_and_ids {
         ComptimeOption::Some(lengths_and_ids) => {
-            // SAFETY: this expression only takes the address of `lengths_and_ids`. The index `at` of the counter is inside this
-            // tensor: the host reserves an element for the counter after the bounds of the key blocks.
+            // SAFETY: this expression only takes the address of `lengths_and_ids`. The host reserves element `at` of this
+            // tensor for the counter.
             let start = unsafe { lengths_and_ids.as_slice().as_ptr_unchecked() };
             atomic_inc(word_address::<i32>(start, at as u64))
         }

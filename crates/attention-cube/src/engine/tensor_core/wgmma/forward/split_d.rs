@@ -1,5 +1,5 @@
 //! The split-D forward on Hopper, for up to 512 columns of V. Two warpgroups process the same 64 queries. Each warpgroup
-//! computes half of the columns of the queries' output.
+//! computes half of the columns of O.
 //!
 //! Algorithm. For each block of keys, each warpgroup computes S and P for half of the keys. The warpgroups exchange their row
 //! maxima and P through shared memory. Then each warpgroup computes `O += P V` for its half of the columns.
@@ -16,15 +16,15 @@
 //!
 //! Schedule. K and V pass through one ring of *stages* in shared memory. Each block is cut into *chunks*, and a chunk fills
 //! one stage. A chunk of K has 64 columns. A chunk of V has 32 keys, and the warpgroups use alternate chunks of V. The order
-//! of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, the warpgroups do these steps, where S', K' and P'
+//! of the blocks in the ring is `K₀ K₁ V₀ K₂ V₁ …`. For each block, each warpgroup does these steps, where S', K' and P'
 //! belong to the next block:
 //! 1. Issue the GEMM `S' = Q K'ᵀ` of the next block.
 //! 2. Rescale O, and issue `O += P V`.
-//! 3. Wait for S' only. Compute P' while the tensor cores run `P V`, and meanwhile free each chunk of V that the GEMM has read.
+//! 3. Wait for S'. Compute P' while the tensor cores run `P V`.
 //! 4. Wait for O.
 //!
-//! Bound. For a block of 128 keys, the tensor cores take `4 head_dim + 4 value_dim` clocks. Shared memory takes about 1.3 times
-//! as long, since both warpgroups read all queries and P from shared memory. So shared memory bandwidth limits the kernel.
+//! Bound. For a block of 128 keys, the tensor cores take `4 head_dim + 4 value_dim` clocks. Shared memory takes about 1.3
+//! times as long, because both warpgroups read all queries and P. So shared memory bandwidth limits the kernel.
 
 mod mainloop;
 mod producer;
@@ -93,8 +93,8 @@ pub(crate) fn forward_split_d<
         for stage in 0..tiles.stages {
             let at = comptime!(8 * stage as u32);
             barrier_init(offsets.full + at, 1usize);
-            // The empty barrier counts 8 arrivals. For a chunk of K, each of the 8 warps arrives once. For a chunk of V, each
-            // of the 4 warps of one warpgroup arrives twice.
+            // For a chunk of K, each of the 8 warps arrives once. For a chunk of V, each of the 4 warps of one warpgroup
+            // arrives twice.
             barrier_init(offsets.empty + at, 8usize);
         }
         barrier_init(offsets.queries_full, 1usize);
@@ -142,8 +142,8 @@ pub(crate) fn forward_split_d<
             empty: offsets.empty,
             elected: u32::cast_from(lane == 0u32),
         };
-        // The output is staged in the buffer of the queries. This is safe, because both warpgroups have finished reading the
-        // queries before they exchange the row sums.
+        // The output is staged in the buffer of the queries. Both warpgroups have finished reading the queries before they
+        // exchange row_sum.
         let staging = offsets.queries
             + warpgroup * comptime!((tiles.value_subtiles() * PRODUCT_ROWS * ROW_BYTES) as u32);
         let first_column = warpgroup * comptime!(tiles.value_columns() as u32);

@@ -1,8 +1,8 @@
 //! The split-M forward on Hopper, for up to 256 columns of V. Each warpgroup has 64 queries and computes all columns of their
 //! output.
 //!
-//! Algorithm. For each block of keys, compute `S = Q Kᵀ` and turn S into P by the online softmax in registers. Then add
-//! `O += P V`. The epilogue divides O by row_sum, and writes O and the LSE.
+//! Algorithm. For each block of keys, compute `S = Q Kᵀ`, P by the online softmax in registers, and `O += P V`. The epilogue
+//! divides O by row_sum, and writes O and the LSE.
 //!
 //! Tensors (half precision unless noted):
 //! - Q `[batch, q_heads, q_len, head_dim]`, K `[batch, kv_heads, kv_len, head_dim]`, V `[batch, kv_heads, kv_len, value_dim]`.
@@ -11,9 +11,9 @@
 //! - O `[splits · batch, q_heads, q_len, value_dim]`, f32 with split-KV. LSE `[2 · splits · batch, q_heads, q_len]`, f32: row
 //!   maxima in the first half, logarithms of row_sum in the second.
 //!
-//! Budget. Shared memory ([`WgmmaSplitMTiles::shared_memory`]) holds the queries, a ring of `stages` blocks of K, and a ring of
-//! `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next P
-//! while the softmax computes it from S. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
+//! Budget. Shared memory ([`WgmmaSplitMTiles::shared_memory`]) holds the queries, a ring of `stages` blocks of K, and a ring
+//! of `stages` blocks of V. Registers per thread, at head size 256: 128 for O, 40 for S, 20 for P. Another 20 hold the next
+//! P. The consumers obtain these registers from the producer warpgroup by `setmaxnreg`.
 //!
 //! Schedule. One thread of the producer warpgroup keeps the rings full. For each block, the consumers do these steps, where S',
 //! K' and P' belong to the next block:
@@ -22,14 +22,11 @@
 //! 3. Wait for S', and compute P' from S' while the tensor cores run `P V`.
 //! 4. Wait for O.
 //!
-//! A stage is free after one lane of every consumer warp has arrived at its empty barrier. With ping-pong, the warpgroups
-//! take turns to issue steps 1 and 2. A warpgroup that reaches step 1 during another warpgroup's turn must wait for the end
-//! of that turn. Each warpgroup does as much work as possible before its own turn begins. Its turn is then short, and so are
-//! the waits of all other warpgroups.
+//! With ping-pong (FlashAttention-3), only one warpgroup at a time issues steps 1 and 2.
 //!
-//! Bound. For a block of `keys` keys, the tensor cores take `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared memory
-//! takes a little less, since P stays in registers. From head size 128 on, the tensor cores limit the kernel. At head size 64,
-//! the exponentials limit it.
+//! Bound. For a block of `keys` keys, the tensor cores take `rows · keys · (head_dim + value_dim) / 2048` clocks. Shared
+//! memory takes a little less. From head size 128 on, the tensor cores limit the kernel. At head size 64, the exponentials
+//! limit the kernel.
 
 mod biases;
 mod mainloop;
@@ -168,8 +165,7 @@ pub(crate) fn forward_split_m<
             map: tensor_map_address(&maps.output),
         };
         if comptime!(tiles.orders_warpgroups) {
-            // The warpgroups take turns to issue GEMMs. The last warpgroup passes the turn on at the start, so that the first
-            // warpgroup has the first turn.
+            // With ping-pong, the first warpgroup may issue GEMMs first.
             if warpgroup == comptime!(tiles.warpgroups as u32 - 1) {
                 ordering_barrier_arrive(warpgroup, tiles.warpgroups);
             }
@@ -210,8 +206,7 @@ pub(crate) fn forward_split_m<
                 );
                 visited = attended.visited.blocks;
                 masked = attended.visited.masked;
-                // The queries are no longer needed, so their buffer is freed here. If the buffer also stages the output, the
-                // buffer is freed after the store instead.
+                // If this buffer also stages the output, the buffer is freed after the store instead.
                 if comptime!(tiles.has_output_place() || !stores_output_by_tma) {
                     barrier_arrive(offsets.queries_empty, elected);
                 }

@@ -1,5 +1,5 @@
-//! Launches the backward of the wgmma engine. A first kernel prepares the LSE and delta of the queries. Then one kernel computes
-//! dQ, and one or two kernels compute dK and dV.
+//! Launches the backward of the wgmma engine: a kernel for LSE and delta, a kernel for dQ, and one or two kernels for dK and
+//! dV.
 
 use crate::engine::backward_pass::BackwardPass;
 use crate::engine::tensor_core::common::bias::BiasReads;
@@ -44,8 +44,7 @@ pub(crate) fn launch(
     gradients(inputs, saved, problem, plan, request, launch)
 }
 
-/// Builds the TMA tensor map of the LSE and delta. A box (the elements that one TMA instruction copies) covers `columns`
-/// queries. For each query, the LSE/delta tensor stores several f32, and the box holds the first `count` of them.
+/// Builds the TMA tensor map of the LSE and delta. A box covers `columns` queries, with the first `count` f32 of each query.
 fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapArg<Tiled> {
     let args = TiledArgs {
         tile_size: Shape::new([1, 1, count, columns]),
@@ -57,8 +56,8 @@ fn term_map(lse_delta: &CubeTensor, count: usize, columns: usize) -> TensorMapAr
     )
 }
 
-/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V. A gradient that the kernel does not
-/// compute is `None`.
+/// Launches one gradient kernel. Returns the gradient of Q or K, and the gradient of V, or `None` for a gradient that the
+/// kernel does not compute.
 fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<CubeTensor>; 2] {
     let splits = launch.division.splits;
     let sums = launch.tiles.sums();
@@ -102,8 +101,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
         bias_step(0),
         bias_step(1),
     );
-    // If TMA does not store a gradient, the launch passes a tensor map of `stationary_qk` instead. A tensor map of the gradient
-    // itself might be invalid, because the gradient's rows may violate TMA's alignment.
+    // If TMA does not store a gradient, the launch passes a tensor map of `stationary_qk` instead. The gradient's rows may
+    // violate TMA's alignment.
     let boxes = |boxed: bool, target: &CubeTensor| {
         map(
             if boxed && splits == 1 {
@@ -117,10 +116,9 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
     };
     let addresses = launch.addresses([&qk_target, &value_target, lse_delta]);
     match launch.tiles {
-        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. The
-        // kernel accesses `lse_delta`, the bias, the mask and the gradients only at rows below `q_len` or `kv_len` and at
-        // columns below their widths. If the kernel does not compute a gradient, another tensor is passed in its place, and the
-        // kernel does not write to that tensor.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses `lse_delta`, the bias, the mask
+        // and the gradients only at rows below `q_len` or `kv_len` and at columns below their widths. The kernel does not
+        // write to a tensor that is passed in the place of a gradient.
         WgmmaGradientTiles::SplitM(tiles) => unsafe {
             backward_split_m::launch_unchecked(
                 &client,
@@ -138,8 +136,7 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                     map(v_or_do, [1, tiles.columns], Some(tiles.value_subtiles())),
                     match &bias {
                         Some(bias) if tiles.bias_boxes => map(bias, [1, tiles.bias_rows()], None),
-                        // The kernel's signature requires a tensor map of the bias. If TMA does not copy biases, the kernel does
-                        // not read this substitute.
+                        // The kernel does not read this substitute if TMA does not copy biases.
                         _ => map(q_or_k, [1, tiles.columns], Some(tiles.dot_subtiles())),
                     },
                     term_map(lse_delta, tiles.lse_delta, tiles.columns),
@@ -164,9 +161,8 @@ fn launch_gradient(launch: &GradientLaunch<'_, WgmmaGradientTiles>) -> [Option<C
                 joined_sizes(vectors, tiles.fragments()),
             );
         },
-        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. As in
-        // split-M, the kernel accesses all other tensors only at rows below `q_len` or `kv_len` and at columns below their
-        // widths.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses all other tensors only at rows
+        // below `q_len` or `kv_len` and at columns below their widths.
         WgmmaGradientTiles::SplitD(tiles) => unsafe {
             let (summed, target) = match sums {
                 Sums::Values => (v_or_do, &value_target),

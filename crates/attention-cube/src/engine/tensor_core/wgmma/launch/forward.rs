@@ -83,8 +83,7 @@ pub(crate) fn forward(
         false => [1, tiles.rows()],
     };
     let count = cube_count(&client, cubes);
-    // The kernel's signature requires tensor maps of the output and of the bias. If the kernel does not use one of these
-    // maps, a map of the queries is passed in its place.
+    // A map of the queries replaces a map of the output or bias that the kernel does not use.
     let no_tma_tiles = || map(&inputs.query, [1, PRODUCT_ROWS], None);
     let output_tma_tiles = match stores_output_by_tma {
         true => map(&pass.output, [1, PRODUCT_ROWS], None),
@@ -95,9 +94,8 @@ pub(crate) fn forward(
         _ => no_tma_tiles(),
     };
     match tiles {
-        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. The
-        // kernel accesses the output, the LSE, the bias and the mask only at rows below `q_len` and at columns below
-        // `value_dim` or `kv_len`.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses the output, the LSE, the bias
+        // and the mask only at rows below `q_len` and at columns below `value_dim` or `kv_len`.
         WgmmaForwardTiles::SplitM(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_subtiles());
             forward_split_m::launch_unchecked(
@@ -126,9 +124,8 @@ pub(crate) fn forward(
                 pass.sizes(tiles.fragments()),
             );
         },
-        // SAFETY: TMA accesses only elements inside the shapes of its tensor maps, which are the shapes of the tensors. Like
-        // the split-M kernel, this kernel accesses the tensors that TMA does not access only at rows below `q_len` and at
-        // columns below `value_dim` or `kv_len`.
+        // SAFETY: TMA accesses only elements inside the tensors' shapes. The kernel accesses all other tensors only at rows
+        // below `q_len` and at columns below `value_dim` or `kv_len`.
         WgmmaForwardTiles::SplitD(tiles) => unsafe {
             let query_subtiles = (!shares_tile).then_some(tiles.key_chunks());
             let value_subtiles = tiles.has_whole_values().then_some(tiles.value_subtiles());

@@ -3,8 +3,7 @@
 //! Every kernel holds a stationary tile in shared memory and streams blocks. A tile of queries streams blocks of keys, and a
 //! tile of keys streams blocks of queries.
 //!
-//! *Dots* (`q_or_k`) are rows of Q or K, the operands of `S = Q Kᵀ`. *Values* (`v_or_do`) are rows of V or dO, the operands of
-//! `dP = dO Vᵀ`.
+//! *Dots* (`q_or_k`) are rows of Q or K. *Values* (`v_or_do`) are rows of V or dO.
 
 mod split_d;
 mod split_m;
@@ -101,8 +100,8 @@ impl WgmmaGradientTiles {
     }
 }
 
-/// The parameters of one split-M kernel in the table: `[warpgroups, columns, dot_stages, value_stages, spare]`. Each parameter
-/// is the field of [`WgmmaGradientSplitMTiles`] with the same name.
+/// The parameters of one split-M kernel: `[warpgroups, columns, dot_stages, value_stages, spare]`, as in
+/// [`WgmmaGradientSplitMTiles`].
 type Shape = [usize; 5];
 
 /// One row of the split-M table: the kernels for operands of up to `width` columns.
@@ -110,21 +109,19 @@ struct Row {
     width: usize,
     query: Shape,
     key: Shape,
-    /// The kernel that computes dV alone, or `None` if the key kernel computes both dK and dV. A separate kernel is used where
-    /// one kernel has too few registers for both gradients.
+    /// The kernel that computes dV alone, or `None` if the key kernel computes dK and dV. A separate kernel is used where
+    /// one kernel has too few registers for two gradients.
     value: Option<Shape>,
 }
 
-// The split-M table. The comments give the speed of the whole backward in TFLOP/s. A speed outside of brackets is for the
-// tiles in the table, and the speeds in brackets are for other tiles that were tried. For example, `112 columns: 350` means
-// 350 TFLOP/s with blocks of 112 columns. The problem is causal, with 4 sequences of 4,096 tokens and heads × width = 4,096.
-// The speeds were measured in bf16 on one H200, as the median of 20 launches, on 2026-11-21 (for width 64 on 2026-11-22).
+// The split-M table. The comments give the speed of the whole backward in TFLOP/s, with the speeds of other tiles in
+// brackets. The problem is causal, with 4 sequences of 4,096 tokens and heads × width = 4,096. The speeds are medians of 20
+// launches in bf16 on one H200, measured on 2026-11-21 (width 64 on 2026-11-22).
 const ROWS: &[Row] = &[
     Row {
         width: 64,
         query: [2, 128, 2, 2, 0], // (112 columns: 350; four warpgroups, 48: 310; three, 80: 319 to 332)
-        // The key kernel has one spare warpgroup. Without the spare warpgroup and with 48 columns, the backward reaches 332
-        // TFLOP/s.
+        // Without the key kernel's spare warpgroup and with 48 columns, the backward reaches 332 TFLOP/s.
         key: [2, 80, 2, 2, 1], // 358 (three stages: 355; 64 columns and two spare warpgroups: 356)
         value: None,
     },
@@ -165,8 +162,8 @@ pub(crate) fn backward(
         value_dim,
         half,
         LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
-        // With a softcap, TMA does not copy boxes of biases. The kernel would add the biases of a box to S before it computes
-        // the softcap's slope, but that slope depends on the score without bias.
+        // With a softcap, TMA copies no biases. The kernel would add these biases to S before it computes the softcap's
+        // slope from the score without bias.
         layouts.tma_bias && has_box_of_biases(problem) && problem.softcap.is_none(),
     );
     let (Some(query), Some(key)) = (query, key) else {
@@ -190,8 +187,7 @@ pub(crate) fn backward(
     WgmmaBackwardPlan::new(problem, device, layouts, (query, key, value))
 }
 
-/// The largest number of operand columns for which a stationary tile of 64 rows and a ring of five chunks fit in shared
-/// memory.
+/// The largest number of columns for which a stationary tile of 64 rows and a ring of five chunks fit in shared memory.
 const WIDEST: usize = 512;
 
 /// The number of ring stages in a split-D kernel whose stationary tile holds rows of Q or K and rows of V or dO.
@@ -199,9 +195,8 @@ const STAGES: usize = 5;
 /// The number of ring stages in a split-D kernel whose stationary tile holds only rows of Q or K.
 const STAGES_BESIDE_DOTS: usize = 8;
 
-/// Chooses the tiles of the backward's three kernels for Q and K of `head_dim` columns and V of `value_dim` columns. The first
-/// kernel computes dQ, and the second dK. The third computes dV, or is `None` if the second kernel computes dV too. All three
-/// are `None` if there are too many columns.
+/// Chooses the tiles of the kernels for dQ, for dK and for dV. The third is `None` if the second kernel also computes dV.
+/// All three are `None` if there are too many columns.
 ///
 /// `has_logarithms` is true if the LSE of each query is stored as two f32. TMA copies boxes of biases to shared memory if
 /// `wants_bias_boxes` is true and the boxes fit there.
@@ -225,8 +220,8 @@ pub(crate) fn gradient_tiles(
                 lse_delta,
                 stages,
             };
-            // If the LSE is stored as two f32 (`has_logarithms`), each query has one more f32 in shared memory. For the widest
-            // operands, the ring then has room for one stage fewer.
+            // `has_logarithms` adds one f32 per query to shared memory. For the widest operands, the ring then has room for
+            // one stage fewer.
             let fits = tiles(most).shared_memory() <= SHARED_MEMORY;
             Some(WgmmaGradientTiles::SplitD(tiles(if fits {
                 most
@@ -281,8 +276,7 @@ mod tests {
     use super::*;
     use cube_kit::nvidia::ROW_BYTES;
 
-    /// Checks that there are backward tiles for every number of columns of Q and K up to 512, and of V up to 512. These tiles
-    /// must fit in a Hopper GPU's shared memory.
+    /// Checks that tiles exist for up to 512 columns of Q, K and V. The tiles must fit in a Hopper GPU's shared memory.
     #[test]
     fn gradient_tiles_of_every_width_fit_shared_memory() {
         for head_dim in 1..=WIDEST {
@@ -299,8 +293,8 @@ mod tests {
                             assert!(tiles.has_bias_boxes(), "{tiles:?}");
                         }
                         if let WgmmaGradientTiles::SplitM(tiles) = tiles {
-                            // The swizzle depends on a row's address modulo 8 rows. So the start of the first block of biases
-                            // and the size of a block must be multiples of 8 rows.
+                            // The swizzle depends on a row's address modulo 8 rows, so blocks of biases must start at
+                            // multiples of 8 rows.
                             let permuted = [tiles.biases_at(), tiles.bias_bytes()];
                             let whole = |bytes: usize| bytes.is_multiple_of(8 * ROW_BYTES);
                             assert!(permuted.into_iter().all(whole), "{tiles:?}");

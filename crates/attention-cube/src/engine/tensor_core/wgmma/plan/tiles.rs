@@ -1,8 +1,7 @@
-//! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands. The backward uses the same
-//! GEMM shapes.
+//! The tiles of the `wgmma` engine's forward, and the shapes of its GEMMs with chunked operands.
 //!
-//! A *subtile* is 64 columns of a half-precision matrix in shared memory, so each row of a subtile has 128 bytes. A *chunk* is
-//! the rows or columns of a split-D block that fill one stage of the ring.
+//! A *subtile* is 64 columns of a half-precision matrix in shared memory, so each row of a subtile has 128 bytes. A *chunk*
+//! is the rows or columns of a split-D block that fill one stage of the ring.
 
 mod shapes;
 mod split_d;
@@ -39,8 +38,7 @@ impl WgmmaForwardTiles {
         }
     }
 
-    /// True if the shape of the tiles lets TMA store the output. The launch uses TMA only if every tile has one head and the keys
-    /// are not split.
+    /// True if the shape of the tiles lets TMA store the output. The launch also requires one head per tile and no split-KV.
     pub const fn stores_output_by_tma(&self) -> bool {
         match self {
             Self::SplitM(tiles) => tiles.stores_output_by_tma(),

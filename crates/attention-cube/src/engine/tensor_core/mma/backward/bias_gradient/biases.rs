@@ -1,5 +1,5 @@
-//! The biases of a warp's scores. A CTA has one tile of the bias, and visits all query tiles to whose scores this bias tile
-//! is added (see `block_range.rs`). So the biases are the same at each of these query tiles.
+//! The biases of a warp's scores. A CTA has one tile of the bias, which is added to the scores of several query tiles (see
+//! `block_range.rs`).
 
 use crate::engine::tensor_core::common::FragmentKind;
 use crate::engine::tensor_core::common::bias::{BiasWords, bias_words};
@@ -9,8 +9,8 @@ use crate::engine::tensor_core::mma::plan::BiasGradientTiles;
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cubecl::prelude::*;
 
-/// The prefetched biases of a warp's two 16-row fragments. If the warp has one fragment, `second` is a copy of `first`. Both
-/// fields are zeros if biases are not prefetched.
+/// The prefetched biases of a warp's two 16-row fragments, or zeros without prefetch. If the warp has one fragment, `second`
+/// is a copy of `first`.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct WarpBiases {
@@ -18,8 +18,7 @@ pub(super) struct WarpBiases {
     pub second: BiasWords,
 }
 
-/// Loads the biases of the thread's rows. The thread's first row is row `row` of `tile`. Any query tile that the CTA visits
-/// gives the same biases, so the caller may pass any of them.
+/// Loads the biases of the thread's rows, from row `row` of `tile` on. All query tiles of the CTA have the same biases.
 #[cube]
 pub(super) fn biases_of_warp<F: Float, NB: Size>(
     tile: &Stationary,

@@ -1,6 +1,5 @@
-//! The visits of a CTA, which computes the gradient of one bias tile. If the bias is broadcast, the forward adds the bias
-//! tile to the scores of several query tiles, heads and sequences. The CTA visits these one after the other: a visit is one
-//! triple of batch, head and query tile.
+//! The visits of a CTA, which computes the gradient of one bias tile. A visit is one query tile of one head and sequence to
+//! whose scores the forward adds the bias tile. A CTA has several visits if the bias is broadcast.
 
 use crate::engine::tensor_core::common::block_range::may_intersect;
 use crate::engine::tensor_core::common::scoring::Masking;
@@ -13,8 +12,8 @@ use crate::math::schedule::WorkTile;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The visits of the CTAs that share a bias tile. A visit is one triple of batch, head and query tile, and the bias tile is
-/// added to the scores of this query tile. Visits are numbered from 0.
+/// The visits of the CTAs that share a bias tile, numbered from 0. A visit is one query tile of one head and sequence to
+/// whose scores the bias tile is added.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Visits {
@@ -59,8 +58,8 @@ pub(super) fn tile_of(
     )
 }
 
-/// Returns the index of the first visit, among `visit`, `visit + step`, `visit + 2 · step`, …, in which a query may see a key of
-/// the key tile. If no such visit exists, the result is at least `visits.count`.
+/// Returns the first of the visits `visit`, `visit + step`, `visit + 2 · step`, … in which a query may see a key of the key
+/// tile. If no visit is left, the result is at least `visits.count`.
 #[cube]
 pub(super) fn next_visit(
     visits: &Visits,

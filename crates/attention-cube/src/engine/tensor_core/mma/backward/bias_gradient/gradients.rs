@@ -55,8 +55,7 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
         } else {
             q_or_k
         };
-        // The weights are probabilities before dropout, so the function `weights` reads no keep bits. The keep bits in its
-        // arguments therefore cover 0 columns.
+        // The weights are probabilities before dropout, so the keep bits in the arguments of `weights` cover 0 columns.
         let own_keep = keep_bits::<F, NB>(
             scoring,
             &own_seen.rows,
@@ -86,8 +85,8 @@ pub(super) fn probabilities<F: Float, NB: Size, NS: Size, NP: Size, AS: Size>(
     all
 }
 
-/// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the keep factor of dropout. Where
-/// P is 0, dP may be NaN or infinite, so the sum stays unchanged at such an element.
+/// Adds dS = P ∘ (dP − Δ) to the sums. P holds probabilities before dropout, and dP includes the keep factor of dropout.
+/// Where P is 0, nothing is added, because dP may be NaN or infinite.
 #[cube]
 pub(super) fn with_gradients<F: Float, NB: Size, NS: Size, AS: Size>(
     sums: Vector<f32, AS>,

@@ -38,8 +38,8 @@ pub(super) fn operands<'query, 'key, 'value, 'gradient, E: Float>(
 }
 
 /// Starts the copy of the `chunk`-th chunk of the query tile `tile` and of the key tile `key_tile` to the stage at address
-/// `target`. The chunk holds 64 columns of Q and K, or of dO and V. The copy writes zeros for queries that do not exist and for
-/// keys that no query of the tile sees.
+/// `target`. The chunk holds 64 columns of Q and K, or of dO and V. Queries that do not exist and keys that no query of the
+/// tile sees are zeros.
 #[cube]
 pub(super) fn copy_chunk<E: Float>(
     operands: &Operands<'_, '_, '_, '_, E>,
@@ -94,8 +94,7 @@ pub(super) fn copy_chunk<E: Float>(
     );
 }
 
-/// Returns the section (the rows and columns that one call copies) of the `chunk`-th chunk (64 columns) of an operand with
-/// `width` columns.
+/// Returns the rows and columns of the `chunk`-th chunk (64 columns) of an operand with `width` columns.
 const fn section(rows: usize, chunk: usize, width: usize) -> Section {
     Section {
         rows,

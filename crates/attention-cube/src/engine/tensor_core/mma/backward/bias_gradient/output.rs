@@ -6,8 +6,8 @@ use cube_kit::nvidia::ptx::{load_shared, store_shared};
 use cubecl::prelude::*;
 
 /// Sums the tile's gradient over the queries, for a bias that is broadcast along queries. Thread `i` returns the sum for the
-/// tile's `i`-th key, and threads without a key return 0. The order of the additions is fixed: first over the rows of each
-/// warp, then over the warps.
+/// tile's `i`-th key, and threads without a key return 0. The order is fixed: first over the rows of each warp, then over
+/// the warps.
 #[cube]
 pub(super) fn sum_of_queries<AS: Size>(
     sums: Vector<f32, AS>,
@@ -54,8 +54,8 @@ pub(super) fn sum_of_queries<AS: Size>(
     sum
 }
 
-/// Writes one of the thread's two rows of a fragment to global memory: the first row if `second` is 0, else the second row.
-/// `sums` holds the fragment. The row starts at element `row` of the gradient. Keys that do not exist are skipped.
+/// Writes the thread's first row (`second` = 0) or second row of the fragment `sums` to the gradient, from element `row` on.
+/// Keys that do not exist are skipped.
 #[cube]
 pub(super) fn write_row_of_keys<G: Float, NG: Size, NS: Size>(
     sums: Vector<f32, NS>,

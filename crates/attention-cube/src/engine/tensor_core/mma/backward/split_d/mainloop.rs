@@ -1,7 +1,7 @@
 //! The main loop of a CTA over the blocks that its tile sees.
 //!
-//! Each iteration handles one block. The iteration computes S, dP and the gradient GEMM from chunks of operands, which pass
-//! through a ring of slots in shared memory.
+//! Each iteration handles one block. Chunks of the operands of S, dP and the gradient GEMM pass through a ring of slots in
+//! shared memory.
 
 use super::p_ds::{compute_p_ds, load_used_keys, score_gradients, share};
 use super::ring::{GradientStep, Operands, fill, lse_delta_offset};
@@ -24,8 +24,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes the rows and columns of the gradient that the warp owns, as a sum over the blocks that the tile sees, from block
-/// `first` on. Before the call, the caller starts the copies of the operands that stay in shared memory.
+/// Computes the warp's rows and columns of the gradient, as a sum over the blocks from `first` on. The caller must have
+/// started the copies of the operands that stay in shared memory.
 #[cube]
 pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG: Size>(
     operands: &Operands,
@@ -96,9 +96,8 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
             tiles,
             kind.fragment,
         );
-        // P and dS of the previous block are overwritten without a barrier. This warp has already refilled the slot of that
-        // block's last chunk, and the refill waited until all warps had multiplied the chunk. So all warps have finished the
-        // GEMMs that read P and dS.
+        // No barrier is needed before P and dS of the previous block are overwritten. This warp has refilled the slot of the
+        // previous block's last chunk, which all warps must have multiplied before the refill.
         if comptime!(tiles.sums.has_values()) {
             share::<AP>(
                 weighed.p,
@@ -174,8 +173,8 @@ pub(super) fn sum<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AG
 #[expand(derive(Clone, Copy))]
 struct Lanes {
     start: u32,
-    /// The address from which the lane loads the tile's rows for S and dP. The address is relative to `start` if these rows are
-    /// resident in shared memory, else relative to a slot.
+    /// The address of the tile's rows for S and dP, relative to `start` if these rows are resident in shared memory, else
+    /// relative to a slot.
     score_left: u32,
     /// The address from which the lane loads the block's rows for S and dP, relative to a slot.
     score_right: u32,
@@ -215,8 +214,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
-/// probably finished with the preceding slot, so the refill seldom waits.
+/// Marks the slot of the `chunk`-th chunk as read by this warp, and refills the slot of the preceding chunk. All warps have
+/// probably read the preceding slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk(
     operands: &Operands,
@@ -238,8 +237,7 @@ fn leave_chunk(
     );
 }
 
-/// Adds the product over one chunk of columns to `s`, and returns the sum. If `v_or_do`, the sum is the warp's dP, else the
-/// warp's S.
+/// Adds the product over one chunk of columns to `s`, which is dP if `v_or_do`, else S.
 #[cube]
 fn scores_of_chunk<AS: Size>(
     s: Vector<f32, AS>,
@@ -286,8 +284,8 @@ const fn stationary_at(tiles: MmaGradientSplitDTiles, v_or_do: bool, chunk: usiz
     first + chunk * tiles.score_columns / SUBTILE * tiles.rows * ROW_BYTES
 }
 
-/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. If some of the block's rows may be hidden
-/// from the whole tile, the GEMM reads hidden rows as zeros, because hidden rows may be NaN.
+/// Adds the product of the gradient GEMM over one chunk of a block's rows to `sums`. Rows that are hidden from the whole
+/// tile may be NaN, so the GEMM reads them as zeros.
 #[cube]
 fn with_chunk<AG: Size>(
     sums: Vector<f32, AG>,

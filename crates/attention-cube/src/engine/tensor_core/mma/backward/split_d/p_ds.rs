@@ -21,8 +21,8 @@ use cubecl::prelude::*;
 /// The number of score columns per warp.
 const PART: usize = MmaGradientSplitDTiles::PART;
 
-/// Computes `w`, which is P times the slope of the softcap, from a warp's scores. If the kernel computes the gradient of V, the
-/// function also returns P. If the columns are queries, their LSE and delta are in shared memory at `lse_delta_at`.
+/// Computes `w` (P times the slope of the softcap) from a warp's scores, and P if the kernel computes the gradient of V. If
+/// the columns are queries, their LSE and delta are in shared memory at `lse_delta_at`.
 #[cube]
 pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size>(
     s: Vector<f32, AS>,
@@ -132,8 +132,8 @@ pub(super) fn score_gradients<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, 
     joined::<u32, NP, AP>(first, second, tiles.score_fragments())
 }
 
-/// Stores a warp's P or dS in shared memory. From there, warps read P or dS as the left operand of a gradient GEMM. `gradient`
-/// is the index of the gradient that this GEMM computes.
+/// Stores a warp's P or dS in shared memory, where all warps read it as the left operand of a gradient GEMM. `gradient` is
+/// the index of the gradient.
 #[cube]
 pub(super) fn share<AP: Size>(
     pairs: Vector<u32, AP>,
@@ -166,9 +166,8 @@ pub(super) fn share<AP: Size>(
     }
 }
 
-/// Loads a word with one bit for each of the block's columns that this lane multiplies in the gradient GEMM. The GEMM's left
-/// operand is P or dS. A bit is set if this operand is nonzero in the bit's column, in any row for which the warp computes
-/// the gradient.
+/// Loads one bit for each block column that this lane multiplies in the gradient GEMM. A bit is set if the left operand (P
+/// or dS) is nonzero in the column, in any of the warp's gradient rows.
 #[cube]
 pub(super) fn load_used_keys(
     start: u32,

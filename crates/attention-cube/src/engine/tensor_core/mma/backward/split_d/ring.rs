@@ -1,6 +1,5 @@
 //! The copies of a block's chunks to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory. The GEMMs
-//! of S and dP read the block's operands (Q and dO, or K and V) in chunks of columns. The gradient GEMM reads its right
-//! operand in chunks of rows.
+//! of S and dP read chunks of columns. The gradient GEMM reads its right operand in chunks of rows.
 
 use crate::engine::tensor_core::common::stationary_tile::{Stationary, Visit};
 use crate::engine::tensor_core::mma::backward::load::{copy_lse_delta, stationary_head};
@@ -57,8 +56,7 @@ pub(super) struct Operands {
     pub start: u32,
 }
 
-/// One iteration of the main loop: the block of this iteration, the next block, and the ring slot of this iteration's first
-/// chunk.
+/// One iteration of the main loop: its block, the next block, and the ring slot of the iteration's first chunk.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct GradientStep {
@@ -81,8 +79,8 @@ pub(super) fn lse_delta_offset(
         + stage * comptime!(tiles.term_bytes() as u32)
 }
 
-/// Starts the copies of the tile's resident operands, which stay in shared memory. The barrier of the first chunk also counts
-/// these copies, so a warp that waits for the first chunk waits for these copies too.
+/// Starts the copies of the tile's resident operands, which stay in shared memory. The barrier of the first chunk also waits
+/// for these copies.
 #[cube]
 pub(super) fn copy_stationary(
     operands: &Operands,
@@ -109,9 +107,9 @@ pub(super) fn copy_stationary(
     }
 }
 
-/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a main
-/// loop iteration (`pass`) to this slot. If `chunk` is past the last chunk of the iteration, the chunk belongs to the next
-/// iteration. If there is no next iteration, nothing is copied.
+/// Waits until all warps have read a ring slot. Then starts the copy of the `chunk`-th chunk of an iteration (`pass`) to
+/// this slot. A `chunk` past the iteration's last chunk belongs to the next iteration. If there is no next iteration,
+/// nothing is copied.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -198,9 +196,8 @@ pub(super) fn fill(
     }
 }
 
-/// Returns the address and the strides of a streamed operand's rows, in the `head`-th head that the tile visits. The result
-/// states the tile's visible range as the range of existing rows, so copies write zeros for rows outside of the visible
-/// range.
+/// Returns the address and the strides of a streamed operand's rows in the tile's `head`-th head. Copies write zeros for
+/// rows outside of the tile's visible range.
 #[cube]
 fn rows_of(
     operand: Passed,
@@ -221,8 +218,7 @@ fn rows_of(
     }
 }
 
-/// Starts the copy of the `chunk`-th chunk of columns of a block's rows. If the tile's rows are not resident, the function also
-/// copies the same columns of the tile's rows.
+/// Starts the copy of the `chunk`-th chunk of columns of a block's rows, and of the tile's rows if these are not resident.
 #[cube]
 fn copy_scored(
     rows: HeadSource,

@@ -13,8 +13,8 @@ pub(super) struct Roles {
     pub score_row: u32,
     /// The index of the block's 32-column group for which the warp computes scores.
     pub part_group: u32,
-    /// The index of the gradient that the warp computes. If the kernel computes two gradients, the index is 0 for K and 1 for
-    /// V. Otherwise the index is 0.
+    /// The index of the gradient that the warp computes. If the kernel computes dK and dV, the index is 0 for dK and 1 for
+    /// dV.
     pub gradient: u32,
     /// The tile row where the warp's share of the gradient begins.
     pub sum_row: u32,

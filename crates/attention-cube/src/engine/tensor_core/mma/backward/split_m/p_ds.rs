@@ -12,8 +12,7 @@ use crate::engine::tensor_core::mma::fragments::{fragment_of, joined};
 use crate::engine::tensor_core::mma::plan::MmaGradientSplitMTiles;
 use cubecl::prelude::*;
 
-/// P and dS of a warp's rows, packed as left operands of `mma`. P is computed only for the gradient of V, and dS only for the
-/// gradient of Q or K.
+/// P and dS of a warp's rows, packed as left operands of `mma`. P is computed only for dV, and dS only for dQ or dK.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Made<AP: Size> {

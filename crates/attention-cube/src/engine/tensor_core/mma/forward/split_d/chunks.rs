@@ -1,8 +1,7 @@
 //! The copies of chunks of keys and values to the [ring](crate::engine::tensor_core::mma::ring) of slots in shared memory.
 //!
-//! A *pass* is one iteration of the main loop. A pass first multiplies the queries by the chunks of one block's keys. The pass
-//! then multiplies P by the chunks of the previous block's values. The first pass has no values, and the last pass has no keys.
-//! Each missing chunk still takes a slot of the ring, but nothing is copied to this slot.
+//! A *pass* (main loop iteration) reads the chunks of one block's keys, then the chunks of the previous block's values. The
+//! first pass has no values, and the last pass has no keys. Each missing chunk still takes a slot.
 
 use crate::engine::tensor_core::common::tile_scheduler::{Tile, TileKind};
 use crate::engine::tensor_core::mma::forward::load::{
@@ -39,9 +38,9 @@ pub(super) struct MainloopStep {
     pub first: RingTurn,
 }
 
-/// Waits until all warps have read the previous content of a ring slot. Then starts the copy of the `chunk`-th chunk of a
-/// pass (an iteration of the main loop) to this slot. If `chunk` is past the last chunk of the pass, the chunk belongs to
-/// the next pass. If the chunk's block does not exist, nothing is copied, and the slot counts as full at once.
+/// Waits until all warps have read a ring slot. Then starts the copy of the `chunk`-th chunk of a pass (main loop iteration)
+/// to this slot. A `chunk` past the last chunk belongs to the next pass. If the chunk's block does not exist, nothing is
+/// copied, and the slot counts as full.
 #[cube]
 #[allow(
     clippy::collapsible_if,

@@ -1,7 +1,7 @@
 //! The main loop of a CTA over the blocks of its tile.
 //!
-//! One iteration is a *pass*. A pass multiplies the queries by the keys of the current block, and P of the previous block by
-//! the values of the previous block. The warps that share output rows form a row group, which has its own barriers.
+//! A *pass* is one iteration. A pass multiplies the queries by the current block's keys, and P of the previous block by the
+//! previous block's values. The warps that share output rows form a row group, which has its own barriers.
 
 use super::chunks::{MainloopStep, Operands, fill};
 use super::shared_offsets::SharedOffsets;
@@ -33,8 +33,8 @@ use cube_kit::nvidia::mbarrier::{arrive_as_warp, await_phase};
 use cube_kit::nvidia::ptx::load_shared;
 use cubecl::prelude::*;
 
-/// The byte offsets of three barriers among the barriers of a row group, the warps that share output rows. A barrier completes
-/// when all warps of the row group have done the work that this list names:
+/// The byte offsets of the barriers of a row group, the warps that share output rows. A barrier completes when all warps of
+/// the row group have done their work:
 ///
 /// - `TOLD`: the warps have stored their row maxima.
 /// - `SHARED`: the warps have stored P.
@@ -43,8 +43,8 @@ const TOLD: u32 = 0;
 const SHARED: u32 = BARRIER_BYTES as u32;
 const MULTIPLIED: u32 = 2 * BARRIER_BYTES as u32;
 
-/// The result of a warp's main loop: the rows and columns of O that the warp computes, and the online softmax states of the
-/// rows whose scores the warp computes.
+/// The result of a warp's main loop: its rows and columns of O, and the softmax states of the rows whose scores the warp
+/// computes.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct MainloopOutput<AO: Size> {
@@ -53,8 +53,8 @@ pub(super) struct MainloopOutput<AO: Size> {
     pub state_1: SoftmaxState,
 }
 
-/// Processes a tile's blocks. Before the call, the caller starts the copies of the queries. The barrier of the first chunk also
-/// counts these copies, so a warp that waits for the first chunk waits for the queries too.
+/// Processes a tile's blocks. The caller must have started the copies of the queries. The barrier of the first chunk also
+/// waits for these copies.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -80,8 +80,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
     let hidden = scoring.arguments.negative_infinity;
     // The tile row of the thread's first score register.
     let row = roles.score_row + UNIT_POS % 32u32 / 4u32;
-    // Let one half of the warps compute P before the GEMM with the first chunk of values, the other half after this GEMM. Each
-    // warp scheduler has one warp of each half, so one of the two warps computes exponentials while the other multiplies.
+    // One half of the warps computes P before the GEMM with the first chunk of values, the second half after this GEMM. Each
+    // warp scheduler has one warp of each half, so exponentials overlap with `mma`.
     let weighs_first = roles.warp < comptime!(MmaSplitDTiles::WARPS as u32 / 2);
     let mut o = Vector::<f32, AO>::zeroed();
     let mut state_0 = empty_state(hidden);
@@ -155,8 +155,7 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         let mut used = 0u32;
         if has_values {
-            // Wait until all warps of the row group have stored P of the previous block and the factors that rescale the output
-            // rows.
+            // Wait until all warps of the row group have stored P of the previous block and the rescale factors.
             await_phase(offsets.meetings + SHARED, parity ^ 1u32);
             if comptime!(kind.leaves_masked()) {
                 used = load_used_keys(offsets, roles, parity ^ 1u32, tiles);
@@ -186,8 +185,8 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
                     tiles,
                 );
             }
-            // Wait until all lanes of this warp have read the rescale factors of the previous block. Then signal that the
-            // warp has stored its row maxima. After the signal, other warps may overwrite the factors.
+            // First wait until all lanes have read the previous rescale factors. After the signal that the warp has stored
+            // its row maxima, other warps may overwrite these factors.
             sync_plane();
             arrive_as_warp(offsets.meetings + TOLD);
         }
@@ -236,10 +235,9 @@ pub(super) fn run_mainloop<E: Float, F: Float, NB: Size, NS: Size, AS: Size, AO:
         }
         if has_keys {
             if comptime!(tiles.shares == 1) {
-                // There is only one buffer for P here. So wait until all warps have finished the GEMM with the previous P
-                // before this warp overwrites the buffer. Two buffers would need no barrier: the warps last read this pass's
-                // buffer in the previous pass. A warp signals its row maxima of this pass only after these reads, and this
-                // warp has already waited for the signals of all warps.
+                // With one buffer for P, wait until all warps have finished the GEMM with the previous P. With two buffers,
+                // no barrier is needed. A warp signals its row maxima of this pass only after its reads of the buffer, and
+                // this warp has waited for these signals.
                 arrive_as_warp(offsets.meetings + MULTIPLIED);
                 await_phase(offsets.meetings + MULTIPLIED, parity);
             }
@@ -279,8 +277,8 @@ fn await_chunk(
     place
 }
 
-/// Marks the slot of the `chunk`-th chunk as read by this warp. Then refills the slot of the preceding chunk. Other warps have
-/// probably finished with the preceding slot, so the refill seldom waits.
+/// Marks the slot of the `chunk`-th chunk as read by this warp, and refills the slot of the preceding chunk. All warps have
+/// probably read the preceding slot, so the refill seldom waits.
 #[cube]
 fn leave_chunk<E: Float>(
     operands: &Operands,
@@ -364,8 +362,7 @@ fn scored<F: Float, NB: Size, NS: Size, AS: Size>(
     s
 }
 
-/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts. The caller
-/// then adds P·V of the previous block to O.
+/// Multiplies O by its rescale factors, if the previous block updated the row maxima that the softmax subtracts.
 #[cube]
 fn rescaled_output<AO: Size>(
     o: Vector<f32, AO>,
@@ -405,8 +402,8 @@ fn rescaled_output<AO: Size>(
     o
 }
 
-/// Adds P·V over one chunk of values to O. If some keys may be masked for all rows, the GEMM reads the rows of V of masked keys
-/// as zeros, because these rows may be NaN.
+/// Adds P·V over one chunk of values to O. Rows of V that are masked for all rows may be NaN, so the GEMM reads them as
+/// zeros.
 #[cube]
 fn with_chunk<AO: Size>(
     o: Vector<f32, AO>,

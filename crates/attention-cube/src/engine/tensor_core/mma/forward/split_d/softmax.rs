@@ -1,5 +1,5 @@
-//! Computes P of a block, and exchanges row maxima among warps. Several warps compute scores of the same rows for different
-//! keys, so these warps exchange the row maxima through shared memory. Each warp then computes P for its own rows and keys.
+//! Computes P of a block. Several warps compute scores of the same rows for different keys, so they exchange row maxima
+//! through shared memory.
 
 use super::shared_offsets::SharedOffsets;
 use super::warp_roles::Roles;
@@ -35,8 +35,8 @@ pub(super) fn score_fragment<AS: Size, NS: Size>(
     own
 }
 
-/// Stores the maxima of a fragment's rows in shared memory, where other warps with scores of the same rows read them. `row` is
-/// the thread's first row.
+/// Stores the maxima of a fragment's rows in shared memory, for warps with scores of the same rows. `row` is the thread's
+/// first row.
 #[cube]
 pub(super) fn store_row_max<NS: Size>(
     s: Vector<f32, NS>,
@@ -70,7 +70,7 @@ fn load_row_max(offsets: &SharedOffsets, row: u32, #[comptime] tiles: MmaSplitDT
     Pair { first, second }
 }
 
-/// P of a warp's scores, and the softmax states after the block. Each register holds two probabilities in half precision, so P
+/// P of a warp's scores, and the softmax states after the block. A register holds two half-precision probabilities, so P
 /// fills the first half of each fragment's score registers.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
@@ -82,8 +82,8 @@ pub(super) struct Weighed<AS: Size> {
 
 /// Computes P from a warp's scores. All warps with the same rows must have stored their row maxima before the call.
 ///
-/// The function also stores the factors that rescale the output of earlier blocks. The warps that hold this output read the
-/// factors from shared memory. `row` is the thread's first row.
+/// The function also stores the factors that rescale the output of earlier blocks in shared memory. `row` is the thread's
+/// first row.
 #[cube]
 pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     s: Vector<f32, AS>,
@@ -176,8 +176,8 @@ pub(super) fn compute_p<F: Float, NB: Size, NS: Size, AS: Size>(
     }
 }
 
-/// Returns the shared-memory address of P in main loop iterations with this parity. If there are two buffers for P, iterations
-/// with parity 0 use the first buffer, and iterations with parity 1 the second.
+/// Returns the shared-memory address of P in main loop iterations with this parity. If there are two buffers for P, parity 1
+/// uses the second buffer.
 #[cube]
 pub(super) fn shared_probabilities(
     offsets: &SharedOffsets,
@@ -191,8 +191,8 @@ pub(super) fn shared_probabilities(
     }
 }
 
-/// Returns the shared-memory address of the bits of used keys in main loop iterations with this parity. A key is used if its
-/// probability is not 0 in some row.
+/// Returns the shared-memory address of the bits of used keys in main loop iterations with this parity. A key is used if
+/// some row has a nonzero probability for it.
 #[cube]
 fn shared_used(offsets: &SharedOffsets, parity: u32, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     if comptime!(tiles.shares == 1) {
@@ -235,8 +235,8 @@ pub(super) fn share<AS: Size>(
     }
 }
 
-/// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a nonzero
-/// probability for the key. Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
+/// Returns one bit for each key for which this lane holds probabilities. The bit is set if some row of the warp has a
+/// nonzero probability for the key. Bits `4 s` to `4 s + 3` belong to the `s`-th group of 16 keys.
 #[cube]
 fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTiles) -> u32 {
     let mut used = 0u32;
@@ -261,8 +261,8 @@ fn used_pairs<AS: Size>(pairs: Vector<f32, AS>, #[comptime] tiles: MmaSplitDTile
     used
 }
 
-/// Loads one bit per key of a block, for the keys that this lane multiplies. A bit is set if some output row of the warp has a
-/// nonzero probability for the key.
+/// Loads one bit for each block key that this lane multiplies. A bit is set if some output row of the warp has a nonzero
+/// probability for the key.
 #[cube]
 pub(super) fn load_used_keys(
     offsets: &SharedOffsets,

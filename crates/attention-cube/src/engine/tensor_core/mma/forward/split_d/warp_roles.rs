@@ -17,8 +17,8 @@ pub(super) struct Roles {
     pub output_row: u32,
     /// The index of the warp among the warps that divide the output's columns.
     pub column_group: u32,
-    /// The index of the warp's row group. The warps that share output rows form a row group. The same warps compute the scores
-    /// of these rows, so the warps synchronize only inside their row group.
+    /// The index of the warp's row group. The warps of a row group share output rows and compute the scores of these rows,
+    /// so warps synchronize only inside their row group.
     pub row_group: u32,
 }
 

@@ -18,8 +18,8 @@ use cube_kit::ampere::mma::{left_address, right_address, scores};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Processes every `key_groups`-th block of a tile, beginning with the first block of the warp's key group. Before the call, the
-/// caller starts the copies of the queries as a `cp.async` group of their own.
+/// Processes every `key_groups`-th block of a tile, beginning with the first block of the warp's key group. The caller must
+/// have started the copies of the queries as a `cp.async` group of their own.
 #[cube]
 pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, AS: Size, AP: Size, AO: Size>(
     assigned: &AssignedTile,
@@ -126,8 +126,7 @@ fn next_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(is_last, 0u32, stage + 1u32)
 }
 
-/// The stage that precedes `stage` in the warp's circular buffer. The warp has finished the block in this preceding stage,
-/// so the stage can be refilled.
+/// The warp has finished the block in the stage before `stage`, so this stage can be refilled.
 #[cube]
 fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     select(
@@ -140,8 +139,8 @@ fn last_stage(stage: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
 /// Adds the partial `q·k` of the two warps of a key group. Each warp has summed half of the columns. Both warps add the same
 /// two partial sums, so both continue with equal scores.
 ///
-/// Two exchange buffers alternate. Between two writes of a warp to the same buffer lies a barrier of both warps. The other warp
-/// reaches that barrier only after it has read the buffer, so the second write overwrites no unread data.
+/// Two exchange buffers alternate. Between two writes of a warp to one buffer lies a barrier of both warps, so no unread
+/// data is overwritten.
 #[cube]
 fn summed<AS: Size>(
     s: Vector<f32, AS>,

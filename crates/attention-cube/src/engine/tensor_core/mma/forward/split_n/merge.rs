@@ -1,9 +1,8 @@
 //! The merge of the outputs of the key groups (see `split_n.rs`).
 //!
-//! Each key group has an output and a row sum for every row. Both are relative to the group's own row maximum, which its
-//! online softmax subtracts. The merge rescales outputs and sums to the largest row maximum of all groups, as split-KV does
-//! with its partial outputs. Each warp then adds the outputs of all groups for some of the columns. It adds them in the
-//! order of the groups, so results are bitwise equal in every run.
+//! Each key group has an output and a row sum for every row, relative to the group's own row maximum. The merge rescales
+//! them to the largest row maximum of all groups, as split-KV does. Each warp adds the outputs of all groups for some of the
+//! columns, in a fixed order, so results are bitwise equal in every run.
 
 use super::stages::Roles;
 use crate::engine::tensor_core::common::output::{Finished, STEP_REGISTERS};
@@ -20,8 +19,8 @@ use cubecl::prelude::*;
 /// The number of bytes that 16 columns of an output fragment take in shared memory, as f32.
 const STEP_BYTES: usize = STEP_REGISTERS / 4 * FOURS_BYTES;
 
-/// The shared-memory addresses of two tables. One table holds the row maxima that the key groups' softmax subtracts, the other
-/// the groups' row sums. A table has one 32-bit word per group and row.
+/// The shared-memory addresses of two tables: the row maxima of the key groups, and their row sums. A table has one 32-bit
+/// word per group and row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Tables {
@@ -46,8 +45,7 @@ fn factors(own: Pair, all: Pair, scale_log2: f32, hidden: f32) -> Pair {
     }
 }
 
-/// Returns the address of a key group's words in one of the tables, for the rows of one fragment. The first word belongs to the
-/// fragment's first row.
+/// Returns the address of a key group's words in one of the tables, from the first row of a fragment on.
 #[cube]
 fn words(
     table: u32,
@@ -58,8 +56,8 @@ fn words(
     table + comptime!((4 * (group * tiles.rows() + fragment * FRAGMENT_ROWS)) as u32)
 }
 
-/// Combines the row maxima and row sums of a fragment's rows over all key groups. Every group must have stored its maxima and
-/// sums in the tables before the call.
+/// Combines the row maxima and row sums of a fragment's rows over all key groups. Every group must have stored its maxima
+/// and sums.
 #[cube]
 fn together(
     tables: &Tables,
@@ -100,8 +98,8 @@ fn together(
     }
 }
 
-/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages, where other warps read it. The
-/// function also stores the key group's row maxima and row sums.
+/// Rescales a warp's output, and stores the output in the shared memory of the warp's stages. Also stores the key group's
+/// row maxima and row sums.
 #[cube]
 pub(super) fn store_results<AO: Size>(
     attended: &MainloopOutput<AO>,
@@ -141,8 +139,8 @@ pub(super) fn store_results<AO: Size>(
             } else {
                 (factor.first, sums.first)
             };
-            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN: the GEMM P·V multiplies the
-            // row's zeros by rows of V that other rows of the tile see. These rows of V may be NaN, and 0 · NaN is NaN.
+            // Store 0 for a row whose sum is 0. Such a row sees no key, but its output may be NaN. The GEMM multiplies P = 0
+            // by rows of V that may be NaN, and 0 · NaN is NaN.
             let scaled = o.extract(register) * own;
             o.insert(register, select(sum == 0.0f32, 0.0f32, scaled));
         }
@@ -166,9 +164,8 @@ fn state_of(states: &WarpStates, #[comptime] fragment: usize) -> SoftmaxState {
     }
 }
 
-/// Adds the outputs of all key groups for some columns of a fragment. In every key group, one warp computed the same columns
-/// as the calling warp. These warps, one per group, divide these columns among themselves. Each of them adds the outputs of
-/// all groups for its share of the columns.
+/// Adds the outputs of all key groups for some columns of a fragment. The warps that computed these columns, one per key
+/// group, divide the columns among themselves.
 #[cube]
 pub(super) fn put_together<NO: Size>(
     tables: &Tables,

@@ -8,8 +8,8 @@ use cube_kit::ampere::gemv::read_word;
 use cube_kit::nvidia::ptx::element_address;
 use cubecl::prelude::*;
 
-/// The page table of a sequence, and the distances in bytes between two consecutive pages of keys, values and scales. All
-/// fields are unused if the keys are contiguous.
+/// The page table of a sequence, and the distances in bytes between consecutive pages of keys, values and scales. All fields
+/// are unused if the keys are contiguous.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct PageSources {
@@ -25,8 +25,8 @@ pub(super) struct PageSources {
     pub value_scale_bytes: u64,
 }
 
-/// Returns the index in the first dimension of keys and values at which a tile's operands begin. Without pages, this is
-/// `batch`, the index of the sequence. With pages, it is 0, because [`paged_head`] later adds the offset of the page.
+/// Returns the index in the first dimension of keys and values at which a tile's operands begin. Without pages, the index is
+/// `batch`. With pages, the index is 0, because [`paged_head`] adds the offset of the page.
 #[cube]
 pub(super) fn first_sequence(batch: u32, #[comptime] kind: TileKind) -> u32 {
     if comptime!(kind.page_len > 0) {
@@ -86,10 +86,10 @@ fn scale_bytes(scales: &ComptimeOption<OwnedTensor<f32>>) -> u64 {
     }
 }
 
-/// Returns the index of the page that holds a block of keys, or 0 if a sequence's keys are contiguous.
+/// Returns the index of the page that holds a block of keys, or 0 without pages.
 ///
-/// A block past the sequence's end gets the sequence's last page. An entry outside of the existing pages counts as the nearest
-/// page, so that no copy leaves the tensors.
+/// A block past the sequence's end gets the sequence's last page. An entry outside of the existing pages counts as the
+/// nearest page, so that no copy leaves the tensors.
 #[cube]
 pub(super) fn page_of_block(
     pages: &PageSources,
@@ -107,9 +107,9 @@ pub(super) fn page_of_block(
     }
 }
 
-/// If the operands lie in pages, returns the source of the head's rows in page `page`. Otherwise returns `source`. `source`
-/// must begin at page 0, and `page` must hold row `row` of the sequence. From the returned source, the caller may read only
-/// rows of this page. The caller indexes each row by the row's number in the sequence.
+/// Returns the source of the head's rows in page `page`, or `source` without pages. `source` must begin at page 0, and
+/// `page` must hold row `row` of the sequence. The caller may read only rows of this page, and indexes each row by its
+/// number in the sequence.
 #[cube]
 pub(super) fn paged_head(
     source: HeadSource,
@@ -121,8 +121,8 @@ pub(super) fn paged_head(
     if comptime!(kind.page_len > 0) {
         let length = comptime!(kind.page_len as i32);
         let first_row = row / length * length;
-        // The subtracted offset may be larger than the sum before it. In this case the u64 address wraps around. The caller
-        // adds the offset of a row in this page, which wraps the address back.
+        // The subtracted offset may exceed the sum before it, and wrap the u64 address. The caller adds the offset of a row
+        // in this page, which wraps the address back.
         HeadSource {
             address: source.address + page as u64 * page_bytes
                 - first_row as u64 * source.row_bytes,

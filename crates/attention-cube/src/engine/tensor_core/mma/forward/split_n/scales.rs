@@ -1,6 +1,5 @@
-//! The scales of int8 keys and values. Each lane loads the scales of one key and of its value. The scales of the next block
-//! are loaded before the current block is computed. Warp shuffles later give each lane the scales of the score columns that
-//! it holds.
+//! The scales of int8 keys and values. Each lane loads the scales of one key and its value, one block ahead. Warp shuffles
+//! give each lane the scales of its score columns.
 
 use super::pages::{PageSources, page_of_block, paged_head};
 use crate::engine::tensor_core::common::tile_scheduler::TileKind;
@@ -52,8 +51,7 @@ fn scale_source(scales: &ComptimeOption<OwnedTensor<f32>>, head: HeadRows) -> He
     }
 }
 
-/// The scales of one key and of its value. Each lane holds the scales of one row of a block, or zeros if the head has no such
-/// row.
+/// The scales of one key and of its value: the lane's row of a block, or zeros if the head has no such row.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct LaneScales {

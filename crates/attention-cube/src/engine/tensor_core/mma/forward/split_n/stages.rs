@@ -1,6 +1,5 @@
-//! The keys and columns of a tile that each warp processes, and the copies of the operands to the warp's stages.
-//!
-//! A stage holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
+//! The keys and columns of a tile that each warp processes, and the copies of the operands to the warp's stages. A stage
+//! holds one block of keys and values in shared memory. A key group is the one or two warps that process the same blocks.
 
 use super::pages::{PageSources, paged_head};
 use super::scales::ScaleSources;
@@ -28,8 +27,7 @@ pub(super) struct Roles {
     pub key_column: u32,
     /// The first column of V and of the output that the warp computes.
     pub value_column: u32,
-    /// The first of the output steps that belong to the warp. A step is 16 output columns. For its steps, the warp adds the
-    /// outputs of all key groups.
+    /// The first of the warp's output steps of 16 columns. For its steps, the warp adds the outputs of all key groups.
     pub first_step: u32,
     /// The address of the warp's query columns in shared memory.
     pub queries: u32,
@@ -86,8 +84,8 @@ pub(super) fn copy_all_queries<E: Float>(
     commit_copies();
 }
 
-/// Reorders the columns of all queries, as the GEMM of queries and int8 codes needs them. The copies of the queries must
-/// have completed.
+/// Reorders the columns of all queries for the GEMM of queries and int8 codes. The copies of the queries must have
+/// completed.
 #[cube]
 pub(super) fn order_all_queries(start: u32, #[comptime] tiles: MmaSplitNTiles) {
     let steps = comptime!(tiles.key_columns() / STEP);
@@ -118,8 +116,8 @@ pub(super) struct Operands {
 }
 
 /// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and
-/// one for the values. If the block does not exist, both groups are empty, so that waits can count on two groups per stage.
-/// `page` is the page that holds the block, if keys and values lie in pages.
+/// one for the values, which are empty if the block does not exist. `page` is the block's page, if keys and values lie in
+/// pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,
@@ -166,8 +164,7 @@ pub(super) fn fill(
     commit_copies();
 }
 
-/// Converts a number of key or value columns to a number of 16-bit elements, the unit of the copies. Two int8 codes fill one such
-/// element.
+/// Converts a number of columns to a number of 16-bit elements, the unit of the copies. Two int8 codes fill one element.
 #[cube]
 fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     if comptime!(tiles.reads_int8) {
@@ -177,8 +174,7 @@ fn in_halves(columns: u32, #[comptime] tiles: MmaSplitNTiles) -> u32 {
     }
 }
 
-/// Returns the size of a warp's section, the part of an operand block that this warp copies. The section has `columns` of
-/// the operand's `width` columns.
+/// Returns the size of a warp's section of an operand block: `columns` of the operand's `width` columns.
 const fn section(tiles: MmaSplitNTiles, columns: usize, width: usize) -> WarpSection {
     WarpSection {
         rows: tiles.keys,

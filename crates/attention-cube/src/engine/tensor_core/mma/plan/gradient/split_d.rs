@@ -6,8 +6,8 @@ use crate::math::side::{Side, Sums};
 use cube_kit::ampere::FRAGMENT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, registers};
 
-/// The choice of the tile's operands that stay in shared memory. For every streamed block, the kernel copies the tile's other
-/// operands through the ring of slots again.
+/// The operands of the tile that stay in shared memory. The kernel copies all other operands through the ring for every
+/// block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Resident {
     /// Q or K stays in shared memory, and so does V or dO if the kernel needs it.
@@ -18,8 +18,7 @@ pub enum Resident {
     Nothing,
 }
 
-/// The tiles of the kernel in `backward/split_d.rs`. The warps divide a block's scores by rows and columns, and the gradient by
-/// columns.
+/// The tiles of the kernel in `backward/split_d.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaGradientSplitDTiles {
     /// The side of the tile's rows: queries or keys.
@@ -32,8 +31,8 @@ pub struct MmaGradientSplitDTiles {
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, they are LSE and delta. With 3, they are the row maximum of
-    /// the scores, delta, and the logarithm of the row sum.
+    /// The number of f32 per query that the kernel loads: 2 for LSE and delta, or 3 for row maximum, delta, and logarithm of
+    /// the row sum.
     pub lse_delta: usize,
     /// The number of rows per tile: 64 or 128.
     pub rows: usize,
@@ -117,7 +116,7 @@ impl MmaGradientSplitDTiles {
     }
 
     /// The number of subtiles (64 columns each) in a row of the gradient GEMM's right operand. Zeros pad the row to the
-    /// number of columns that all warps together compute.
+    /// columns of all warps.
     pub const fn sum_subtiles(&self) -> usize {
         (STEP * self.steps() * self.column_groups()).div_ceil(SUBTILE)
     }
@@ -206,7 +205,7 @@ impl MmaGradientSplitDTiles {
     }
 
     /// The bytes of one right operand in a chunk for the gradient GEMM. If the kernel computes two gradients, a chunk has
-    /// two right operands: first rows of Q or K, then rows of V or dO, which start at this offset.
+    /// rows of Q or K, then rows of V or dO from this offset on.
     pub const fn sum_bytes(&self) -> usize {
         self.sum_rows * self.sum_subtiles() * ROW_BYTES
     }
@@ -223,8 +222,7 @@ impl MmaGradientSplitDTiles {
         if scores < sums { sums } else { scores }
     }
 
-    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys, because LSE and
-    /// delta then belong to the rows of the tile.
+    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys.
     pub const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -237,8 +235,8 @@ impl MmaGradientSplitDTiles {
         self.ring_at() + self.slots * self.slot_bytes()
     }
 
-    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS for it. Each
-    /// warp has four words. If the kernel computes two gradients, these words are for dS, and each warp has four more for P.
+    /// The byte offset of the bits of used columns, for which some row has a nonzero P or dS. Each warp has four words for
+    /// dS, and four more for P if the kernel computes two gradients.
     pub const fn used_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
@@ -267,8 +265,8 @@ impl MmaGradientSplitDTiles {
         Self::UNITS
     }
 
-    /// The lengths of five register vectors. The first two are for one fragment: S (or dP), and P (or dS). The last three are
-    /// for all fragments of a warp: S (or dP), P (or dS), and the gradient.
+    /// The lengths of five register vectors. The first two are S (or dP) and P (or dS) of one fragment. The last three are S
+    /// (or dP), P (or dS) and the gradient of all fragments of a warp.
     pub const fn vectors(&self) -> [usize; 5] {
         let (s, p) = (Self::PART / 2, Self::PART / 4);
         let fragments = self.score_fragments();

@@ -1,5 +1,4 @@
-//! The tiles and the shared memory of the split-M backward. Each warp has some rows, and computes all columns of their
-//! gradients.
+//! The tiles and the shared memory of the split-M backward.
 
 use crate::engine::tensor_core::mma::plan::warp::STEP;
 use crate::math::side::{Side, Sums};
@@ -20,8 +19,8 @@ pub struct MmaGradientSplitMTiles {
     pub value_dim: usize,
     /// The half precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, they are LSE and delta. With 3, they are the row maximum of
-    /// the scores, delta, and the logarithm of the row sum.
+    /// The number of f32 per query that the kernel loads: 2 for LSE and delta, or 3 for row maximum, delta, and logarithm of
+    /// the row sum.
     pub lse_delta: usize,
     /// The number of warps per CTA.
     pub warps: usize,
@@ -60,8 +59,7 @@ impl MmaGradientSplitMTiles {
         rows * self.value_dim.div_ceil(SUBTILE) * ROW_BYTES
     }
 
-    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys, because LSE and
-    /// delta then belong to the rows of the tile.
+    /// The bytes of LSE and delta (f32) of a block's queries. The number is 0 if the streamed blocks are keys.
     const fn term_bytes(&self) -> usize {
         match self.side {
             Side::Queries => 0,
@@ -114,8 +112,8 @@ impl MmaGradientSplitMTiles {
         self.value_dim.next_multiple_of(STEP)
     }
 
-    /// The lengths of eight register vectors. Four of them are for one fragment: S (or dP), P (or dS), dQ or dK, and dV. The
-    /// other four are for the same matrices with all fragments of a warp.
+    /// The lengths of eight register vectors: S (or dP), P (or dS), dQ or dK, and dV of one fragment, then of all fragments
+    /// of a warp.
     pub const fn vectors(&self) -> [usize; 8] {
         let (s, p) = (registers(self.columns / 2), registers(self.columns / 4));
         let q_or_k = registers(self.dot_columns() / 2);

@@ -16,21 +16,18 @@ use cube_kit::nvidia::Half;
 enum Shape {
     /// Split-M. The three numbers are warps per CTA, 16-row fragments per warp, and columns per block.
     Rows([usize; 3]),
-    /// Split-D. The first field says which operands stay in shared memory. The first three of the five numbers are rows,
-    /// columns, and columns per chunk for S or dP. The last two are rows per chunk of the gradient GEMM's right operand, and
-    /// the largest number of ring slots.
+    /// Split-D. The first field says which operands stay in shared memory. The five numbers are rows, columns, columns per
+    /// chunk for S or dP, rows per chunk of the gradient GEMM's right operand, and the largest number of ring slots.
     Columns(Resident, [usize; 5]),
 }
 
-/// A table row: the tiles of the kernels for head sizes up to `width`, on GPUs where a CTA may take `shared_memory` KB of
-/// shared memory.
+/// A table row: the kernels' tiles for head sizes up to `width`, on GPUs with `shared_memory` KB of shared memory per CTA.
 struct Row {
     width: usize,
     shared_memory: usize,
     query: Shape,
     key: Shape,
-    /// The tiles of a separate kernel that computes dV, or `None` if one kernel computes dK and dV. A separate kernel is needed
-    /// if the registers of one kernel cannot hold both gradients.
+    /// The tiles of a separate kernel for dV, or `None` if the registers of one kernel can hold dK and dV.
     value: Option<Shape>,
 }
 
@@ -52,11 +49,11 @@ const fn row(
 /// The backward's tiles. The plan takes the first table row that is wide enough, fits the device's shared memory, and leaves
 /// room for at least three ring slots.
 ///
-/// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. In both cases a
-/// multiprocessor has eight warps, so that one warp multiplies while another computes P and dS.
+/// Split-M runs two CTAs of four warps on a multiprocessor if they fit, else one CTA of eight warps. With eight warps, one
+/// warp multiplies while another computes P and dS.
 ///
-/// Split-D uses blocks of 128 columns or tiles of 128 rows, which give each warp 32 × 32 scores. A warp with 32 × 32 scores
-/// reads two thirds of the operand bytes that two separate tiles of 16 × 32 scores need.
+/// Split-D uses blocks of 128 columns or tiles of 128 rows, which give each warp 32 × 32 scores. Such a warp reads two
+/// thirds of the operand bytes of two warps with 16 × 32 scores each.
 const ROWS: &[Row] = &[
     row([64, 99], Rows([4, 2, 32]), Rows([4, 2, 32]), None),
     row([128, 227], Rows([4, 2, 32]), Rows([8, 1, 64]), None),
@@ -86,8 +83,8 @@ const ROWS: &[Row] = &[
         Columns(QOrK, [64, 128, 128, 32, 3]),
         Some(Columns(All, [64, 128, 128, 32, 4])),
     ),
-    // This table row serves problems with a bias. A bias needs a third f32 per query in shared memory. With the tiles of the
-    // previous table row, fewer than three ring slots would then fit.
+    // This table row serves problems with a bias, which needs a third f32 per query in shared memory. With the tiles of the
+    // previous table row, fewer than three ring slots would fit.
     row(
         [512, 227],
         Columns(All, [64, 128, 64, 16, 6]),
@@ -108,12 +105,11 @@ const ROWS: &[Row] = &[
     ),
 ];
 
-/// The tiles of the query kernel and of the key kernel. The third entry has the tiles of the value kernel, or `None` if the key
-/// kernel also computes dV.
+/// The tiles of the query kernel, of the key kernel, and of the value kernel (`None` if the key kernel also computes dV).
 type Kernels = (MmaGradientTiles, MmaGradientTiles, Option<MmaGradientTiles>);
 
-/// Returns the tiles for these head sizes that fit the device. With `has_logarithms`, as for a bias, each query has three f32
-/// (row maximum, delta, logarithm of the row sum) instead of two (LSE, delta).
+/// Returns the tiles for these head sizes that fit the device. With `has_logarithms`, as for a bias, each query has three
+/// f32 (row maximum, delta, logarithm of the row sum) instead of LSE and delta.
 pub(crate) fn gradient_tiles(
     head_dim: usize,
     value_dim: usize,
@@ -192,12 +188,9 @@ pub(crate) fn gradient_tiles(
         })
 }
 
-/// Chooses the number of ring slots. The maximum is the smallest of three numbers: the table's number of slots, the number
-/// of chunks per block, and the number of slots that fit `shared_memory`. From 3 up to this maximum, the function takes the
-/// largest number that divides the number of chunks per block. With such a number, a chunk has the same slot in every block,
-/// known at compile time. If there is no such number, the function takes the maximum.
-///
-/// With a bias, fewer slots fit than without a bias, since a bias needs one more f32 per query in shared memory.
+/// Chooses the number of ring slots. The maximum is the smallest of the table's number of slots, the number of chunks per
+/// block, and the number of slots that fit `shared_memory`. The function prefers the largest number from 3 up to this
+/// maximum that divides the chunks per block. With such a number, the slot of each chunk is known at compile time.
 fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradientSplitDTiles {
     let per_slot = tiles.slot_bytes() + Ring::SLOT_BARRIERS;
     let beside = tiles.shared_memory() - tiles.slots * per_slot;
@@ -210,8 +203,8 @@ fn with_slots(tiles: MmaGradientSplitDTiles, shared_memory: usize) -> MmaGradien
     }
 }
 
-/// The smallest number of ring slots. Most warps read one slot, slower warps still read the preceding slot, and a third slot is
-/// being filled.
+/// The smallest number of ring slots: one that most warps read, one that slower warps still read, and one that is being
+/// filled.
 const LEAST_SLOTS: usize = 3;
 
 #[cfg(test)]
@@ -225,8 +218,8 @@ mod tests {
     /// The largest head size.
     const WIDEST: usize = 512;
 
-    /// Checks that the table has backward tiles for every head size at each size of shared memory. The warps must divide these
-    /// tiles without a remainder, as the kernels assume.
+    /// Checks that the table has backward tiles for every head size at each size of shared memory. The warps must divide
+    /// these tiles evenly.
     #[test]
     fn gradient_tiles_every_width_fits_and_divides_evenly() {
         for shared_memory in SHARED_MEMORY {
@@ -260,9 +253,8 @@ mod tests {
         }
     }
 
-    /// True if a subtile may start at byte offset `place`. The offset must be a multiple of the bytes of eight rows, because
-    /// the swizzle repeats every eight rows: it permutes each row in units of 16 bytes, by the row's number in its subtile
-    /// modulo 8.
+    /// True if a subtile may start at byte offset `place`. The offset must be a multiple of eight rows, because the swizzle
+    /// permutes 16-byte pieces by the row number modulo 8.
     fn is_subtile(place: usize) -> bool {
         place.is_multiple_of(8 * ROW_BYTES)
     }
@@ -284,16 +276,15 @@ mod tests {
         assert_eq!(groups, warps, "{tiles:?}");
         let groups = tiles.gradients() * tiles.row_groups() * tiles.column_groups();
         assert_eq!(groups, warps, "{tiles:?}");
-        // A warp computes some rows of the scores, and stores one set of bits that marks the columns that any of these rows
-        // uses. For the gradient, the rows are divided into row groups. A set of bits must not cover rows of two row groups.
-        // The number of rows of a row group must therefore be a multiple of the number of score rows per warp.
+        // The bits that mark used columns cover the score rows of one warp. These rows must not lie in two row groups of the
+        // gradient. The rows of a row group must therefore be a multiple of the score rows per warp.
         let rows = MmaGradientSplitDTiles::SUM_ROWS;
         assert!(rows.is_multiple_of(tiles.score_rows()), "{tiles:?}");
         assert!(tiles.score_columns.is_multiple_of(SUBTILE), "{tiles:?}");
         assert!(tiles.sum_rows.is_multiple_of(FRAGMENT_ROWS), "{tiles:?}");
         assert!(tiles.columns.is_multiple_of(tiles.sum_rows), "{tiles:?}");
-        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots beyond
-        // the number of chunks would therefore stay unused.
+        // An iteration of the main loop starts to copy only its own chunks and the chunks of the next iteration. Slots
+        // beyond the number of chunks would stay unused.
         assert!(tiles.slots >= LEAST_SLOTS, "{tiles:?}");
         assert!(tiles.slots <= tiles.chunks(), "{tiles:?}");
         let offsets = [
@@ -306,8 +297,7 @@ mod tests {
             tiles.slot_bytes(),
         ];
         assert!(offsets.into_iter().all(is_subtile), "{tiles:?}");
-        // The kernels copy LSE and delta in units of 16 bytes. So the offset and the size of LSE and delta must be multiples of
-        // 16.
+        // The kernels copy LSE and delta in units of 16 bytes.
         assert!(tiles.lse_delta_at().is_multiple_of(16), "{tiles:?}");
         assert!(tiles.term_bytes().is_multiple_of(16), "{tiles:?}");
         assert!(

@@ -18,8 +18,7 @@ use cube_kit::hopper::wgmma::{STEP, free_chunk, load_columns_as_rows, load_rows,
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// P and dS, packed as left operands of the gradient GEMMs. P is computed only if this kernel computes dV, and dS only if this
-/// kernel computes dQ or dK.
+/// P and dS, packed as left operands of the gradient GEMMs. P is computed only for dV, and dS only for dQ or dK.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Made<NP: Size> {
@@ -36,8 +35,8 @@ pub(super) struct ConsumerThread {
     pub elected: u32,
 }
 
-/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied their LSE and delta
-/// together with the block's rows of Q.
+/// Returns the LSE and delta for the `count`-th block. If the streamed blocks are queries, TMA has copied them with the rows
+/// of Q.
 #[cube]
 fn block_lse_delta<'a>(
     row_lse_delta: &LseDelta<'a>,
@@ -50,8 +49,7 @@ fn block_lse_delta<'a>(
     lse_delta_of_block(row_lse_delta, at, tiles.columns)
 }
 
-/// Loads the thread's biases of the `count`-th block from shared memory. TMA has copied these biases together with the block's
-/// rows of Q or K.
+/// Loads the thread's biases of the `count`-th block from shared memory, where TMA has copied them with the rows of Q or K.
 #[cube]
 fn block_biases(
     offsets: &SharedOffsets,
@@ -150,8 +148,7 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
         )
     } else {
         // The fence orders the loads of this block's LSE, delta and biases before TMA's next write to the stage. Without the
-        // fence, some of these loads returned data of the next write. This happened when the loads followed GEMMs that read
-        // shared memory.
+        // fence, loads after GEMMs that read shared memory returned data of the next write.
         async_proxy_fence();
         let stage = pipeline_state(count, tiles.dot_stages).stage;
         free_chunk(

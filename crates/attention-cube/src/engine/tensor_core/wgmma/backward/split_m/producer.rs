@@ -52,8 +52,7 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaGradientSplitMTiles) -
     }
 }
 
-/// Copies the stationary tile. Then copies the blocks of `q_or_k` and `v_or_do` that the tile visits, in the order in which the
-/// consumers need them.
+/// Copies the stationary tile and the blocks of `q_or_k` and `v_or_do` in the order in which the consumers need them.
 #[cube]
 pub(super) fn fetch<E: Float>(
     stationary_qk: &TensorMap<E, Tiled>,

@@ -1,5 +1,4 @@
-//! The GEMMs of a block in the split-M backward: their operands, their start, and their completion. Gradient GEMMs are the
-//! GEMMs that add to dQ, dK or dV.
+//! The GEMMs of a block in the split-M backward. The gradient GEMMs compute dQ, dK or dV.
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::wgmma::plan::WgmmaGradientSplitMTiles;
@@ -13,8 +12,7 @@ use cube_kit::nvidia::ROW_BYTES;
 use cube_kit::nvidia::ptx::uniform;
 use cubecl::prelude::*;
 
-/// The registers of a warpgroup's gradients: dQ or dK, and dV. The kernel does not use the registers of a gradient that it does
-/// not compute.
+/// The registers of a warpgroup's gradients: dQ or dK, and dV.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct Gradients<ND: Size, NV: Size> {
@@ -53,8 +51,7 @@ pub(super) fn operands(
     }
 }
 
-/// The right operands of one block, as the lower 32 bits of shared memory descriptors. The same struct serves the GEMMs of S
-/// and dP and, with transposed descriptors, the gradient GEMMs.
+/// The right operands of one block, as the lower 32 bits of shared memory descriptors.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockOperands {
@@ -62,8 +59,8 @@ pub(super) struct BlockOperands {
     pub v_or_do: u32,
 }
 
-/// Returns the right operands of the `count`-th block. `q_or_k` and `v_or_do` are the descriptors of the first stages of the two
-/// rings.
+/// Returns the right operands of the `count`-th block. `q_or_k` and `v_or_do` are the descriptors of the rings' first
+/// stages.
 #[cube]
 pub(super) fn block_operands(
     q_or_k: u32,
@@ -166,8 +163,8 @@ pub(super) fn multiply<NP: Size, ND: Size, NV: Size>(
     Gradients::<ND, NV> { q_or_k, v_or_do }
 }
 
-/// Waits until at most `pending` later GEMMs (wgmma groups) are in flight, so that the gradient GEMMs are complete. Then frees
-/// the block's stages, which no later GEMM reads, and returns the gradients.
+/// Waits until at most `pending` wgmma groups are in flight, so that the gradient GEMMs are complete. Frees the block's
+/// stages, and returns the gradients.
 #[cube]
 pub(super) fn settle<NP: Size, ND: Size, NV: Size>(
     sums: Gradients<ND, NV>,

@@ -1,5 +1,4 @@
-//! Finds the rows of a block that no row of the tile sees, and writes zeros over them before the gradient GEMMs. Such rows may
-//! hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over the rows of a block that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
 
 use super::CONSUMER_BARRIER;
 use super::producer::SharedOffsets;
@@ -18,12 +17,11 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// Writes zeros over those rows of the `count`-th block that no row of the tile sees, before the gradient GEMMs read them. A NaN
-/// in such a row would give `0 · NaN = NaN`.
+/// Writes zeros over the rows of the `count`-th block that no row of the tile sees. These rows may hold NaN, and `0 · NaN`
+/// is NaN.
 ///
-/// If `may_have_masked`, the block may have such rows between visible rows. `masked` is the number of earlier blocks of the
-/// tile that may have had such rows. This number selects the block's used words (bits that tell which rows of the block the
-/// tile sees).
+/// If `may_have_masked`, the block may have hidden rows between visible rows. `masked` counts the earlier blocks of the tile
+/// with `may_have_masked`.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -51,8 +49,8 @@ pub(super) fn zero_fill_block<NP: Size>(
             let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
             } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
-                // A column whose probabilities are all dropped has P = 0, but its dS = −w Δ is not 0. So a column counts as
-                // used if its P or its dS is not 0.
+                // If all probabilities of a column are dropped, P is 0, but dS = −w Δ is not 0. The column then counts as
+                // used.
                 used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
             } else {
                 used_columns::<NP>(p, tiles.columns)
@@ -71,18 +69,14 @@ pub(super) fn zero_fill_block<NP: Size>(
     }
 }
 
-/// Writes zeros over those rows of the `count`-th block that no row of the tile sees. If `masked`, the used words at `words`
-/// have one bit per row of the block, which tells whether the tile sees that row. Otherwise the tile's visible range tells
-/// which rows the tile sees.
+/// Writes zeros over the rows of the `count`-th block that no row of the tile sees. If `masked`, the bits at `words` tell
+/// which rows the tile sees. Otherwise the tile's visible range tells which rows the tile sees.
 ///
-/// Without `masked`, another warpgroup may still read these rows for its S and dP of the block. That warpgroup may read old
-/// data, zeros, or a mix of both. This does not change the result. A row of the block affects only one column of S and of dP,
-/// and no row of the tile sees that column. A block with rows outside the visible range is not fully visible, so hidden scores
-/// are replaced by −∞, and their P is 0. Where P is 0, the weight of the score and dS are set to 0, for any softcap slope and
-/// any dP.
+/// Without `masked`, another warpgroup may still read these rows for its S and dP, and may read old data or zeros. The
+/// result does not change: a row of the block affects only one column of S and dP, and the mask sets P and dS of a hidden
+/// column to 0.
 ///
-/// With `masked`, no warpgroup still reads these rows: all warpgroups computed P and dS of the block before they met at the
-/// caller's barrier.
+/// With `masked`, no warpgroup still reads these rows, because the caller's barrier comes after all GEMMs of S and dP.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

@@ -294,9 +294,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NQ: Size, NO: Size>(
         count += 1u32;
     }
 
-    // Each warpgroup has summed P over its own keys only, so the warpgroups exchange their row sums. The row sums overwrite
-    // row maxima that the warpgroups have exchanged earlier. A warpgroup arrives at the next barrier only after it has read
-    // these row maxima. So the row sums may be written after the barrier.
+    // Each warpgroup has summed P over its own keys only. The barrier protects row maxima that the exchanged row sums
+    // overwrite.
     let sums = quad_sum(softmax_state.sums);
     named_barrier(MAXIMA, CONSUMERS);
     MainloopOutput::<NO> {

@@ -49,8 +49,7 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitDTiles) -> Shared
     }
 }
 
-/// Copies the operands of all tiles of the CTA: the queries of each tile, and the chunks of K and V of every visited block. The
-/// order of the copies is the order in which the consumers need them.
+/// Copies the queries of each tile, and the chunks of K and V of every block, in the order in which the consumers need them.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -108,9 +107,9 @@ pub(super) fn fetch(
                         part,
                         tiles,
                     );
-                    // The queries are copied as late as possible, since the consumers may still read the queries of the
-                    // previous tile. The queries must be copied before the ring is full. Otherwise the producer would wait for
-                    // a free stage, while the consumers free no stage before the queries have arrived.
+                    // The queries are copied late, because the consumers may still read the previous tile's queries. The
+                    // queries must be copied before the ring is full: the consumers free no stage before the queries arrive,
+                    // so a later copy would be a deadlock.
                     if comptime!(part + 1 == tiles.stages.min(tiles.key_chunks())) {
                         if is_first {
                             fetch_queries(
@@ -153,10 +152,9 @@ pub(super) fn fetch(
             );
             passed += comptime!(tiles.value_chunks() as u32);
         } else if assigned_tile.exists {
-            // Although the tile has no blocks, the consumers may stage its output in the buffer of the queries. The producer
-            // waits until that buffer is free, and then signals that the buffer is full, as for any tile. Producer and consumers
-            // therefore stay at most one tile apart. This is necessary because the parity of a barrier can only distinguish
-            // adjacent phases.
+            // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals that
+            // the buffer is full. Otherwise producer and consumers could be two tiles apart. A barrier's parity only
+            // distinguishes adjacent phases.
             await_queries_empty(offsets, tiles_done);
             barrier_arrive(offsets.queries_full, 1u32);
         }
@@ -231,8 +229,8 @@ fn fetch_keys(
     );
 }
 
-/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache, because the block is needed soon. CTAs with
-/// neighboring tiles need the same block at about the same time. Each of these CTAs prefetches a different chunk.
+/// Prefetches one chunk of K and one chunk of V of a block to the L2 cache. CTAs with neighboring tiles need the block at
+/// about the same time, and each of these CTAs prefetches a different chunk.
 #[cube]
 fn prefetch(
     key_map: u64,

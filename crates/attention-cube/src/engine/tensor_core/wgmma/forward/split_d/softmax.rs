@@ -1,5 +1,5 @@
-//! The online softmax of a block in the split-D forward. Each warpgroup computes half of P. The warpgroups exchange their row
-//! maxima, so that both use the same row_max.
+//! The online softmax of a block in the split-D forward. Each warpgroup computes half of P. The warpgroups exchange their
+//! row maxima.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::{CONSUMERS, HALF_KEYS, MAXIMA};
@@ -29,8 +29,8 @@ pub(super) fn probabilities(offsets: &SharedOffsets, count: u32) -> u32 {
     ))
 }
 
-/// Waits until at most `pending` GEMMs (wgmma groups) are in flight, so that the GEMM of the warpgroup's `own`-th chunk of V is
-/// complete. Then frees that chunk. The warpgroup's first chunk of V is the `from`-th chunk that passes through the ring.
+/// Waits until at most `pending` wgmma groups are in flight, so that the GEMM of the warpgroup's `own`-th chunk of V is
+/// complete. Then frees that chunk. `from` is the ring index of the warpgroup's first chunk of V.
 #[cube]
 pub(super) fn free_values(
     empty: u32,
@@ -52,13 +52,12 @@ pub(super) fn free_values(
     );
 }
 
-/// Makes the second warpgroup wait for the first chunk of V of a block, and arrive at that chunk's empty barrier. This happens
-/// only if a block has more chunks of V than the ring has stages.
+/// Makes the second warpgroup wait for the first chunk of V of a block, and arrive at that chunk's empty barrier. This
+/// happens only if a block has more chunks of V than the ring has stages.
 ///
-/// In that case, the first and the last chunk of V in a block use the same stage. The first warpgroup reads the first chunk,
-/// and the second warpgroup reads the last. Without this wait, the second warpgroup would skip one phase of the stage's full
-/// barrier. The phase before the skipped one has the same parity as the phase after it. So the warpgroup's wait for the last
-/// chunk could succeed too early, and the warpgroup would multiply old data.
+/// In that case, the first and the last chunk of V use one stage. Without this wait, the second warpgroup would skip one
+/// phase of the stage's full barrier. The phases before and after the skipped phase have the same parity, so the wait for
+/// the last chunk could succeed too early.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -74,8 +73,8 @@ pub(super) fn share_first_chunk(ring: Ring, values: u32, #[comptime] tiles: Wgmm
     }
 }
 
-/// Arrives a second time at the empty barrier of the second warpgroup's first chunk of V. The second arrival replaces the
-/// arrival of the first warpgroup, which does not wait for that chunk.
+/// Arrives a second time at the empty barrier of the second warpgroup's first chunk of V. The first warpgroup does not wait
+/// for that chunk, so it does not arrive.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -90,8 +89,8 @@ pub(super) fn free_own_first_chunk(ring: Ring, values: u32, #[comptime] tiles: W
     }
 }
 
-/// Exchanges two f32 of a thread, one per row, with the other warpgroup. For each row, returns the maximum of the two
-/// warpgroups' f32 if `largest`, else their sum. The caller must ensure that the last exchange through this buffer is complete.
+/// Exchanges two f32 of a thread, one per row, with the other warpgroup. Returns their maxima if `largest`, else their sums.
+/// The caller must ensure that the last exchange through this buffer is complete.
 #[cube]
 pub(super) fn exchange(
     offsets: &SharedOffsets,
@@ -127,10 +126,10 @@ pub(super) fn exchange(
     }
 }
 
-/// Computes the warpgroup's half of P for the `count`-th visited block, and stores it to shared memory.
+/// Computes the warpgroup's half of P for the `count`-th block, and stores it to shared memory.
 ///
-/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. In this case, the function also frees the chunks
-/// of V that this GEMM has read, from chunk `values` on.
+/// If `busy`, the tensor cores run `P V` of the previous block meanwhile. The function then also frees the chunks of V that
+/// this GEMM has read, from chunk `values` on.
 #[cube]
 pub(super) fn softmax<F: Float, NB: Size, NS: Size>(
     s: Vector<f32, NS>,

@@ -1,5 +1,4 @@
-//! Writes zeros over a block's rows of V that no row of the tile sees, before the GEMM `P V` reads them. Such rows of V may
-//! hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over a block's rows of V that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
 
 use super::producer::SharedOffsets;
 use super::warpgroups::OWN_CHUNKS;
@@ -15,10 +14,10 @@ use cube_kit::hopper::ptx::barrier_wait;
 use cube_kit::hopper::wgmma::free_chunk;
 use cubecl::prelude::*;
 
-/// In the `count`-th visited block, writes zeros over the rows of V that no row of the tile sees. Call this function before
-/// the GEMM `P V` reads V. The block's first chunk of V is the `passed`-th chunk that passes through the ring.
+/// Writes zeros over the rows of V of the `count`-th block that no row of the tile sees. `passed` is the ring index of the
+/// block's first chunk of V. Call this function before the GEMM `P V`.
 ///
-/// Returns true if the block had such rows. In that case the function has also waited for S and freed the last chunk of K.
+/// If the function returns true, it has also waited for S and freed the last chunk of K.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -44,8 +43,7 @@ pub(super) fn zero_fill_values(
         comptime!(kind.leaves_masked()),
     );
     if dirty {
-        // The last chunk of K is freed first, because the last chunk of V may need the ring stage that the last chunk of K
-        // occupies.
+        // The last chunk of V may need the ring stage of the last chunk of K.
         free_chunk(key_empty, ring.elected, 0usize, 1usize);
         let warpgroup = UNIT_POS / comptime!(WARPGROUP as u32);
         #[unroll]

@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready. A thread loads its biases from shared memory if TMA has
-//! copied them to the ring of biases, else from global memory.
+//! Loads a block's biases before the block's scores are ready, from shared memory if TMA has copied them, else from global
+//! memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;
@@ -15,8 +15,8 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the number of blocks that
-/// the CTA has processed before this block.
+/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the block's index in the
+/// CTA.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -38,8 +38,8 @@ pub(super) fn biases_of<F: Float, NB: Size>(
             comptime!(tiles.rows()),
             comptime!(tiles.keys / STEP),
         );
-        // The fence orders these loads before TMA's next write to the stage. Without the fence, some loads returned data of the
-        // next write, in cases where the loads followed GEMMs that read shared memory.
+        // The fence orders these loads before TMA's next write to the stage. Without the fence, some loads returned data of
+        // the next write.
         async_proxy_fence();
         barrier_arrive(offsets.bias_empty + 8u32 * slot.stage, thread.elected);
         words

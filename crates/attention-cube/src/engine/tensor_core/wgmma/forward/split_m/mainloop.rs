@@ -38,8 +38,7 @@ pub(super) struct Thread {
     pub elected: u32,
 }
 
-/// Two counts of a CTA: the blocks that the CTA has visited, and among these the blocks in which some keys may be hidden
-/// from all queries of the tile.
+/// The number of blocks of a CTA, and the number of blocks in which some keys may be hidden from all queries of the tile.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(super) struct BlockCounts {
@@ -131,8 +130,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             kind.fragment,
         );
         let made = softmax::<NS>(s, softmax_state, scale_log2, negative_infinity, tiles);
-        // The loop carries the copy `running` instead of `softmax_state`. If the loop carried `softmax_state` itself, register
-        // moves would cost 5 % of the speed at head size 128 (docs/forward-split-m.md).
+        // If the loop carried `softmax_state` itself, register moves would cost 5 % of the speed at head size 128
+        // (docs/forward-split-m.md).
         let mut running = made.softmax_state;
         // O is still 0 after the first block's softmax, so O needs no rescale.
         running.moved = false.runtime();
@@ -168,9 +167,8 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
             let value_full = offsets.value_full + 8u32 * slot.stage;
             let mut biases = BiasWords::zeroed();
             if comptime!(tiles.orders_warpgroups) {
-                // The warpgroups take turns to issue GEMMs. The warpgroup loads the biases and waits for the barriers before
-                // its turn begins. During the turn, both would delay the other warpgroups, which wait for the end of the
-                // turn.
+                // The bias loads and the waits come before the ping-pong barrier. After that barrier, they would delay the
+                // other warpgroups.
                 biases = biases_of::<F, NB>(
                     scoring,
                     rows,
@@ -257,10 +255,9 @@ pub(super) fn run_mainloop<F: Float, NB: Size, NS: Size, NP: Size, NO: Size>(
                 elected,
                 tiles,
             );
-            // P' is the P of the next block. It is rounded to half precision only after the GEMM of P and V has finished,
-            // when the registers of P are free. If P' were rounded earlier, the rounded P' would need more registers, beside
-            // those of P. If a branch followed the earlier rounding, ptxas would insert a wait after every wgmma (warning
-            // C7513).
+            // P' is the P of the next block. It is rounded only after the GEMM of P and V has finished, when the registers
+            // of P are free. An earlier rounding would need more registers, or would make ptxas insert a wait after every
+            // wgmma (warning C7513).
             p = packed::<F, NB, NS, NP>(made.exp_scores, words, next, rows, scoring, tiles, kind);
             if comptime!(kind.leaves_masked()) {
                 masked_count += u32::cast_from(may_have_masked);

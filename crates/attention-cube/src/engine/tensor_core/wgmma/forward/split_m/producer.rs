@@ -31,9 +31,8 @@ pub(super) struct SharedOffsets {
     pub value_empty: u32,
     pub queries_full: u32,
     pub queries_empty: u32,
-    /// The address of three barriers. The *used bits* of a block tell which keys of the block the tile sees. Shared memory
-    /// holds the used bits of three blocks, and each of the three has one barrier. The barrier completes when all consumer
-    /// warps have set the bits of the keys that their rows see.
+    /// The address of three barriers, for three blocks in flight. A barrier completes when all consumer warps have set the
+    /// *used bits* of a block. A used bit tells whether the tile sees a key.
     pub used_ready: u32,
     /// The addresses of the full and empty barriers of the bias stages.
     pub bias_full: u32,
@@ -64,8 +63,7 @@ pub(super) fn offsets(start: u32, #[comptime] tiles: WgmmaSplitMTiles) -> Shared
     }
 }
 
-/// Copies the operands of all tiles of the CTA: the queries of each tile, and the rows of K and V of every visited block. The
-/// order of the copies is the order in which the consumers need them.
+/// Copies the queries of each tile, and the rows of K and V of every block, in the order in which the consumers need them.
 #[cube]
 pub(super) fn fetch(
     sources: &Sources,
@@ -128,8 +126,8 @@ pub(super) fn fetch(
                         tiles,
                     );
                 } else {
-                    // The first keys are copied before the queries, because the buffer of the queries may still be in use:
-                    // the consumers may not have finished reading the queries of the previous tile.
+                    // The first keys are copied before the queries, because the consumers may still read the queries of the
+                    // previous tile.
                     fetch_queries(
                         sources.query,
                         steps,
@@ -139,8 +137,7 @@ pub(super) fn fetch(
                         tiles,
                         kind,
                     );
-                    // The producer takes the next work item while the copies run. This hides the long latency of the counter in
-                    // global memory.
+                    // This hides the latency of the counter in global memory.
                     next = take_item(scheduler, item, turn, masking, mailbox, kind);
                 }
                 if comptime!(tiles.bias_stages > 0) {
@@ -161,10 +158,9 @@ pub(super) fn fetch(
             );
         } else {
             if assigned_tile.exists {
-                // Although the tile has no blocks, the consumers may stage its output in the buffer of the queries. The producer
-                // waits until that buffer is free, and then signals that the buffer is full, as for any tile. Producer and
-                // consumers therefore stay at most one tile apart. This is necessary because the parity of a barrier can only
-                // distinguish adjacent phases.
+                // For a tile without blocks, the producer also waits until the buffer of the queries is free, and signals
+                // that the buffer is full. Otherwise producer and consumers could be two tiles apart. A barrier's parity
+                // only distinguishes adjacent phases.
                 await_queries_empty(offsets, tiles_done);
                 barrier_arrive(offsets.queries_full, 1u32);
             }

@@ -1,5 +1,4 @@
-//! Finds the keys of a block that no row of the tile sees. Before the GEMM `P V` reads V, writes zeros over the rows of V that
-//! belong to these keys. Such rows may hold NaN, and `0 · NaN` is NaN.
+//! Writes zeros over a block's rows of V that no row of the tile sees. These rows may hold NaN, and `0 · NaN` is NaN.
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::lane_hides;
@@ -17,12 +16,11 @@ use cube_kit::hopper::ptx::{barrier_arrive, barrier_wait};
 use cube_kit::nvidia::ptx::named_barrier;
 use cubecl::prelude::*;
 
-/// True if the block is fully visible apart from the bias, and a bias of −∞ hides one of this lane's keys from the tile's
-/// first query. The lanes of a warp divide the keys of the block among them.
+/// True if a bias of −∞ hides one of this lane's keys from the tile's first query, and no other option hides keys of the
+/// block.
 ///
-/// The caller needs to know whether the block may have a key that is hidden from all queries of the tile. Such a key is also
-/// hidden from the first query. So each warp checks only the biases of the first query, and needs no results of the other
-/// warps.
+/// A key that is hidden from all queries is hidden from the first query. So the biases of the first query suffice to find
+/// blocks that may have such a key.
 #[cube]
 #[allow(
     clippy::collapsible_if,
@@ -68,8 +66,8 @@ pub(super) fn may_have_masked_in(
     }
 }
 
-/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier on which readers of these bits wait.
-/// `count` is the block's index among the blocks that may have keys hidden from the whole tile.
+/// Sets the used bits of the keys that the warp's rows see, and arrives at the barrier of these bits. `count` is the block's
+/// index among the blocks that may have keys hidden from the whole tile.
 #[cube]
 pub(super) fn signal_used_keys_of<NP: Size>(
     offsets: &SharedOffsets,
@@ -84,11 +82,11 @@ pub(super) fn signal_used_keys_of<NP: Size>(
     barrier_arrive(offsets.used_ready + 8u32 * (count % 3u32), elected);
 }
 
-/// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V` reads V.
-/// `last` is true for the tile's last block.
+/// Writes zeros over a block's rows of V that no row of the tile sees. Call this function before the GEMM `P V`. `last` is
+/// true for the tile's last block.
 ///
-/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. In this case, `count` is the
-/// index of the block among the blocks of the CTA that may have such keys.
+/// `may_have_masked` is true if the block may have keys that are hidden from the whole tile. `count` is the block's index
+/// among these blocks of the CTA.
 #[cube]
 pub(super) fn zero_fill_values(
     offsets: &SharedOffsets,
@@ -129,8 +127,8 @@ pub(super) fn zero_fill_values(
     }
 }
 
-/// Writes zeros over a block's rows of V that no row of the tile sees. If `masked`, the used words at `words` have one bit
-/// per key, which tells whether the tile sees that key. Otherwise the tile's visible range tells which keys the tile sees.
+/// Writes zeros over a block's rows of V that no row of the tile sees. If `masked`, the bits at `words` tell which keys the
+/// tile sees. Otherwise the tile's visible range tells which keys the tile sees.
 #[cube]
 fn clear(
     offsets: &SharedOffsets,

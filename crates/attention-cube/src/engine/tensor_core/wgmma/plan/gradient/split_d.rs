@@ -1,8 +1,7 @@
-//! The split-D tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes all 64 rows and half of
-//! the columns of one gradient.
+//! The split-D tiles of a backward kernel, and their layout in shared memory. Each warpgroup computes all 64 rows and half
+//! of the columns of one gradient.
 //!
-//! *Dots* are rows of Q or K, and *values* are rows of V or dO, as in `plan/gradient.rs`. A *chunk* is the rows or columns of a
-//! block that fill one stage of the ring.
+//! A *chunk* is the rows or columns of a block that fill one stage of the ring.
 
 use crate::engine::tensor_core::wgmma::plan::tiles::{
     ChunkedProduct, ChunkedScores, OutputShape, RingShape, USED_WORDS, WgmmaSplitDTiles,
@@ -11,8 +10,7 @@ use crate::math::side::{Side, Sums};
 use cube_kit::hopper::PRODUCT_ROWS;
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, is_whole};
 
-/// Split-D tiles: both warpgroups compute the same 64 rows. Each warpgroup computes half of the columns of their gradient
-/// (`backward/split_d.rs`).
+/// Split-D tiles: each warpgroup computes all 64 rows and half of the columns of the gradient (`backward/split_d.rs`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct WgmmaGradientSplitDTiles {
     /// The side of the stationary tile: queries or keys.
@@ -25,8 +23,8 @@ pub struct WgmmaGradientSplitDTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the row maximum
-    /// that the softmax subtracts, delta, and the logarithm of row_sum relative to that maximum.
+    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, the LSE is split into
+    /// the row maximum and the logarithm of row_sum.
     pub lse_delta: usize,
     /// The number of stages in the ring. Each stage holds one chunk.
     pub stages: usize,
@@ -35,8 +33,7 @@ pub struct WgmmaGradientSplitDTiles {
 impl WgmmaGradientSplitDTiles {
     /// The number of rows in a stationary tile.
     pub const ROWS: usize = WgmmaSplitDTiles::ROWS;
-    /// The number of rows in a streamed block. A row of the block belongs to a column of S. Each warpgroup computes half of
-    /// the columns of S.
+    /// The number of rows in a streamed block.
     pub const COLUMNS: usize = WgmmaSplitDTiles::KEYS;
     /// The number of blocks whose LSE and delta are in shared memory at the same time.
     const TERM_STAGES: usize = 2;
@@ -70,8 +67,7 @@ impl WgmmaGradientSplitDTiles {
         self.own_columns().div_ceil(SUBTILE)
     }
 
-    /// The number of chunks per block in the gradient's GEMM. The left operand of this GEMM is P or dS. The right operand is
-    /// a streamed block, which comes in chunks. The two warpgroups use alternate chunks.
+    /// The number of chunks per block in the gradient's GEMM. The two warpgroups use alternate chunks.
     pub const fn sum_chunks(&self) -> usize {
         WgmmaSplitDTiles::WARPGROUPS * WgmmaSplitDTiles::KEYS / WgmmaSplitDTiles::VALUE_KEYS
     }
@@ -128,14 +124,14 @@ impl WgmmaGradientSplitDTiles {
         self.factors_at() + 2 * WgmmaSplitDTiles::HALF_BYTES
     }
 
-    /// The offset of the barriers in shared memory, in bytes: the full and empty barriers of every stage, and one barrier for the
-    /// stationary tile.
+    /// The offset of the barriers in shared memory, in bytes. Each stage has a full and an empty barrier. The stationary
+    /// tile has one barrier.
     pub const fn barriers_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words belongs to one column of S in a
-    /// block, and tells whether some row of the tile sees this column.
+    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
+    /// row of a block.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.stages + 1)
     }
@@ -155,8 +151,8 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The shape of the GEMM that computes S or dP. `depth` is the number of columns of Q and K for S, and the number of
-    /// columns of V for dP. If `frees_before`, the GEMM also frees the last chunk of the preceding GEMM.
+    /// The shape of the GEMM that computes S or dP from operands of `depth` columns. If `frees_before`, the GEMM also frees
+    /// the last chunk of the preceding GEMM.
     pub const fn score_product(&self, depth: usize, frees_before: bool) -> ChunkedScores {
         ChunkedScores {
             depth,
@@ -177,8 +173,7 @@ impl WgmmaGradientSplitDTiles {
         }
     }
 
-    /// The sizes of three register vectors. The first size is for S and for dP, the second for P and for dS, the third for the
-    /// gradient.
+    /// The sizes of three register vectors: for S and dP, for P and dS, and for the gradient.
     pub const fn fragments(&self) -> [usize; 3] {
         [
             Self::COLUMNS / 4,
@@ -192,8 +187,8 @@ impl WgmmaGradientSplitDTiles {
         is_whole(self.width()) && is_whole(self.own_columns())
     }
 
-    /// True if TMA can store the gradient from the shared memory that held the stationary rows of Q or K. This requires that
-    /// the gradient fits there, and that no subtile has columns of both warpgroups.
+    /// True if TMA can store the gradient from the shared memory of the stationary rows of Q or K. The gradient must fit
+    /// there, and no subtile may have columns of both warpgroups.
     pub const fn stores_gradient_by_tma(&self) -> bool {
         self.own_columns().is_multiple_of(SUBTILE)
             && self.width().is_multiple_of(8)

@@ -23,8 +23,8 @@ pub struct WgmmaGradientSplitMTiles {
     pub value_dim: usize,
     /// The half-precision type of the operands.
     pub half: Half,
-    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, they are the row maximum
-    /// that the softmax subtracts, delta, and the logarithm of row_sum relative to that maximum.
+    /// The number of f32 per query that the kernel loads. With 2, these are the LSE and delta. With 3, the LSE is split into
+    /// the row maximum and the logarithm of row_sum.
     pub lse_delta: usize,
     /// The number of consumer warpgroups.
     pub warpgroups: usize,
@@ -36,10 +36,8 @@ pub struct WgmmaGradientSplitMTiles {
     pub value_stages: usize,
     /// The number of spare warpgroups, which only give their registers to the consumers.
     ///
-    /// ptxas applies `setmaxnreg`, which reassigns registers, only in kernels that need more registers per thread than a
-    /// thread has at entry. In other kernels ptxas ignores `setmaxnreg` (warning C7508). Spare warpgroups add threads, which
-    /// lowers the number of registers per thread at entry. The kernel then needs more registers than that, and ptxas applies
-    /// `setmaxnreg`.
+    /// ptxas ignores `setmaxnreg` (warning C7508) if a thread has enough registers at entry. Spare warpgroups lower the
+    /// number of registers per thread at entry, so that ptxas applies `setmaxnreg`.
     pub spare: usize,
     /// True if TMA copies the biases of each block to shared memory, together with the block's rows of Q or K.
     pub bias_boxes: bool,
@@ -98,8 +96,8 @@ impl WgmmaGradientSplitMTiles {
         }
     }
 
-    /// The distance in bytes, in shared memory, from one block's LSE and delta to the next block's LSE and delta. The distance
-    /// is a multiple of 128 bytes, as TMA requires.
+    /// The distance in bytes, in shared memory, between the LSE and delta of consecutive blocks. TMA requires a multiple of
+    /// 128 bytes.
     pub const fn term_stride(&self) -> usize {
         self.term_bytes().next_multiple_of(128)
     }
@@ -148,14 +146,14 @@ impl WgmmaGradientSplitMTiles {
         self.biases_at() + self.dot_stages * self.bias_bytes()
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Each stage of the two rings has a full and an empty barrier. The
-    /// stationary tile has one barrier.
+    /// The offset of the barriers in shared memory, in bytes. Each stage has a full and an empty barrier. The stationary
+    /// tile has one barrier.
     pub const fn barriers_at(&self) -> usize {
         self.lse_delta_at() + self.dot_stages * self.term_stride()
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words tells whether some row of the tile
-    /// sees a certain column of a block.
+    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
+    /// row of a block.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.dot_stages + 2 * self.value_stages + 1)
     }
@@ -175,8 +173,7 @@ impl WgmmaGradientSplitMTiles {
         self.value_dim.next_multiple_of(8)
     }
 
-    /// The sizes of four register vectors. The first size is for S and for dP, the second for P and for dS. The third is for dQ
-    /// or dK, the fourth for dV.
+    /// The sizes of four register vectors: for S and dP, for P and dS, for dQ or dK, and for dV.
     pub const fn fragments(&self) -> [usize; 4] {
         [
             registers(self.columns / 2),
@@ -210,8 +207,8 @@ impl WgmmaGradientSplitMTiles {
         self.head_dim.is_multiple_of(16)
     }
 
-    /// True if TMA can store dV. The gradient is staged in the shared memory that held the stationary rows of V. If the tile
-    /// holds no rows of V, dV is staged in the shared memory that held the rows of K.
+    /// True if TMA can store dV. The gradient is staged in the shared memory of the stationary rows of V, or of K if the
+    /// tile holds no rows of V.
     pub const fn stores_values_by_tma(&self) -> bool {
         self.value_dim.is_multiple_of(16)
             && (self.sums.has_q_or_k() || self.value_subtiles() <= self.dot_subtiles())
@@ -243,8 +240,8 @@ impl WgmmaGradientSplitMTiles {
 
     /// The number of registers per thread in the producer warpgroup, and in the consumer warpgroups.
     pub const fn thread_registers(&self) -> [usize; 2] {
-        // `setmaxnreg` redistributes the registers that the CTA owns at entry. At entry, every thread owns the same number of
-        // registers, a multiple of eight. The CTA owns at most 65,536 registers.
+        // The CTA owns at most 65,536 registers. At entry, every thread owns an equal number of registers, a multiple of
+        // eight.
         let all = 65_536 / self.units() / 8 * 8 * self.units();
         let idle = WARPGROUP * FETCHING_REGISTERS * (1 + self.spare);
         let each = (all - idle) / (WARPGROUP * self.warpgroups) / 8 * 8;

@@ -1,5 +1,4 @@
-//! The shapes of GEMMs with chunked operands, the shape of the ring, and the shape of the output. The tiles of several kernels
-//! share these types.
+//! The shapes of GEMMs with chunked operands, of the ring, and of the output.
 
 use cube_kit::nvidia::{Half, registers};
 
@@ -42,13 +41,12 @@ impl OutputShape {
 pub struct RingShape {
     /// The number of stages in the ring. Each stage holds one chunk.
     pub stages: usize,
-    /// True if the chunk count of every operand of a block is a multiple of `stages`. The first chunk of each operand then always
-    /// lies in the ring's first stage.
+    /// True if the chunk count of every operand of a block is a multiple of `stages`. Each operand then starts at the ring's
+    /// first stage.
     pub whole_rounds: bool,
 }
 
-/// The GEMM `left · rightᵀ`, which computes S or dP of a block. Each operand has 64 rows. The right operand comes in chunks of
-/// columns.
+/// The GEMM `left · rightᵀ`, which computes 64 rows of S or dP. The right operand comes in chunks of columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ChunkedScores {
     /// The number of columns of both operands, which is the inner dimension of the GEMM.
@@ -83,6 +81,6 @@ impl ChunkedProduct {
     }
 }
 
-/// The number of 32-bit *used words*. Each of their bits tells whether the tile sees a certain row of a block. Each block has 4
-/// words, and three blocks are in flight.
+/// The number of 32-bit *used words*: 4 words for each of three blocks in flight. Each bit tells whether the tile sees a
+/// certain row of a block.
 pub(crate) const USED_WORDS: usize = 12;

@@ -5,8 +5,7 @@ use super::shapes::{ChunkedScores, OutputShape, RingShape, USED_WORDS};
 use cube_kit::hopper::{PRODUCT_ROWS, WARPGROUP};
 use cube_kit::nvidia::{Half, ROW_BYTES, SUBTILE, is_whole, registers};
 
-/// The number of registers per thread that O, S and the query chunks may use together. The remaining registers hold all other
-/// variables.
+/// The number of registers per thread that O, S and the query chunks may use together.
 const QUERY_REGISTERS: usize = 192;
 
 /// The number of registers per thread that hold a chunk of queries: 64 rows and 64 columns in half precision.
@@ -66,8 +65,8 @@ impl WgmmaSplitDTiles {
         Self::VALUE_KEYS * ROW_BYTES * self.value_subtiles()
     }
 
-    /// True if TMA can store the output from the shared memory of the queries. This requires that the output fits into the
-    /// memory of the queries, and that no subtile has columns of both warpgroups.
+    /// True if TMA can store the output from the shared memory of the queries. The output must fit there, and no subtile may
+    /// have columns of both warpgroups.
     pub const fn stores_output_by_tma(&self) -> bool {
         self.value_columns().is_multiple_of(SUBTILE)
             && self.value_dim.is_multiple_of(8)
@@ -91,8 +90,7 @@ impl WgmmaSplitDTiles {
         is_whole(self.value_dim) && is_whole(self.value_columns())
     }
 
-    /// True if a block of V has more chunks than the ring has stages. The block's last chunk then reuses the stage of its
-    /// first chunk.
+    /// True if the last chunk of V in a block reuses the ring stage of the block's first chunk.
     pub const fn frees_first_chunk_at_once(&self) -> bool {
         self.value_chunks() > self.stages
     }
@@ -107,20 +105,20 @@ impl WgmmaSplitDTiles {
         self.stages_at() + self.stages * Self::STAGE_BYTES
     }
 
-    /// The offset of the two exchange buffers in shared memory, in bytes. Through such a buffer, each warpgroup passes one f32
-    /// per row (row_max or row_sum) to the other warpgroup.
+    /// The offset of the two exchange buffers in shared memory, in bytes. The warpgroups exchange one f32 per row (row_max
+    /// or row_sum).
     pub const fn exchange_at(&self) -> usize {
         self.probabilities_at() + 4 * Self::HALF_BYTES
     }
 
-    /// The offset of the barriers in shared memory, in bytes. Every stage of the ring has a full and an empty barrier. The
-    /// buffer of the queries also has a full and an empty barrier.
+    /// The offset of the barriers in shared memory, in bytes. Every stage and the buffer of the queries have a full and an
+    /// empty barrier.
     pub const fn barriers_at(&self) -> usize {
         self.exchange_at() + 4 * 4 * Self::ROWS
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words tells whether some row of the tile
-    /// sees a certain key of a block.
+    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
+    /// key.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (2 * self.stages + 2)
     }
@@ -130,8 +128,8 @@ impl WgmmaSplitDTiles {
         (self.used_at() + 4 * USED_WORDS).next_multiple_of(16)
     }
 
-    /// The number of query chunks that stay in registers: as many as fit. Each query chunk in shared memory is read twice per
-    /// block, and shared memory bandwidth limits the kernel, so chunks in registers save time.
+    /// The number of query chunks that stay in registers: as many as fit. Shared memory bandwidth limits the kernel, so
+    /// chunks in registers save time.
     pub const fn register_chunks(&self) -> usize {
         let free = QUERY_REGISTERS - Self::KEYS / 4 - self.value_columns() / 2;
         let fit = free / QUERY_CHUNK_REGISTERS;
@@ -147,8 +145,7 @@ impl WgmmaSplitDTiles {
         registers(QUERY_CHUNK_REGISTERS * self.register_chunks())
     }
 
-    /// True if a block of K and a block of V each have a multiple of `stages` chunks. All blocks then start at the ring's first
-    /// stage.
+    /// True if a block of K and a block of V each start at the ring's first stage.
     pub const fn has_whole_rounds(&self) -> bool {
         self.key_chunks().is_multiple_of(self.stages)
             && self.value_chunks().is_multiple_of(self.stages)

@@ -1,5 +1,4 @@
-//! The split-M tiles of a forward, and their layout in shared memory. Each warpgroup computes 64 queries and all columns of their
-//! output.
+//! The split-M tiles of a forward, and their layout in shared memory. Each warpgroup computes 64 queries.
 
 use super::shapes::{OutputShape, SHARED_MEMORY, SMALL_BYTES, USED_WORDS};
 use cube_kit::hopper::{PRODUCT_ROWS, Product, ScoreProduct, WARPGROUP};
@@ -20,8 +19,8 @@ pub struct WgmmaSplitMTiles {
     pub keys: usize,
     /// The number of stages in the ring of K. The ring of V has the same number of stages.
     pub stages: usize,
-    /// True if the warpgroups take turns to issue their wgmma. While one warpgroup computes its softmax, the tensor cores run the
-    /// GEMMs of another (FlashAttention-3's ping-pong).
+    /// True if the warpgroups take turns to issue their wgmma (FlashAttention-3's ping-pong). One warpgroup computes its
+    /// softmax while the tensor cores run the GEMMs of another warpgroup.
     pub orders_warpgroups: bool,
     /// The number of stages in the ring of biases; 0 if threads load biases from global memory.
     pub bias_stages: usize,
@@ -92,14 +91,14 @@ impl WgmmaSplitMTiles {
         self.rows() * self.value_subtiles() * ROW_BYTES
     }
 
-    /// True if shared memory has room for a separate staging buffer for the output. With such a buffer, the next tile's queries
-    /// can load while TMA stores the output.
+    /// True if shared memory has a separate staging buffer for the output. The next tile's queries can then load while TMA
+    /// stores the output.
     pub const fn has_output_place(&self) -> bool {
         self.blocks_end() + self.output_bytes() + SMALL_BYTES <= SHARED_MEMORY
     }
 
-    /// The offset of the output's staging buffer, in bytes. Without a separate buffer, the output is staged in the buffer of the
-    /// queries, at offset 0.
+    /// The offset of the output's staging buffer, in bytes. The offset is 0, the buffer of the queries, if there is no
+    /// separate buffer.
     pub const fn output_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end()
@@ -110,9 +109,8 @@ impl WgmmaSplitMTiles {
 
     /// The offset of the barriers in shared memory, in bytes.
     ///
-    /// First come the full and empty barriers of the stages of K, of the stages of V, and of the queries. Then come three
-    /// barriers for the used words (bits that tell which keys the tile sees). The full and empty barriers of the bias stages
-    /// come last.
+    /// The order is: full and empty barriers of K, of V and of the queries; three barriers for the used words; full and
+    /// empty barriers of the biases.
     pub const fn barriers_at(&self) -> usize {
         if self.has_output_place() {
             self.blocks_end() + self.output_bytes()
@@ -121,8 +119,8 @@ impl WgmmaSplitMTiles {
         }
     }
 
-    /// The offset of the *used words* in shared memory, in bytes. Each bit of these words tells whether some row of the tile
-    /// sees a certain key of a block.
+    /// The offset of the *used words* in shared memory, in bytes. Each bit tells whether some row of the tile sees a certain
+    /// key.
     pub const fn used_at(&self) -> usize {
         self.barriers_at() + 8 * (4 * self.stages + 5 + 2 * self.bias_stages)
     }
