@@ -81,6 +81,15 @@ pub fn uniform(x: u32) -> u32 {
     y
 }
 
+/// Returns `x`, and keeps the compiler from moving the computation of `x` behind the next inline assembly with side effects.
+/// Without this function, the compiler would move the computation to the first use of `x`, for example behind a wait.
+#[cube]
+pub fn computed_here(x: u32) -> u32 {
+    let y: u32;
+    gpu_asm!("mov.b32 {y}, {x};", y = out(_) y, x = in(_) value_of::<u32>(x));
+    y
+}
+
 /// Compares the two f16 halves of `x` and `y`. In each half of the result, all bits are 1 if `x` is greater than `y`, and 0
 /// otherwise. Comparisons with NaN are false.
 #[cube]

@@ -5,8 +5,7 @@ use super::scoring::Scoring;
 use crate::math::dropout::kernel::{Drawn, DropoutArguments, cell, head_key, random_bits_of_pair};
 use crate::math::side::Side;
 use cube_kit::nvidia::Half;
-use cube_kit::nvidia::accumulator::Pair;
-use cube_kit::nvidia::ptx::{above_as_f16, pack, permuted_bytes};
+use cube_kit::nvidia::ptx::{above_as_f16, computed_here, pack, permuted_bytes};
 use cubecl::prelude::*;
 
 /// The keep bits of a thread's registers in a fragment of at most 128 columns. A bit is 1 if dropout keeps the register's
@@ -80,9 +79,9 @@ pub(crate) fn draw_step<F: Float, NB: Size>(
     }
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns, one word for two registers, from the words of
-/// [`draw_step`]. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same columns of the
-/// second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
+/// Converts the random words of [`draw_step`] to the keep masks of the thread's eight registers for 16 columns. Each mask
+/// word covers two registers. Registers 0 and 1 hold two adjacent columns of the first row, and registers 2 and 3 the same
+/// columns of the second row. Registers 4 to 7 hold the elements eight columns later, in the same order.
 #[cube]
 fn keep_masks(
     words: Vector<u32, Const<4>>,
@@ -102,8 +101,8 @@ fn keep_masks(
     masks
 }
 
-/// Returns the keep masks of the thread's eight registers for 16 columns if the rows are keys and the columns are queries. The
-/// eight registers are halves of two cells. The masks have the order of [`keep_masks`].
+/// Returns the keep masks of the thread's eight registers for 16 columns. The rows must be keys, and the columns queries.
+/// The eight registers are halves of two cells. The masks have the order of [`keep_masks`].
 #[cube]
 fn keep_masks_of_keys(
     dropout: &DropoutArguments,
@@ -198,6 +197,27 @@ pub(crate) fn keep_bits<F: Float, NB: Size>(
     }
 }
 
+/// Returns the result of [`keep_bits`], and keeps the compiler from moving its computation behind the next wait.
+#[cube]
+pub(crate) fn keep_bits_ahead<F: Float, NB: Size>(
+    scoring: &Scoring<F, NB>,
+    rows: &RowPair,
+    first_column: i32,
+    #[comptime] columns: usize,
+    #[comptime] side: Side,
+) -> KeepBits {
+    let keep = keep_bits::<F, NB>(scoring, rows, first_column, columns, side);
+    if comptime!(scoring.dropout.is_some()) {
+        KeepBits {
+            low: computed_here(keep.low),
+            high: computed_here(keep.high),
+            minus_inverse_kept: keep.minus_inverse_kept,
+        }
+    } else {
+        keep
+    }
+}
+
 /// The word of the keep bits that holds the bits of the `pair`-th register pair.
 #[cube]
 fn word_of_pair(keep: &KeepBits, #[comptime] pair: usize) -> u32 {
@@ -215,9 +235,10 @@ fn is_kept(keep: &KeepBits, #[comptime] register: usize) -> bool {
     word & comptime!(1u32 << (register / 2 % 16 + 16 * (register % 2))) != 0u32
 }
 
-/// Returns the register's `dp − delta`, whose product with the weight is dS. With dropout, returns
-/// `(keep ∘ dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability, else 1. This form saves a
-/// multiplication per score. The kernel multiplies the sums over dS by `kept` instead (see [`times_kept`]).
+/// Returns the register's `dp − delta`. The product of this difference and the weight (probability times the slope of the
+/// softcap) is dS. With dropout, returns `(keep ∘ dp · kept − delta) / kept`, where `keep` is 0 for a dropped probability,
+/// else 1. This form saves a multiplication per score. The kernel multiplies the sums over dS by `kept` instead (see
+/// [`times_kept`]).
 #[cube]
 pub(crate) fn gradient_minus_delta(
     dp: f32,

@@ -35,7 +35,7 @@ mod producer;
 use self::producer::{SharedOffsets, fetch, offsets};
 use crate::engine::tensor_core::common::block_mask::block_mask;
 use crate::engine::tensor_core::common::columns_end;
-use crate::engine::tensor_core::common::dropout::{keep_bits, times_kept, value_factor};
+use crate::engine::tensor_core::common::dropout::{keep_bits_ahead, times_kept, value_factor};
 use crate::engine::tensor_core::common::far::voted;
 use crate::engine::tensor_core::common::gradient::{
     dot_gradients, lse_delta_of_block, p_scale, weights,
@@ -291,7 +291,7 @@ fn sum<F: Float, NB: Size, NS: Size, NP: Size, NG: Size>(
         // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
         let first_column = block * comptime!(WgmmaGradientSplitDTiles::COLUMNS as i32)
             + (warpgroup * comptime!(HALF_COLUMNS as u32)) as i32;
-        let keep = keep_bits::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
+        let keep = keep_bits_ahead::<F, NB>(scoring, &rows, first_column, HALF_COLUMNS, side);
         // This call leaves at most one wgmma group in flight, so it waits for S, and for all chunks of dP except the last.
         // Each chunk of dP is one group.
         let s = take_fragment::<NS>(

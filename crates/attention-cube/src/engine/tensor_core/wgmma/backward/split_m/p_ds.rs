@@ -2,7 +2,7 @@
 
 use super::producer::SharedOffsets;
 use crate::engine::tensor_core::common::bias::{BiasWords, add_words};
-use crate::engine::tensor_core::common::dropout::keep_bits;
+use crate::engine::tensor_core::common::dropout::keep_bits_ahead;
 use crate::engine::tensor_core::common::gradient::{
     LseDelta, dot_gradients, lse_delta_of_block, weights,
 };
@@ -93,7 +93,8 @@ pub(super) fn compute_p_ds<F: Float, NB: Size, NS: Size, NP: Size>(
     let lse_delta = block_lse_delta(row_lse_delta, offsets, count, tiles);
     // The keep bits do not depend on S. The warpgroup draws them before it waits for S, while the tensor cores are busy.
     let first_column = block * comptime!(tiles.columns as i32);
-    let keep = keep_bits::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);
+    let keep =
+        keep_bits_ahead::<F, NB>(scoring, &seen.rows, first_column, tiles.columns, tiles.side);
     let s = take_fragment::<NS>(
         s,
         used,
