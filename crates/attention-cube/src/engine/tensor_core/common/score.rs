@@ -23,48 +23,94 @@ pub(crate) fn score<F: Float, NB: Size, NS: Size>(
     #[comptime] columns: usize,
     #[comptime] kind: FragmentKind,
 ) -> Vector<f32, NS> {
-    let mut s = scored::<F, NB, NS>(
-        s,
-        first_column,
-        block_mask.whole,
-        rows,
-        bias_words,
-        scoring,
-        columns,
-        kind,
-    );
-    if !block_mask.whole {
-        let known = known::<F, NB>(rows, scoring, kind);
-        let mut bits_0 = u32::new(0);
-        let mut bits_1 = u32::new(0);
-        #[unroll]
-        for pair in 0..columns / 4 {
-            if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
-                let bits = bits_of_word(
-                    block_mask.mask_words,
-                    &known,
-                    first_column,
-                    comptime!(pair / PAIRS_PER_WORD),
-                );
-                bits_0 = bits.first;
-                bits_1 = bits.second;
-            }
-            let shown = shown(
-                pair_of::<NS>(s, pair),
-                &known,
-                if comptime!(is_second(2 * pair)) {
-                    bits_1
-                } else {
-                    bits_0
-                },
-                own_column(first_column, pair),
-                scoring.arguments.negative_infinity,
-                pair,
+    let mut s = s;
+    if comptime!(kind.score.score_mod.is_some() || kind.score.mask_mod.is_some()) {
+        // Each path computes the scores for itself. If both paths shared the computation, ptxas would copy every score to
+        // another register before the branch.
+        if block_mask.whole {
+            s = scored::<F, NB, NS>(
+                s,
+                first_column,
+                true.runtime(),
+                rows,
+                bias_words,
+                scoring,
+                columns,
                 kind,
             );
-            s.insert(comptime!(2 * pair), shown.first);
-            s.insert(comptime!(2 * pair + 1), shown.second);
+        } else {
+            s = scored::<F, NB, NS>(
+                s,
+                first_column,
+                false.runtime(),
+                rows,
+                bias_words,
+                scoring,
+                columns,
+                kind,
+            );
+            s = masked::<F, NB, NS>(s, first_column, block_mask, rows, scoring, columns, kind);
         }
+    } else {
+        s = scored::<F, NB, NS>(
+            s,
+            first_column,
+            block_mask.whole,
+            rows,
+            bias_words,
+            scoring,
+            columns,
+            kind,
+        );
+        if !block_mask.whole {
+            s = masked::<F, NB, NS>(s, first_column, block_mask, rows, scoring, columns, kind);
+        }
+    }
+    s
+}
+
+/// Sets the scores of hidden columns to −∞.
+#[cube]
+fn masked<F: Float, NB: Size, NS: Size>(
+    s: Vector<f32, NS>,
+    first_column: i32,
+    block_mask: &BlockMask,
+    rows: &RowPair,
+    scoring: &Scoring<F, NB>,
+    #[comptime] columns: usize,
+    #[comptime] kind: FragmentKind,
+) -> Vector<f32, NS> {
+    let mut s = s;
+    let known = known::<F, NB>(rows, scoring, kind);
+    let mut bits_0 = u32::new(0);
+    let mut bits_1 = u32::new(0);
+    #[unroll]
+    for pair in 0..columns / 4 {
+        if comptime!(kind.structure.is_irregular() && pair % PAIRS_PER_WORD == 0) {
+            let bits = bits_of_word(
+                block_mask.mask_words,
+                &known,
+                first_column,
+                comptime!(pair / PAIRS_PER_WORD),
+            );
+            bits_0 = bits.first;
+            bits_1 = bits.second;
+        }
+        let shown = shown(
+            pair_of::<NS>(s, pair),
+            &known,
+            if comptime!(is_second(2 * pair)) {
+                bits_1
+            } else {
+                bits_0
+            },
+            own_column(first_column, pair),
+            scoring.arguments.negative_infinity,
+            pair,
+            kind,
+        );
+        s.insert(comptime!(2 * pair), shown.first);
+        s.insert(comptime!(2 * pair + 1), shown.second);
     }
     s
 }
