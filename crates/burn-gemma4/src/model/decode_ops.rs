@@ -1,5 +1,5 @@
-//! The GPU kernels of a layer in a decode step, about a dozen launches. A decode step processes up to 8 rows. A row is
-//! one token.
+//! The GPU kernels of a layer in a decode step, about a dozen launches. A decode step processes up to 8 rows, or 64 rows with
+//! tensor cores. A row is one token.
 //!
 //! The host determines only the shapes. The kernels read positions from device memory, so a CUDA graph can capture the
 //! launches and replay them for later tokens.
@@ -16,7 +16,7 @@ use crate::config::LayerType;
 use crate::op;
 use crate::op::column_slice::ColumnSlice;
 use crate::op::geglu::gelu;
-use crate::op::gemv::{Factors, GEMV_MAX_ROWS, Origin};
+use crate::op::gemv::{BATCH_MAX_ROWS, Factors, GEMV_MAX_ROWS, Origin};
 use crate::op::linear::Matrix;
 use crate::op::residual::Next;
 use crate::op::rope::heads::{HeadOptions, LayerColumns, LayerParts};
@@ -66,7 +66,8 @@ impl DecodeOps<'_> {
         let dtype = model.dtype();
         let experts = model.config().experts.as_ref();
         experts.is_none_or(|experts| moe_router::chooses(experts.num_experts))
-            && rows <= GEMV_MAX_ROWS
+            && (rows <= GEMV_MAX_ROWS
+                || rows <= BATCH_MAX_ROWS && gemv::serves_batches(&model.device(), dtype))
             && op::serves(&model.device(), dtype)
             && OneDtype::is_of(model, dtype)
     }

@@ -1,4 +1,4 @@
-//! GEMV with tensor cores: matrix products with at most 8 rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from
+//! GEMV with tensor cores: matrix products of few rows, with `mma.sync` of 16 × 8 × 16. Operands are loaded from
 //! global memory straight into registers, without shared memory and without `ldmatrix`.
 //!
 //! The left operand of `mma.sync` has 16 rows. The upper 8 rows are the rows to be multiplied, and the lower 8 rows are
@@ -119,6 +119,47 @@ fn product_text(half: Half) -> String {
         "{{\n.reg .b32 zeros;\nmov.b32 zeros, 0;\n\
          mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 \
          {{%0, %1, %2, %3}}, {{%8, zeros, %9, zeros}}, {{%10, %11}}, {{%4, %5, %6, %7}};\n}}\n"
+    )
+}
+
+/// Multiplies 16 inner columns of 16 rows and adds the result to `sums`. The lane passes two pairs of columns of rows `l / 4`
+/// (`upper`) and `l / 4 + 8` (`lower`) of the left operand, and of row `l / 4` of the right operand. The first two elements
+/// of the result belong to row `l / 4`, and the last two to row `l / 4 + 8`.
+#[cube]
+pub fn add_pairs_of_two_rows(
+    sums: Vector<f32, Const<4>>,
+    upper: u32,
+    next_upper: u32,
+    lower: u32,
+    next_lower: u32,
+    right: u32,
+    next_right: u32,
+    #[comptime] half: Half,
+) -> Vector<f32, Const<4>> {
+    let text = comptime!(product_of_two_rows_text(half));
+    let sum: Vector<f32, Const<4>>;
+    gpu_asm!(
+        "{text} // {sum} {before} {upper} {next_upper} {lower} {next_lower} {right} {next_right}\n",
+        sum = out(_) sum,
+        before = in(_) value_of::<Vector<f32, Const<4>>>(sums),
+        upper = in(_) value_of::<u32>(upper),
+        next_upper = in(_) value_of::<u32>(next_upper),
+        lower = in(_) value_of::<u32>(lower),
+        next_lower = in(_) value_of::<u32>(next_lower),
+        right = in(_) value_of::<u32>(right),
+        next_right = in(_) value_of::<u32>(next_right),
+        options(pure, nomem)
+    );
+    sum
+}
+
+/// Returns the PTX of [`add_pairs_of_two_rows()`]. Outputs: four sums. Inputs: the four previous sums, two pairs of each of
+/// the two rows of the left operand, and two pairs of the right operand.
+fn product_of_two_rows_text(half: Half) -> String {
+    let half = half.ptx();
+    format!(
+        "mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32 \
+         {{%0, %1, %2, %3}}, {{%8, %10, %9, %11}}, {{%12, %13}}, {{%4, %5, %6, %7}};"
     )
 }
 

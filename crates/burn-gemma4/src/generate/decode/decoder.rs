@@ -9,6 +9,8 @@ use crate::error::Gemma4Error;
 use crate::generate::sampling::device::DeviceSampler;
 use crate::generate::sampling::sampler::Sampler;
 use crate::model::cache::Cache;
+#[cfg(feature = "cube")]
+use crate::model::decode_ops::DecodeOps;
 use crate::model::observe::Part;
 use crate::model::tokens::Tokens;
 use crate::model::{Gemma4Model, Logits};
@@ -20,7 +22,8 @@ use std::marker::PhantomData;
 /// A decoder, which generates tokens after a filled [`Cache`]. Each decode step runs the model over one more token of
 /// every sequence.
 ///
-/// On CubeCL devices a decode step of up to 8 sequences runs memory-bound decode kernels. If the device supports CUDA
+/// On CubeCL devices a decode step of up to 8 sequences, or of up to 64 sequences with NVIDIA's tensor cores in f16 or
+/// bf16, runs memory-bound decode kernels. If the device supports CUDA
 /// graphs, the kernel launches are captured once and then replayed. The decode kernels need at most 512 experts, and
 /// parameters of one dtype: f32, f16 or bf16. All other models run through [`Gemma4Model::step`].
 ///
@@ -151,7 +154,7 @@ impl<'a> Decoder<'a> {
     /// each of these tokens.
     ///
     /// The pass runs on the decode kernels if the cache can [forget](Cache::forgetting) tokens. The kernels take up to 8
-    /// tokens, and at most one token more than the cache can forget. If a caller rejects some of the tokens,
+    /// tokens (64 with tensor cores), and at most one token more than the cache can forget. If a caller rejects some of the tokens,
     /// [`forget`](Self::forget) removes the rejected tokens.
     ///
     /// # Errors
@@ -187,7 +190,9 @@ impl<'a> Decoder<'a> {
     /// attention reads any key. In a ring buffer, each token after the first therefore needs a spare slot.
     #[cfg(feature = "cube")]
     pub(super) fn fits_kernels(&self, batch: usize, count: usize) -> bool {
-        batch * count <= GEMV_MAX_ROWS && count <= 1 + self.cache.spare()
+        let rows = batch * count;
+        let serves = rows <= GEMV_MAX_ROWS || DecodeOps::serve(self.model, rows);
+        serves && count <= 1 + self.cache.spare()
     }
 
     /// Attaches one sampler per sequence. Each [`step`](Self::step) then draws the next tokens on the device, and

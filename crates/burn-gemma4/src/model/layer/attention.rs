@@ -7,7 +7,7 @@ use crate::model::cache::slots::{Slots, rows};
 #[cfg(feature = "cube")]
 use crate::op;
 #[cfg(feature = "cube")]
-use crate::op::gemv::GEMV_MAX_ROWS;
+use crate::op::gemv::BATCH_MAX_ROWS;
 #[cfg(feature = "cube")]
 use crate::op::merge_heads::rows_of_heads;
 use attention_cube::{fused_attention, quantized::quantized_attention};
@@ -111,7 +111,7 @@ impl Attention {
             None => read,
         };
         #[cfg(feature = "cube")]
-        if positions > 1 && batch * positions <= GEMV_MAX_ROWS && op::serve(&read) {
+        if positions > 1 && batch * positions <= BATCH_MAX_ROWS && op::serve(&read) {
             return rows_of_heads(read);
         }
         read.swap_dims(1, 2)

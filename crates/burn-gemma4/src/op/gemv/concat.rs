@@ -1,4 +1,4 @@
-//! Concatenated matrices, such as the query, key and value projections, by which a single GEMV launch multiplies. Each
+//! Concatenated matrices, such as the query, key and value projections. A single GEMV launch multiplies by all of them. Each
 //! matrix has its own cubes.
 
 use super::sums::ProjectPlan;

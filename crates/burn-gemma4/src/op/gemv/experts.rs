@@ -121,8 +121,8 @@ pub(super) fn share_of_vector(
 pub(super) struct OfExperts {
     /// The indices of the chosen experts, `[rows, top_k]`. Each index must be below the number of experts.
     pub chosen: CubeTensor,
-    /// The router's weights, `[rows, top_k]` in f32, by which the kernel adds up the experts' outputs. `None` if the
-    /// outputs stay separate.
+    /// The router's weights, `[rows, top_k]` in f32. The kernel adds up the experts' outputs with these weights. `None` if
+    /// the outputs stay separate.
     pub shares: Option<CubeTensor>,
     /// The number of rows in an expert's matrix.
     pub rows: usize,

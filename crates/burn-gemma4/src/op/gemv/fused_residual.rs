@@ -20,9 +20,9 @@ use burn::{
 };
 use burn_cubecl::{CubeBackend, tensor::CubeTensor};
 
-/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream, or
-/// its `next` norm if given, by `factors`. All matrices of `factors` must have one quantization format. Returns the
-/// stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
+/// Adds a block's output to the residual stream as [`residual`](crate::op::residual) does. Then multiplies the stream by
+/// `factors`. If `next` is given, multiplies the norm of the stream instead. All matrices of `factors` must have one
+/// quantization format. Returns the stream, `[rows, columns]`, and the GEMV's output, `[rows, columns out]`.
 pub(crate) fn multiply_after_residual(
     added: ResidualAdd,
     next: Option<Next>,

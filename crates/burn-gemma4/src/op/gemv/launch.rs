@@ -6,13 +6,15 @@ use super::launch_options::{LaunchOptions, plan, tensor_of};
 use super::sums::ProjectPlan;
 #[cfg(feature = "cuda")]
 use super::tensor_core;
-use super::{GemvBackend, ProductOptions, ProductTensors, quantized};
+use super::{GEMV_MAX_ROWS, GemvBackend, MaybeMatrix, ProductOptions, ProductTensors, quantized};
 use crate::op::launch::{rows_of, vector_size};
 use crate::quant::layout::Layout;
 use burn::backend::{
     cubecl::dtype_to_storage_type,
+    ops::FloatTensorOps,
     tensor::{FloatTensor, IntTensor},
 };
+use burn::tensor::{DType, Slice};
 use burn_cubecl::{
     CubeBackend, cubecl,
     kernel::{into_contiguous, untile},
@@ -20,7 +22,8 @@ use burn_cubecl::{
 };
 use cube_kit::launch::{address_type, empty, exact_cube_count};
 use cube_kit::pdl::LOAD_BYTES;
-use cubecl::prelude::CubeDim;
+use cubecl::{client::Client, prelude::CubeDim};
+use std::ops::Range;
 
 impl GemvBackend for CubeBackend {
     fn product(tensors: ProductTensors<Self>, options: ProductOptions) -> FloatTensor<Self> {
@@ -72,8 +75,8 @@ impl GemvBackend for CubeBackend {
     }
 }
 
-/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix.
-/// Burn's own reshape would copy matrices with padded rows for each token.
+/// Reshapes `[matrices, rows, columns]` to `[matrices · rows, columns]`. Also returns the number of rows of one matrix. If
+/// the rows are padded, Burn's own reshape would copy the matrices for each token.
 fn flat_matrices(weight: CubeTensor) -> (CubeTensor, usize) {
     let weight = untile(weight);
     let [count, rows, _] = weight.meta.shape().dims();
@@ -93,10 +96,72 @@ pub(super) fn multiply(
 ) -> CubeTensor {
     let launched = LaunchOptions::of(&tensors, options);
     let first = tensor_of(&tensors.first).expect("a product has a matrix");
+    let rows = tensors.input.meta.shape()[0];
+    if rows > GEMV_MAX_ROWS && !takes_batch(&tensors.input, &first, &launched, options.layout) {
+        let starts = (0..rows).step_by(GEMV_MAX_ROWS);
+        let chunks = starts.map(|start| start..rows.min(start + GEMV_MAX_ROWS));
+        let products = chunks.map(|chunk| multiply(rows_of_product(&tensors, chunk), options));
+        return CubeBackend::float_cat(products.collect(), 0);
+    }
     match options.layout {
         None => launch(tensors.input, first, launched),
         Some(layout) => quantized::launch(tensors.input, first, layout, launched),
     }
+}
+
+/// True if one launch multiplies more than [`GEMV_MAX_ROWS`] rows.
+fn takes_batch(
+    input: &CubeTensor,
+    first: &CubeTensor,
+    options: &LaunchOptions,
+    layout: Option<Layout>,
+) -> bool {
+    #[cfg(feature = "cuda")]
+    let plan = match layout {
+        None => tensor_core::plan_of_whole(input, first, options),
+        Some(layout) => tensor_core::plan_of_words(input, first, layout, options),
+    };
+    #[cfg(not(feature = "cuda"))]
+    let plan = {
+        let _ = (input, first, options, layout);
+        None::<ProjectPlan>
+    };
+    plan.is_some()
+}
+
+/// Returns the tensors of the product for the given rows of the input.
+fn rows_of_product(
+    tensors: &ProductTensors<CubeBackend>,
+    rows: Range<usize>,
+) -> ProductTensors<CubeBackend> {
+    let part = |tensor: &CubeTensor| {
+        let columns = tensor.meta.shape()[1];
+        let slices = [Slice::from(rows.clone()), Slice::from(0..columns)];
+        CubeBackend::float_slice(tensor.clone(), &slices)
+    };
+    ProductTensors {
+        input: part(&tensors.input),
+        first: tensors.first.clone(),
+        second: tensors.second.clone(),
+        third: tensors.third.clone(),
+        through: match &tensors.through {
+            MaybeMatrix::Absent => MaybeMatrix::Absent,
+            MaybeMatrix::Whole(through) => MaybeMatrix::Whole(part(through)),
+            MaybeMatrix::Words(_) => unreachable!("activations are not quantized"),
+        },
+    }
+}
+
+/// True if the device multiplies batches of rows of `dtype` on tensor cores.
+pub(super) fn serves_batches(client: &Client, dtype: DType) -> bool {
+    #[cfg(feature = "cuda")]
+    let serves = tensor_core::serves_batches(client, dtype);
+    #[cfg(not(feature = "cuda"))]
+    let serves = {
+        let _ = (client, dtype);
+        false
+    };
+    serves
 }
 
 /// Multiplies `input`, `[rows, columns in]`, by the transpose of `weight`, `[columns out, columns in]`.

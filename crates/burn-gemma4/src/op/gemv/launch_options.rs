@@ -59,8 +59,8 @@ impl LaunchOptions {
         }
     }
 
-    /// True if no launch writes the matrices of this GEMV, `first` included. A copy that makes a matrix contiguous counts
-    /// as such a launch.
+    /// True if no launch writes a matrix of this GEMV. `first` is the first matrix. If a matrix must be copied to make it
+    /// contiguous, the copy is such a launch.
     pub fn reads_parameters(&self, first: &CubeTensor) -> bool {
         let matrices = [Some(first), self.second.as_ref(), self.third.as_ref()];
         let stays = |matrix: &CubeTensor| {
@@ -158,7 +158,7 @@ impl LaunchOptions {
     }
 }
 
-/// Plans how many units compute an output together, and how many outputs each read of the input serves. The plan has
+/// Plans how many units compute an output together, and for how many outputs a unit uses each loaded input. The plan has
 /// enough units to saturate the memory bandwidth. `vectors` is the number of vectors in a row of a matrix.
 pub(super) fn plan(
     client: &Client,

@@ -21,15 +21,31 @@ use super::linear::{Matrices, Matrix};
 use crate::quant::layout::Layout;
 use burn::{
     backend::{
-        Backend, Dispatch, ExtensionType, backend_extension,
+        Backend, Dispatch, DispatchDevice, ExtensionType, backend_extension,
         fusion::custom::TensorSpec,
         tensor::{FloatTensor, IntTensor},
     },
-    tensor::{Int, Shape, Tensor},
+    tensor::{DType, Device, Int, Shape, Tensor},
 };
 
-/// The largest number of input rows of a GEMV.
+/// The largest number of input rows of a GEMV on CUDA cores.
 pub(crate) const GEMV_MAX_ROWS: usize = 8;
+
+/// The largest number of input rows of a batch, which tensor cores multiply with few reads of the weights. See
+/// [`serves_batches`].
+pub(crate) const BATCH_MAX_ROWS: usize = 64;
+
+/// True if the device multiplies batches of 9 to [`BATCH_MAX_ROWS`] rows of `dtype` on tensor cores.
+pub(crate) fn serves_batches(device: &Device, dtype: DType) -> bool {
+    match device.clone().without_autodiff().as_dispatch() {
+        DispatchDevice::Cube(device) => launch::serves_batches(&device.client(), dtype),
+        #[allow(
+            unreachable_patterns,
+            reason = "with only the Cube backend, no other device exists"
+        )]
+        _ => false,
+    }
+}
 
 /// The right-hand side of a GEMV: its weight matrices.
 #[derive(Clone)]
@@ -162,7 +178,7 @@ pub(crate) fn mix_experts(
 }
 
 /// An optional weight matrix of a GEMV.
-#[derive(ExtensionType, Debug)]
+#[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion)]
 pub enum MaybeMatrix<B: Backend> {
     Absent,

@@ -159,7 +159,7 @@ pub(super) fn finish_parts<E: Float>(
             #[comptime]
             match &inputs.factor {
                 ComptimeOption::Some(factor) => {
-                    let at = row * inputs.factor_place.stride as usize
+                    let at = (of_outputs.row as usize + row) * inputs.factor_place.stride as usize
                         + inputs.factor_place.start as usize
                         + column;
                     value *= f32::cast_from(factor[at]);

@@ -3,12 +3,14 @@
 //! Algorithm: a unit loads vectors of packed codes, and dequantizes each code once for all input rows. All codes of a
 //! vector belong to one quantization group of columns.
 //!
-//! For one row and a linear format (see `Format::is_linear`), the kernel scales sums over vectors of unscaled codes. For
-//! several rows the kernel scales the weights, which is cheaper.
+//! If there is one input row and the format is linear (see `Format::is_linear`), the kernel multiplies the inputs by
+//! unscaled codes. It then scales the sum over each vector. Otherwise the kernel scales each weight, which is cheaper for
+//! several rows.
 //!
-//! Budget: shared memory is the same as in the float GEMV. A group of units has `weights` weight rows, and `unroll`
-//! vectors of `vector` words per row in flight. Registers hold `rows · weights` sums, `vector · unroll · weights` words,
-//! and the dequantized weights of one word per weight row, at most 32 registers each.
+//! Budget: shared memory is the same as in the float GEMV. A group of units handles `weights` weight rows. For each row, a
+//! unit keeps `unroll` vectors of `vector` words in flight. Registers hold `rows · weights` sums,
+//! `vector · unroll · weights` words, and the dequantized weights of one word per weight row. Each of the three takes at
+//! most 32 registers.
 //!
 //! Bound: memory bandwidth.
 

@@ -2,8 +2,8 @@
 //! [`residual`](crate::op::residual).
 //!
 //! Algorithm: each CTA issues the loads of its weights, computes the whole row in shared memory, and multiplies as
-//! [`kernel`](super::kernel) does. The row has the same bits as that of `residual` if a CTA has at least one thread per
-//! vector of the row.
+//! [`kernel`](super::kernel) does. If a CTA has at least one thread per vector of the row, the row has the same bits as that
+//! of `residual`.
 //!
 //! Budget: as in [`kernel`](super::kernel). Shared memory also holds the row, and two floats for each warp. Registers
 //! also hold a vector of the stream, of the added output, and of each norm's weight.
@@ -64,8 +64,8 @@ pub(super) struct ResidualInputs<E: Float, N: Size> {
     pub epsilon: f32,
 }
 
-/// Computes `sum = (stream + norm(added)) · scalar`, which the first CTA writes to `sum`. Then multiplies the sum, or its
-/// norm, by the weights as `project_by_matrix_units` does. A vector is 16 bytes.
+/// Computes `sum = (stream + norm(added)) · scalar`. The first CTA writes it to `sum`. Then multiplies the sum, or its norm,
+/// by the weights as `project_by_matrix_units` does. A vector is 16 bytes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn project_after_residual_pdl<E: Float, N: Size>(
     residual_inputs: ResidualInputs<E, N>,

@@ -1,6 +1,8 @@
 //! GEMVs on NVIDIA's tensor cores, mainly of several rows, which would be compute-bound on CUDA cores. The portable
 //! kernels compute all other GEMVs: other dtypes, MoE experts, and unsupported inner dimensions.
 
+mod batch;
+mod batch_words;
 mod codes;
 mod fused_residual;
 mod kernel;
@@ -9,6 +11,7 @@ mod plan;
 mod quantized;
 
 use super::{
+    GEMV_MAX_ROWS,
     concat::{WeightMatricesLaunch, weight_matrices},
     experts::Items,
     kernel::WeightStridesLaunch,
@@ -19,7 +22,10 @@ use super::{
 use crate::op::launch::plane_width;
 use crate::op::sums::Team;
 use crate::quant::layout::{Layout, Rounding, Scales};
+use batch::project_batch_by_matrix_units_pdl;
+use batch_words::project_batch_of_words_by_matrix_units_pdl;
 use burn::backend::cubecl::dtype_to_storage_type;
+use burn::tensor::DType;
 use burn_cubecl::{CubeBackend, cubecl, kernel::into_contiguous, tensor::CubeTensor};
 use codes::Codes;
 use cube_kit::ampere::cp_async::PIECE;
@@ -34,7 +40,7 @@ use cubecl::{
 };
 use fused_residual::{ResidualInputsLaunch, RowPlan, project_after_residual_pdl};
 use kernel::project_by_matrix_units_pdl;
-use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WORDS};
+use plan::{AFTER_RESIDUAL, Shape, Tuning, WARP, WHOLE, WHOLE_BATCHES, WORDS, WORDS_BATCH};
 use quantized::{WordRowsLaunch, project_words_by_matrix_units_pdl};
 
 /// The row strides of quantized matrices, in words, must be a multiple of this number, so that vectors of codes are aligned.
@@ -48,11 +54,15 @@ pub(super) fn plan_of_whole(
 ) -> Option<ProjectPlan> {
     let is_half = weight.dtype == input.dtype && Half::of(input.dtype).is_some();
     let is_read = is_half && rows_are_of(PIECE, weight, options);
-    is_read.then(|| planned(input, weight, options, WHOLE))?
+    let tunings = std::iter::once(WHOLE).chain(WHOLE_BATCHES);
+    is_read.then(|| {
+        let plan_of = |tuning| planned(input, weight, options, tuning);
+        tunings.into_iter().find_map(plan_of)
+    })?
 }
 
-/// Returns the plan of a GEMV for [`multiply_after_residual`], or `None` if the GEMV is not supported or faster in two
-/// launches.
+/// Returns the plan of a GEMV for [`multiply_after_residual`]. Returns `None` if that function does not support the GEMV, or
+/// if two separate launches are faster.
 pub(super) fn plan_after_residual(
     row: &Row,
     weight: &CubeTensor,
@@ -93,7 +103,15 @@ pub(super) fn plan_of_words(
                 zero: 1 << (format.bits - 1),
             };
     let is_read = is_served && rows_are_of(WORDS_OF_VECTOR, words, options);
-    is_read.then(|| planned(input, words, options, WORDS))?
+    is_read.then(|| {
+        planned(input, words, options, WORDS)
+            .or_else(|| planned(input, words, options, WORDS_BATCH))
+    })?
+}
+
+/// True if tensor cores multiply batches of rows of `dtype`.
+pub(super) fn serves_batches(client: &Client, dtype: DType) -> bool {
+    Half::of(dtype).is_some_and(|half| has_product(client, half))
 }
 
 fn planned(
@@ -168,27 +186,35 @@ pub(super) fn multiply(
     let element = dtype_to_storage_type(product.input.dtype);
     let half = Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16");
     let addresses = address_type(product.tensors(&weight, &options, &factor));
-    let matrices = product.matrices(weight, &mut options, plan);
-    // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte
-    // loads lie within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread
-    // writes only elements of `output` that belong to its own matrix.
-    unsafe {
-        project_by_matrix_units_pdl::launch_unchecked(
-            &client,
-            exact_cube_count(&client, product.items.cubes(plan)),
-            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
-            addresses,
-            product.input.into_tensor_arg(),
-            matrices,
-            strides,
-            options.epilogue_inputs(factor, factor_place),
-            product.output.clone().into_tensor_arg(),
-            columns as u32,
-            plan,
-            options.epilogue(),
-            half,
-            element,
-        );
+    macro_rules! launch {
+        ($kernel:ident) => {{
+            let matrices = product.matrices(weight, &mut options, plan);
+            // SAFETY: the inner dimension is a multiple of the columns that a warp multiplies at once, so a thread's 16-byte
+            // loads lie within the rows of `input` and of the matrices. The index of a row is limited to the last row. A thread
+            // writes only elements of `output` that belong to its own matrix.
+            unsafe {
+                $kernel::launch_unchecked(
+                    &client,
+                    exact_cube_count(&client, product.items.cubes(plan)),
+                    CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+                    addresses,
+                    product.input.into_tensor_arg(),
+                    matrices,
+                    strides,
+                    options.epilogue_inputs(factor, factor_place),
+                    product.output.clone().into_tensor_arg(),
+                    columns as u32,
+                    plan,
+                    options.epilogue(),
+                    half,
+                    element,
+                );
+            }
+        }};
+    }
+    match plan.rows > GEMV_MAX_ROWS {
+        true => launch!(project_batch_by_matrix_units_pdl),
+        false => launch!(project_by_matrix_units_pdl),
     }
     product.output
 }
@@ -304,27 +330,35 @@ pub(super) fn multiply_words(
         half: Half::of(product.input.dtype).expect("the plan accepts only f16 and bf16"),
     };
     let addresses = address_type(product.tensors(&words, &options, &factor));
-    let matrices = product.matrices(words, &mut options, plan);
-    // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that
-    // a thread reads lie within the rows of `words`. The index of a row is limited to the last row. A thread writes only
-    // elements of `output` that belong to its own matrix.
-    unsafe {
-        project_words_by_matrix_units_pdl::launch_unchecked(
-            &client,
-            exact_cube_count(&client, product.items.cubes(plan)),
-            CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
-            addresses,
-            product.input.into_tensor_arg(),
-            matrices,
-            word_rows,
-            options.epilogue_inputs(factor, factor_place),
-            product.output.clone().into_tensor_arg(),
-            codes,
-            plan,
-            options.epilogue(),
-            element,
-            codes.words(),
-        );
+    macro_rules! launch {
+        ($kernel:ident) => {{
+            let matrices = product.matrices(words, &mut options, plan);
+            // SAFETY: the inner dimension is a multiple of the columns that a warp keeps in flight, so the codes and scales that
+            // a thread reads lie within the rows of `words`. The index of a row is limited to the last row. A thread writes only
+            // elements of `output` that belong to its own matrix.
+            unsafe {
+                $kernel::launch_unchecked(
+                    &client,
+                    exact_cube_count(&client, product.items.cubes(plan)),
+                    CubeDim::new_2d(plan.team.units as u32, plan.teams as u32),
+                    addresses,
+                    product.input.into_tensor_arg(),
+                    matrices,
+                    word_rows,
+                    options.epilogue_inputs(factor, factor_place),
+                    product.output.clone().into_tensor_arg(),
+                    codes,
+                    plan,
+                    options.epilogue(),
+                    element,
+                    codes.words(),
+                );
+            }
+        }};
+    }
+    match plan.rows > GEMV_MAX_ROWS {
+        true => launch!(project_batch_of_words_by_matrix_units_pdl),
+        false => launch!(project_words_by_matrix_units_pdl),
     }
     product.output
 }

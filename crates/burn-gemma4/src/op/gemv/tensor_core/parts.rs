@@ -12,8 +12,8 @@ pub(super) struct Lane {
     pub warp: u32,
     /// The thread's row in the input, and in each fragment of weights.
     pub row: u32,
-    /// The index, 0 to 3, of the thread among the four threads of its row. The index selects the 16 bytes that the thread
-    /// loads, and its pair of outputs in a fragment.
+    /// The thread's index, 0 to 3, among the four threads of its row. The index selects the 16 bytes that the thread loads,
+    /// and the pair of outputs that the thread holds in a fragment.
     pub column: u32,
 }
 

@@ -3,8 +3,9 @@
 //! A fragment is 8 weight rows. A step is the number of columns that a warp multiplies at once. A block is the
 //! consecutive steps that a warp keeps in flight.
 
-use super::super::GEMV_MAX_ROWS;
 use super::super::sums::ProjectPlan;
+use super::super::{BATCH_MAX_ROWS, GEMV_MAX_ROWS};
+use super::batch::TILE_ROWS;
 use super::codes::STEP;
 use super::quantized::BLOCK;
 use crate::op::sums::Team;
@@ -14,15 +15,19 @@ use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS};
 pub(super) const WARP: usize = 32;
 /// The largest number of warps in a CTA.
 const MOST_WARPS: usize = 16;
-/// The target number of warps in a CTA. If the warps that compute outputs together are fewer, the CTA holds several such
-/// groups of warps.
+/// The target number of warps in a CTA. A team of warps computes outputs together. If a team has fewer warps, the CTA holds
+/// several teams.
 const WARPS: usize = 8;
 
 /// The number of columns that a warp multiplies at once, and the parameters that were tuned by measurement.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tuning {
-    /// The smallest number of input rows for which the kernel is used. The largest is [`GEMV_MAX_ROWS`].
+    /// The smallest number of input rows for which the kernel is used.
     pub first_rows: usize,
+    /// The largest number of input rows for which the kernel is used.
+    pub last_rows: usize,
+    /// The largest number of a warp's fragments.
+    pub fragments: usize,
     /// The number of columns of the inner dimension that a warp multiplies at once.
     pub step: usize,
     pub at_once: AtOnce,
@@ -42,14 +47,16 @@ pub(super) enum AtOnce {
     Steps(usize),
 }
 
-/// Tuning for float weights, by decoding of E2B in bf16 on an H200. A thread keeps 16 vectors in flight, and the target
-/// is 1,024 threads per multiprocessor. For newer numbers see `docs/decode.md`. In tokens/s:
-/// - One sequence with 128 tokens of context: 504 with these settings, 483 with 512 threads, 490 with 8 vectors and 1,024
-///   threads, 429 with 8 vectors and 512 threads, 418 with 16 vectors and 256 threads, 489 on CUDA cores.
-/// - 8 sequences with 8,192 tokens of context: 3,080 with 512 threads, 2,764 with 8 vectors, 2,947 with 1,024 threads,
-///   1,460 on CUDA cores.
+/// Tuning for float weights. A thread keeps 16 vectors in flight, and the target is 1,024 threads per multiprocessor.
+/// Decoding of E2B in bf16 on an H200, in tokens/s (for newer numbers see `docs/decode.md`):
+/// - One sequence with 128 tokens of context: 504 with these settings, 483 with a target of 512 threads, 490 with 8 vectors,
+///   and 489 on CUDA cores.
+/// - 8 sequences with 8,192 tokens of context: 2,947 with these settings, 3,080 with a target of 512 threads, and 1,460 on
+///   CUDA cores.
 pub(super) const WHOLE: Tuning = Tuning {
     first_rows: 1,
+    last_rows: GEMV_MAX_ROWS,
+    fragments: 2,
     step: PIECE_COLUMNS,
     at_once: AtOnce::Vectors(16),
     threads: 1024,
@@ -60,6 +67,52 @@ pub(super) const WHOLE: Tuning = Tuning {
 /// against CUDA cores: 512 against 616 tokens/s in Q4_0, 477 against 539 in Q8_0.
 pub(super) const WORDS: Tuning = Tuning {
     first_rows: 2,
+    last_rows: GEMV_MAX_ROWS,
+    fragments: 2,
+    step: STEP,
+    at_once: AtOnce::Steps(BLOCK),
+    threads: 1024,
+    reads_ahead: true,
+};
+
+/// Tunings for batches: float weights, and 9 to [`BATCH_MAX_ROWS`] input rows. The first tuning that takes the rows serves
+/// them.
+///
+/// Decoding of E2B in bf16 on an H200 with 1,024 tokens of context, 2026-11-28, in tokens/s for 16, 32 and 64 sequences:
+///
+/// | fragments | vectors | threads | 16 | 32 | 64 |
+/// |---|---|---|---|---|---|
+/// | 2 | 16 | 1,024 | 5,847 | 8,518 | 9,950 |
+/// | 4 | 16 | 1,024 | 5,701 | 8,093 | |
+/// | 4 | 16 | 512 | 5,805 | 7,902 | 10,259 |
+/// | 4 | 8 | 1,024 | 5,195 | 8,025 | 10,576 |
+/// | 4 | 8 | 512 | 5,151 | 8,989 | 10,359 |
+pub(super) const WHOLE_BATCHES: [Tuning; 2] = [
+    Tuning {
+        first_rows: GEMV_MAX_ROWS + 1,
+        last_rows: 16,
+        fragments: 2,
+        step: PIECE_COLUMNS,
+        at_once: AtOnce::Vectors(16),
+        threads: 1024,
+        reads_ahead: true,
+    },
+    Tuning {
+        first_rows: 17,
+        last_rows: BATCH_MAX_ROWS,
+        fragments: 4,
+        step: PIECE_COLUMNS,
+        at_once: AtOnce::Vectors(8),
+        threads: 512,
+        reads_ahead: true,
+    },
+];
+
+/// Tuning for batches: quantized weights, and 9 to [`BATCH_MAX_ROWS`] input rows.
+pub(super) const WORDS_BATCH: Tuning = Tuning {
+    first_rows: GEMV_MAX_ROWS + 1,
+    last_rows: BATCH_MAX_ROWS,
+    fragments: 2,
     step: STEP,
     at_once: AtOnce::Steps(BLOCK),
     threads: 1024,
@@ -69,9 +122,8 @@ pub(super) const WORDS: Tuning = Tuning {
 /// The largest number of CTAs per multiprocessor for which a GEMV is fused with the preceding residual addition. Every
 /// CTA recomputes the row of the residual stream, so large GEMVs are not fused.
 ///
-/// Decode speed of E2B's shapes in bf16 on an H200, in tokens/s at 128 and at 8,192 tokens of context: 522.8 and 516.3
-/// without fusion, 525.3 and 518.9 with limit 1, 523.3 and 516.6 with limit 2, and 522.7 and 516.2 if all GEMVs are
-/// fused.
+/// Decode speed of E2B's shapes in bf16 on an H200 with 128 tokens of context, in tokens/s: 522.8 without fusion, 525.3 with
+/// limit 1, 523.3 with limit 2, and 522.7 if all GEMVs are fused. With 8,192 tokens, limit 1 is the fastest, too.
 pub(super) const AFTER_RESIDUAL: usize = 1;
 
 /// The shape of a GEMV.
@@ -93,6 +145,17 @@ impl ProjectPlan {
         self.weights() / PRODUCT_ROWS
     }
 
+    /// The number of row tiles of the batch kernels.
+    pub(super) fn row_tiles(self) -> usize {
+        self.rows.div_ceil(TILE_ROWS)
+    }
+
+    /// Returns the plan for the rows of one row tile.
+    pub(super) fn of_row_tile(self, tile: usize) -> Self {
+        let rows = (self.rows - tile * TILE_ROWS).min(TILE_ROWS);
+        Self { rows, ..self }
+    }
+
     /// The number of a warp's fragments that belong to the same matrix. A gated GEMV has two matrices per warp.
     pub(super) fn fragments_of_matrix(self) -> usize {
         self.outputs / PRODUCT_ROWS
@@ -106,7 +169,7 @@ pub(super) fn plan(
     multiprocessors: usize,
     pdl: bool,
 ) -> Option<ProjectPlan> {
-    let rows = tuning.first_rows..=GEMV_MAX_ROWS;
+    let rows = tuning.first_rows..=tuning.last_rows;
     if !rows.contains(&shape.rows)
         || shape.outputs == 0
         || shape.columns == 0
@@ -114,14 +177,15 @@ pub(super) fn plan(
     {
         return None;
     }
-    // Give each warp two fragments, which share each read of the input. Use one fragment per matrix if half of the
-    // multiprocessors would be idle, or if the GEMV is gated.
-    let two = 2 * PRODUCT_ROWS;
-    let outputs = match shape.gated || 2 * shape.outputs.div_ceil(two) < multiprocessors {
-        true => PRODUCT_ROWS,
-        false => two,
-    };
-    let fragments = outputs / PRODUCT_ROWS * if shape.gated { 2 } else { 1 };
+    // Give each warp several fragments, which share each read of the input. Use fewer fragments if half of the
+    // multiprocessors would be idle.
+    let matrices = if shape.gated { 2 } else { 1 };
+    let is_busy = |outputs: usize| 2 * shape.outputs.div_ceil(outputs) >= multiprocessors;
+    let mut outputs = tuning.fragments / matrices * PRODUCT_ROWS;
+    while outputs > PRODUCT_ROWS && !is_busy(outputs) {
+        outputs /= 2;
+    }
+    let fragments = outputs / PRODUCT_ROWS * matrices;
     let steps = shape.columns / tuning.step;
     let unroll = match tuning.at_once {
         AtOnce::Vectors(vectors) => largest_divisor(steps, vectors / fragments),

@@ -26,7 +26,7 @@ use cubecl::prelude::*;
 /// The number of steps in a block. Each of the four threads of a weight row reads the scales of one step.
 pub(super) const BLOCK: usize = 4;
 /// The number of bytes of an input row that a step of 64 columns covers.
-const INPUT_BYTES: usize = 2 * STEP;
+pub(super) const INPUT_BYTES: usize = 2 * STEP;
 
 /// The layout of the rows of quantized words.
 #[derive(CubeLaunch, CubeType, Clone, Copy)]
@@ -179,7 +179,7 @@ pub(super) fn project_words_by_matrix_units_pdl<E: Float, N: Size>(
 
 /// Returns the address of word `index` in the matrix that a fragment belongs to.
 #[cube]
-fn address_of_side(
+pub(super) fn address_of_side(
     matrices: &WeightMatrices<OwnedTensor<u32>>,
     index: u64,
     side: Side,
@@ -222,7 +222,7 @@ fn address_if_there(words: &ComptimeOption<OwnedTensor<u32>>, index: u64) -> u64
 
 /// Issues the loads of the codes in a step of 64 columns.
 #[cube]
-fn read_codes<N: Size>(
+pub(super) fn read_codes<N: Size>(
     read: &mut Array<Vector<u32, N>>,
     addresses: &Array<u64>,
     #[comptime] step: usize,

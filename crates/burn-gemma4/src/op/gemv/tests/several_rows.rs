@@ -118,10 +118,10 @@ fn multiply_several_rows_by_float_matrices_matches_reference() {
         // Each case has one number of input columns and a list of numbers of rows. In each case a warp keeps a different
         // number of columns in flight.
         let cases: [(usize, &[usize]); 4] = [
-            (1536, &[2, 3, 4, 5, 6, 7, 8]),
-            (512, &[3]),
-            (160, &[8]),
-            (72, &[2]),
+            (1536, &[2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65]),
+            (512, &[3, 20]),
+            (160, &[8, 50]),
+            (72, &[2, 11]),
         ];
         for (columns, rows) in cases {
             check_rows(&drawn, rows, &format!("{dtype:?}"), |rows| {
@@ -140,8 +140,11 @@ fn multiply_several_rows_by_quantized_matrices_matches_reference() {
             dtype,
         };
         for format in [BlockFormat::Q4_0, BlockFormat::Q8_0] {
-            let cases: [(usize, &[usize]); 3] =
-                [(1536, &[2, 3, 4, 5, 6, 7, 8]), (10_240, &[6]), (320, &[8])];
+            let cases: [(usize, &[usize]); 3] = [
+                (1536, &[2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65]),
+                (10_240, &[6, 24]),
+                (320, &[8, 12]),
+            ];
             for (columns, rows) in cases {
                 let layout = format.words(columns).expect("the columns are whole blocks");
                 let what = format!("{dtype:?}, {format:?}");

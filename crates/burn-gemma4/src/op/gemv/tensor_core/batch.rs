@@ -1,0 +1,269 @@
+//! GEMM of 9 to 64 input rows with float weights on NVIDIA's tensor cores: `output[r, o] = Σ input[r, i] · weight[o, i]`,
+//! accumulated in f32. Decoding of several sequences uses this kernel.
+//!
+//! Algorithm: as in [`kernel`](super::kernel). A team of warps computes up to 32 outputs, and the warps divide the inner
+//! dimension. Each weight is read once, and multiplies all input rows. The input rows form row tiles of 16 rows.
+//!
+//! Budget: shared memory holds the warps' sums of one row tile, at most 32 KB. With 64 rows, registers per thread hold 64
+//! sums, 32 words of weights, and 64 words of two steps of the input. A step is 32 columns.
+//!
+//! Schedule: each thread keeps the weights of `unroll` steps in flight, as in [`kernel`](super::kernel). It loads the input of
+//! a step while it multiplies the step before.
+//!
+//! Bound: memory bandwidth, up to about 32 rows. With more rows, the input rows that each warp reads from the caches cost
+//! as much as the weights.
+
+use super::super::concat::{WeightMatrices, side_of_cube};
+use super::super::kernel::WeightStrides;
+use super::super::sums::{Epilogue, EpilogueInputs, Outputs, ProjectPlan, finish_parts};
+use super::kernel::{STEP_BYTES, read_weights, weight_address};
+use super::parts::{Lane, lane, leave_parts};
+use cube_kit::ampere::cp_async::{PIECE, half_address};
+use cube_kit::ampere::gemv::{PIECE_COLUMNS, PRODUCT_ROWS, add_pairs_of_two_rows, read_piece_if};
+use cube_kit::nvidia::Half;
+use cube_kit::pdl::{launch_dependents, mark_owned_volatile_if_present, wait_prior_launch};
+use cubecl::prelude::*;
+
+/// The number of rows in a row tile, which is the number of rows of the left operand of `mma.sync`.
+pub(super) const TILE_ROWS: usize = 16;
+
+/// The number of 16-byte pieces of input that a thread loads per row tile: rows `l / 4` and `l / 4 + 8` of lane `l`.
+const PIECES: usize = TILE_ROWS / PRODUCT_ROWS;
+
+/// Computes the same as [`project_by_matrix_units_pdl`](super::kernel::project_by_matrix_units_pdl), for more than 8 rows.
+#[cube(launch_unchecked, address_type = "dynamic")]
+pub(super) fn project_batch_by_matrix_units_pdl<E: Float>(
+    input: &Tensor<E>,
+    matrices: WeightMatrices<OwnedTensor<E>>,
+    strides: WeightStrides,
+    epilogue_inputs: EpilogueInputs<E>,
+    output: &mut Tensor<E>,
+    columns: u32,
+    #[comptime] plan: ProjectPlan,
+    #[comptime] epilogue: Epilogue,
+    #[comptime] half: Half,
+    #[define(E)] _element: ElemType,
+) {
+    wait_prior_launch(comptime!(plan.pdl && !plan.reads_ahead));
+    let side = side_of_cube(CUBE_POS as u32, matrices.rows, plan);
+    let team = side.cube * comptime!(plan.teams as u32) + UNIT_POS_Y;
+    let first = team * comptime!(plan.outputs as u32);
+    let lane = lane();
+    let of_block = comptime!(plan.unroll * PIECE_COLUMNS);
+    let column = lane.warp * comptime!(of_block as u32) + lane.column * comptime!(PIECE as u32);
+
+    let fragments = comptime!(plan.fragments());
+    let tiles = comptime!(plan.row_tiles());
+    let mut addresses = Array::<u64>::new(fragments);
+    let mut sums = Array::<Vector<f32, Const<4>>>::new(comptime!(fragments * tiles));
+    #[unroll]
+    for fragment in 0..fragments {
+        addresses[fragment] = weight_address::<E>(
+            &matrices, strides, side, first, lane, column, fragment, plan,
+        );
+    }
+    #[unroll]
+    for sum in 0..comptime!(fragments * tiles) {
+        sums[sum] = Vector::<f32, Const<4>>::zeroed();
+    }
+    let mut weights = Array::<Vector<u32, Const<4>>>::new(comptime!(plan.unroll * fragments));
+    #[unroll]
+    for step in 0..plan.unroll {
+        read_weights(&mut weights, &addresses, step, plan);
+    }
+    wait_prior_launch(plan.reads_ahead);
+    mark_owned_volatile_if_present(&epilogue_inputs.factor, plan.pdl);
+
+    let mut rows_address = half_address::<E>(
+        input,
+        u64::cast_from(lane.row) * u64::cast_from(columns) + u64::cast_from(column),
+    );
+    let piece_distance = u64::cast_from(columns) * comptime!(2 * PRODUCT_ROWS as u64);
+    let mut rows = Array::<Vector<u32, Const<4>>>::new(comptime!(PIECES * tiles));
+    read_rows(&mut rows, rows_address, piece_distance, lane, 0usize, plan);
+    // The distance in columns between consecutive blocks of a warp. A block is the columns that a warp keeps in flight.
+    let block = comptime!(of_block * plan.team.parts());
+    let blocks = columns / comptime!(block as u32);
+    let mut done = 1u32;
+    while done < blocks {
+        #[unroll]
+        for fragment in 0..fragments {
+            addresses[fragment] += comptime!(2 * block as u64);
+        }
+        #[unroll]
+        for step in 0..plan.unroll {
+            let mut next = Array::<Vector<u32, Const<4>>>::new(comptime!(PIECES * tiles));
+            if comptime!(step + 1 == plan.unroll) {
+                rows_address += comptime!(2 * block as u64);
+                read_rows(&mut next, rows_address, piece_distance, lane, 0usize, plan);
+            } else {
+                let step = comptime!(step + 1);
+                read_rows(&mut next, rows_address, piece_distance, lane, step, plan);
+            }
+            multiply(&mut sums, &rows, &weights, step, half, plan);
+            read_weights(&mut weights, &addresses, step, plan);
+            #[unroll]
+            for piece in 0..comptime!(PIECES * tiles) {
+                rows[piece] = next[piece];
+            }
+        }
+        done += 1u32;
+    }
+    launch_dependents(plan.pdl);
+    #[unroll]
+    for step in 0..plan.unroll {
+        multiply(&mut sums, &rows, &weights, step, half, plan);
+        if comptime!(step + 1 < plan.unroll) {
+            let step = comptime!(step + 1);
+            read_rows(&mut rows, rows_address, piece_distance, lane, step, plan);
+        }
+    }
+
+    let mut partial = Shared::<[f32]>::new_slice(comptime!(plan.of_row_tile(0).partials()));
+    #[unroll]
+    for tile in 0..tiles {
+        let tile_plan = comptime!(plan.of_row_tile(tile));
+        #[unroll]
+        for fragment in 0..fragments {
+            leave_tile_parts(
+                &mut partial,
+                sums[comptime!(fragment * tiles + tile)],
+                lane,
+                fragment,
+                tile_plan,
+            );
+        }
+        let of_outputs = Outputs {
+            row: comptime!((tile * TILE_ROWS) as u32).runtime(),
+            first,
+            outputs: side.outputs,
+            column: side.column,
+            all_outputs: side.all_outputs,
+        };
+        finish_parts(
+            &partial,
+            &epilogue_inputs,
+            output,
+            of_outputs,
+            tile_plan,
+            epilogue,
+        );
+        // The next row tile overwrites the sums in shared memory.
+        if comptime!(tile + 1 < tiles) {
+            sync_cube();
+        }
+    }
+}
+
+/// Writes a warp's partial sums of a fragment and a row tile to shared memory.
+#[cube]
+pub(super) fn leave_tile_parts(
+    partial: &mut Shared<[f32]>,
+    sum: Vector<f32, Const<4>>,
+    lane: Lane,
+    #[comptime] fragment: usize,
+    #[comptime] tile_plan: ProjectPlan,
+) {
+    let lower = Lane {
+        warp: lane.warp,
+        row: lane.row + comptime!(PRODUCT_ROWS as u32),
+        column: lane.column,
+    };
+    leave_parts(
+        partial,
+        sum.extract(0usize),
+        sum.extract(1usize),
+        lane,
+        fragment,
+        tile_plan,
+    );
+    leave_parts(
+        partial,
+        sum.extract(2usize),
+        sum.extract(3usize),
+        lower,
+        fragment,
+        tile_plan,
+    );
+}
+
+/// Loads the thread's pieces of one step of the input, for all row tiles. Rows past the last row are zeros. `rows_address` is
+/// the address of the thread's piece of step 0 in its first row, and `piece_distance` is the distance of 8 rows in bytes.
+#[cube]
+fn read_rows(
+    rows: &mut Array<Vector<u32, Const<4>>>,
+    rows_address: u64,
+    piece_distance: u64,
+    lane: Lane,
+    #[comptime] step: usize,
+    #[comptime] plan: ProjectPlan,
+) {
+    #[unroll]
+    for piece in 0..comptime!(PIECES * plan.row_tiles()) {
+        let offset = comptime!(step * STEP_BYTES);
+        rows[piece] = read_input_piece(rows_address, piece_distance, lane, piece, offset, plan);
+    }
+}
+
+/// Loads 16 bytes at `offset` bytes after the thread's address in its `piece`-th row: row `8 · piece + l / 4` of lane `l`. If
+/// the row does not exist, the result is zeros.
+#[cube]
+pub(super) fn read_input_piece(
+    rows_address: u64,
+    piece_distance: u64,
+    lane: Lane,
+    #[comptime] piece: usize,
+    #[comptime] offset: usize,
+    #[comptime] plan: ProjectPlan,
+) -> Vector<u32, Const<4>> {
+    let first_row = comptime!(piece * PRODUCT_ROWS);
+    let is_there = if comptime!(first_row + PRODUCT_ROWS <= plan.rows) {
+        1u32.runtime()
+    } else {
+        select(
+            lane.row + comptime!(first_row as u32) < comptime!(plan.rows as u32),
+            1u32,
+            0u32,
+        )
+    };
+    let address = rows_address + piece_distance * comptime!(piece as u64);
+    read_piece_if(address, is_there, offset)
+}
+
+/// Multiplies the columns of one step, for all fragments and row tiles.
+#[cube]
+fn multiply(
+    sums: &mut Array<Vector<f32, Const<4>>>,
+    rows: &Array<Vector<u32, Const<4>>>,
+    weights: &Array<Vector<u32, Const<4>>>,
+    #[comptime] step: usize,
+    #[comptime] half: Half,
+    #[comptime] plan: ProjectPlan,
+) {
+    let tiles = comptime!(plan.row_tiles());
+    #[unroll]
+    for pair in 0..2usize {
+        let at = comptime!(2 * pair);
+        let next = comptime!(2 * pair + 1);
+        #[unroll]
+        for tile in 0..tiles {
+            let upper = rows[comptime!(PIECES * tile)];
+            let lower = rows[comptime!(PIECES * tile + 1)];
+            #[unroll]
+            for fragment in 0..comptime!(plan.fragments()) {
+                let weight = weights[comptime!(step * plan.fragments() + fragment)];
+                let place = comptime!(fragment * tiles + tile);
+                sums[place] = add_pairs_of_two_rows(
+                    sums[place],
+                    upper.extract(at),
+                    upper.extract(next),
+                    lower.extract(at),
+                    lower.extract(next),
+                    weight.extract(at),
+                    weight.extract(next),
+                    half,
+                );
+            }
+        }
+    }
+}
