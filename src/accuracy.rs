@@ -140,9 +140,9 @@ impl Oracle {
         Tensor::from_data(data, (&like.device(), like.dtype()))
     }
 
-    /// Returns the errors of the gradient with the largest ratio of its error to the error of the reference implementation
-    /// in the same dtype. The gradients must come from an output gradient that [`gradient_mask`](Self::gradient_mask) has
-    /// masked.
+    /// Returns the errors of the worst of the three gradients. The worst gradient has the largest error in units of the
+    /// error of the reference implementation in the same dtype. Before the backward, the caller must multiply the output
+    /// gradient by [`gradient_mask`](Self::gradient_mask).
     ///
     /// # Errors
     /// Returns an error if the gradients cannot be read.

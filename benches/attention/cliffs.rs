@@ -201,8 +201,8 @@ fn ragged_lengths() -> Vec<i32> {
 
 /// Creates a cliff with prompts of the different lengths in [`RAGGED`]. The counterpart has sequences of 1,024 tokens.
 ///
-/// The counterpart has 0.94 times as many visible query-key pairs as the case. The limit is 1.18, so that the FLOP/s of the
-/// case are at least 90 % of the counterpart's FLOP/s.
+/// The counterpart has 0.94 times as many visible query-key pairs as the case. If the case takes 1.18 times as long as the
+/// counterpart (the limit), its FLOP/s are 90 % of the counterpart's FLOP/s.
 const fn ragged(name: &'static str, pass: Pass, rows: Rows, heads: usize, width: usize) -> Cliff {
     let (mut batch, mut tokens, mut index) = (0, 0, 0);
     while index < RAGGED.len() {

@@ -54,11 +54,12 @@ pub struct Case {
     pub kv_lengths: Option<Vec<i64>>,
     /// The number of queries per sequence, or `None` if every sequence has `q_len` queries.
     pub query_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence. `None` means no
-    /// segments.
+    /// The segment ids of all queries, and the segment ids of all keys. Each list has the ids of sequence 0 first, then
+    /// those of sequence 1, and so on. `None` means no segments.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An element holds one interval for every query of every sequence, as two lists: the
-    /// first visible keys, and the ends (one past the last visible key).
+    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of lists over `[batch, q_len]`:
+    /// the first keys, and the ends (one past the last key). A query sees a key if the key is in the query's interval of at
+    /// least one set.
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
     /// The dropout probability and the dropout seed, or `None` without dropout.
     pub dropout: Option<(f64, u64)>,
@@ -210,7 +211,7 @@ impl Case {
     /// Checks output, logsumexp and every gradient on every device that supports the dtype.
     ///
     /// # Panics
-    /// Panics if the error of a result is larger than the dtype's rounding errors explain.
+    /// Panics if the dtype's rounding errors do not explain the error of a result.
     pub fn check(&self) {
         let inputs = self.inputs();
         self.check_inputs(&inputs, &inputs);

@@ -1,5 +1,4 @@
-//! Score mods and mask mods of test cases, and the same formulas in f64, with which loops on the CPU compute the expected
-//! results.
+//! Score mods and mask mods of test cases. Loops on the CPU compute the expected results by the same formulas in f64.
 
 use super::case::Case;
 use attention_cube::AttentionOptions;
@@ -45,8 +44,8 @@ impl ScoreMod for Bent {
     }
 }
 
-/// A mask mod that hides about a quarter of all keys, by sequence, head, query and key. A key is hidden if
-/// `query + 3 · key + head + batch` modulo 4 equals the number in `table`.
+/// A mask mod that hides about a quarter of all keys. A key is hidden if `query + 3 · key + head + batch` modulo 4 equals
+/// the number in `table`.
 pub struct Sieve;
 
 #[cfg_attr(feature = "cube", cube)]

@@ -5,8 +5,9 @@
 //! is the precision of a dtype:
 //!
 //! - A sum of `n` terms that are added one after the other has a relative error of about `ε·√(n/2)`. Allowed: `4·ε·√n`.
-//! - Terms cancel in softmax gradients: `dp − Δ` has an error of `ε·dp`, even if the difference is small. Allowed: `4·ε` times
-//!   the size of the terms, which the caller provides.
+//! - Terms cancel in the gradient of the scores, `dS = P ∘ (dP − Δ)`, where P are the probabilities and Δ is the row sum of
+//!   output ∘ output gradient. `dP − Δ` has an error of `ε·dP`, even if the difference is small. Allowed: `4·ε` times the
+//!   size of the terms, which the caller provides.
 //! - The result is rounded once to the storage dtype. Allowed: a quarter of the storage dtype's ε in root mean square, and
 //!   half of this ε at the worst element.
 //! - The backward reads the stored output, so Δ inherits the rounding error of the stored output. Allowed: half of the
@@ -74,8 +75,8 @@ pub struct Comparison {
     pub allowed: Deviation,
     /// The element with the largest error, as its index, its value and the expected value.
     pub worst: (usize, f64, f64),
-    /// The first element whose error rounding cannot explain, as its index, its value and the expected value. The value or
-    /// the expected value is infinite or NaN.
+    /// The first element that is infinite or NaN by mistake, or that lacks an expected infinity. The element is given as its
+    /// index, its value and the expected value.
     pub misplaced: Option<(usize, f64, f64)>,
 }
 

@@ -28,10 +28,11 @@ pub struct Inputs {
     pub kv_lengths: Option<Vec<i64>>,
     /// The number of queries per sequence.
     pub query_lengths: Option<Vec<i64>>,
-    /// The segment ids of all queries, and the segment ids of all keys. Both lists go sequence after sequence.
+    /// The segment ids of all queries, and the segment ids of all keys. Each list has the ids of sequence 0 first, then
+    /// those of sequence 1, and so on.
     pub segments: Option<(Vec<i64>, Vec<i64>)>,
-    /// The intervals of visible keys. An element holds one interval for every query of every sequence, as two lists: the
-    /// first visible keys, and the ends (one past the last visible key).
+    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of lists over `[batch, q_len]`:
+    /// the first keys, and the ends (one past the last key).
     pub intervals: Vec<(Vec<i64>, Vec<i64>)>,
 }
 
@@ -48,8 +49,8 @@ pub struct Extras {
     pub query_lengths: Option<Tensor<1, Int>>,
     /// The segment ids of queries and keys, `[batch, length]`.
     pub segments: Option<(Tensor<2, Int>, Tensor<2, Int>)>,
-    /// The intervals of visible keys. Each element is a pair of tensors `[batch, q_len]`: the first visible keys, and the
-    /// ends (one past the last visible key).
+    /// The sets of intervals. A set has one interval of visible keys per query. It is a pair of tensors `[batch, q_len]`:
+    /// the first keys, and the ends (one past the last key).
     pub intervals: Vec<(Tensor<2, Int>, Tensor<2, Int>)>,
     /// The sinks, `[q_heads]`, which are a leaf of the autodiff graph. If the case expands its optional tensors, the leaf
     /// holds a single sink for all heads, `[1]`.
@@ -126,7 +127,7 @@ impl Extras {
 }
 
 /// Creates a tensor of sequence lengths. If all lengths fit in 32 bits, the tensor has the device's default integer dtype.
-/// Longer lengths have 64 bits, or are clamped to 32 bits if the device has no 64-bit integers.
+/// Otherwise, the tensor has 64-bit integers. If the device has none, lengths are clamped to 32 bits.
 fn length_tensor(lengths: &[i64], device: &Device) -> Tensor<1, Int> {
     let narrow = |length: i64| length.clamp(i32::MIN.into(), i32::MAX.into());
     let fits = lengths.iter().all(|length| narrow(*length) == *length);

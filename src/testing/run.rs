@@ -288,8 +288,9 @@ fn gradient<const D: usize>(leaf: &Tensor<D>, gradients: &Gradients) -> Option<T
     Some(gradient.into_data())
 }
 
-/// The magnitudes of the terms that cancel in gradients. The score gradient is the difference `ds = p (do·v − Δ)`. The terms
-/// of this difference have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient.
+/// The magnitudes of the terms that cancel in gradients. The gradient of a score is `ds = p (do·v − Δ)`, with the
+/// probability `p`, the output gradient `do`, the value `v`, and `Δ = do·o` for the output `o`. The terms of the difference
+/// have the magnitude `√value_dim · |do| · |v|`, plus the magnitude of the logsumexp's gradient.
 struct Magnitudes {
     score: f64,
     difference: f64,

@@ -222,8 +222,8 @@ fn bytes_after(cache: NewCache, fixture: &Fixture, gemma: &Gemma4, device: &Devi
     cache.bytes()
 }
 
-/// The ring buffer of a sliding layer has one slot for each key of the window, but at most one for each position of the
-/// model.
+/// The ring buffer of a sliding layer has as many slots as the window has keys. If the window has more keys than the model
+/// has positions, the buffer has one slot per position.
 #[test]
 fn cache_window_beyond_the_positions_allocates_the_positions() {
     let device = Device::flex();

@@ -141,8 +141,8 @@ fn drafted_batch_seed_gives_the_tokens_without_drafts() {
     }
 }
 
-/// A batch gives the same texts with draft tokens as without if a sequence ends at a stop token between accepted draft
-/// tokens. The ended sequence stays in the batch until all other sequences have ended.
+/// If a sequence ends at a stop token between accepted draft tokens, a batch gives the same texts as without draft tokens.
+/// The ended sequence stays in the batch until all other sequences have ended.
 #[test]
 fn drafted_batch_sequences_end_separately() {
     for device in devices() {

@@ -87,8 +87,8 @@ fn drafts_greedy_tokens_equal_those_without() {
     });
 }
 
-/// Penalties, suppressed tokens, min-p and all other sampling options depend on the text before each token, even if this
-/// text contains draft tokens. The random numbers are drawn in the same order as without draft tokens.
+/// Penalties and other sampling options depend on the earlier text. Draft tokens count as earlier text. The random numbers
+/// are drawn in the same order as without draft tokens.
 #[test]
 fn drafts_seed_gives_the_tokens_without_drafts() {
     let fixture = Fixture::open("dense-ple");
@@ -224,8 +224,8 @@ fn drafts_sampled_tokens_have_the_models_distribution() {
     );
 }
 
-/// A text can end at any token and at any position of a pass: by cancellation, a stop token, a stop string, or the maximum
-/// number of tokens. The session then contains exactly the tokens before the last token of the text.
+/// A text can end at any token of a pass. The causes of the end are a cancellation, a stop token, a stop string, and the
+/// maximum number of tokens. The session then contains exactly the tokens before the last token of the text.
 #[test]
 fn drafts_text_ends_between_accepted_tokens() {
     for (name, repetition_penalty) in [("dense-keqv", 0.7), ("moe", 1.0)] {

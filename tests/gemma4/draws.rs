@@ -140,8 +140,8 @@ fn sampling_kernel_draws_the_tokens_of_the_host() {
                     }
                 }
             }
-            // Devices may round exponentials differently. Rounding moves the boundary between the intervals of two tokens by
-            // a millionth, so a single draw may differ.
+            // Devices may round exponentials differently. Rounding changes the cumulative probabilities of the tokens by a
+            // millionth, so a single draw may differ.
             assert!(
                 others <= 1,
                 "{} {dtype:?}: {others} of {drawn}",

@@ -1,6 +1,5 @@
-//! Tests that a mixture of experts (MoE) gives the same results with kernels as on the host: the selected experts (even if
-//! probabilities are equal), the logits, and every gradient. The sizes are no multiples of a tile. Two runs give bitwise
-//! equal results.
+//! Tests the mixture of experts (MoE). Kernels select the same experts as the host, even if probabilities are equal. They
+//! also give the same logits and gradients. The sizes are no multiples of a tile. Two runs give bitwise equal results.
 
 use crate::{
     devices::devices,
@@ -269,8 +268,8 @@ fn moe_decode_step_by_step_equals_one_pass() {
     }
 }
 
-/// If the model has more experts than the router kernel supports, a training step is not captured as a CUDA graph, because
-/// the host then computes a part of the step.
+/// If the model has more experts than the router kernel supports, the host computes a part of a training step. The step is
+/// then not captured as a CUDA graph.
 #[test]
 fn moe_with_too_many_experts_is_not_captured() {
     let case = Case {

@@ -150,8 +150,8 @@ fn decoder_follow_gives_the_tokens_of_steps() {
                         }
                     }
                 }
-                // Without the decode kernels, the layers compute one more step over the keys and values that the decode kernels
-                // have written. The logits of this step show if both runs left the same cache.
+                // Without the decode kernels, the layers compute one more step over the keys and values that the decode
+                // kernels have written. The logits of this step show whether both runs left the same cache.
                 let rows: Vec<&[u32]> = text
                     .last()
                     .expect("the text is not empty")

@@ -141,8 +141,8 @@ fn drafter_as_model_is_refused_by_name() {
     }
 }
 
-/// The error names the GGUF file and its format if the file is loaded by its path, lies in a folder, or has the misleading
-/// name `model.safetensors`. The GGUF file of this test is only a header.
+/// A GGUF file is loaded by its path, lies in a folder, or has the misleading name `model.safetensors`. Each time, the error
+/// names the file and its format. The GGUF file of this test is only a header.
 #[test]
 fn gguf_in_wrong_place_is_refused_by_name() {
     let contents = [&b"GGUF\x03\0\0\0"[..], &[0; 64]].concat();

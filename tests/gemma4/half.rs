@@ -1,5 +1,5 @@
-//! Tests half precision: the logits are as close to the f32 logits of transformers as transformers' own half-precision
-//! logits are.
+//! Tests half precision. The logits are compared with the f32 logits of transformers. Their error is about the error that
+//! transformers has in half precision.
 
 use crate::{
     devices::devices,
@@ -45,8 +45,8 @@ impl Observer for Routing<'_> {
                     if ours.iter().all(|expert| theirs.contains(expert)) {
                         continue;
                     }
-                    // Rounding explains another expert only if the gap between the last selected and the first unselected
-                    // probability is at most twice the rounding error.
+                    // Rounding explains the selection of another expert only if the gap between the last selected and the
+                    // first unselected probability is at most twice the rounding error.
                     let exact = &exact[position * experts..][..experts];
                     let found = &self.probabilities[position * experts..][..experts];
                     let moved = largest(exact.iter().zip(found).map(|(a, b)| a - b));

@@ -368,8 +368,8 @@ fn per_layer_table_is_saved_from_everywhere() {
     assert_eq!(written, table(base.join("model.safetensors")));
 }
 
-/// By default, the table is on the device if the memory that the device reports has room for the table. Otherwise the table is
-/// on the host.
+/// By default, the table is on the device if the device reports enough memory for the table. Otherwise the table is on the
+/// host.
 #[test]
 fn per_layer_table_goes_where_it_fits() {
     let device = Device::flex();

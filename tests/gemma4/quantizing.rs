@@ -408,8 +408,8 @@ fn quantize_gguf_extension_in_any_case_is_recognized() {
     }
 }
 
-/// A folder without any packable weights is refused. The rows of all matrices are shorter than a block, and a folder does
-/// not pack tables of per-layer embeddings.
+/// A folder is refused if none of its weights can be packed. Here the rows of all matrices are shorter than a block. Tables
+/// of per-layer embeddings are never packed in folders.
 #[test]
 fn quantize_folder_without_packable_weights_is_refused() {
     let config = Gemma4Config {

@@ -303,8 +303,8 @@ impl ModuleVisitor for Vectors {
     }
 }
 
-/// If a step trains another parameter of the same model than the captured step did, the recorder drops the graph and
-/// launches the step directly. This also holds for parameters of equal size.
+/// If a step trains another parameter than the captured step, the recorder drops the graph and launches the step directly.
+/// This also holds if both parameters belong to the same model and have the same size.
 #[test]
 fn captured_training_step_with_other_trained_parameter_is_computed_directly() {
     for device in devices() {

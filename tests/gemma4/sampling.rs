@@ -162,8 +162,8 @@ fn sampling_penalty_applies_before_temperature() {
         temperature: 0.5,
         ..drawing()
     };
-    // The penalty gives 2 / 2 and -2 · 2, and the temperature doubles these logits. The penalty applies to a token only once,
-    // even if the token was read several times.
+    // The penalty of 2 changes the logit 2 to 2 / 2 and the logit -2 to -2 · 2. The temperature of 0.5 then doubles all
+    // logits. The penalty applies to a token only once, even if the token was read several times.
     let weights = [2.0f64, -8.0, 2.0].map(f64::exp);
     let sum: f64 = weights.iter().sum();
     let expected = [weights[0] / sum, weights[1] / sum, weights[2] / sum, 0.0];

@@ -222,7 +222,7 @@ fn session_turns_read_only_new_tokens_with_every_template() {
                 let answer = "what the cat says";
                 let read = found.timings.prefill_tokens;
                 // The third template rewrites a question when the next question follows. The session then goes back to an
-                // earlier checkpoint, which the first two turns may not have.
+                // earlier checkpoint. In the first two turns, there may be no such checkpoint.
                 let rewrites = index == 2;
                 let turns = if rewrites { 5 } else { 3 };
                 if turn == 0 || (rewrites && turn == 1) {
@@ -304,8 +304,8 @@ fn session_is_continued_from_its_file() {
     }
 }
 
-/// A session file matches its model for any number in the configuration. A JSON parser may round the number of this test to a
-/// neighboring floating-point number.
+/// A session file matches its model, whatever numbers the configuration contains. A JSON parser may round the number of this
+/// test to a neighboring floating-point number.
 #[test]
 fn session_file_matches_its_model_with_any_config_number() {
     let config = fs::read(folder("dense-ple").join("config.json")).expect("the file is readable");

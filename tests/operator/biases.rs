@@ -5,8 +5,8 @@ use crate::case::{Case, FULL};
 use crate::dense::Dense;
 use burn::tensor::DType;
 
-/// Checks a case with the bias `lowest` for some scores. All keys have this bias in every third query, and every third key
-/// in the other queries.
+/// Checks a case with the bias `lowest` for some scores. For every third query, all keys have this bias. For the other
+/// queries, every third key has it.
 pub(crate) fn check_lowest(case: &Case, lowest: f64) {
     let mut inputs = case.inputs();
     let shape = inputs.bias.as_ref().expect("the case has a bias").shape;

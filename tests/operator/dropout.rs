@@ -88,7 +88,8 @@ fn dropout_in_half_precision_matches_reference() {
 }
 
 /// Checks queries that see few keys of a tile, so that dropout may drop all probabilities of a query in the tile. The
-/// gradient of the keys still depends on such a query: dS = w (0 − Δ) is not 0, where w is the probability before dropout.
+/// gradient of the keys still depends on such a query, because the gradient of a dropped score is w (0 − Δ). Here w is the
+/// probability before dropout, and Δ is the dot product of the output and its gradient.
 #[test]
 fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     let ids: Vec<i64> = (0..280).map(|token| token / 50).collect();
@@ -107,8 +108,8 @@ fn dropout_of_all_keys_that_a_query_sees_matches_reference() {
     }
 }
 
-/// Checks dropout so high that P in f16 could overflow. In f16, the backward stores P times 4096. Dropout multiplies the
-/// kept P by about 100. The first queries see few keys, so their P is near 1.
+/// Checks dropout so high that the probabilities P could overflow in f16. In f16, the backward stores P times 4096. Dropout
+/// multiplies each kept probability by about 100. The first queries see few keys, so their probabilities are near 1.
 #[test]
 fn dropout_of_most_probabilities_stays_finite_in_half_precision() {
     for dtype in [DType::F16, DType::BF16] {
@@ -144,7 +145,7 @@ fn dropout_of_wide_heads_matches_reference() {
     }
 }
 
-/// Checks the share of dropped probabilities. With equal scores and values of 1, an output is the share of kept
+/// Checks the share of dropped probabilities. All scores are equal and all values are 1, so an output is the share of kept
 /// probabilities times the factor of dropout.
 #[test]
 fn dropout_drops_the_given_share() {

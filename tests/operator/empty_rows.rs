@@ -196,8 +196,8 @@ fn sink_of_minus_infinity_without_keys_has_zero_gradient() {
     }
 }
 
-/// Checks queries that see no key beside queries that see NaN. Some keys and their values are NaN. A query that sees no key
-/// must have an output of 0, a gradient of 0, and a logsumexp of −∞ or its sink.
+/// Checks calls in which some queries see no key and all others see NaN. Some keys and their values are NaN. A query that
+/// sees no key must have an output of 0, a gradient of 0, and a logsumexp of −∞ or its sink.
 pub(crate) fn check_beside_nan(sizes: [usize; 7], dtype: DType, sinks: bool) {
     let [_, q_heads, _, q_len, _, head_dim, value_dim] = sizes;
     let case = Case {
@@ -271,8 +271,8 @@ fn empty_row_all_rows_masked_ignores_nan() {
     }
 }
 
-/// Checks the gradients of a reference call without keys or without queries. Autodiff must give the query a gradient of
-/// zeros instead of none, even for a query of NaN.
+/// Checks the gradients of a reference call without keys or without queries. Autodiff must give the query a gradient. This
+/// gradient is 0, even if the query is NaN.
 #[test]
 fn reference_without_elements_has_zero_gradient() {
     let on = &Device::flex().autodiff();

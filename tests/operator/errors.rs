@@ -397,8 +397,8 @@ fn mixed_checkpointing_strategies_are_refused() {
     }
 }
 
-/// Checks that a call on a backend for which the operator has no implementation, here NdArray, is refused with the backend's
-/// name. The reference still runs on such a backend.
+/// Checks a call on NdArray, a backend for which the operator has no implementation. The call is refused, and the error
+/// names the backend. The reference still runs on such a backend.
 #[cfg(feature = "ndarray")]
 #[test]
 fn backend_without_kernels_is_refused_by_name() {

@@ -124,7 +124,7 @@ fn refusal_of(engine: Engine, selection: &Selection) -> Option<&Refusal> {
 }
 
 /// Asserts that the reference serves both passes of `problem`, and that the unit engine's refusal satisfies `matches` and
-/// contains each `text`.
+/// contains each string in `text`.
 #[track_caller]
 fn assert_refused(
     problem: &AttentionProblem,
@@ -318,8 +318,8 @@ fn select_sixteen_kilobytes_serve_every_head_dim() {
     }
 }
 
-/// Checks that a device runs the next engine (here the reference) if an engine is disabled, and that the refusal names the
-/// reason.
+/// Checks a device on which an engine is disabled. The device must run the next engine, here the reference, and the refusal
+/// must name the reason.
 #[test]
 fn select_disabled_engine_is_refused() {
     let without_units = DeviceProfile {

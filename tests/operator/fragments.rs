@@ -51,8 +51,8 @@ fn emulated(test: &str, shapes: &[(&str, usize)], check: impl Fn(&TestDevice)) {
     }
 }
 
-/// Checks `case` in f16, and asserts that the cmma engine serves both passes. The device gets the inputs `given`, and the
-/// reference the inputs `equivalent`.
+/// Checks `case` in f16, and asserts that the cmma engine serves both passes. The device gets the inputs `given`. The
+/// reference gets the inputs `equivalent`.
 fn check(device: &TestDevice, case: &Case, given: &Inputs, equivalent: &Inputs) {
     let case = Case {
         dtype: DType::F16,
@@ -86,8 +86,8 @@ fn with_keys(inputs: &Inputs, factor: impl Fn(usize) -> f64) -> Inputs {
     }
 }
 
-/// Checks lengths close to the tile sizes, GQA groups, and few rows with split keys. One case also runs with scores that grow
-/// along the keys, so that some blocks raise the row maximum and others do not.
+/// Checks GQA groups, few rows with split keys, and lengths close to the tile sizes. One case also runs with scores that
+/// grow along the keys, so that some blocks raise the row maximum and others do not.
 #[test]
 fn fragments_partial_tiles_groups_and_growing_scores_match_reference() {
     let shapes = [("16x16x16", LITTLE), ("16x16x16", ENOUGH)];
@@ -286,7 +286,7 @@ fn selection(problem: &AttentionProblem, device: &DeviceProfile, pass: Pass) -> 
     select(problem, Some(device), Layouts::contiguous(problem), pass)
 }
 
-/// Checks that the cmma engine serves every fragment shape, plane size, shared memory size and head size, in forward and
+/// Checks that the cmma engine serves every fragment shape, warp size, shared memory size and head size, in forward and
 /// backward.
 #[test]
 fn select_cmma_serves_all_fragment_shapes() {

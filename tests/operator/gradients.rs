@@ -1,5 +1,5 @@
-//! Tests of attention inside an autodiff graph, under both checkpointing strategies. In some tests the loss depends on the
-//! output or the logsumexp alone, few inputs require gradients, or two calls share their keys.
+//! Tests of attention inside an autodiff graph, under both checkpointing strategies. In some tests, the loss depends only on
+//! the output, or only on the logsumexp. In other tests, only some inputs require gradients, or two calls share their keys.
 
 use crate::case::Case;
 use crate::compare::{Named, Precision, assert_close};
@@ -35,8 +35,7 @@ fn gradient_of_logsumexp_alone_matches_reference() {
     case.check_inputs(&inputs, &inputs);
 }
 
-/// Checks that the errors of a case are no larger than the errors that rounding the stored results can cause. See
-/// [`Definition::random_faults`].
+/// Checks that the rounding of the stored results explains the errors of a case. See [`Definition::random_faults`].
 fn check_stored(case: &Case, inputs: &Inputs) {
     let definition = Definition::new(case, inputs);
     for device in devices().iter().filter(|it| it.supports(case.dtype)) {
@@ -46,7 +45,7 @@ fn check_stored(case: &Case, inputs: &Inputs) {
     }
 }
 
-/// Checks gradients of scores in the hundreds, where the last bits of a dot product change the probability. The backward
+/// Checks gradients if the scores are in the hundreds. The last bits of a score then change the probability. The backward
 /// must accumulate each dot product in the same order as the forward, even if another engine ran the forward.
 #[test]
 fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
@@ -71,8 +70,8 @@ fn gradient_of_scores_in_the_hundreds_matches_stored_forward() {
     }
 }
 
-/// Checks gradients of tiny probabilities. A sink takes nearly all of a row's probability, so the keys' probabilities are
-/// subnormal in half precision.
+/// Checks gradients if the probabilities are tiny. A sink takes nearly all of a row's probability, so the keys'
+/// probabilities are subnormal in half precision.
 #[test]
 fn gradient_of_small_probabilities_matches_stored_forward() {
     for dtype in [DType::F16, DType::BF16, DType::F32] {

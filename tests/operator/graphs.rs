@@ -12,8 +12,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use std::env;
 use std::process::Command;
 
-/// The environment variable that is set in a new process in which a test captures a graph. No other test may run in that
-/// process: during a capture, no other thread may allocate device memory or wait for the device.
+/// An environment variable that marks the new process of a test. The test captures a graph in this process. No other test
+/// may run there: during a capture, no other thread may allocate device memory or wait for the device.
 const CAPTURES: &str = "ATTENTION_TEST_CAPTURES";
 
 /// The environment variable that is set if the tests run on an emulated CUDA GPU.

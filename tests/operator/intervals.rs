@@ -7,8 +7,7 @@ use crate::inputs::Inputs;
 use attention_cube::CausalAlignment;
 use burn::tensor::DType;
 
-/// One interval of keys for each query, sequence after sequence. The first list holds the first key of each interval, and the
-/// second list holds the end of each interval (one past the last key).
+/// One interval of keys per query, as two lists over `[batch, q_len]`: the first keys, and the ends (one past the last key).
 type Interval = (Vec<i64>, Vec<i64>);
 
 /// Checks that the devices, which get intervals, match the reference, which gets the equivalent mask. Keys that no query sees

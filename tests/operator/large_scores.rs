@@ -223,8 +223,8 @@ const SHORT: [(usize, usize, Extra); 4] = [
     (320, 40, Extra::Nothing),
 ];
 
-/// Cases with several blocks, as `(head_dim, length, extra)`. The engines with matrix units treat fully visible blocks
-/// differently from blocks with hidden scores.
+/// Cases with several blocks, as `(head_dim, length, extra)`. `extra` is an option of the call. The engines with matrix
+/// units treat fully visible blocks differently from blocks with hidden scores.
 const LONG: [(usize, usize, Extra); 7] = [
     (64, 256, Extra::Nothing),
     (64, 256, Extra::Mask),

@@ -72,12 +72,13 @@ fn by_loops(case: &Case, inputs: &Inputs) -> (Vec<f64>, Vec<f64>) {
     (output, logsumexp)
 }
 
-/// Returns the factor by which dropout multiplies the probability of query `at[0]` and key `at[1]`, which is 0 if the
-/// probability is dropped. `plane` is the index of the query head among all heads of all sequences.
+/// Returns the factor by which dropout multiplies the probability of query `at[0]` and key `at[1]`. The factor of a dropped
+/// probability is 0. `plane` is the index of the query head among all heads of all sequences.
 fn keep_factor(drops: &Drops, seed: u64, plane: usize, at: [usize; 2]) -> f64 {
     let generator = philox([plane as u32, (seed >> 32) as u32], seed as u32)[0];
     // A call of the generator gives two words for eight scores. The first word belongs to query i, the second word to query
-    // i + 8. The four bytes of a word belong to the keys j + 8, j, j + 9 and j + 1 for an even j.
+    // i + 8. The four bytes of a word are the high bytes of the random numbers for the keys j + 8, j, j + 9 and j + 1, where
+    // j is even.
     let [query, key] = at;
     let of_query = (query / 16 * 8 + query % 8) as u32;
     let of_key = (key / 16 * 4 + key % 8 / 2) as u32;
@@ -370,8 +371,8 @@ fn reference_gradients_equal_finite_differences() {
                 }),
             ),
         ];
-        // [`Operator::Reference`] computes gradients by autodiff through the reference, [`Operator::Fused`] by the explicit
-        // backward.
+        // [`Operator::Reference`] computes gradients by autodiff through the reference. [`Operator::Fused`] computes them by
+        // the explicit backward.
         for operator in [Operator::Reference, Operator::Fused] {
             let got = case.run(&inputs, &Device::flex(), DType::F64, operator);
             for (name, expected) in &expected {

@@ -149,7 +149,7 @@ fn check(case: Case, page_lens: &[usize]) {
             case.options(extras.without_autodiff())
         };
         let query = tensor(&inputs.query, case.layouts[0]);
-        // Each page of the contiguous keys holds a whole sequence, so the contiguous keys have the same NaN as the tested
+        // `pages` also makes the contiguous keys, with one page per sequence. So the same keys are NaN as in the tested
         // pages.
         let clean = pages(&case, &inputs, case.kv_len);
         let in_order = |pages: &Dense| {
@@ -313,8 +313,8 @@ fn paged_int8_has_the_bits_of_contiguous_rows() {
     }
 }
 
-/// Checks that a tracked query gets the same gradient over pages as over contiguous keys. Tracked pages must get the same
-/// gradients as the contiguous keys, too.
+/// Checks that attention over pages gives the same gradients as attention over contiguous keys: the gradient of the query,
+/// and the gradient of the keys.
 #[test]
 fn paged_gradients_equal_those_of_contiguous_keys() {
     let case = Case {
@@ -468,8 +468,8 @@ fn append_writes_only_the_places_of_new_rows() {
     }
 }
 
-/// Checks pools whose dimensions are in the order `[blocks, block_len, kv_heads, columns]` of burn-lm, with tokens before
-/// heads. Several calls of `append` write the pools. Attention then reads the pools by burn-lm's gather index and lengths.
+/// Checks page pools in burn-lm's layout, `[blocks, block_len, kv_heads, columns]`, which has tokens before heads. Several
+/// calls of `append` write the pools. Attention then reads the pools by burn-lm's gather index and lengths.
 #[test]
 fn paged_pools_in_token_order_equal_contiguous_keys() {
     let (lanes, block_len, heads, columns) = (2, 8, 2, 16);

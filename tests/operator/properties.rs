@@ -1,9 +1,9 @@
 //! Tests of random combinations of shapes, options, layouts, data and dtypes, forward and backward, against the reference. A
 //! repeated call must give the same bits.
 //!
-//! `PROPTEST_CASES` sets the number of problems (default 24), `ATTENTION_TEST_SEED` the seed, `ATTENTION_TEST_JOBS` the
-//! number of worker processes, and `ATTENTION_TEST_SECONDS` the time limit. With `ATTENTION_TEST_SIZES=every`, the test
-//! draws every row of the tile tables. This command is for a machine with a GPU and sixteen processor cores:
+//! `PROPTEST_CASES` sets the number of problems (default 24), and `ATTENTION_TEST_SEED` sets the seed. `ATTENTION_TEST_JOBS`
+//! sets the number of worker processes, and `ATTENTION_TEST_SECONDS` sets the time limit. With `ATTENTION_TEST_SIZES=every`,
+//! the problems cover every row of the tile tables. This command is for a machine with a GPU and sixteen CPU cores:
 //!
 //! ```text
 //! ATTENTION_TEST_DEVICES=cuda ATTENTION_TEST_SIZES=every ATTENTION_TEST_JOBS=15 ATTENTION_TEST_SECONDS=480 \

@@ -177,8 +177,8 @@ fn int8_hidden_rows_are_not_read() {
     }
 }
 
-/// Checks keys and values that are views of one larger tensor in the order `[batch, length, heads, columns]`. Keys are the
-/// columns 32 to 95 and values the columns 0 to 63 of the same rows.
+/// Checks keys and values that are views of one larger tensor in the order `[batch, length, heads, columns]`. The keys are
+/// columns 32 to 95 of the rows. The values are columns 0 to 63 of the same rows.
 #[test]
 fn int8_views_match_reference() {
     for TestDevice { name, device } in devices() {

@@ -176,8 +176,8 @@ fn nan_behind_mask_mod_reaches_no_result() {
     }
 }
 
-/// Checks a mask mod without a score mod, alone and after a softcap, and together with a causal mask that leaves some queries
-/// without keys.
+/// Checks a mask mod without a score mod in three cases: alone, with a softcap, and with a causal mask that leaves some
+/// queries without keys.
 #[test]
 fn mask_mod_alone_matches_reference() {
     for (softcap, causal) in [(None, None), (Some(3.0), None), (None, Some(TopLeft))] {

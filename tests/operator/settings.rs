@@ -13,7 +13,7 @@ use attention_workspace::testing::program::run_test_anew;
 use burn::tensor::{BoolStore, DType, DeviceConfig, IntDType};
 use std::env;
 
-/// The environment variable that is set in the new process of a test, to the name of the dtype for which the device is
+/// An environment variable of the new process of a test. Its value is the name of the dtype for which the device is
 /// configured.
 const CONFIGURED: &str = "ATTENTION_TEST_CONFIGURED";
 

@@ -1,5 +1,5 @@
-//! Tests of sinks as large as the largest scores. Beside such a sink, a logsumexp in one f32 loses what the keys add to the
-//! row sum.
+//! Tests of sinks as large as the largest scores. If the logsumexp is a single f32, such a sink makes it lose the keys' part
+//! of the row sum.
 
 use crate::dense::read;
 use crate::devices::devices;
@@ -53,8 +53,8 @@ fn sink_equal_to_the_only_score_has_half_of_the_row() {
 }
 
 /// Checks the gradient of a value whose key has a score that is 3 less than a large sink. The gradient is the key's
-/// probability. In half precision the case has a bias, with which the backward stores the row maximum and the logarithm of
-/// the row sum separately.
+/// probability. In half precision, the case has a bias. If there is a bias, the backward stores the row maximum and the
+/// logarithm of the row sum separately.
 #[test]
 fn sink_above_a_key_keeps_the_value_gradient() {
     let share = 1.0 / (1.0 + 3.0f64.exp());

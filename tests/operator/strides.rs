@@ -145,8 +145,8 @@ fn strides_of_a_single_row_are_not_read() {
     }
 }
 
-/// Checks lengths and segment ids of one sequence that are expanded to all sequences, and the sink of one head that is expanded
-/// to all heads.
+/// Checks expanded inputs: the lengths and segment ids of one sequence for all sequences, and the sink of one head for all
+/// heads.
 #[test]
 fn strides_of_expanded_lengths_segments_and_sinks_match_contiguous() {
     let ids = |length: i64| -> Vec<i64> { (0..length).map(|token| token / 40).collect() };

@@ -1,6 +1,5 @@
-//! Tests of lengths that are not multiples of a tile's size, and of the memory around the data: keys past a sequence's
-//! length, and rows and columns around a slice. The memory around the data is NaN or infinite here, and no result may depend
-//! on it.
+//! Tests of lengths that are not multiples of a tile's size. The memory around the data is NaN or infinite here, and no
+//! result may depend on it. This memory holds keys past a sequence's length, and rows and columns around a slice.
 
 use crate::case::Case;
 use crate::compare::{Precision, assert_close};

@@ -1,12 +1,12 @@
-//! Tests of faults in Burn's own operations that affect a gradient of attention (`docs/upstream.md`). A test passes as long
-//! as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
+//! Tests for faults of Burn's own operations. The faults affect gradients of attention (`docs/upstream.md`). A test passes
+//! as long as Burn has the fault. Once Burn is fixed, the test fails and names what to remove.
 
 use crate::dense::read;
 use crate::devices::{TestDevice, cube_devices};
 use burn::tensor::{Device, Distribution, Tensor};
 
-/// Returns a sum over the dimension `axis`, computed on `device` and on the CPU. The summed tensor is random, has the shape
-/// `stored` in memory, and its dimensions are permuted by `order`.
+/// Returns a sum over the dimension `axis`, computed on `device` and on the CPU. The summed tensor is random. Its shape in
+/// memory is `stored`, and `order` permutes its dimensions.
 fn sums<const D: usize>(
     device: &Device,
     stored: [usize; D],

@@ -53,7 +53,8 @@ pub(crate) fn collapse_broadcast_dims(tensor: &CubeTensor, dims: usize) -> CubeT
     tensor
 }
 
-/// True if Hopper's TMA can read boxes of the tensor in place. The first `broadcast` dimensions may have a stride of 0.
+/// True if Hopper's TMA can read boxes of the tensor in place. Only the first dimensions may have a stride of 0, as many as
+/// `broadcast` says.
 pub(crate) fn is_tma_readable(tensor: &CubeTensor, broadcast: usize) -> bool {
     let strides = tensor.meta.strides();
     let shape = tensor.meta.shape();
@@ -121,8 +122,8 @@ pub(crate) fn head_sizes(problem: &AttentionProblem) -> HeadSizesLaunch {
     )
 }
 
-/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. Groups of `together` (head,
-/// sequence) pairs run one after another.
+/// Returns the number of cubes of a launch, and its grid of tiles, splits, heads and sequences. The launch runs the tiles of
+/// `together` (head, sequence) pairs, then the tiles of the next `together` pairs.
 pub(crate) fn grid(
     tiles: usize,
     splits: usize,

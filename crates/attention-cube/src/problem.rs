@@ -108,8 +108,9 @@ impl AttentionProblem {
         [self.batch, self.q_heads, self.q_len]
     }
 
-    /// Returns the shape `[2 · batch, q_heads, q_len]` of the logsumexp in two parts: first the reference scores that the
-    /// softmax subtracted (about the row maxima), then the logarithms of the softmax sums.
+    /// Returns the shape of the logsumexp in two parts, `[2 · batch, q_heads, q_len]`. The first part is the reference
+    /// scores that the softmax subtracted, which are near the row maxima. The second part is the logarithms of the softmax
+    /// sums.
     pub fn logsumexp_parts_shape(&self) -> [usize; 3] {
         [2 * self.batch, self.q_heads, self.q_len]
     }

@@ -28,7 +28,7 @@
 //! |---|---|
 //! | attention | [the definition](crate::reference) over the dequantized rows, with every option of [`AttentionOptions`] |
 //! | forward with up to 32 query rows (`q_len` times the number of query heads per key head) | kernels read the words without a dequantized copy. The key's scale multiplies the score, and the scale of a row of V multiplies the probability |
-//! | forward with up to 32 query rows in bf16 on matrix units | the codes and their QK products stay exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
+//! | forward with up to 32 query rows in bf16 on matrix units | the codes, and their products with elements of the query, are exact. The product of a probability and its V scale is rounded to bf16, as probabilities are for an unquantized V |
 //! | more than 32 query rows, devices without kernels, or a query under autodiff | attention reads a dequantized copy of the call's keys and values, in the query's dtype. The copy adds one rounding. On devices with kernels, only visible rows are copied |
 //! | [`QuantizedRows::new`] | the scale is the row's largest magnitude / 127, and each code is the nearest multiple of the scale. The error is at most half of the scale, plus one f32 rounding |
 //! | a row whose largest magnitude is below 2⁻¹¹⁶ | all codes are zero, and the scale is 0 |

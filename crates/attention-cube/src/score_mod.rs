@@ -53,7 +53,7 @@
 //! # }
 //! ```
 //!
-//! The project needs the version of `cubecl` that this crate has (see its `Cargo.toml`).
+//! Your project must use the same version of `cubecl` as this crate (see this crate's `Cargo.toml`).
 //!
 //! # The code
 //! - The functions also run as plain Rust, on devices without kernels. Use operators, `if`, `as` and methods such as `abs`.

@@ -160,7 +160,8 @@ pub fn backward(
     check_shard(&problem)?;
     check_merged(&merged, &problem, &query)?;
     // For a bias that is constant over keys, kernels compute the bias gradient from the LSE gradient, which covers the keys
-    // of all shards. The bias is therefore expanded over the shard's keys, so that kernels sum dS of this shard only.
+    // of all shards. The bias is therefore expanded over the shard's keys, so that kernels sum the gradients of this shard's
+    // scores only.
     let constant = options
         .bias
         .as_ref()

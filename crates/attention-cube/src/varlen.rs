@@ -75,7 +75,8 @@ impl Sequences {
     /// Returns the options for a call over the packed rows. A query then sees only keys of its own sequence that `options`
     /// leave visible.
     ///
-    /// Set causal mask and window in `options`, not on the result, where they would count positions in the packed rows.
+    /// Set causal mask and window in `options`. If they were set on the result, they would count positions in the packed
+    /// rows.
     ///
     /// # Shapes
     /// `q_len` and `kv_len` are the numbers of packed rows. Pass the result to [`fused_attention`](crate::fused_attention)

@@ -65,8 +65,8 @@ pub fn nearest_bfloat16(value: f32) -> f32 {
 pub fn nearest_float16(value: f32) -> f32 {
     let bits = u32::reinterpret(value);
     let magnitude = bits & 0x7fff_ffffu32;
-    // If the f16 result is subnormal, round to multiples of 2⁻²⁴ with integers. The float version adds a number and
-    // subtracts the same number, which compilers would remove.
+    // If the f16 result is subnormal, round to multiples of 2⁻²⁴ with integers. Float operations would round by adding a
+    // large number and subtracting it again, and compilers would remove both operations.
     let fraction = (magnitude & 0x007f_ffffu32) | 0x0080_0000u32;
     let shift = 126u32 - clamp(magnitude >> 23u32, 101u32, 112u32);
     let multiples = fraction >> shift;

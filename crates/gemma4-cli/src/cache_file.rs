@@ -20,8 +20,8 @@ pub struct CacheFile {
     path: PathBuf,
     /// The version of the file that this program has last read or written, or `None` if the file did not exist.
     seen: Option<Identity>,
-    /// The path that `--cache` names, if the session is in a new file, and otherwise `None`. The session is in a new file if
-    /// another program has written the named file since this program read it.
+    /// `None` if the session is in the file that `--cache` names. If another program has written that file since this
+    /// program read it, the session is in a new file, and this is the path of the named file.
     taken: Option<PathBuf>,
 }
 
@@ -120,7 +120,7 @@ impl CacheFile {
         Ok(())
     }
 
-    /// Reports at the end of a program if the session is not in the file that `--cache` names.
+    /// Checks at the end of a program whether the session is in the file that `--cache` names.
     ///
     /// # Errors
     /// Returns an error if the session is in another file.

@@ -1,8 +1,8 @@
 //! Computes the cross entropy of documents. Every token to train on is scored exactly once.
 //!
 //! A long document is evaluated in several windows. Each window begins with the first token of the document, because Gemma's
-//! predictions are wrong without this token. Before the tokens that a window scores, the window repeats some tokens of the
-//! previous window as context.
+//! predictions are wrong without this token. The window continues with some tokens of the previous window as context, and
+//! ends with the tokens that it scores.
 
 use crate::{
     Error, InvalidArgument,

@@ -103,8 +103,8 @@ impl TrainableModel {
         }
     }
 
-    /// Returns this device's share of the step's mean loss, `[1]` without autodiff, and of the gradients. The gradients are
-    /// multiplied by the loss scale.
+    /// Returns this device's share of the step's mean loss, `[1]`, and its share of the gradients. The loss has no autodiff
+    /// graph. The gradients are multiplied by the loss scale.
     fn gradients(&self, model: &Gemma4Model, step: Step) -> (Tensor<1>, GradientsParams) {
         let scale = self.scale.as_ref().map_or(1.0, LossScale::value);
         let mut loss = Tensor::zeros([1], (&model.device().without_autodiff(), DType::F32));
@@ -445,7 +445,7 @@ mod tests {
         ModuleOptimizer::from(InF32(SgdConfig::new().build()))
     }
 
-    /// Runs a step of gradient descent at a learning rate of 1, in which every element of the gradients is `value`. Returns the
+    /// Runs a step of gradient descent with the learning rate 1. Every element of the gradients is `value`. Returns the
     /// updated model, and the Euclidean distance between the weights before and after the step.
     fn step(trainee: TrainableModel, value: f32) -> (TrainableModel, f64) {
         step_by(&mut sgd(), trainee, value)

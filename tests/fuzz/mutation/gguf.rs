@@ -34,8 +34,8 @@ fn break_value(gguf: &mut Gguf, other: &Gguf, random: &mut StdRng) -> Option<()>
         }
         3 => gguf.values.get_mut(&key)?.0 = random.random_range(0..14),
         4 => {
-            // Eight bytes are overwritten, from byte 0 or byte 4. At byte 0 is a number or the length of a text. At byte 4
-            // is the element count of a list.
+            // Overwrite eight bytes, from byte 0 or from byte 4. A number or the length of a text starts at byte 0. The
+            // element count of a list starts at byte 4.
             let value = &mut gguf.values.get_mut(&key)?.1;
             let number = json::number(random).to_le_bytes();
             let start = if value.len() > 12 && random.random_bool(0.5) {

@@ -1,5 +1,5 @@
-//! Tests that GGUF files made by llama.cpp give the same results as in llama.cpp: greedy tokens after several prompts, logits,
-//! and tokenization of texts. `tests/fixtures/gguf/continuations.py` has recorded the results of llama.cpp.
+//! Tests GGUF files that llama.cpp made. The greedy tokens after several prompts, the logits and the tokens of texts are the
+//! same as in llama.cpp. `tests/fixtures/gguf/continuations.py` has recorded llama.cpp's results.
 
 use super::{load, path};
 use crate::fixture::{self, assert_close, greedy, values};

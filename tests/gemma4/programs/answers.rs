@@ -1,5 +1,5 @@
-//! Tests how the programs handle answers. Thoughts and tool calls are separated from the answer, options end texts and change
-//! the probabilities of tokens, and Ctrl-C ends the prefill.
+//! Tests how the programs handle answers. Thoughts and tool calls are separated from the answer. Options end texts and
+//! change the probabilities of tokens. Ctrl-C ends the prefill.
 
 use super::folder::{Folder, WRITING, written};
 use super::{Ended, endless, gemma4, greedy, refused, report, run, succeed, write};

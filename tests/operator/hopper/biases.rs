@@ -101,8 +101,8 @@ fn wgmma_bias_that_hides_heads_ignores_nan() {
                 dtype: DType::BF16,
                 ..Case::new([2, 4, 2, 270, 270, head_dim, value_dim])
             };
-            // The heads 2 and 3 are hidden in the second sequence, and also in the first if the bias is broadcast over the
-            // batch.
+            // The bias hides all keys from heads 2 and 3 in the second sequence. If the bias is broadcast over the batch, it
+            // hides them in the first sequence too.
             let is_hidden = move |[batch, head, _]: [usize; 3]| match head {
                 0 => false,
                 1 => true,

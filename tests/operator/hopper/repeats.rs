@@ -81,8 +81,8 @@ fn cases_to_repeat() -> Vec<Case> {
             bias: Some(FULL),
             ..Case::new([1, 2, 1, 140, 272, 128, 128])
         },
-        // A separate kernel computes the gradient of the values here. This kernel frees the pipeline stage of a block's biases
-        // as soon as P is computed.
+        // A separate kernel computes the gradient of the values here. This kernel frees the pipeline stage of a block's
+        // biases as soon as the probabilities of the block are computed.
         Case {
             bias: Some(FULL),
             ..Case::new([1, 4, 2, 300, 1000, 192, 192])

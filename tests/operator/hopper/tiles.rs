@@ -55,7 +55,7 @@ fn wgmma_tiles_without_keys_equal_single_sequences() {
             ];
             let numbers = Tensor::<1, Int>::arange(0..length as i64, device);
             // The mask `keys` hides the first 70 % of the keys, which are more than two tiles. The mask `queries` hides all
-            // keys from the queries from 130 on, which are more than two tiles too.
+            // keys from query 130 and all later queries, which are more than two tiles too.
             let keys: Tensor<4, Bool> = numbers
                 .clone()
                 .greater_equal_elem(length as i64 * 7 / 10)

@@ -66,8 +66,8 @@ pub struct Quantized {
     pub inputs: Inputs,
     pub key: Rows,
     pub value: Rows,
-    /// True if the call sets the option `kv_lengths_ahead`, which promises that the lengths are on the device before the
-    /// launch.
+    /// True if the call sets the option `kv_lengths_ahead`, which promises that no kernel launch in the same CUDA graph
+    /// writes the lengths.
     pub lengths_ahead: bool,
 }
 

@@ -168,8 +168,8 @@ fn way(case: &Case, device: Option<&DeviceProfile>) -> String {
         .iter()
         .all(|layout| BOXES.contains(layout))
     {
-        // TMA cannot load rows in these layouts. The selected kernel then depends on the addresses of the rows, which this
-        // function does not know.
+        // TMA cannot load rows in these layouts. The choice of the kernel then depends on the addresses of the rows. This
+        // function does not know the addresses.
         return "rows that TMA cannot load".into();
     }
     let problem = problem(case);

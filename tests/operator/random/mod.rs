@@ -145,8 +145,7 @@ impl Crowd {
         }
     }
 
-    /// Returns a lower limit for the maximum number of keys. A problem may have this many keys even beyond the limits of
-    /// [`room`](Self::room).
+    /// Returns a number of keys that is always allowed, even if the problem then exceeds the limits of [`room`](Self::room).
     const fn least_keys(self) -> usize {
         match self {
             Self::Few => 160,

@@ -24,8 +24,8 @@ enum MaskPattern {
     Random,
     /// One of sixteen pairs of a query and a key is visible.
     Sparse,
-    /// The first keys of each sequence are hidden, as padding is. Sequences have different lengths, and all end at the last
-    /// key.
+    /// Sequences have different lengths and all end at the last key. The keys before the start of a sequence are hidden, as
+    /// in left padding.
     LeftPadded,
     /// Several consecutive queries in each sequence see no key.
     BlindQueries,
@@ -312,9 +312,9 @@ impl Data {
 }
 
 impl Drawn {
-    /// Returns `got`, in which the expected results replace all results that the contract leaves undefined. If a visible key
-    /// or value is NaN, the output is undefined for each query that sees any key of that KV head. The head's gradients, and
-    /// all sums over queries, are undefined too.
+    /// Returns `got`, but with the expected results in place of all undefined results. If a visible key or value is NaN, the
+    /// output is undefined for each query that sees any key of that KV head. The head's gradients, and all sums over
+    /// queries, are undefined too.
     pub fn settle(&self, case: &Case, mut got: Vec<Named>, exact: &[Named]) -> Vec<Named> {
         let Some(tainted) = self.tainted else {
             return got;

@@ -9,8 +9,8 @@ use attention_cube::{AttentionOptions, CausalAlignment, fused_attention};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-/// Returns a table of all pairs of a query and a key, which is true if the query sees the key. The queries are zeros and the
-/// values are the unit vectors. An output row is therefore positive in the columns of its visible keys.
+/// Returns a table with an entry for each pair of a query and a key. An entry is true if the query sees the key. The queries
+/// are zeros and the values are the unit vectors. An output row is therefore positive in the columns of its visible keys.
 fn visible(
     device: &Device,
     [q_len, kv_len]: [usize; 2],
@@ -54,8 +54,9 @@ fn visible_by_definition(packed: &Packed, options: &Options) -> Vec<bool> {
     visible
 }
 
-/// Checks every alignment and window over sequences of any lengths. The binary search over the bounds of the sequences takes
-/// one more step at each power of two, so the tests have numbers of bounds near powers of two.
+/// Checks every alignment and window over sequences of any lengths. A binary search over the sequences' bounds finds each
+/// query's sequence. The number of search steps grows at each power of two, so the tests have numbers of bounds near powers
+/// of two.
 pub fn check_visible(device: &TestDevice) {
     let mut rng = StdRng::seed_from_u64(seed());
     for count in [1, 2, 3, 4, 6, 7, 8, 40] {

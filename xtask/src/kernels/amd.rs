@@ -18,8 +18,8 @@ use crate::process::{self, Result};
 /// the compute unit.
 struct Card {
     architecture: &'static str,
-    /// The number of registers per lane of a SIMD, which all waves of the SIMD share, and the granularity in which a wave gets
-    /// registers.
+    /// The number of registers per lane of a SIMD, and the granularity in which a wave gets registers. All waves of a SIMD
+    /// share its registers.
     registers: [usize; 2],
     /// The maximum number of waves per SIMD.
     waves: usize,
@@ -160,8 +160,8 @@ fn text_of(path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
-/// Reads the results of a kernel from `line`. The line has the kernel's name and the number of units of a cube. The last
-/// entry is the number of bytes of shared memory, or the reason why there is no code.
+/// Reads the results of a kernel from `line`. The line holds the kernel's name, the number of units of a cube, and an
+/// outcome. The outcome is the number of bytes of shared memory, or the reason why there is no code.
 fn read(
     tools: &Path,
     folder: &Path,

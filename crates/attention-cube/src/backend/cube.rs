@@ -153,7 +153,7 @@ fn with_page_table_as_read(inputs: AttentionInputs<CubeBackend>) -> AttentionInp
     }
 }
 
-/// Copies the rows that queries see from pages to contiguous tensors, and returns the problem over the copies.
+/// Copies pages to contiguous tensors, and returns the problem over the copies. Only rows that a query sees are copied.
 fn contiguous(
     inputs: AttentionInputs<CubeBackend>,
     problem: &AttentionProblem,
@@ -203,8 +203,8 @@ fn contiguous_quantized(
     (inputs, problem.over_contiguous_keys())
 }
 
-/// Returns a function that copies rows that queries see from `count` pages to a contiguous tensor. `lengths` must be in the
-/// layout that kernels read.
+/// Returns a function that copies `count` pages to a contiguous tensor. Only rows that a query sees are copied. `lengths`
+/// must be in the layout that kernels read.
 fn gather<'a>(
     page_table: MaybeInt<CubeBackend>,
     count: usize,
@@ -307,10 +307,11 @@ fn has_tma_bias(inputs: &AttentionInputs<CubeBackend>) -> bool {
     bias.is_some_and(|bias| is_tma_readable(bias, 2))
 }
 
-/// Recomputes the logsumexp with the forward of `engine`, if the saved logsumexp came from a forward that sums `q·k` in
-/// another order. Returns `None` if the saved logsumexp can be used.
+/// Recomputes the logsumexp with the forward of `engine`, if another forward computed the saved logsumexp. That forward may
+/// sum `q·k` in another order. Returns `None` if the saved logsumexp can be used.
 ///
-/// Different orders round the scores differently. For scores in the hundreds, P would be wrong.
+/// Different orders round the scores differently. For scores in the hundreds, the backward would compute wrong
+/// probabilities.
 fn recompute_lse(
     engine: Engine,
     inputs: &AttentionInputs<CubeBackend>,

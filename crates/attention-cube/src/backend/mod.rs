@@ -30,8 +30,8 @@ const SERVED: &str = match (cfg!(feature = "cube"), cfg!(feature = "flex")) {
     (false, false) => "no device: enable a backend feature such as `cuda`, `wgpu` or `flex`",
 };
 
-/// Returns [`AttentionError::Backend`] if attention does not support the device's backend, for which Burn's dispatch would
-/// panic.
+/// Returns [`AttentionError::Backend`] if attention does not support the device's backend. Without this check, Burn's
+/// dispatch would panic.
 pub(crate) fn check_backend(device: &Device) -> Result<(), AttentionError> {
     let device = device.clone().without_autodiff();
     match device.as_dispatch() {

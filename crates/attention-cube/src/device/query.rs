@@ -71,8 +71,8 @@ impl DeviceProfile {
             bindings: hardware.max_bindings as usize,
             largest_buffer: usize::try_from(properties.memory.max_page_size).unwrap_or(usize::MAX),
             cube_count: hardware.max_cube_count.0,
-            // Only software drivers have a number of processors. A device without a physical device is a software driver,
-            // because runtimes report a physical device for every GPU.
+            // This field is set only for software drivers. Runtimes report a physical device for every GPU, so a device
+            // without one is a software driver.
             processors: properties.identity.physical.is_none().then(processors),
             multiprocessors: hardware
                 .num_streaming_multiprocessors
@@ -164,7 +164,7 @@ fn fragments(client: &Client) -> FragmentSupport {
     }
 }
 
-/// Returns the number of hardware threads of the processor.
+/// Returns the number of hardware threads of the CPU.
 #[cfg(feature = "cube")]
 fn processors() -> usize {
     static COUNT: OnceLock<usize> = OnceLock::new();

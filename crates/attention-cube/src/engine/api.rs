@@ -41,8 +41,9 @@ pub trait AttentionEngine {
         layouts: Layouts,
     ) -> Result<Self::Forward, Refusal>;
 
-    /// Plans a forward that sums `q·k` in the same order as the engine's backward. The backward recomputes P from the scores
-    /// and the saved logsumexp. Another order would change P for scores in the hundreds.
+    /// Plans a forward that sums `q·k` in the same order as the engine's backward. The backward recomputes the probabilities
+    /// from the scores and the saved logsumexp. If the order differed, the probabilities would be wrong for scores in the
+    /// hundreds.
     ///
     /// # Errors
     /// Returns a [`Refusal`] in the same cases as [`plan_forward`](Self::plan_forward).

@@ -82,8 +82,8 @@ impl OptionalInputs {
         self.bias.as_ref().and_then(|bias| Half::of(bias.dtype))
     }
 
-    /// Returns the half precision type of the bias if kernels can prefetch two neighbouring elements in a 32-bit word, or
-    /// else `None`.
+    /// If kernels can prefetch two neighbouring elements of the bias in a 32-bit word, returns the half precision type of
+    /// the bias. Otherwise returns `None`.
     #[cfg(feature = "cuda")]
     pub(crate) fn half_of_bias_by_twos(&self) -> Option<Half> {
         self.half_of_bias()

@@ -32,8 +32,9 @@ const INFINITY: u32 = 0x7C00;
 
 /// The threshold that decides which random bits are hits, and what a hit means.
 ///
-/// Random bits are a hit if they are above the threshold when both are read as f16 numbers. Dropout drops the probabilities
-/// of hits. If the threshold −∞ drops too few, dropout instead keeps the probabilities of hits and drops all others.
+/// The random bits and the threshold are read as f16 numbers. Random bits above the threshold are a hit. Dropout drops the
+/// probabilities of hits. If the threshold −∞ drops too few, dropout instead keeps the probabilities of hits and drops all
+/// others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Threshold {
     /// The threshold's own 16 bits.
@@ -54,8 +55,8 @@ impl Threshold {
         };
         let bits = match wanted {
             ..=INFINITY => INFINITY - wanted,
-            // A positive threshold has at most `INFINITY` hits. A negative threshold has at least `INFINITY + 2` hits,
-            // because the f16 numbers +0 and −0 are above it.
+            // A positive threshold has at most 0x7C00 hits (`INFINITY`). A negative threshold has at least two more, because
+            // the f16 numbers +0 and −0 are above it.
             _ => 0x8000 | (wanted - INFINITY - 1).max(1),
         };
         Self { bits, keeps_hits }

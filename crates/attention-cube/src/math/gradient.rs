@@ -5,8 +5,9 @@ use super::score::{ScoreKind, Scoring, capped, final_score, final_slope, probabi
 use super::score_mod::ScorePlace;
 use cubecl::prelude::*;
 
-/// The factor by which P is multiplied before it is rounded to f16. The gradient of V is later divided by this factor. Below
-/// 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits f16.
+/// The factor by which P (the probabilities) is multiplied before it is rounded to f16. The gradient of V is later divided
+/// by this factor. Below 2^-14, f16 loses bits of P. With the factor 2^12, P keeps all bits down to 2^-26, and still fits
+/// f16.
 pub(crate) const F16_P_SCALE: f32 = 4096.0;
 
 /// The LSE (as reference score and logarithm) and the delta of a query. The reference score is the score that the softmax

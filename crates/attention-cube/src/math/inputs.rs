@@ -31,7 +31,8 @@ pub(crate) struct BackwardInputs<E: Float, N: Size> {
     pub value: OwnedTensor<Vector<E, N>>,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub output_gradient: OwnedTensor<Vector<E, N>>,
-    /// The LSE/delta tensor, `[batch, q_heads, 5, padded q_len]` in f32 (see `auxiliary/delta/kernel.rs`).
+    /// The tensor of the LSE and delta, `[batch, q_heads, 5, padded q_len]` in f32. `auxiliary/delta/kernel.rs` lists its five
+    /// values per query.
     pub lse_delta: OwnedTensor<f32>,
 }
 

@@ -3,17 +3,17 @@
 use crate::math::softcap;
 use crate::problem::AttentionProblem;
 
-/// The range of scales for which kernels can leave scores unscaled until the exponential, without overflow or underflow in
-/// f32.
+/// The range of scales in which kernels can keep `q·k` unscaled until the exponential. In this range, f32 does not overflow
+/// or underflow.
 const RAW_SCALES: std::ops::Range<f64> = 1e-30..1e30;
 
-/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of a reference score
-/// (about the row maximum) and the logarithm of row_sum.
+/// The form in which the LSE/delta tensor stores the logsumexp of a query. A logsumexp is the sum of two numbers: a
+/// reference score near the row maximum, and the logarithm of row_sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum LogsumexpForm {
     /// The logsumexp as one f32. All scores must be near 0, because an f32 rounds large logsumexps too coarsely.
     Whole,
-    /// The logsumexp as one f32, or a mark if the reference score is far from 0. For a marked logsumexp, two rows of the
+    /// The logsumexp as one f32, if the reference score is near 0. Otherwise the f32 is a mark, and two other rows of the
     /// tensor store the reference score and the logarithm.
     Marked,
     /// The reference score and the logarithm as two separate f32 values.
@@ -42,8 +42,8 @@ impl LogsumexpForm {
     }
 }
 
-/// True if a softcap keeps the scores near 0, and nothing (`has_shift`) is added after the softcap. A wide softcap is far
-/// above most scores, so it does not count.
+/// True if a softcap keeps the scores near 0. The result is false for a wide softcap, which allows large scores. It is also
+/// false if a bias or a score mod changes the scores after the softcap (`has_shift`).
 pub(crate) const fn is_bounded(has_softcap: bool, is_wide: bool, has_shift: bool) -> bool {
     has_softcap && !is_wide && !has_shift
 }

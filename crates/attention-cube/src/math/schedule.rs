@@ -3,8 +3,8 @@
 //! Cubes start roughly in the order of their index. Under a causal mask the last queries see the most keys, so tiles are
 //! numbered in descending order of their queries. Short tiles come last, so that no cube works alone at the end.
 //!
-//! The scheduler first runs all tiles of `together` (head, sequence) pairs, whose operands fit the L2 cache. Then it runs
-//! the tiles of the next `together` pairs.
+//! The scheduler divides the (head, sequence) pairs into groups. The operands of a group fit the L2 cache. All tiles of a
+//! group start before the tiles of the next group.
 
 use cubecl::prelude::*;
 
@@ -80,10 +80,10 @@ pub(crate) struct Assignment {
     pub exists: bool,
 }
 
-/// Returns the tile that the cube computes in iteration `turn` of its loop. The tile belongs to work item `item`.
+/// Returns the tile of work item `item` that the cube computes in iteration `turn` of its loop.
 ///
-/// A pair is a tile and the tile at the same distance from the opposite end of the sequence. Under a causal mask, all pairs
-/// have equal work.
+/// A work item may be a pair of mirrored tiles, such as the first and the last tile of a sequence. Under a causal mask, all
+/// pairs have equal work.
 #[cfg(feature = "cuda")]
 #[cube]
 pub(crate) fn assignment(grid: &Grid, schedule: &Schedule, item: u32, turn: u32) -> Assignment {

@@ -24,7 +24,7 @@ pub(crate) fn is_hidden(score: f32) -> bool {
 const NO_KEYS: u32 = 0x8000_0000;
 
 /// Returns the second part of the logsumexp that a forward saves: `ln(sum)`, or −0 for a query that sees no key. The first
-/// part is the reference score, about the row maximum.
+/// part is the reference score, which is near the row maximum.
 ///
 /// No softmax sum has −0 as its logarithm, so a backward can recognize a query that sees no key.
 #[cube]
@@ -69,7 +69,8 @@ pub(crate) struct ScoreKind {
 
 impl ScoreKind {
     /// True if a hidden key may lie between two visible keys. Kernels must then zero the hidden rows of a block before they
-    /// multiply P or dS by the block. Such a row may hold NaN, and 0 × NaN is NaN.
+    /// multiply the probabilities P, or the gradients dS of the scores, by the block. Such a row may hold NaN, and 0 × NaN
+    /// is NaN.
     pub(crate) const fn leaves_masked(&self, structure: &Structure) -> bool {
         self.bias || self.mask_mod.is_some() || structure.is_irregular()
     }
@@ -110,9 +111,9 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
         // forward. A backward must round its scores like the forward.
         dot * arguments.scale
     } else {
-        // The product is `fma(dot, scale, 0)`, so that the compiler cannot fuse it with the later subtraction of the
-        // reference score (a rounded product). After a fused subtraction, P would contain the rounding error of the
-        // reference score.
+        // The `fma` rounds the product, so that the compiler cannot fuse it with the later subtraction of the reference
+        // score. The reference score is a rounded product too. If only one of the two were rounded, the probability would
+        // contain the rounding error.
         fma(dot, arguments.scale, 0.0f32)
     };
     if comptime!(kind.softcap) {
@@ -128,7 +129,8 @@ pub(crate) fn capped(dot: f32, arguments: &ScoreArguments, #[comptime] kind: Sco
 
 /// Returns the score under a wide softcap: see [`crate::math::softcap`].
 ///
-/// The argument `far` is `softcap · tanh(score / softcap)` as the engine computes it, the result for scores far from zero.
+/// `far` is `softcap · tanh(score / softcap)` as the engine computes it. For scores far from zero, the function returns
+/// `far`.
 #[cube]
 pub(crate) fn widely_capped(score: f32, far: f32, softcap: f32) -> f32 {
     let ratio = score * (1.0f32 / softcap);

@@ -2,8 +2,8 @@
 //! share them.
 //!
 //! A tanh that is computed from exponentials has an error of some ulps of 1, so the softcap has an error of some ulps of
-//! `c`. For a cap above [`WIDE`], this error changes the softmax. With a cap of 300 the error shows in f32, with 10⁶ it is
-//! 0.2, and from 10⁸ on the scores are lost.
+//! `c`. For a cap above [`WIDE`], this error changes the softmax. For a cap of 10⁶, the error of the score is 0.2. For caps
+//! of 10⁸ and more, the error is larger than most scores.
 //!
 //! For wide caps and ratios `x / c` below [`NEAR`], kernels therefore compute the score plus a correction, which is an odd
 //! polynomial.

@@ -50,8 +50,8 @@ pub(crate) struct Structure {
 }
 
 impl Structure {
-    /// Returns the structure of a problem without segments, intervals and mask. `lengths` tells if sequences have their own
-    /// numbers of keys.
+    /// Returns the structure of a problem without segments, intervals and mask. `lengths` is true if every sequence has its
+    /// own number of keys.
     pub(crate) const fn of_key_lengths(lengths: bool) -> Self {
         Self {
             lengths,
@@ -68,8 +68,8 @@ impl Structure {
         self.segments || self.intervals > 0 || self.mask
     }
 
-    /// The number of lengths per sequence in the packed i32 buffer: the number of keys, the number of queries, both, or
-    /// none.
+    /// The number of i32 values per sequence at the start of the packed buffer. One value is the sequence's number of keys,
+    /// and one is its number of queries. The buffer may hold both, one or none.
     pub(crate) const fn lengths_record(&self) -> usize {
         self.lengths as usize + self.query_lengths as usize
     }
@@ -229,8 +229,8 @@ pub(crate) fn queries_of(seq_info: &SeqInfo, j: i32) -> Keys {
     }
 }
 
-/// The keys that a tile of queries sees, or the queries that see a tile of keys, as two ranges: visible to at least one row
-/// of the tile, and visible to every row.
+/// Two ranges of keys for a tile of queries, or two ranges of queries for a tile of keys. The first range is visible to at
+/// least one row of the tile, and the second range is visible to every row.
 #[derive(CubeType, Clone, Copy)]
 #[expand(derive(Clone, Copy))]
 pub(crate) struct Run {
@@ -323,14 +323,13 @@ pub(crate) fn is_inside(run: &Run, first: i32, #[comptime] size: i32) -> bool {
 /// The number of i32 values in the packed buffer for each block of queries or keys: the smallest and the largest segment id,
 /// a bit set of the ids modulo 32, and a range of blocks of the opposite side (two values).
 ///
-/// A document's id may lie between the smallest and the largest id of a block that has no token of the document. The bit set
-/// rules out most of these blocks.
+/// An id between the smallest and the largest id need not occur in the block. The bit set rules out most ids that do not
+/// occur.
 ///
-/// The range holds the blocks that segments and intervals may leave visible. Only blocks of the stationary side have a
-/// range.
+/// Segments and intervals hide all blocks outside of the range. Only blocks of the stationary side have a range.
 pub(crate) const BLOCK_BOUNDS: usize = 5;
 
-/// The number of i32 values per block of queries and per interval: two ranges of key blocks.
+/// The number of i32 values that a block of queries has for each interval: two ranges of key blocks.
 ///
 /// The first range covers the key blocks with at least one key that is visible to at least one query of the block. The
 /// second range covers the key blocks in which every key is visible to every query.

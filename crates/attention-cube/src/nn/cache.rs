@@ -6,8 +6,8 @@ use burn::tensor::Tensor;
 
 /// The cache of [`MultiHeadAttention::forward_cache`] for autoregressive inference.
 ///
-/// The cache holds the projected keys and values, and the contexts (attention outputs) of earlier tokens. Each step after
-/// the first computes the attention of the last query only, unlike `burn-nn`.
+/// The cache holds the projected keys and values, and the contexts (attention outputs) of earlier tokens. Unlike in
+/// `burn-nn`, each step after the first computes only the last query.
 #[derive(Clone, Debug)]
 pub struct MhaCache {
     /// The projected keys and values, `[batch, n_heads, kv_len, d_k]`, or `None` before the first call.

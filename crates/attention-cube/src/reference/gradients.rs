@@ -30,14 +30,14 @@ pub(crate) fn backward<B: Backend>(
 
     let scores = Scores::<B>::new(&inputs, problem);
     let rows = Shape::new([problem.batch, problem.q_heads, problem.q_len, 1]);
-    // For huge scores, a logsumexp in one f32 loses the logarithm of the sum, so P is computed from the scores. If the keys
-    // are one shard of several, P needs the saved logsumexp, which covers the keys of all shards.
+    // Compute the probabilities from the scores. For huge scores, the saved logsumexp in one f32 has lost the logarithm of
+    // the sum. If the keys are one shard of several, use the saved logsumexp, which covers the keys of all shards.
     let weights = match request.lse_of_all_shards {
         true => Weights::<B>::of_shard(scores.scores, saved.logsumexp, problem),
         false => Weights::<B>::new(scores.scores, scores.sinks, problem),
     };
     // For a query that sees no key, the rows of output gradient and output may contain NaN, so these rows are set to zero.
-    // If the keys are one shard of several, only the queries whose logsumexp is −∞ see no key of any shard.
+    // If the keys are one shard of several, these are the queries that see no key of any shard. Their logsumexp is −∞.
     let unused = match request.lse_of_all_shards {
         true => Some(&weights.unseeing),
         false => scores.blind.as_ref(),

@@ -115,8 +115,8 @@ fn forward_and_blind<B: Backend>(
 }
 
 /// Computes the forward, with the logsumexp in the two parts of an [`AttentionOutput`]. The first part is the whole
-/// logsumexp. The second part is −0 for a query that sees no key, and +0 for any other query, and in a problem without
-/// queries or keys.
+/// logsumexp. The second part is −0 for a query that sees no key, and +0 for any other query. In a problem without queries
+/// or keys, the second part is +0 throughout.
 pub(crate) fn forward_in_parts<B: Backend>(
     inputs: AttentionInputs<B>,
     problem: &AttentionProblem,
@@ -146,8 +146,8 @@ pub(crate) fn forward_in_parts<B: Backend>(
     AttentionOutput { output, logsumexp }
 }
 
-/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into reference scores (about the row maxima) and logarithms of the
-/// softmax sums.
+/// Splits a logsumexp `[2 · batch, q_heads, q_len]` into its halves: the reference scores and the logarithms of the softmax
+/// sums. The reference scores are near the row maxima.
 pub(crate) fn parts<B: Backend>(
     logsumexp: FloatTensor<B>,
     problem: &AttentionProblem,

@@ -8,7 +8,7 @@ use burn::backend::{
 use burn::tensor::{BoolDType, DType, FloatDType, IntDType, Shape};
 
 /// The dtype of positions, lengths, ids and page numbers: i32, as in kernels. A device's default int dtype may be too
-/// narrow, or unsigned, although positions may be negative.
+/// narrow. It may also be unsigned, but positions may be negative.
 pub(crate) const INTS: IntDType = IntDType::I32;
 
 /// Casts narrower integers to i32. Otherwise a comparison might truncate an i32 number to the narrower dtype.

@@ -108,8 +108,8 @@ fn clamped<B: Backend>(lengths: &IntTensor<B>, most: usize, batch: usize) -> Int
     B::int_reshape(lengths, Shape::new([batch, 1, 1, 1]))
 }
 
-/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if no row
-/// is.
+/// Returns a mask of the rows past the end of their sequence's queries, `[batch, q_heads, q_len, 1]`, or `None` if there are
+/// no such rows.
 pub(super) fn absent_queries<B: Backend>(
     inputs: &AttentionInputs<B>,
     problem: &AttentionProblem,

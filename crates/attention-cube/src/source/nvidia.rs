@@ -3,7 +3,7 @@
 //! NVRTC and ptxas, which also exist as Python packages, compile the written files on a machine without a GPU. Their output
 //! shows registers, spills and SASS. The warning C7513 says that the kernel waits for each wgmma separately.
 //!
-//! Versions of ptxas differ: 13.0 serializes code that 12.9 does not serialize.
+//! ptxas 13.0 serializes the wgmma instructions of some code that 12.9 does not serialize.
 
 use crate::auxiliary::mask_bits::kernel::MaskOffsetsCompilationArg;
 use crate::engine::tensor_core::common::FragmentKind;

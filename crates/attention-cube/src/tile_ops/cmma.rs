@@ -49,8 +49,8 @@ pub(super) enum RightFragment<C: Float> {
 pub(crate) enum SumFragment {
     /// A fragment in the device's own registers.
     Matrix(Matrix<f32>),
-    /// The elements that one unit holds, as vectors of 4 elements. Consecutive vectors belong to consecutive units of the
-    /// plane.
+    /// The fragment's vectors (4 elements each) that one unit holds. Unit `u` of a plane holds the vectors `u`, `u + plane`,
+    /// `u + 2 · plane` and so on, where `plane` is the number of units per plane.
     Emulated(Array<Vec4>),
 }
 

@@ -7,7 +7,7 @@
 //! | function | elements in registers per unit | loads of 4 elements per multiply-add |
 //! |---|---|---|
 //! | [`multiply_transposed`] | 8 × 8 of S; 16 × 16 in the backward with a wide head_dim | 0.063; 0.031 |
-//! | [`accumulate`] | up to 16 × 32 of O, in registers | 0.023 |
+//! | [`accumulate`] | up to 16 × 32 of O | 0.023 |
 //! | [`add_transposed`] | up to 16 × 32 of a product, which are added to the sum in memory | 0.031 |
 
 use super::int8_rows::{codes, is_packed_int8, word_at};
@@ -91,8 +91,8 @@ pub(super) fn multiply_transposed<E: Numeric, B: Numeric, N: Size, W: Size>(
             for c in 0..width {
                 let b_value = b_values[c];
                 // Adds four products to each other, and then adds their sum to the accumulator. If all products of 512
-                // columns were added one by one, the sum would lose two bits more. The backward's dP − Δ would show this
-                // loss.
+                // columns were added one by one, the sum would lose two bits more. In the backward, the difference dP − Δ
+                // would show this loss.
                 let mut sum = a_value.extract(0usize) * b_value.extract(0usize);
                 #[unroll]
                 for lane in 1..4usize {
@@ -215,8 +215,8 @@ pub(crate) const fn add_iterations(sum_tiling: SumTiling, tiles: &UnitTiles) -> 
 /// T is in a buffer in global memory, and its rows start at `target_first`. The function syncs the cube before it reads the
 /// tile. When the function returns, other units may still be reading the tile.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips rows of `b` that only zeros of P multiply,
-/// because these rows may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. If a row of P is all zero, the function then skips the matching row
+/// of `b`, which may contain NaN.
 #[cube]
 pub(crate) fn add_transposed<E: Numeric, N: Size>(
     tile: &Shared<[Vec4]>,

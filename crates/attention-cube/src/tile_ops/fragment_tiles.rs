@@ -1,7 +1,7 @@
 //! The division of a tile's fragments among the planes of a cube. The first product is `S = A Bᵀ`, the second is `O += P B`.
 //!
-//! A stationary operand is a left operand A of a first product. The tile keeps its rows for all blocks. A streamed operand
-//! is a right operand B, whose rows differ from block to block. The backward has two first products, for S and dP.
+//! A stationary operand is a left operand A of a first product. The tile keeps the rows of A for all blocks. A streamed
+//! operand is a right operand B, whose rows differ from block to block. The backward has two first products, for S and dP.
 
 use super::tiles::{Products, UnitTiles};
 #[cfg(feature = "cube")]
@@ -18,8 +18,8 @@ pub struct FragmentTiles {
     pub plane: usize,
     /// The number of output fragments per plane along a row of O.
     pub output_fragments: usize,
-    /// The width of the column chunks in which the right operand of the second product `O += P B` is copied to shared
-    /// memory, in fragments per plane.
+    /// The width of a chunk of B in the second product `O += P B`, in fragments per plane. B is copied to shared memory in
+    /// chunks of columns.
     pub staged_fragments: usize,
     /// The number of stationary operands that stay in shared memory with all columns. All others are copied again for each
     /// block.
@@ -202,8 +202,8 @@ impl UnitTiles {
         self.fragment_vectors() / self.fragment_tiles().plane
     }
 
-    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. Units must
-    /// read only scores of their own plane.
+    /// Returns the distance, in rows of S, from the first row that a unit reads to the `k`-th row that it reads. The rows are
+    /// chosen so that each unit reads only scores that its own plane has computed.
     pub const fn own_row(&self, k: usize) -> usize {
         let [m, n, _] = self.fragment_shape();
         let fragment = k / self.vectors_of_fragment();

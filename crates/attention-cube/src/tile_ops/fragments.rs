@@ -1,7 +1,7 @@
 //! Tile multiplications by planes: `S = A Bᵀ` (first product) and `O += P B` (second product) on matrix units, in fragments
 //! of an opaque layout.
 //!
-//! Budget: shared memory holds a stage of the operands and P in the operands' dtype, and S in f32. Per unit, S takes `4 ·
+//! Budget: shared memory holds a stage of the operands, P in the operands' dtype, and S in f32. Per unit, S takes `4 ·
 //! rows_per_unit` registers, and O takes `rows · output columns / units` registers. In the table, `k` is the depth of one
 //! fragment multiplication:
 //!

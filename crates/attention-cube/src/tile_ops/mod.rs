@@ -1,5 +1,5 @@
-//! Tile multiplications (QKᵀ and PV) for any device: by units, without plane operations or matrix units, or by planes, with
-//! fragments whose register layout only the device knows (cmma).
+//! Tile multiplications (QKᵀ and PV) for any device, of two kinds. Single units multiply without plane operations and matrix
+//! units. Planes multiply fragments (cmma), whose register layout only the device knows.
 
 #[cfg(feature = "cube")]
 pub(crate) mod cmma;

@@ -6,10 +6,10 @@
 //!
 //! Budget:
 //!
-//! | product | elements in registers per unit | shared-memory loads per unit (16 bytes each) | FMA |
+//! | product | elements in registers per unit | shared-memory loads per unit (16 bytes each) | FMA per unit |
 //! |---|---|---|---|
-//! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` per 4 columns | `16 · rows_per_unit` |
-//! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` |
+//! | [`multiply_transposed`]: `S = A Bᵀ`, depth in chunks | `rows_per_unit × 4` of S | `rows_per_unit + 4` for 4 columns | `16 · rows_per_unit` for 4 columns |
+//! | [`accumulate`]: `O += P B`, streamed rows in chunks | `output_rows × 4 output_vectors` of O | `output_rows + 4 output_vectors` for 4 keys | `16 · output_rows · output_vectors` for 4 keys |
 //!
 //! On software drivers, `direct.rs` computes both products without shared memory for the operands. On matrix units,
 //! `fragments.rs` computes both products.
@@ -209,7 +209,7 @@ pub(crate) fn store_rounded<C: Float>(
 
 /// Synchronizes the cube between the write of the tile and the second product (`O += P B`), in two cases:
 ///
-/// - The rows of B are already in shared memory. The second product then reads the tile without a sync.
+/// - The rows of B are already in shared memory. The second product then does not sync before it reads the tile.
 /// - Each unit reads only scores of its own plane. A plane may still be reading the stage, which the second product
 ///   overwrites.
 #[cube]
@@ -225,8 +225,8 @@ pub(crate) fn sync_tiles(#[comptime] tiles: UnitTiles) {
 /// The function syncs the cube before it reads the tile, unless the rows of `b` are already in shared memory: see
 /// [`sync_tiles`]. When the function returns, other units may still be reading tile and stage.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then skips rows of `b` that only zeros of P multiply,
-/// because these rows may contain NaN.
+/// Set `has_masked` if the tile may have hidden scores. If a column of P is all zero, the function then skips the matching
+/// row of `b`, which may contain NaN.
 #[cube]
 pub(crate) fn accumulate<E: Numeric, C: Float, N: Size>(
     tile: &LeftTile<C>,

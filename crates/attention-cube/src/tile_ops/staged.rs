@@ -7,7 +7,8 @@ use crate::tile_ops::tiles::UnitTiles;
 use cubecl::prelude::*;
 
 /// The number of columns per chunk of a dot product. Products are summed within each chunk, and the sums of the chunks are
-/// added. Without chunks, a sum over 512 columns would lose two bits more, which the backward's dP − Δ would show.
+/// added. Without chunks, a sum over 512 columns would lose two bits more. In the backward, the difference dP − Δ would show
+/// this loss.
 ///
 /// All tiles with operands in shared memory add in this order, so the backward's scores equal the forward's bit by bit. In
 /// very large scores, the last bit changes a probability.
@@ -82,8 +83,8 @@ pub(super) struct StagedRows {
     pub vectors: usize,
     /// The pitch of rows in shared memory, in vectors.
     pub pitch: usize,
-    /// The distance in shared memory, in rows, between the four rows of `b` that a unit reads, or 0 if the rows are in
-    /// order.
+    /// The distance in shared memory between the four rows of `b` that a unit reads, as a number of rows. The field is 0 if
+    /// the rows are in order.
     ///
     /// If the field is not 0, slot `s` contains row `(s % interleaved) · 4 + s / interleaved` of the block. Neighbouring
     /// units then read neighbouring slots.
@@ -104,8 +105,8 @@ impl StagedRows {
     }
 }
 
-/// Loads `many` of the vectors that a unit copies, from index `first` on. The copied rows start at row `first_row`, and
-/// their columns start at column `first_column`.
+/// Loads the vectors with the indices `first..first + many` among the vectors that a unit copies. The copied rows start at
+/// row `first_row`, and their columns start at column `first_column`.
 #[cube]
 pub(super) fn load_rows<E: Numeric, C: Float, N: Size>(
     source: &Tensor<Vector<E, N>>,
@@ -179,8 +180,8 @@ pub(super) fn stage_rows<E: Numeric, C: Float, N: Size>(
 /// Copies rows `chunk_row..chunk_row + streamed_rows` of a block of `b` to `stage[to..]`: `staged_width` vectors of each
 /// row, from `first_vector` on.
 ///
-/// Set `has_masked` if the tile may have hidden scores. The function then copies zeros instead of rows that only zeros of P
-/// multiply.
+/// Set `has_masked` if the tile P, the left operand of `O += P B`, may have hidden scores. If a column of P is all zero, the
+/// function then copies zeros instead of the matching row of `b`.
 #[cube]
 pub(super) fn stage_streamed<E: Numeric, C: Float, N: Size>(
     b: &Operand<'_, E, N>,

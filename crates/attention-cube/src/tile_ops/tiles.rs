@@ -35,8 +35,8 @@ pub struct UnitTiles {
     pub output_units: usize,
     /// The number of vectors (4 columns of O each) that a unit computes per row of O.
     pub output_vectors: usize,
-    /// The width of the column chunks in which the right operand of the second product `O += P B` is copied to shared
-    /// memory, in vectors per unit.
+    /// The width of a chunk of B in the second product `O += P B`, in vectors per unit. B is copied to shared memory in
+    /// chunks of columns.
     pub staged_vectors: usize,
     /// The number of rows per chunk of B in the second product `O += P B`.
     pub streamed_rows: usize,
@@ -175,8 +175,9 @@ impl UnitTiles {
         }
     }
 
-    /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory. If units multiply, the
-    /// result is 1, the smallest size, because kernels do not copy LSE and delta.
+    /// Returns the number of vectors that LSE and delta of a block's queries take in shared memory. If single units
+    /// multiply, and not planes, kernels do not copy LSE and delta. The result is then 1, the smallest size that CubeCL
+    /// allows.
     pub const fn term_vectors(&self) -> usize {
         match self.has_fragments() {
             true => 3 * self.columns() / 4,

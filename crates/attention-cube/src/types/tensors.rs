@@ -203,8 +203,8 @@ impl<B: Backend> QuantizedInputs<B> {
 pub struct AttentionOutput<B: Backend> {
     pub output: FloatTensor<B>,
     /// The LSE in two parts, `[2 · batch, q_heads, q_len]`. The first half holds the reference score that the softmax
-    /// subtracted (about the row maximum). The second half holds the logarithm of the softmax sum. The LSE is the sum of the
-    /// two halves.
+    /// subtracted, which is near the row maximum. The second half holds the logarithm of the softmax sum. The LSE is the sum
+    /// of the two halves.
     pub logsumexp: FloatTensor<B>,
 }
 

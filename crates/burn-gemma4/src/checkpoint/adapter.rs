@@ -390,8 +390,8 @@ impl Merger<'_> {
         Some(product(writes, reads) * scale)
     }
 
-    /// Loads `B`, `[out_features, rank]`, `A`, `[rank, in_features]`, and the scale of `B · A`, for the matrix at `path`, in
-    /// f32.
+    /// Loads the adapter of the matrix at `path`, in f32: `B`, `[out_features, rank]`, and `A`, `[rank, in_features]`.
+    /// Also returns the scale of `B · A`.
     fn factors(
         &mut self,
         path: &str,

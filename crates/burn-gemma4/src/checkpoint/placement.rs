@@ -14,7 +14,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Device;
 use std::sync::Arc;
 
-/// The inputs of the decision where the per-layer embedding table is placed.
+/// The inputs from which the loader decides whether the per-layer embedding table lies on the device or on the host.
 #[derive(Clone, Copy)]
 pub(super) struct Wanted {
     pub table: PerLayerTable,

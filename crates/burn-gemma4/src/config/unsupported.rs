@@ -9,8 +9,9 @@ const MOST_CHARACTERS: usize = 80;
 /// A predicate that is true if a field with the given value changes the generated text.
 type IsOn = fn(&Value) -> bool;
 
-/// The fields of transformers 5's `GenerationConfig` that can change the text of a single sequence without an assistant
-/// model. Each field's predicate is true if the field's value changes the text. Fields that need `num_beams` are omitted.
+/// The fields of transformers 5's `GenerationConfig` that can change a generated text, even if the batch has one
+/// sequence and there is no assistant model. Each field's predicate is true if the field's value changes the text.
+/// Fields that need `num_beams` are omitted.
 const FIELDS: [(&str, IsOn); 23] = [
     ("constraints", any),
     ("dola_layers", any),

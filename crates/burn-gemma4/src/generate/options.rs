@@ -36,11 +36,11 @@ pub struct GenerateOptions {
     /// If set to `n`, each generated token comes with its log-probability and with the `n` most likely tokens at its position.
     pub logprobs: Option<usize>,
     /// The number of tokens of each prompt in a prefill chunk. Smaller chunks need less memory. The default is 8,192
-    /// tokens, or 512 on a CPU, divided by the batch size.
+    /// tokens (512 on a CPU), divided by the batch size.
     pub prefill_chunk: Option<usize>,
     /// A flag by which another thread stops the generation, also during prefill.
     pub cancellation: Option<Cancellation>,
-    /// True if a CUDA graph replays the launches of a decode step, on devices that support graphs. Set this option to
+    /// If true, a CUDA graph replays the launches of a decode step on devices that support graphs. Set this option to
     /// false if other threads use the same CUDA device: see [`Decoder`](crate::generate::decode::Decoder).
     pub graph_capture: bool,
     /// True if the cache stores keys in compact form in the layers that support it: see [`CacheKind::compact_keys`].
@@ -52,9 +52,9 @@ pub struct GenerateOptions {
     /// The number of draft tokens per sequence in each verification pass, from 1 to 8. By default the number adapts to
     /// the acceptance rate so far.
     ///
-    /// The decode kernels take at most 8 tokens per pass, counted over all sequences. Each sequence contributes its draft
-    /// tokens and the token before them. By default a single sequence has 1 to 7 draft tokens, two sequences have up to 3
-    /// each, three or four have 1 each, and more have none.
+    /// The decode kernels take at most 8 tokens per pass, counted over all sequences. Each sequence contributes its
+    /// draft tokens and the token before them. By default a single sequence has 1 to 7 draft tokens. Two sequences have
+    /// up to 3 each, and three or four sequences have 1 each. More than four sequences have none.
     pub draft_tokens: Option<usize>,
     /// Options of the chat template.
     pub chat: ChatOptions,

@@ -151,8 +151,8 @@ pub(crate) fn run(
             on_token,
         )?;
         timings.decode = decoding.elapsed();
-        // Return before the loop below. After a reset of the cancellation flag, that loop would continue cancelled
-        // sequences.
+        // Return before the loop below. If the cancellation flag was reset in the meantime, that loop would continue
+        // cancelled sequences.
         return finish(sequences, timings);
     }
     while !options.is_cancelled() && sequences.iter().any(|sequence| sequence.finished.is_none()) {

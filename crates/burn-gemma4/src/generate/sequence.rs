@@ -14,8 +14,8 @@ use crate::text::tokenizer::Tokenizer;
 
 /// The data from which the host gets the next tokens: the token ids if the device has chosen the tokens, or the logits.
 pub(crate) enum Chosen {
-    /// The token that the device chose from each row of logits, or `None` for a row without a possible token, and the
-    /// vocabulary size.
+    /// The tokens that the device chose, one per row of logits, and the vocabulary size. A row without a possible token
+    /// has `None`.
     Tokens(Vec<Option<u32>>, usize),
     /// The logits, `[rows · vocabulary]`, and the vocabulary size.
     Logits(Vec<f32>, usize),

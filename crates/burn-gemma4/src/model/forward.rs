@@ -61,9 +61,9 @@ impl Gemma4Model {
         }
     }
 
-    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`, for the `asked` positions that `logits`
-    /// requests. If `asked` is 0, shared KV layers do not run, and the result is the output of the last layer that runs,
-    /// without a norm.
+    /// Returns the normalized output of the last layer, `[batch, asked, hidden]`. `logits` requests positions, and
+    /// `asked` is their number. If `asked` is 0, shared KV layers do not run. The result is then the output of the last
+    /// layer that runs, without a norm.
     pub(crate) fn hidden_states<O: Observer>(
         &self,
         text: Text,

@@ -46,8 +46,9 @@ enum Reason {
 }
 
 impl TablePlacement {
-    /// Chooses the placement. All sizes are in bytes. `table` is the table's size on the device, and `in_files` the size
-    /// in the files. `other_bytes` is the size of the other weights on the device.
+    /// Chooses the placement of the per-layer embedding table. All sizes are in bytes. `table` is the table's size on the
+    /// device, and `in_files` is its size in the checkpoint's files. `other_bytes` is the size of the other weights on the
+    /// device.
     pub(crate) fn choose(
         asked: PerLayerTable,
         [table, in_files, other_bytes]: [usize; 3],

@@ -160,8 +160,8 @@ impl<O: Observer> LayerOps for PrefillOps<'_, O> {
         query: &ColumnSlice,
         own: &OwnColumns,
     ) -> Option<(Tensor<4>, KeyValues)> {
-        // Use separate launches if the projections have separate outputs, or if the values come from the key projection.
-        // Layers of the second kind may store compact keys, which the fused launch does not support.
+        // Use separate launches if the projections have separate outputs, or if the values come from the key projection. If
+        // the values do, the layer may store compact keys, which the fused launch does not support.
         if own.key.start == 0 || own.value.start == own.key.start {
             return None;
         }

@@ -72,8 +72,8 @@ pub struct Gemma4Model {
     /// The dtype of the checkpoint's weights, or `None` if the model was not loaded from a checkpoint.
     #[module(skip)]
     pub(crate) written: Option<DType>,
-    /// The projection of the scaled token embeddings to vectors that are added to the per-layer embeddings, if the model
-    /// has any.
+    /// The projection of the scaled token embeddings. Its output is added to the per-layer embeddings. `None` if the model
+    /// has no per-layer embeddings.
     pub per_layer_model_projection: Option<Linear>,
     /// The norm of the projected token embeddings, which applies before they are added to the per-layer embeddings.
     pub per_layer_projection_norm: Option<RmsNorm>,

@@ -6,8 +6,8 @@ use burn::{
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs
-/// allocate the buffers. Burn's fusion and CubeCL also finish their autotuning.
+/// The number of warm-up runs before the capture. Memory cannot be allocated during a capture, so the warm-up runs allocate
+/// the buffers. Burn's fusion and CubeCL also finish their autotuning in these runs.
 const WARM_UPS: usize = 3;
 
 /// A computation that reads only tensors on the device. Repeating the computation must not change its result.

@@ -1,7 +1,7 @@
 //! The model's operators. Each module holds one operator: its kernels, their launches and its gradients.
 //!
-//! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute
-//! GEMVs, which memory bandwidth bounds. On other devices Burn's own operators compute the same results.
+//! On CubeCL devices, kernels fuse the operations between GEMMs into few launches. For inference, kernels also compute the
+//! GEMVs. On other devices Burn's own operators compute the same results.
 //!
 //! Training runs on Burn's operators, except for norms, GeGLU, cross entropy, matrix products and optimizer updates.
 
@@ -78,8 +78,8 @@ pub(crate) fn runs(device: &Device, dtype: DType) -> bool {
     }
 }
 
-/// Lets the launches of the CUDA graph that is being captured overlap, if the device supports PDL: see [`cube_kit::pdl`].
-/// The last launch of the graph must write `last`.
+/// Lets consecutive launches of a CUDA graph overlap, if the device supports PDL: see [`cube_kit::pdl`]. The graph is the
+/// one that is being captured. Its last launch must write `last`.
 #[cfg(feature = "cube")]
 pub(crate) fn make_edges_programmatic(last: &Tensor<1, Int>) {
     #[cfg(feature = "cuda")]

@@ -10,7 +10,8 @@
 use burn::tensor::{bf16, f16};
 
 /// The format of codes and scales. A code decodes to `round((code - zero) · scale + least)` in f32. `zero` is the zero
-/// point, and `least` is the minimum of the group. Formats without zero points or minimums lack the term.
+/// point, and `least` is the minimum of the group. A format without zero points has no `zero`, and a format without minimums
+/// has no `least`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Format {
     /// The number of bits per code: 4, 5, 6 or 8.

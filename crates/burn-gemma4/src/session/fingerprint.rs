@@ -7,8 +7,8 @@ use burn::{
     tensor::{DType, Device, Int, Tensor, TensorData},
 };
 
-/// The number of elements that are sampled from each weight, from the middle on. The ends of embedding tables hold padding
-/// and unused tokens.
+/// The number of consecutive elements that are sampled from each weight. They begin at the middle of the weight, because the
+/// ends of embedding tables hold padding and unused tokens.
 const NUMBERS: usize = 16;
 
 /// A fingerprint: a few elements of each weight of a model, and the path of each weight in the module tree.

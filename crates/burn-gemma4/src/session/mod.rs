@@ -25,8 +25,8 @@ use crate::text::chat::ChatOptions;
 use checkpoints::Checkpoints;
 use std::{ops::ControlFlow, time::Instant};
 
-/// The number of tokens at the end of a text that may change when the text continues. The tokenizer may merge these tokens
-/// with the next characters. The session takes its checkpoint before these tokens.
+/// If a text continues, this many tokens at its end may change: the tokenizer may merge them with the next characters. The
+/// session takes its checkpoint before these tokens.
 const MARGIN: usize = 8;
 
 /// Consecutive generations of one model that share the keys and values of their common prefix.
@@ -49,11 +49,11 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with cached tokens, the model does not run over
-    /// these tokens again, as far as the cache can be restored.
+    /// Continues a prompt like [`Gemma4::generate`]. If the prompt begins with cached tokens, the session restores the cache
+    /// to a column within these tokens. The model then processes only the tokens after this column.
     ///
-    /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. Any other token position
-    /// works only while no ring buffer of a sliding layer has overwritten a column.
+    /// The cache can be restored to the end of the cached tokens and to the beginning of an answer. The cache can be
+    /// restored to any other column only while no ring buffer of a sliding layer has overwritten a column.
     ///
     /// The cache is reused only if the previous and the new generation store keys in the same format. The two generations
     /// must also agree on whether they use drafts.
@@ -122,8 +122,8 @@ impl<'a> Session<'a> {
         Ok(generation)
     }
 
-    /// Restores the cache to the last possible column in the common prefix of `tokens` and the cached tokens. Returns the
-    /// length of the common prefix.
+    /// Restores the cache to the longest stored state that lies in the common prefix of `tokens` and the cached tokens. Returns
+    /// the length of the common prefix. The restored state may be shorter.
     fn go_back(&mut self, tokens: &[u32], options: &GenerateOptions) -> usize {
         // Exclude the prompt's last token, which must run through the model for its logits.
         let common = common(&self.read, tokens).min(tokens.len() - 1);

@@ -354,8 +354,8 @@ mod tests {
     fn in_chunks_with_small_shares_keeps_gradients_in_f16() {
         let gradients = |dtype| {
             let device = Device::flex().autodiff();
-            // Divide the head by 256 to make the gradients of the hidden states small, which are linear combinations of the
-            // head's rows.
+            // Divide the head by 256. The gradients of the hidden states are linear combinations of the head's rows, so
+            // these gradients become small.
             let [hidden, head] = leaves(&device).map(|leaf| leaf.inner());
             let [hidden, head] = [hidden, head / 256].map(|leaf| leaf.cast(dtype));
             let times = 1 << 10;

@@ -4,9 +4,9 @@
 //! Budget: a code takes one byte of shared memory, which is read once. Seven instructions, none on the tensor cores, convert
 //! four codes.
 //!
-//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements, which hold two neighbouring codes of a row each.
-//! The first codes form the right operand of one `mma.sync`. The second codes form the right operand of another `mma.sync`.
-//! No data has to move between lanes:
+//! A subtile of codes has 128 columns. `ldmatrix` moves 16-bit elements. Each element holds two neighbouring codes of a row.
+//! The first codes of all elements form the right operand of one `mma.sync`. The second codes form the right operand of
+//! another `mma.sync`. No data has to move between lanes:
 //!
 //! - For scores (summed over columns), a lane holds codes of four neighbouring columns of a row. The left operand must hold
 //!   its columns in the same order: see [`order_columns()`].
@@ -28,8 +28,8 @@ pub const WORDS_SUBTILE: usize = ROW_BYTES;
 /// The number of steps whose codes one `ldmatrix` loads. One step is 16 columns.
 const LOADED_STEPS: usize = 2;
 
-/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128, whose mantissa takes a code's 7 low bits.
-/// `shift` is −128, which a code's sign bit turns into −256. `one` is 1.
+/// PTX that sets three constants, each as a pair of bf16 numbers. `base` is 128: an OR with a code's 7 low bits adds these
+/// bits to it. `shift` is −128: an OR with a code's sign bit gives −256. `one` is 1.
 const CONSTANTS: &str =
     "mov.b32 base, 0x43004300;\nmov.b32 shift, 0xC300C300;\nmov.b32 one, 0x3F803F80;\n";
 

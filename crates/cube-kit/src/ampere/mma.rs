@@ -60,7 +60,7 @@ pub struct SharedSums {
     pub steps: usize,
     /// The index of the first step to which the multiplication adds its product.
     pub first_step: usize,
-    /// The number of steps to which the multiplication adds its product. The right operand contains the columns of these
+    /// The number of steps to which the multiplication adds its product. The right operand has the columns of only these
     /// steps.
     pub added_steps: usize,
     /// The number of warps that divide the result's columns among them: 1, 2, 4 or 8.
@@ -132,11 +132,11 @@ pub(super) fn named(name: &str, first: usize, count: usize) -> String {
     names.join(", ")
 }
 
-/// Returns PTX that loads four 8 × 8 matrices into four registers, named `name` plus 0 to 3. The matrices cover 16 rows and
-/// the 16 columns of the subtile's step `within`.
+/// Returns PTX that loads four 8 × 8 matrices into the registers `{name}0` to `{name}3`. The matrices cover 16 rows, and the
+/// 16 columns of the subtile's step `within`.
 ///
-/// The PTX loads from the register `address` plus `within`, which holds the lane's swizzled address for this step, plus
-/// `offset` bytes.
+/// The register `{address}{within}` holds the lane's swizzled address for this step. The PTX adds `offset` bytes to this
+/// address.
 pub(super) fn load(
     name: &str,
     address: &str,
@@ -325,10 +325,10 @@ fn store_text(fragments: usize, steps: usize, stride: usize) -> String {
     text + "}\n"
 }
 
-/// Returns the lane's `ldmatrix` address for the warp's left operand. The subtiles start at `start`, and the operand's first
-/// row is their row `row`.
+/// Returns the lane's `ldmatrix` address for the warp's left operand. Row `row` of the subtiles at `start` is the operand's
+/// first row.
 ///
-/// The right operand of [`Sums`] has the address with `row` = 0.
+/// For the right operand of [`Sums`], `row` must be 0.
 #[cube]
 pub fn left_address(start: u32, row: u32) -> u32 {
     let lane = UNIT_POS % 32u32;
@@ -371,8 +371,8 @@ pub fn pair_address(start: u32, row: u32, group: u32, #[comptime] rows: usize) -
 
 /// Stores fragments of 32 columns in shared memory, without bank conflicts, as the left operand of [`SharedSums`].
 ///
-/// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, whatever the type `P` is,
-/// in the register order of a left operand.
+/// Each fragment has `stride` registers. The first 8 registers hold packed pairs of f16 or bf16, in the register order of a
+/// left operand. The type `P` does not matter.
 #[cube]
 pub fn store_fragments<P: Numeric, N: Size>(
     address: u32,
@@ -424,8 +424,8 @@ pub fn add_scores<NS: Size>(
 
 /// Multiplies two operands in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` of 16 columns of the left operand, lane `l` holds flags of four columns in bits `4 s` to `4 s + 3` of
-/// `used`. The columns are `c`, `c + 1`, `c + 8` and `c + 9`, where `c = 16 s + 2 (l % 4)`.
+/// For each step `s` of 16 columns of the left operand, lane `l` holds the mask bits of four columns in bits `4 s` to
+/// `4 s + 3` of `used`. The columns are `c`, `c + 1`, `c + 8` and `c + 9`, where `c = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_shared_product<NO: Size>(
     sums: Vector<f32, NO>,
@@ -449,8 +449,8 @@ pub fn add_shared_product<NO: Size>(
 
 /// Multiplies `left` by an operand in shared memory and adds the product to `sums`.
 ///
-/// For each step `s` of 16 rows of the right operand, lane `l` holds flags of four rows in bits `4 s` to `4 s + 3` of
-/// `used`. The rows are `r`, `r + 1`, `r + 8` and `r + 9`, where `r = 16 s + 2 (l % 4)`.
+/// For each step `s` of 16 rows of the right operand, lane `l` holds the mask bits of four rows in bits `4 s` to `4 s + 3`
+/// of `used`. The rows are `r`, `r + 1`, `r + 8` and `r + 9`, where `r = 16 s + 2 (l % 4)`.
 #[cube]
 pub fn add_product<NO: Size, NP: Size>(
     sums: Vector<f32, NO>,

@@ -19,8 +19,8 @@ pub fn is_single(tensor: &CubeTensor, dim: usize) -> bool {
     tensor.meta.shape()[dim] == 1 || tensor.meta.strides()[dim] == 0
 }
 
-/// Builds the tensor map of a tensor. A box is `[1, heads, subtiles, rows, 64]` if `subtiles` is given and the rows consist
-/// of whole subtiles of 64 columns, and otherwise `[1, heads, rows, 64]`.
+/// Builds the tensor map of a tensor. If `subtiles` is given and the rows consist of whole subtiles of 64 columns, a box is
+/// `[1, heads, subtiles, rows, 64]`. Otherwise a box is `[1, heads, rows, 64]`.
 ///
 /// Reads beyond the shape give zeros, and writes beyond the shape are dropped.
 pub fn map(

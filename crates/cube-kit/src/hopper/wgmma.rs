@@ -29,15 +29,15 @@ pub const STEP_ROWS_BYTES: usize = STEP * ROW_BYTES;
 /// The upper half of every descriptor: a stride of 1024 bytes per eight rows, and the 128-byte swizzle.
 const DESCRIPTOR_LAYOUT: u32 = ((8 * ROW_BYTES as u32) >> 4) | (1 << 30);
 
-/// Returns the lower half of the descriptor of an operand at `address`, if the `wgmma` sums over the operand's columns, as
-/// for Q, K and P.
+/// Returns the lower half of the descriptor of an operand at `address`, if the `wgmma` sums over the operand's columns. In
+/// attention these operands are Q, K and P.
 #[cube]
 pub fn descriptor(address: u32) -> u32 {
     described(address, 16usize)
 }
 
 /// Returns the lower half of the descriptor of an operand in subtiles of `subtile_bytes` bytes, if the `wgmma` sums over the
-/// operand's rows, as for V.
+/// operand's rows. In attention this operand is V.
 #[cube]
 pub fn transposed_descriptor(address: u32, #[comptime] subtile_bytes: usize) -> u32 {
     described(address, subtile_bytes)
@@ -197,8 +197,8 @@ pub fn matrix_row(subtile: u32, #[comptime] step: usize) -> u32 {
     subtile + row * comptime!(ROW_BYTES as u32) + (swizzle ^ comptime!((STEP_BYTES * step) as u32))
 }
 
-/// Loads 16 rows per warp over `steps` steps of 16 columns, as registers of a left operand. Subtiles of `subtile_rows` rows
-/// start at `start`.
+/// Loads 16 rows per warp as registers of a left operand. A row has `steps` steps of 16 columns. Subtiles of `subtile_rows`
+/// rows start at `start`.
 #[cube]
 pub fn load_rows<N: Size>(
     start: u32,
@@ -218,8 +218,8 @@ pub fn load_rows<N: Size>(
     registers
 }
 
-/// Loads 16 columns per warp over `steps` steps of 16 rows of the subtile at `subtile`. The transposed columns are the rows
-/// of a left operand.
+/// Loads 16 columns per warp from the subtile at `subtile`. They become 16 rows of a left operand. A column has `steps`
+/// steps of 16 rows.
 #[cube]
 pub fn load_columns_as_rows<N: Size>(subtile: u32, #[comptime] steps: usize) -> Vector<u32, N> {
     let lane = UNIT_POS % 32u32;

@@ -20,8 +20,8 @@ type CudaServer = <CudaRuntime as Runtime>::Server;
 type Graph = *mut c_void;
 type Node = *mut c_void;
 
-/// Turns dependencies of a CUDA graph into programmatic dependencies: those in which a PDL kernel ([`pdl`](super)) waits for
-/// another kernel. Returns the number of changed dependencies.
+/// Makes dependencies of a CUDA graph programmatic: all dependencies of a PDL kernel ([`pdl`](super)) on another kernel.
+/// Returns the number of changed dependencies.
 ///
 /// The graph is the one that captures the calling thread's launches on `device`. Returns 0 if no graph is being captured, or
 /// if the driver is older than CUDA 12.3, which lacks programmatic dependencies.

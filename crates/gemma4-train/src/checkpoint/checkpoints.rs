@@ -186,8 +186,8 @@ impl<R: Restored> Checkpointer<R> for Records {
             .map_err(CheckpointerError::IOError)
     }
 
-    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints, which a resumed run may still
-    /// have.
+    /// Deletes this record from the checkpoint of the epoch and from all earlier checkpoints. A resumed run may still have
+    /// earlier checkpoints.
     fn delete(&self, epoch: usize) -> Result<(), CheckpointerError> {
         if !self.is_written() {
             return Ok(());

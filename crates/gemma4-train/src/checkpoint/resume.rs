@@ -79,8 +79,8 @@ pub fn shared_settings(settings: &Value, begun: Option<usize>) -> Value {
     all
 }
 
-/// Writes the settings of a new or extended run to its folder. `begun` is the step of the checkpoint of a resumed run, whose
-/// settings and checkpoint are checked first.
+/// Writes the settings of a new or extended run to its folder. If the run is resumed, `begun` is the step of its checkpoint.
+/// The settings and the checkpoint of a resumed run are checked first.
 ///
 /// # Errors
 /// Returns an error if the settings cannot be written, if a process is lost, or if the run cannot resume with these settings

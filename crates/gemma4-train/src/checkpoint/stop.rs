@@ -28,8 +28,8 @@ impl Default for Stop {
 }
 
 impl Stop {
-    /// Returns the stop request for one of several processes. The process stops before the step that is passed to
-    /// [`end_before`](Self::end_before).
+    /// Returns the stop request for a run with several processes. Only a call of [`end_before`](Self::end_before) sets the
+    /// step before which the process stops.
     pub fn among_processes() -> Self {
         Self {
             is_told: true,

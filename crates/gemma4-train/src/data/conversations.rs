@@ -38,8 +38,8 @@ const ASSISTANT: &str = "assistant";
 /// The field of an assistant's message that contains the responses of tools.
 const TOOL_RESPONSES: &str = "tool_responses";
 
-/// The fields of a line that are meant for the chat template. A line is refused if the template does not render one of these
-/// fields. Any other field may be a mere column of the data set, and is ignored if it is not rendered.
+/// The fields of a line that are meant for the chat template. If the template does not render such a field, the line is
+/// refused. If the template does not render another field, the field is ignored.
 const MEANT: [&str; 3] = ["tools", "documents", "chat_template_kwargs"];
 
 /// The ignored columns, each with the number of lines that contain it.
@@ -132,8 +132,8 @@ fn is_answer(message: &Value) -> bool {
     message["role"] == ASSISTANT
 }
 
-/// Returns the training examples of one line of the file. Counts the fields that the chat template does not render in
-/// `ignored`.
+/// Returns the training examples of one line of the file. `ignored` counts the fields that the chat template does not
+/// render.
 pub(super) fn of_line(
     line: Line,
     gemma: &Gemma4,
@@ -213,8 +213,8 @@ fn marked(value: &Value, marking: Marking<'_>) -> Result<Value, Gemma4Error> {
 struct Turn {
     /// The rendered text before the turn.
     before: String,
-    /// The opening of the turn, which is context: the turn's header, such as `<|turn>model`, and the text that a generation
-    /// prompt adds after the header.
+    /// The opening of the turn, which is context. The opening is the turn's header, such as `<|turn>model`, and the text
+    /// that a generation prompt adds after it.
     opening: String,
     /// The text of the turn after the opening, as pieces with one flag each. The flag is true for the model's own text,
     /// which is trained on, and false for a tool's response, which is context.
@@ -224,8 +224,8 @@ struct Turn {
 }
 
 impl Conversation {
-    /// Chooses a mark, a character that does not occur in any text that a template may render. The texts are searched in
-    /// their JSON form, which escapes no character that can be a mark.
+    /// Chooses a mark, a character that does not occur in any text that a template may render. The search runs over the
+    /// texts in JSON. JSON escapes no character that can be a mark.
     fn marking<'a>(&self, tokenizer: &'a Tokenizer) -> Result<Marking<'a>, Gemma4Error> {
         let rendered = self.messages.iter().chain(self.variables.values());
         let texts: Vec<String> = rendered.map(Value::to_string).collect();
@@ -380,8 +380,8 @@ impl Conversation {
     }
 
     /// Splits an answer into pieces, so that tools' responses are context. Special tokens mark the beginning and end of a
-    /// response. Without these tokens, a response is the text that is missing when the message is rendered without
-    /// `tool_responses`.
+    /// response. If an answer lacks these tokens, the message is also rendered without `tool_responses`. The text that is
+    /// then missing is the response.
     fn without_responses(
         &self,
         template: &ChatTemplate,
@@ -469,7 +469,7 @@ impl Conversation {
     }
 }
 
-/// True if an answer begins with its own thought, with the same tag as the empty thought of a generation prompt, such as
+/// True if an answer begins with its own thought, that is, with the tag of `empty_thought`. The tag is, for example,
 /// `<|channel>` or `<think>`. Tool calls and HTML begin with other tags.
 fn has_own_thought(answer: &str, empty_thought: &str) -> bool {
     let text = empty_thought.trim_start();

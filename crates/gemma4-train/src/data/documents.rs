@@ -25,9 +25,9 @@ pub struct Document {
 /// Reads a file with one JSON object per line. In an object with `messages`, the assistant's messages are trained on. In an
 /// object with `text`, all tokens are trained on.
 ///
-/// A conversation may have `tools` and `enable_thinking`, and its messages every field that the chat template renders, such
-/// as `tool_calls`. A column that is `null` or not rendered is ignored, and a note reports the number of lines with this
-/// column. Empty lines are ignored too.
+/// A conversation may have `tools` and `enable_thinking`. Its messages may have every field that the chat template renders,
+/// such as `tool_calls`. A column that is `null` or not rendered is ignored, and a note reports the number of lines with
+/// this column. Empty lines are ignored too.
 ///
 /// # Errors
 /// Returns an error, which names the file and the line, in these cases:
@@ -59,8 +59,8 @@ pub fn read_documents(path: &Path, gemma: &Gemma4) -> Result<Vec<Document>, Erro
     }
 }
 
-/// Refuses two forms that editors and exports give to a JSON Lines file: a byte order mark at the beginning, or one JSON
-/// array around all objects.
+/// Refuses a file with a byte order mark at the beginning, or with one JSON array around all objects. Some editors and
+/// exports write such files.
 fn refuse_other_forms(path: &Path, text: &str) -> Result<(), Error> {
     let problem = if text.starts_with('\u{feff}') {
         "begins with a byte order mark; expected UTF-8 without one"

@@ -96,8 +96,8 @@ impl Data {
 /// Loads the batches of training steps, until the run is stopped. Each call of [`iter`](DataLoader::iter) loads the steps of
 /// the next interval between checkpoints.
 ///
-/// Each pass over the data has its own order of rows. Only the seed and the step's number determine the rows of a step,
-/// which are divided among the devices.
+/// Each pass over the data has its own order of rows. The rows of a step depend only on the seed and the step's number.
+/// These rows are divided among the devices.
 pub struct TrainingLoader {
     data: Arc<Data>,
     schedule: Schedule,
@@ -191,7 +191,7 @@ impl DataLoader<Step> for TrainingLoader {
     }
 
     /// Returns a loader for one device's share of every step. Burn calls `slice` once per device, with a range of item
-    /// indices. Only the start of the range counts, which determines the device.
+    /// indices. The start of the range determines the device. The end is ignored.
     fn slice(&self, start: usize, _end: usize) -> Arc<dyn DataLoader<Step>> {
         let devices = self.schedule.devices;
         let steps = self.num_items() / devices;

@@ -34,8 +34,8 @@ enum Kind {
     Slurm,
 }
 
-/// The supported launchers, in the order in which their size variables are looked for. The first match has started this
-/// process, except in the case that [`launcher`] describes.
+/// The supported launchers. The first launcher whose `size` variable is set has started this process, except in the case
+/// that [`launcher`] describes.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "torchrun",
@@ -243,8 +243,8 @@ mod tests {
         assert_eq!(found.kind, Kind::Slurm);
         let rank = rank_of(slurm).expect("a rank");
         assert_eq!((rank.global, rank.local), (3, 1));
-        // MPICH's mpiexec starts its processes by srun. The processes have Slurm's variables too, but the launcher must be
-        // MPI.
+        // MPICH's mpiexec starts its processes by srun, so these processes also have Slurm's variables. The process still
+        // counts as started by MPI.
         let mpich = &[
             ("PMI_RANK", "3"),
             ("PMI_SIZE", "4"),

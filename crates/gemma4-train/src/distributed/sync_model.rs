@@ -45,8 +45,8 @@ impl ProcessGroup {
         self.broadcast_from(model, device, |id| owners.has(self.rank.global, id))
     }
 
-    /// Returns the model after each trained parameter is broadcast from one process: the process in which `counts` is true.
-    /// The broadcast is a sum, to which all other processes add zeros.
+    /// Broadcasts each trained parameter from the one process in which `counts` returns true for it. Returns the model with
+    /// the received parameters. The broadcast is a sum, to which all other processes add zeros.
     fn broadcast_from<M: Module>(
         &self,
         model: M,
@@ -84,7 +84,7 @@ impl<I: Iterator<Item = u64>> ModuleMapper for Renamed<I> {
     }
 }
 
-/// A visitor that collects this process's contribution to the sum for each parameter: the parameter's value if `counts` is
+/// A visitor that collects what this process adds to the sum of each parameter: the parameter's value if `counts` returns
 /// true, and otherwise zeros.
 struct Own<C> {
     counts: C,

@@ -4,8 +4,8 @@
 use burn::tensor::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The count of skipped steps of a run. Each device has a clone, which counts all skipped steps of the run in `own`. A clone
-/// copies its count to `shared`, so that any clone can report the count.
+/// The count of skipped steps of a run. Each device has a clone. Every clone counts all skipped steps of the run in `own`,
+/// and copies this count to `shared`.
 #[derive(Clone, Debug, Default)]
 pub struct SkippedSteps {
     /// The count of this clone, `[1]` in f32, in device memory.

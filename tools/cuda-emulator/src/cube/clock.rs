@@ -43,8 +43,8 @@ impl Clock {
         time <= self.times[actor]
     }
 
-    /// Advances the owner's time by 1, so that the owner's next accesses are later than the accesses that other actors
-    /// already know.
+    /// Advances the owner's time by 1. Other actors may know the owner's accesses up to the old time, but not its next
+    /// accesses.
     pub fn tick(&mut self) {
         self.times[self.owner] += 1;
     }

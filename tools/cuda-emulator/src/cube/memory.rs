@@ -155,8 +155,8 @@ fn runs(addresses: &DoubleRow, bytes: usize, mask: u32, mut run: impl FnMut(usiz
         }
         run(start, end - start);
         start = end;
-        // A lane that accesses the same address as the previous lane is skipped, because the check of the previous
-        // lane's access covers this lane too.
+        // If a lane accesses the same address as the previous lane, skip the lane. The check of the previous lane covers it
+        // too.
         while start < LANES && mask >> start & 1 != 0 && addresses[start] == addresses[start - 1] {
             start += 1;
         }

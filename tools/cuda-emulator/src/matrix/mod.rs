@@ -29,8 +29,8 @@ fn check_all(mask: u32) -> Result<(), Fault> {
     }
 }
 
-/// Returns the position, in an 8 × 8 tile, of the two neighboring elements that a lane holds: the row and the first
-/// column.
+/// Returns the row and the first column of the two neighboring elements that a lane holds. The elements lie in an 8 × 8
+/// tile.
 fn place(lane: usize) -> (usize, usize) {
     (lane / 4, 2 * (lane % 4))
 }
@@ -40,8 +40,8 @@ fn halves(half: Type, word: u32) -> [f32; 2] {
     [word as u16, (word >> 16) as u16].map(|bits| half_to_single(half, bits))
 }
 
-/// Unpacks the left matrix from its registers. The first register has the upper eight rows, and the second register has
-/// the lower eight rows, in the first eight columns. The other registers have the next eight columns in the same order.
+/// Unpacks the left matrix from its registers. The first two registers have the first eight columns: one has the upper eight
+/// rows, and the other has the lower eight rows. The last two registers have the next eight columns in the same order.
 fn left_operand<'a>(
     half: Type,
     registers: impl Iterator<Item = &'a WordRow>,

@@ -278,8 +278,8 @@ mod tests {
             directed_fma(Rounding::TowardZero, -1.0, 1.0, tiny),
             -(1f32.next_down())
         );
-        // The product x · y is about −1, which is less than half a unit in the last place of 2⁶⁰ in f64. A sum rounded to
-        // f64 first would be 2⁶⁰, which the rounding down would not change.
+        // The product x · y is about −1, which is less than half a unit in the last place of 2⁶⁰ in f64. If the sum were
+        // first rounded to f64, it would be 2⁶⁰. Rounding 2⁶⁰ down to f32 would change nothing.
         let x = 1f32.next_up();
         assert_eq!(
             directed_fma(Rounding::Down, x, -x, 2f32.powi(60)),

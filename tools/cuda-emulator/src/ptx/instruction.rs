@@ -127,7 +127,7 @@ pub struct Compare {
     pub from: [Register; 2],
     pub to: u32,
     /// The predicate that receives the negated comparison, or `None` if the instruction has no second result. If `combined`
-    /// is given, the negated comparison is combined with the same guard as the comparison itself.
+    /// is given, the comparison and the negated comparison are both combined with its guard predicate.
     pub opposite: Option<u32>,
     pub combined: Option<(Logic, Guard)>,
 }

@@ -1,5 +1,5 @@
-//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS over all dimensions along which the bias
-//! is broadcast.
+//! Computes the gradient of the bias. The gradient of a bias tile is the sum of dS (the gradient of the scores) over all
+//! dimensions along which the bias is broadcast.
 //!
 //! Algorithm: a cube recomputes all score tiles that read its bias tile, and sums dS in registers. A bias that is broadcast
 //! along queries has too few tiles to occupy the device. Several cubes (splits) therefore divide the score tiles of a bias
@@ -196,8 +196,8 @@ pub(crate) fn bias_gradient<E: Float, M: Numeric, F: Float, G: Float, N: Size>(
     let part = work_tile.split * (grid.planes / grid.heads) + work_tile.batch;
     let target = part as usize * gradient.stride(0) + work_tile.head as usize * gradient.stride(1);
     if comptime!(broadcast.queries) {
-        // Adds up dS over the rows of each column: first over the rows of one unit, then over all units with rows of the
-        // column.
+        // Adds up the score gradients (dS) of each column: first over the rows of one unit, then over all units with rows of
+        // the column.
         sync_cube();
         #[unroll]
         for c in 0..comptime!(tiles.columns_per_unit()) {

@@ -19,7 +19,7 @@ const ROW_BYTES: usize = 16;
 
 const UNITS: usize = 256;
 
-/// Copies the inputs listed in `copies`, and gives all other inputs strides that TMA accepts. See [`aligned`].
+/// Copies the inputs listed in `copies` to rows that TMA can read. See [`aligned`].
 pub(crate) fn aligned_inputs(
     inputs: AttentionInputs<CubeBackend>,
     copies: Operands,
@@ -32,8 +32,11 @@ pub(crate) fn aligned_inputs(
     }
 }
 
-/// Returns a copy of the tensor if `copied`, or else the tensor with strides that TMA accepts. If one of the first
-/// `broadcast` dimensions has stride 0, the copy has stride 0 there too.
+/// If `copied`, returns a copy of the tensor in rows that TMA can read. Otherwise returns the tensor without a copy, and
+/// sets only the strides of dimensions of size 1 to 0.
+///
+/// `broadcast` is the number of leading dimensions in which TMA accepts a stride of 0. If the tensor has stride 0 in one of
+/// them, the copy has stride 0 there too.
 pub(crate) fn aligned(tensor: CubeTensor, broadcast: usize, copied: bool) -> CubeTensor {
     if !copied {
         return with_legal_strides(tensor);
@@ -108,7 +111,7 @@ mod tests {
         data.try_into_vec().expect("the data was converted to f32")
     }
 
-    /// Makes a tensor of `shape`, turns it into a view of shape `[2, 3, 5, columns]` with `view`, and compares the view with
+    /// Makes a tensor of `shape`, and calls `view` to get a view of shape `[2, 3, 5, columns]`. Then compares the view with
     /// its aligned copy.
     fn check(shape: [usize; 4], broadcast: usize, view: impl Fn(CubeTensor) -> CubeTensor) {
         let device = cube_device();

@@ -40,7 +40,7 @@ pub(crate) fn is_blind(logsumexp: f32) -> bool {
 }
 
 /// The smallest magnitude of a far query's reference score (see the module's documentation). Below this magnitude, the
-/// rounding of the LSE changes P by at most 2⁻¹³, less than the rounding of half precision.
+/// rounding of the LSE changes each probability by at most 2⁻¹³ (relative). The rounding to half precision changes more.
 pub(crate) const FAR: f32 = 2048.0;
 
 /// The bits of −0, which row 0 holds in place of the LSE of a far query. Subtracting −0 from a score changes nothing.

@@ -15,7 +15,7 @@ use cubecl::prelude::*;
 /// Copies the lengths or segment ids in `source` to `packed` from index `start` on. In `packed`, consecutive integers are
 /// `record` elements apart.
 ///
-/// If `clamps`, the kernel clamps each integer to `0..=largest`, and the type `I` must be able to represent `largest`.
+/// If `clamps`, the kernel clamps each integer to `0..=largest`. In this case, `largest` must fit the type `I`.
 #[cube(launch_unchecked)]
 pub(crate) fn pack_lengths_and_ids<I: Int>(
     source: &Tensor<I>,
@@ -80,8 +80,9 @@ pub(crate) fn pack_intervals<I: Int>(
     }
 }
 
-/// Computes two ranges of key blocks per interval for each block of `block` queries: the key blocks that may be visible, and
-/// the fully visible key blocks. A key block has `keys` keys. See [`INTERVAL_BOUNDS`].
+/// Computes two ranges of key blocks for each block of `block` queries and each interval. The first range holds the key
+/// blocks that may be visible, the second range the fully visible key blocks. A key block has `keys` keys. See
+/// [`INTERVAL_BOUNDS`].
 ///
 /// The records of the queries start at index `records` of `packed`. The bounds of the query blocks start at index `bounds`. One
 /// cube handles one block.

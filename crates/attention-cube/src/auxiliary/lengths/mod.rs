@@ -380,8 +380,8 @@ fn pack_records(
     }
 }
 
-/// Writes two ranges of key blocks per interval for each block of queries. If `spans`, also does the work of [`span`] for the
-/// queries. See `bound_intervals`.
+/// Writes two ranges of key blocks for each block of queries and each interval. If `spans`, also does the work of [`span`]
+/// for the queries. See `bound_intervals`.
 fn bound_records(
     packed: &CubeTensor,
     offsets: &BoundsOffsets,

@@ -120,7 +120,7 @@ pub fn write(
     }
 }
 
-/// Dequantizes all rows to `dtype`, which kernels must be able to write.
+/// Dequantizes all rows to `dtype`. Kernels must support this dtype.
 pub(crate) fn dequantized(rows: QuantizedTensors<CubeBackend>, dtype: DType) -> CubeTensor {
     let target = empty_rows(&rows, dtype);
     write_numbers(rows, &target, None);

@@ -33,8 +33,8 @@ pub(crate) const MOST_ROUNDS: usize = 2;
 /// The smallest number of blocks per split, if a tile is split at all.
 const LEAST_BLOCKS: usize = 8;
 
-/// The time that each split adds, in units of the time that one block takes: to write the partial gradient, and to read it
-/// in the second kernel.
+/// The time that each split adds, in units of the time that one block takes. In this time, the first kernel writes the
+/// partial gradient, and the second kernel reads it.
 const BLOCKS_OF_A_SPLIT: usize = 4;
 
 impl GradientSplits {

@@ -62,8 +62,8 @@ pub(crate) fn changed_score(
             &tables.score,
             comptime!(code.map(|code| code.expand_score)),
         );
-        // The code may end in a product. The `fma` rounds this product, so that the compiler cannot fuse it with the later
-        // subtraction of the row maximum, a rounded score.
+        // If the code ends in a product, the `fma` rounds this product. The compiler then cannot fuse the product with the
+        // later subtraction of the row maximum, which is a rounded score.
         fma(changed, 1.0f32, 0.0f32)
     } else {
         score

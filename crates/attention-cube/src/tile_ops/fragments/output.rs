@@ -109,7 +109,8 @@ pub(in crate::tile_ops) fn accumulate<E: Numeric, C: Float, N: Size>(
     }
 }
 
-/// Zeroes each row of a streamed operand that only zeros of P multiply. The function syncs the cube at its end.
+/// Zeroes each row of a streamed operand for which the matching column of P is all zero. The function syncs the cube at its
+/// end.
 #[cube]
 fn clear_unused<C: Float>(
     operands: &mut Shared<[Four<C>]>,
@@ -130,8 +131,8 @@ fn clear_unused<C: Float>(
     sync_cube();
 }
 
-/// Multiplies P by B over `rows` columns of P, from vector `tile_at` on, and adds the product to fragments of O. In each row
-/// of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
+/// Multiplies `rows` columns of P by as many rows of B, and adds the product to fragments of O. The columns of P start at
+/// vector `tile_at`. In each row of fragments, a plane computes `count` fragments, from its fragment `first_fragment` on.
 #[cube]
 fn multiply_rows<C: Float>(
     tile: &Shared<[Four<C>]>,
@@ -182,7 +183,7 @@ fn multiply_rows<C: Float>(
     }
 }
 
-/// Multiplies the rows of O by their factors, through shared memory, if any row maximum has changed (`moved`).
+/// If any row maximum has changed (`moved`), multiplies each row of O by its factor. O passes through shared memory.
 ///
 /// The function syncs the cube before it reads `moved`. All units must have read S before the call, because the fragments of
 /// O overwrite S in shared memory.

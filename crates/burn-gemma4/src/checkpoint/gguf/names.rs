@@ -19,8 +19,8 @@ const OF_MODEL: [(&str, &str); 6] = [
     ("lm_head.weight", "output.weight"),
 ];
 
-/// The paths of a layer's parameters after the prefix `layers.{i}.`, with llama.cpp's tensor names after the prefix
-/// `blk.{i}.`.
+/// The two names of each parameter of a layer: its path after the prefix `layers.{i}.`, and llama.cpp's tensor name
+/// after the prefix `blk.{i}.`.
 const OF_LAYER: [(&str, &str); 25] = [
     ("self_attn.q_proj.weight", "attn_q.weight"),
     ("self_attn.q_norm.weight", "attn_q_norm.weight"),

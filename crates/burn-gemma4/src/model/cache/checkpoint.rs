@@ -63,8 +63,8 @@ impl Cache {
     /// If the cache is padded.
     pub(crate) fn rewind(&mut self, column: usize) -> bool {
         assert!(!self.is_padded(), "only an unpadded cache can be rewound");
-        // A ring buffer surely holds every token of the text only while a slot is unwritten. After a restore all slots
-        // count as written, although the first tokens can be missing.
+        // If a slot is unwritten, the ring buffer holds every token of the text. This is also true after a restore: if
+        // the first tokens are missing, all slots count as written.
         let is_whole = self.written < self.ring_slots();
         match is_whole || column + self.forgettable() >= self.columns {
             true if is_whole => {

@@ -1,5 +1,5 @@
-//! The slots of a sliding layer's ring buffer that a query sees, computed on the device. A column is one token of the
-//! text, stored in slot `column % slots`.
+//! Computes on the device which slots of a sliding layer's ring buffer a query sees. A column is one token of the text,
+//! stored in slot `column % slots`.
 
 use super::key_values::Visible;
 use crate::op::ring_mask::{RingMask, ring_mask};

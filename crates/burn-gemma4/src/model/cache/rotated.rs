@@ -72,8 +72,8 @@ impl Cache {
         self.padding.iter().map(|padding| self.columns - padding)
     }
 
-    /// Rotates the slots of each sequence `row` so that slot `first(row, slots)`, modulo the number of slots, moves to
-    /// slot 0.
+    /// Rotates the slots of each sequence so that one slot moves to slot 0. For sequence `row`, this is the slot
+    /// `first(row, slots) % slots`, where `slots` is the number of slots.
     fn rotate_by(&mut self, first: impl Fn(usize, usize) -> usize) {
         let rows = 0..self.batch();
         let rotate = |buffer: &mut Slots| {

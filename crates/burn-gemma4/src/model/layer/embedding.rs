@@ -36,7 +36,8 @@ impl Embedding {
         self.scale
     }
 
-    /// Looks up the tokens' rows and multiplies them by the constant, rounded to the table's dtype as in training.
+    /// Looks up the tokens' rows and multiplies them by the embedding's constant. The constant is rounded to the
+    /// table's dtype, as in training.
     ///
     /// # Shapes
     /// `tokens` is `[batch, positions]`; the result is `[batch, positions, columns]`.

@@ -22,9 +22,9 @@ use std::{iter::once, ops::Range};
 pub enum Weight<const D: usize = 2> {
     /// Unquantized values.
     Whole(Param<Tensor<D>>),
-    /// Packed codes of a few bits with scales, from a quantized checkpoint or from
-    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). Quantized weights are frozen, but
-    /// their LoRA adapters can be trained.
+    /// Packed codes of a few bits, with scales. The checkpoint is quantized, or loading has quantized the weight: see
+    /// [`LoadOptions::quantization`](crate::checkpoint::LoadOptions::quantization). Quantized weights are frozen, but their
+    /// LoRA adapters can be trained.
     Quantized(Box<QuantizedWeight<D>>),
 }
 
@@ -69,8 +69,7 @@ impl<const D: usize> QuantizedWeight<D> {
         }
     }
 
-    /// Returns the dequantized rows, a few at a time. A weight with an adapter is never large, so its rows are returned
-    /// at once.
+    /// Returns the dequantized rows in portions. A weight with an adapter is never large, so it has only one portion.
     fn portions(&self) -> Box<dyn Iterator<Item = Tensor<2>>> {
         if self.lora.is_some() {
             return Box::new(once(flat_rows(self.val())));
@@ -241,8 +240,8 @@ impl QuantizedNumbers {
     }
 }
 
-/// Divides rows into portions of at most 2²⁴ elements and at least one row. A whole dequantized table may not fit into a
-/// device buffer.
+/// Divides rows into portions. A portion has at most 2²⁴ elements, but at least one row. A whole dequantized table may not
+/// fit into a device buffer.
 fn portions(rows: usize, columns: usize) -> impl Iterator<Item = Range<usize>> {
     const NUMBERS: usize = 1 << 24;
     let at_once = (NUMBERS / columns.max(1)).max(1);

@@ -146,8 +146,8 @@ pub(super) fn adamw<G: Float, N: Size>(
     }
 }
 
-/// Rounds a vector of f32 weights to the model's dtype, with the pseudorandom thresholds of [`super::rounding`] if
-/// `drawn`, otherwise to nearest.
+/// Rounds a vector of f32 weights to the model's dtype. If `drawn`, uses the pseudorandom thresholds of [`super::rounding`].
+/// Otherwise rounds to nearest.
 #[cube]
 fn shown<W: Float, N: Size>(weights: Vector<f32, N>, #[comptime] drawn: bool) -> Vector<W, N> {
     let mut shown = weights;

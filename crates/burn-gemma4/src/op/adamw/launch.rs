@@ -143,8 +143,8 @@ impl UpdateBackend for CubeBackend {
         let client = own.weight.client.clone();
         let (vectors, vector) = vectors(&own.weight, size_of::<f32>());
         let (count, dim) = grid(&client, vectors);
-        // SAFETY: unit `i` reads and writes vector `i` of the gradient, the weight and both running means only if `i` is below
-        // `vectors`, the length of these tensors. `factor` has one element.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of the gradient, the weight and both running
+        // means. The unit accesses only vector `i` of these tensors, and the single element of `factor`.
         unsafe {
             adamw::launch_unchecked(
                 &client,
@@ -219,8 +219,8 @@ impl UpdateBackend for CubeBackend {
         let rounded = empty(&weight, weight.meta.shape().clone(), dtype);
         let (vectors, vector) = vectors(&weight, size_of::<f32>());
         let (count, dim) = grid(&client, vectors);
-        // SAFETY: unit `i` reads vector `i` of `weight` and writes vector `i` of `rounded` only if `i` is below `vectors`, the
-        // length of both tensors.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of both tensors. The unit reads vector `i` of
+        // `weight`, and writes vector `i` of `rounded`.
         unsafe {
             round::launch_unchecked(
                 &client,

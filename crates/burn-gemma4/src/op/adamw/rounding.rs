@@ -1,11 +1,11 @@
 //! Rounding of f32 master weights to the model's bf16 weights.
 //!
 //! A bf16 weight is one of the two bf16 neighbors of its master weight. If many master weights lie at the fraction `x` of
-//! the distance to the next bf16 value, about the fraction `x` of the bf16 weights take the next value. The model's
-//! weights therefore follow the master weights on average.
+//! the distance to the next bf16 value, about the fraction `x` of them round to this value. The model's weights therefore
+//! follow the master weights on average.
 //!
-//! With rounding to nearest, a bf16 weight would change only after its master weight has moved half of the distance to
-//! the next bf16 value. At the learning rate of fine-tuning, such a move takes most of the steps.
+//! With rounding to nearest, a bf16 weight would change only after its master weight has moved half of the distance to the
+//! next bf16 value. At the learning rate of fine-tuning, such a move takes most of the run's steps.
 //!
 //! Stochastic rounding (Gupta et al. 2015, arXiv:1502.02551) draws a random number in every step, which adds noise from
 //! step to step. Here each weight has one fixed pseudorandom threshold between two neighbors: a hash of the weight's

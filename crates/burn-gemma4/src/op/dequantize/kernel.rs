@@ -4,7 +4,7 @@
 //! Budget: registers hold the dequantized values of one word, at most 8; no shared memory. Schedule: a unit reads one
 //! word of codes and the parameters of its group, and writes adjacent values. Bound: memory bandwidth.
 //!
-//! GEMVs call the functions of this module, and never write the values to memory.
+//! GEMVs call the functions of this module to dequantize weights in registers.
 
 use crate::quant::layout::{Format, Rounding, SUPER, SUPER_WORDS, Scales};
 use burn::tensor::f16;

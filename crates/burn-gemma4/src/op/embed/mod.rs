@@ -16,8 +16,8 @@ use burn::{
     tensor::{Int, Shape, Tensor},
 };
 
-/// Rows of an embedding table, selected by tokens. No launch of a CUDA graph may write the tokens, because the kernel may
-/// read the tokens before the previous launch has ended.
+/// Rows of an embedding table, selected by tokens. The kernel may read the tokens before the previous kernel launch has ended.
+/// If a CUDA graph contains the launch, no kernel of this graph may therefore write the tokens.
 pub(crate) struct TokenRows {
     /// The embedding table, `[tokens, columns]`.
     pub table: Tensor<2>,

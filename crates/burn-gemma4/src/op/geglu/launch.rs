@@ -28,8 +28,8 @@ impl GateBackend for CubeBackend {
         let client = open.client.clone();
         let output = empty(&open, open.meta.shape().clone(), open.dtype);
         let (vectors, vector, cubes) = vectors(&open);
-        // SAFETY: unit `i` reads vector `i` of `open` and `through` and writes vector `i` of `output` only if `i` is below
-        // `vectors`, the length of all three tensors.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all three tensors. The unit reads vector `i`
+        // of `open` and `through`, and writes vector `i` of `output`.
         unsafe {
             gate::launch_unchecked(
                 &client,
@@ -60,8 +60,8 @@ impl GateBackend for CubeBackend {
         let [of_open, of_through] =
             [(); 2].map(|()| empty(&open, open.meta.shape().clone(), open.dtype));
         let (vectors, vector, cubes) = vectors(&open);
-        // SAFETY: unit `i` reads vector `i` of the three inputs and writes vector `i` of both gradients only if `i` is below
-        // `vectors`, the length of all five tensors.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of all five tensors. The unit reads vector `i`
+        // of the three inputs, and writes vector `i` of both gradients.
         unsafe {
             gate_gradients::launch_unchecked(
                 &client,
@@ -119,8 +119,9 @@ impl GateColumnsBackend for CubeBackend {
         let in_vectors = |start, stride| {
             GateUpColumnsLaunch::new((start / vector) as u32, (stride / vector) as u32)
         };
-        // SAFETY: unit `i` writes vector `i` of `output` only if `i` is below `vectors`, the length of `output`. The unit
-        // reads one vector of a row below `rows`, within the `count` columns, from `open` and from `through`.
+        // SAFETY: unit `i` works only if `i` is below `vectors`, the length of `output`. The unit writes vector `i` of
+        // `output`. It reads one vector of `open` and one of `through`. Both lie in a row below `rows`, within the `count`
+        // columns.
         unsafe {
             gate::launch_unchecked(
                 &client,

@@ -124,8 +124,8 @@ mod tests {
         gate * 0.5 * (tanh + 1.0) * through
     }
 
-    /// Returns the output of the function `gated`, and the gradients with respect to `leaves`. `through` is a column
-    /// slice of the second leaf, whose rows are not adjacent in memory.
+    /// Returns the output of the function `gated`, and the gradients with respect to `leaves`. The first leaf is the gate.
+    /// `through` is a column range of the second leaf, so the rows of `through` are not adjacent in memory.
     fn outcome(
         leaves: [&Tensor<2>; 2],
         gradient: &Tensor<2>,

@@ -65,8 +65,8 @@ fn copy_vectors<E: Float, N: Size>(
     }
 }
 
-/// Copies three sources to three targets. The kernel binds 7 buffers with CubeCL's metadata. Every WebGPU device supports
-/// 8 buffers.
+/// Copies three sources to three targets. The kernel binds 7 buffers, including CubeCL's metadata. Every WebGPU device
+/// supports 8 buffers.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn copy_each<E: Float, N: Size>(
     first: &Tensor<Vector<E, N>>,

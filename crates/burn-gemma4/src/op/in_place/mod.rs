@@ -28,8 +28,8 @@ pub(crate) fn advance_inputs(inputs: [Tensor<1, Int>; 3], chosen: Tensor<1, Int>
     let _: Three<Dispatch> = Dispatch::advance_inputs(three(inputs), chosen.into_dispatch());
 }
 
-/// Overwrites the inputs of a drafting round. `numbers`, `[4 · rows]`, holds `rows` tokens, positions, lengths, and
-/// indices of rows of `streams`, `[…, columns]`. These rows overwrite `hidden`, `[rows, columns]`.
+/// Overwrites the inputs of a drafting round. `numbers`, `[4 · rows]`, holds `rows` tokens, then as many positions, lengths
+/// and row indices. The indices select rows of `streams`, `[…, columns]`, which overwrite `hidden`, `[rows, columns]`.
 pub(crate) fn begin_round_with(
     inputs: [Tensor<1, Int>; 3],
     hidden: Tensor<2>,
@@ -44,9 +44,9 @@ pub(crate) fn begin_round_with(
     );
 }
 
-/// Writes into `inputs` the tokens, positions and lengths for the verification of a drafting round: each sequence's token
-/// from `first`, then its draft tokens. `first` are the inputs of the round. `guesses` holds the draft tokens in the
-/// order of the drafter's steps.
+/// Overwrites `inputs` with the tokens, positions and lengths that the verification of a drafting round needs. A sequence's
+/// tokens are its token in `first`, then its draft tokens. `first` holds the inputs of the round. `guesses` holds the draft
+/// tokens in the order of the drafter's steps.
 pub(crate) fn take_guesses_of(
     inputs: [Tensor<1, Int>; 3],
     first: [Tensor<1, Int>; 3],
@@ -214,8 +214,8 @@ impl OverwriteBackend for CubeBackend {
         }
         let [tokens, positions, lengths] = vectors.map(|vector| vector.clone().into_tensor_arg());
         let integer = dtype_to_storage_type(chosen.dtype);
-        // SAFETY: unit `i` reads element `i` of `chosen` and updates element `i` of the three vectors only if `i` is below
-        // `rows`. All four vectors have `rows` contiguous elements.
+        // SAFETY: unit `i` works only if `i` is below `rows`. The unit reads element `i` of `chosen`, and updates element
+        // `i` of the three vectors. All four vectors have `rows` contiguous elements.
         unsafe {
             go_on::launch_unchecked(
                 &client,
@@ -435,8 +435,8 @@ fn launch(first: &CubeTensor, others: [Option<CubeTensor>; 2], source: CubeTenso
     let number = dtype_to_storage_type(first.dtype);
     let [of_first, of_second, of_third] = counts.map(|count| count as u32);
     let [second, third] = others.map(|target| target.map(CubeTensor::into_tensor_arg));
-    // SAFETY: unit `i` reads element `i` of `source` only if `i` is below the total length of the targets, which is the length
-    // of `source`. The unit writes only an element within one target. All elements are contiguous.
+    // SAFETY: unit `i` works only if `i` is below the length of `source`, which is the total length of the targets. The unit
+    // reads element `i` of `source`, and writes one element within one target. All elements are contiguous.
     unsafe {
         copy::launch_unchecked(
             &client,

@@ -63,8 +63,8 @@ impl RowsOfHeadsBackend for CubeBackend {
             all as u32,
         );
         let element = dtype_to_storage_type(heads.dtype);
-        // SAFETY: unit `i` reads one vector of `heads`, whose channels are contiguous, and writes vector `i` of `output` only
-        // if `i` is below `all`, the number of vectors in both tensors.
+        // SAFETY: unit `i` works only if `i` is below `all`, the number of vectors in both tensors. The unit reads one
+        // vector of `heads`, whose channels are contiguous, and writes vector `i` of `output`.
         unsafe {
             rows_of_heads_pdl::launch_unchecked(
                 &client,

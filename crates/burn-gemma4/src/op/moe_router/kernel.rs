@@ -208,7 +208,7 @@ fn key(value: f32) -> u32 {
 }
 
 /// Returns the rank of an expert: the number of experts with a larger key, or with an equal key and a smaller index. `keys`
-/// are probabilities, mapped to integers of equal order.
+/// are integers that compare as the probabilities do.
 #[cube]
 fn rank(keys: &Shared<[u32]>, expert: u32, #[comptime] experts: usize) -> u32 {
     let own = keys[expert as usize];

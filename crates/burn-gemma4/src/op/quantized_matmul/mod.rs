@@ -196,8 +196,8 @@ pub(super) fn columns_in_slices<B: DequantizeBackend>(
     columns_by_slices::<B>(gradient, words, layout, SLICE_NUMBERS, product)
 }
 
-/// Computes [`columns`] with the given matmul function, in slices of at most `numbers` weights, but at least one tile's
-/// rows. The results of the slices are added in f32.
+/// Computes [`columns`] with the given matmul function, in slices. A slice has at most `numbers` weights, but at least the
+/// rows of one tile. The results of the slices are added in f32.
 fn columns_by_slices<B: DequantizeBackend>(
     gradient: FloatTensor<B>,
     words: IntTensor<B>,

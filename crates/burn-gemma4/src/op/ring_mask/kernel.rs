@@ -1,5 +1,5 @@
-//! The attention mask over the slots of a ring buffer. A column is one token's key, and each slot holds the newest column
-//! that was written to it.
+//! The attention mask over the slots of a ring buffer of keys. A slot holds one token's key, the newest that was written to
+//! the slot. A column is the position of this token.
 //!
 //! Budget: one element of the mask per unit in registers, no shared memory. Bound: latency.
 
@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 pub(super) const UNITS: usize = 256;
 
 /// Writes `[sequences, queries, slots]`, with 1 where a query sees the key in a slot. If `last_is_written`, the newest key
-/// belongs to the last query, and otherwise to the token before the last query.
+/// belongs to the last query. Otherwise it belongs to the token before the last query.
 #[cube(launch_unchecked)]
 pub(super) fn ring_mask_pdl<M: Numeric, I: Int>(
     positions: &Tensor<I>,

@@ -88,8 +88,8 @@ impl RingBackend for CubeBackend {
         );
         let element = dtype_to_storage_type(mask.dtype);
         let integer = dtype_to_storage_type(positions.dtype);
-        // SAFETY: unit `i` writes element `i` of `mask` only if `i` is below `all`, the length of `mask`. The unit reads the
-        // positions of its query and of its sequence's last query. `positions` has one element per query.
+        // SAFETY: unit `i` works only if `i` is below `all`, the length of `mask`. The unit writes element `i` of `mask`. It
+        // reads the positions of its query and of its sequence's last query. `positions` has one element per query.
         unsafe {
             ring_mask_pdl::launch_unchecked(
                 &client,

@@ -272,9 +272,9 @@ fn changed(
     let element = dtype_to_storage_type(logits.dtype);
     let argument =
         |words: Option<CubeTensor>| words.map(|words| into_contiguous(words).into_tensor_arg());
-    // SAFETY: unit `i` reads element `i` of `logits` and writes element `i` of `changed` only if `i` is below
-    // `rows · columns`, the length of both tensors. `seen` has one bit per row and column, and `suppressed` one bit per
-    // column.
+    // SAFETY: unit `i` works only if `i` is below `rows · columns`, the length of `logits` and `changed`. The unit reads
+    // element `i` of `logits`, and writes element `i` of `changed`. `seen` has one bit per row and column, and `suppressed`
+    // one bit per column.
     unsafe {
         change_logits::launch_unchecked(
             &client,

@@ -43,8 +43,8 @@ pub(super) fn stretch(columns: u32, stretches: u32) -> Stretch {
     }
 }
 
-/// Returns the keys of [`AHEAD`] columns, which are [`UNITS`] apart, of the row that begins at element `from`. A column at
-/// or after `end` gives the key 0, which is below all other keys.
+/// Returns the keys of [`AHEAD`] columns of a row. The columns are [`UNITS`] apart, and the row begins at element `from`. A
+/// column at or after `end` gives the key 0, which is below all other keys.
 #[cube]
 pub(super) fn next_keys<E: Float>(
     logits: &Tensor<E>,

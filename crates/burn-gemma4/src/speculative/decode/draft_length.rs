@@ -21,8 +21,8 @@ const MEMORY: f64 = 16.0;
 const FIRST_ACCEPTANCE: f64 = 0.6;
 const FIRST_DRAFTS: f64 = 4.0;
 
-/// The maximum number of tokens in a pass, all sequences together, if the caller has not fixed the number of draft tokens.
-/// The decode kernels support up to 8 tokens.
+/// The maximum number of tokens of all sequences in a pass. It applies if the caller has not fixed the number of draft
+/// tokens. The decode kernels support up to 8 tokens.
 const ROWS: usize = 8;
 
 /// The adaptive number of draft tokens per pass, for one sequence.

@@ -1,5 +1,5 @@
-//! The drafter's head, which chooses a token from a hidden state, among the whole vocabulary or among a few groups of
-//! tokens.
+//! The drafter's head, which chooses the most likely token for a hidden state. It considers the whole vocabulary, or a few
+//! groups of tokens.
 
 #[cfg(feature = "cube")]
 use crate::op;
@@ -57,8 +57,8 @@ impl MaskedEmbedding {
         }
     }
 
-    /// Returns the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden` is `[rows, hidden]`,
-    /// and the groups' `scores` are `[rows, groups]`. The embedding `table` has one row per token.
+    /// Returns, for each row, the token with the largest logit among the tokens of the best groups, `[rows]`. `hidden` is
+    /// `[rows, hidden]`, and the groups' `scores` are `[rows, groups]`. The embedding `table` has one row per token.
     pub(super) fn token(
         &self,
         hidden: Tensor<2>,
@@ -81,8 +81,8 @@ impl MaskedEmbedding {
         drafter_head::looks_at(table, &self.token_ordering)
     }
 
-    /// Computes the tokens of [`token`](Self::token) with kernels. Writes them to the tensor in `places`, from the index in
-    /// `places` on. This tensor holds all draft tokens of one run of the drafter.
+    /// Computes the tokens of [`token`](Self::token) with kernels. Writes them to the tensor of all draft tokens of one run
+    /// of the drafter. `places` names this tensor, and the index of the first written token.
     #[cfg(feature = "cube")]
     pub(super) fn guess(
         &self,
@@ -128,8 +128,8 @@ fn numbers(count: usize, device: &Device) -> Tensor<1, Int> {
 /// Returns the indices of the `count` largest scores, the largest first. Equal scores are ordered by index. `scores` is
 /// `[all]`, and `places` are the integers `0..all`.
 ///
-/// This function compares all pairs of scores on the device. Burn's sort runs on the host, for which every draft token would
-/// wait.
+/// This function compares all pairs of scores on the device. Burn's sort runs on the host, so every draft token would wait
+/// for the host.
 fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1, Int> {
     let [all] = scores.dims();
     let [rows, columns] = [
@@ -140,8 +140,7 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         places.clone().unsqueeze_dim::<2>(1),
         places.clone().unsqueeze_dim::<2>(0),
     ];
-    // Row `i` of `before` has a 1 in each column `j` whose score comes before score `i`. For equal scores `first` decides by
-    // the index.
+    // Row `i` of `before` has a 1 in column `j` if score `j` is larger than score `i`, or equal with a smaller index.
     let first = columns
         .clone()
         .equal(rows.clone())
@@ -152,8 +151,8 @@ fn largest(scores: Tensor<1>, places: Tensor<1, Int>, count: usize) -> Tensor<1,
         .equal(places.clone().narrow(0, 0, count).unsqueeze_dim::<2>(1))
         .int();
     let found = (found * places.clone().unsqueeze_dim::<2>(0)).sum_dim(1);
-    // Clamp the indices to the valid range. `found` sums the indices of all scores with a rank. NaN scores may share a rank,
-    // so the sum may be too large.
+    // Clamp the indices to the valid range. For each rank, `found` sums the indices of all scores with this rank. NaN scores
+    // may share a rank, so a sum may be too large.
     found.squeeze_dim(1).clamp(0, all as i64 - 1)
 }
 

@@ -12,16 +12,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// The maximum number of minijinja instructions in one rendering, which take seconds. Gemma 4's templates search all earlier
-/// messages for each message, so 1,000 messages take 4 million instructions.
+/// The maximum number of minijinja instructions in one rendering. So many instructions take seconds. Gemma 4's templates
+/// search all earlier messages for each message, so 1,000 messages take 4 million instructions.
 const MOST_INSTRUCTIONS: u64 = 100_000_000;
 
 /// The maximum number of bytes that one rendering may create, including intermediate texts and lists. Templates copy each
 /// message about ten times, and the longest prompts have a few million bytes.
 pub(super) const MOST_BYTES: usize = 128 << 20;
 
-/// The sizes that the limit on created bytes assumes. A list or a namespace counts as `LIST` bytes, plus `ELEMENT` bytes for
-/// each element, also in nested lists.
+/// The assumed sizes of lists, for the limit on created bytes. A list or a namespace counts as `LIST` bytes, plus `ELEMENT`
+/// bytes for each of its elements and of the elements of nested lists.
 pub(super) const LIST: usize = 64;
 const ELEMENT: usize = 8;
 

@@ -41,12 +41,12 @@ fn guarded<'source>(instruction: &Instruction<'source>) -> Option<Instruction<'s
     })
 }
 
-/// The name of the function that checks the time limit, before each instruction that may read long texts, and in each
-/// iteration of a loop.
+/// The name of the function that checks the time limit. It is called before each instruction that may read long texts, and
+/// in each iteration of a loop.
 const LOOK: &str = "in time";
 
-/// The name of the function that converts a text to a list of its characters, before loops and unpacking. minijinja cannot
-/// unpack a text, and its loop over a text has no defined length.
+/// The name of the function that converts a text to a list of its characters. It is called before loops and unpacking.
+/// minijinja cannot unpack a text, and its loop over a text has no defined length.
 const ITERATED: &str = "iterated text";
 
 /// True if an instruction may read long texts. The time limit is then checked before the instruction.
@@ -220,7 +220,8 @@ pub(super) fn set(environment: &mut Environment<'_>) {
         environment.add_test(
             name,
             move |state: &State<'_, '_>, arguments: Rest<Value>| {
-                // Check the time in each call. A single `select` instruction may perform a test for thousands of elements.
+                // Check the time limit whenever a template test runs. One `select` filter may run a test on thousands of
+                // elements, while the engine counts only one instruction.
                 assert_in_time(state)?;
                 Ok::<_, Error>(test.call(state, &arguments)?.is_true())
             },

@@ -79,8 +79,8 @@ pub fn of_file(path: &Path) -> Result<String, Gemma4Error> {
     })
 }
 
-/// Returns a folder's template and special tokens. Without a template in a file, the template is that of Gemma 4. Also
-/// returns the path that error messages must name, like [`own`].
+/// Returns a folder's template and special tokens. Without a template in a file, the template is that of Gemma 4. Like
+/// [`own`], also returns the path for error messages.
 pub fn of_folder(folder: &Path) -> Result<(PathBuf, String, SpecialTokens), Gemma4Error> {
     let config = TokenizerConfig::of_folder(folder)?;
     let tokens = config.iter().flat_map(TokenizerConfig::special_tokens);

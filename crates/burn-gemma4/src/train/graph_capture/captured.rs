@@ -16,8 +16,8 @@ use burn::{
 };
 use std::rc::Rc;
 
-/// The maximum number of tokens in the batch of a captured step. A graph saves no time once the host launches a step as fast
-/// as the GPU runs the step. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
+/// The maximum number of tokens in the batch of a captured step. If the host launches a step as fast as the GPU runs it, a
+/// graph saves no time. For E2B with an adapter on an H200, this is the case at 8,192 tokens.
 const CAPTURE_MAX_ROWS: usize = 4096;
 
 /// The maximum size in bytes of the trained parameters, which are copied. All adapters are smaller, and so are all

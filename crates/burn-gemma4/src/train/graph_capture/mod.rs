@@ -24,8 +24,9 @@ use std::{fmt, marker::PhantomData};
 /// the same shape replay the graph. The graph keeps all memory that a step needs. A batch of another shape, or a change of
 /// the set of trained parameters, drops the graph for good.
 ///
-/// A step that needs data on the host is not captured: with more than 512 experts, or with half-precision experts on CUDA
-/// and [`by_layer`](Self::by_layer). The gradients do not depend on whether a graph is used.
+/// A step that needs data on the host is not captured. A model with more than 512 experts needs such data. On CUDA,
+/// half-precision experts with [`by_layer`](Self::by_layer) need it, too. The gradients do not depend on whether a graph is
+/// used.
 ///
 /// A capture runs the step four times. During a capture on CUDA, calls of other threads fail if they wait for the device or
 /// allocate device memory. Programs whose threads share a CUDA device should use

@@ -37,8 +37,8 @@ const WIDTHS: [(usize, usize); 3] = [(256, 3), (128, 5), (64, 7)];
 /// column of one chunk.
 const OVERHEAD: usize = 512;
 
-/// The tile width in columns below which a tile's multiplications do not get faster. A wgmma reads the 64 rows of its left
-/// operand from shared memory, and this read takes the same time for every width.
+/// Tiles with fewer columns than this number take as long to multiply as tiles with this number. A wgmma reads the 64 rows
+/// of its left operand from shared memory, and this read takes the same time for every width.
 const LEAST_WIDTH: usize = 96;
 
 /// The number of tile rows that are in flight at the same time. Neighbouring tiles in flight share their reads in the L2 cache.

@@ -70,7 +70,7 @@ pub fn format_address(host: &str, port: u16) -> String {
 }
 
 /// Opens the listeners of the first process. If `host` is `localhost` or a loopback address, the listeners use only the
-/// loopback interface, and otherwise every interface by IPv4 and IPv6.
+/// loopback interface. Otherwise, they use every interface, by IPv4 and IPv6.
 ///
 /// # Errors
 /// Returns an error if another program uses the port.
@@ -97,8 +97,8 @@ pub fn listeners(host: &str, port: u16) -> io::Result<Vec<TcpListener>> {
     }
 }
 
-/// Connects to the first address of `name` that answers, with attempts until `patience` has passed. At first the name may be
-/// unknown or the port closed.
+/// Connects to the first address of `name` that answers. Tries again until `patience` has passed, because the name may be
+/// unknown at first, or the port closed.
 ///
 /// # Errors
 /// Returns the error of the last address.

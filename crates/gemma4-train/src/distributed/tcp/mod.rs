@@ -131,8 +131,8 @@ impl Tcp {
                             }
                             continue;
                         }
-                        // A second process with a rank is an error while the first is connected. If the first has
-                        // disconnected, the second takes the rank.
+                        // If another process with the same rank is connected, the run ends with an error. If that process
+                        // has disconnected, the new process takes the rank.
                         if streams.get(&rank).is_some_and(is_there) {
                             let refusal = format!("two processes have the rank {rank}");
                             for stream in streams.values().chain([&stream]) {

@@ -2,8 +2,8 @@
 //! width and the device's shared memory.
 //!
 //! The stationary operands are the rows of a cube's tile, queries or keys. The streamed operands are blocks of the opposite
-//! side. The *first* GEMMs multiply a stationary and a streamed operand to compute S and dP. The *second* GEMMs compute the
-//! output or the gradients.
+//! side. The *first* GEMMs multiply a stationary and a streamed operand to compute S (the scores) and dP (the gradient of
+//! the probabilities). The *second* GEMMs compute the output or the gradients.
 
 mod tables;
 
@@ -35,8 +35,9 @@ const PLANES: [usize; 2] = [32, 64];
 struct Kept {
     /// The number of stationary operands that stay in shared memory.
     held: usize,
-    /// The number of left operands of the second GEMMs (P or dS) that stay in shared memory. Above 0, both streamed operands
-    /// stay in shared memory too. With 0, all these operands share one region of shared memory.
+    /// The number of left operands of the second GEMMs that stay in shared memory. These operands are P (the probabilities)
+    /// or dS (the gradient of the scores). If the number is above 0, both streamed operands stay in shared memory too. If
+    /// the number is 0, all these operands share one region of shared memory.
     resident: usize,
 }
 
@@ -125,8 +126,8 @@ impl Choice<'_> {
                     .complete(shape, width, NOTHING)
                     .filter(|tiles| self.fit(tiles))?;
                 let held = self.complete(shape, width, self.all_resident());
-                // Keep the stationary operands in shared memory only if the second GEMM's streamed operand (such as V) is
-                // not copied in more pieces. Each piece costs a barrier.
+                // Keep the stationary operands in shared memory only if this does not raise the number of pieces in which
+                // the second GEMM's streamed operand (such as V) is copied. Each piece costs a barrier.
                 let is_as_good = |held: &UnitTiles| {
                     self.fit(held) && held.accumulated_parts() == copied.accumulated_parts()
                 };
@@ -148,11 +149,11 @@ impl Choice<'_> {
         }
     }
 
-    /// Returns the tiles of the first table entry for `width` columns that fits the device. The stationary operands stay in
-    /// shared memory.
+    /// Tries the entries of both tables in order, and returns the first tiles that have `width` columns and fit the device.
+    /// The stationary operands stay in shared memory.
     ///
-    /// With an entry of the first table, both streamed operands and `left` left operands of the second GEMMs (P or dS) stay
-    /// in shared memory too. With an entry of the second table, these operands overwrite each other.
+    /// In tiles of the first table, both streamed operands stay in shared memory too. So do `left` left operands of the
+    /// second GEMMs (P or dS). In tiles of the second table, these operands overwrite each other.
     fn keeping(&self, left: usize, tables: [&[Shape]; 2], width: usize) -> Option<UnitTiles> {
         let all = Kept {
             resident: left,

@@ -224,7 +224,7 @@ mod tests {
     use crate::tile_ops::table::{SINGLE, choose};
     use burn::tensor::DType;
 
-    /// Returns the profile of Mesa's software Vulkan driver on two processor cores.
+    /// Returns the profile of Mesa's software Vulkan driver on two CPU cores.
     fn software() -> DeviceProfile {
         DeviceProfile {
             processors: Some(2),

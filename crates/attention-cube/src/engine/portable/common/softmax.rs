@@ -6,7 +6,7 @@
 //!
 //! If planes hold the output in fragments, a rescale of the output has to pass through shared memory. To make rescales rare,
 //! the softmax subtracts a reference maximum, which changes only if the true maximum exceeds the reference by more than
-//! ln(2^8). P stays below 2^8, far from the limits of half precision.
+//! ln(2^8). The exponentials are then at most 2^8, far from the limits of half precision.
 
 use crate::math::score::{LOWEST, is_hidden, numerator};
 use crate::tile_ops::score_layout::{tile_row, unit_column, unit_row};

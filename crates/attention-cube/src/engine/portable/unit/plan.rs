@@ -62,10 +62,11 @@ pub(super) fn backward(
     )
 }
 
-/// Returns the number of the query's partial gradients if one kernel computes all gradients, or else `None`.
+/// Returns the number of the query's partial gradients if one kernel computes all gradients. Otherwise returns `None`.
 ///
-/// Several partial gradients keep the processors of a software driver busy. The result is `None` for a GPU. For a software
-/// driver, the result is `None` if more than [`MAX_PARTS`] partial gradients are needed, or if not even one fits the buffer.
+/// With several partial gradients, a software driver can use all cores of the CPU. The result is `None` for a GPU. For a
+/// software driver, the result is `None` if more than [`MAX_PARTS`] partial gradients are needed, or if not even one fits
+/// the buffer.
 fn parts(problem: &AttentionProblem, device: &DeviceProfile, tiles: &UnitTiles) -> Option<usize> {
     let heads = (problem.batch * problem.kv_heads).max(1);
     let parts = device.processors?.div_ceil(heads);

@@ -1,8 +1,8 @@
 //! The biases of a fragment's scores.
 //!
-//! If registers suffice, a thread loads all biases of a block before S is ready, so that the GEMMs hide the latency of the
-//! loads. The early load requires half-precision biases in which each pair of adjacent columns is an aligned 32-bit word.
-//! All other biases are loaded separately for each score, or once per tile if a head has one bias.
+//! If registers suffice, a thread loads all biases of a block before the GEMM of `q·k` has finished, so that the GEMMs hide
+//! the latency of the loads. The early load requires half-precision biases in which each pair of adjacent columns is an
+//! aligned 32-bit word. All other biases are loaded separately for each score, or once per tile if a head has one bias.
 //!
 //! A warp's load reads 16 bytes from each of 8 rows, which costs 8 accesses to the L1 cache. TMA loads biases eight times as
 //! fast. The kernel uses TMA if TMA supports the layout of the bias and the biases fit shared memory.
@@ -24,8 +24,9 @@ use cubecl::prelude::*;
 pub(crate) enum BiasReads {
     /// The bias of a score is loaded at the moment the score is computed. The bias may have any precision and any strides.
     There,
-    /// The biases of a block are loaded before S is ready. Each 32-bit word holds the half-precision biases of two adjacent
-    /// columns. If the kernel reserves shared memory for biases, TMA copies the biases there.
+    /// The biases of a block are loaded before the dot products `q·k` (S) are ready. Each 32-bit word holds the
+    /// half-precision biases of two adjacent columns. If the kernel reserves shared memory for biases, TMA copies the biases
+    /// there.
     Ahead(Half),
     /// The bias is one value per head, and is loaded once per tile. A bias of −∞ hides all keys from the head.
     OnceAHead,
@@ -34,8 +35,8 @@ pub(crate) enum BiasReads {
 /// A thread's biases for a block of up to 128 columns. Each word holds two biases, in the order of the register pairs.
 pub(crate) type BiasWords = Vector<u32, Const<32>>;
 
-/// Loads a thread's biases for `columns` columns from `first_column` on, if the kernel loads biases before S is ready. A row
-/// or column past the end gets the last row's or column's bias.
+/// If the kernel loads biases before the dot products `q·k` (S) are ready, loads a thread's biases for `columns` columns
+/// from `first_column` on. A row or column past the end gets the last row's or column's bias.
 #[cube]
 pub(crate) fn bias_words<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
@@ -130,7 +131,7 @@ pub(crate) fn lane_hides<F: Float, NB: Size>(
     smallest < LOWEST
 }
 
-/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases loaded before S was ready. A bias
+/// Turns the dot products `s` into scores: applies scale and softcap, and adds the biases, which were loaded earlier. A bias
 /// of −∞ makes the score −∞, even if the dot product is NaN.
 #[cube]
 pub(crate) fn add_words<NS: Size>(

@@ -1,8 +1,8 @@
 //! Queries with scores so large that one f32 cannot hold the query's LSE precisely enough. Such a query is called *far*.
 //!
 //! For a query that is not far, the LSE is a single f32. If the magnitude of an LSE is
-//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, the rounding to f32 shows in P. An LSE of 10⁸ has an error of 4,
-//! and P is wrong by a factor of 50.
+//! [`FAR`](crate::auxiliary::delta::kernel::FAR) or more, the rounding to f32 shows in the probabilities. An LSE of 10⁸ has
+//! an error of 4, which changes a probability by a factor of 50.
 //!
 //! For a far query, the LSE tensor holds a mark instead of the LSE. Two separate f32 hold the reference (row_max, which the
 //! softmax subtracts from the scores) and the logarithm of row_sum. If a tile may have a far query, all its blocks take the

@@ -532,8 +532,8 @@ fn scored<F: Float, NB: Size, NS: Size>(
         first: f32::new(1.0),
         second: f32::new(1.0),
     };
-    // A `raw` kernel needs no slopes. If the kernel loads biases before S is ready, `s` already holds scores, and no slopes
-    // are needed. In both cases, each slope is 1.
+    // A `raw` kernel needs no slopes. If the kernel loads biases before the GEMM of `q·k` has finished, `s` already holds
+    // scores, and no slopes are needed. In both cases, each slope is 1.
     if comptime!(kind.raw || kind.reads_ahead()) {
         Scored {
             values: dots,

@@ -60,10 +60,10 @@ pub(crate) struct ForwardTiling {
     pub together: usize,
 }
 
-/// The ways in which a forward kernel can load biases before S is ready.
+/// The ways in which a forward kernel can load biases before the dot products `q·k` (S) are ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BiasesAhead {
-    /// The kernel never loads biases before S is ready, since the kernel has no registers to spare.
+    /// The kernel has no registers to spare, so it loads biases only after the dot products `q·k` (S) are ready.
     Never,
     /// Threads load two half-precision biases as one 32-bit word, if the layout of the bias allows it.
     ByTwos,
@@ -153,8 +153,8 @@ impl ForwardPass {
         };
         let bias_vector = bias_vector(optional_inputs.bias.as_ref());
         let half_of_bias = match ahead {
-            // A bias that is loaded before S is ready is part of the score from the start. A score mod must not see the
-            // bias, so a kernel with a score mod loads biases later.
+            // If a kernel loads the bias early (before `q·k` is ready), the bias is part of the score from the start. A
+            // score mod must not see the bias, so a kernel with a score mod loads the bias later.
             _ if problem.has_code() => None,
             BiasesAhead::Never => None,
             BiasesAhead::ByTwos => optional_inputs.half_of_bias_by_twos(),

@@ -68,7 +68,7 @@ pub(crate) struct FragmentKind {
 }
 
 impl FragmentKind {
-    /// True if the kernel loads biases before S is ready.
+    /// True if the kernel loads biases before the dot products `q·k` (S) are ready.
     pub(crate) const fn reads_ahead(&self) -> bool {
         matches!(self.bias_reads, BiasReads::Ahead(_))
     }
@@ -76,7 +76,7 @@ impl FragmentKind {
     /// Returns the half-precision type of the biases.
     ///
     /// # Panics
-    /// Panics if the kernel does not load biases before S is ready.
+    /// Panics if the kernel does not load biases before the dot products `q·k` (S) are ready.
     pub(crate) fn half_of_bias(&self) -> Half {
         match self.bias_reads {
             BiasReads::Ahead(half) => half,

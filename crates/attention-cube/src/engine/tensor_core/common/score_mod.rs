@@ -10,7 +10,8 @@ use cube_kit::nvidia::accumulator::{Pair, column, is_second};
 use cubecl::prelude::*;
 
 /// Returns the query and key positions of the two scores of the `pair`-th register pair, in a block that begins at
-/// `first_column`. The pair's first column is `at`, or the first column of the last existing pair.
+/// `first_column`. The pair's first column is `at`. For a pair past the last column of the head, `at` is the first column of
+/// the last pair instead.
 ///
 /// The result also holds the distance between query and key as f32. Each row needs one conversion from integer to f32, and
 /// each column one addition of a constant.

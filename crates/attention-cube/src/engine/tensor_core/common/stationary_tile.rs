@@ -66,8 +66,8 @@ pub(crate) fn stationary_tile(
     let exist = min(first_row + existing, seq_info.length);
     let run = if comptime!(side == Side::Queries) {
         // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor
-        // has no biases for these rows. With a mask mod, these rows could mark a key as used that is hidden from all
-        // queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial tile.
+        // has no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden from
+        // all queries. With per-score biases or a mask mod, no block therefore counts as fully visible for a partial tile.
         let full =
             existing == comptime!(rows as i32) || comptime!(!kind.fragment.hides_single_keys());
         visible_keys(
@@ -338,8 +338,8 @@ pub(crate) fn lse_delta_of_tile<'a>(
     lse_delta_of_rows(lse_delta, tile.batch, tile.head, far, row, seq_lens, kind)
 }
 
-/// Returns the factor of each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The gradient of
-/// such a query may be NaN. The GEMM multiplies dS = 0 by keys that may be NaN, and 0 · NaN is NaN.
+/// Returns the factor of each of a thread's two gradient rows: `factor`, or 0 for a query that sees no key. The caller sets a
+/// row with the factor 0 to zeros. The row may be NaN, because its GEMM multiplies dS = 0 by keys that may be NaN.
 #[cube]
 pub(crate) fn row_factors(
     lse_delta: &Tensor<f32>,

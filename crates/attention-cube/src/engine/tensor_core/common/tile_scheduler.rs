@@ -23,13 +23,13 @@ pub(crate) struct TileKind {
 }
 
 impl TileKind {
-    /// True if a block may contain a key that is hidden from every row of the tile, between visible keys.
+    /// True if a key between two visible keys of a block may be hidden from every row of the tile.
     pub(crate) const fn leaves_masked(&self) -> bool {
         self.fragment.score.leaves_masked(&self.fragment.structure)
     }
 
-    /// True if a tile may skip blocks between its first and its last visited block. The tile of queries of a problem with one
-    /// interval per query, and without segments and mask, visits every block of its block range.
+    /// True if a tile may skip blocks between its first and its last visited block. If every query has one interval, and the
+    /// problem has neither segments nor mask, a tile of queries visits every block of its block range.
     pub(crate) const fn skips_blocks(&self) -> bool {
         let structure = self.fragment.structure;
         let is_one_range = structure.intervals == 1
@@ -160,8 +160,8 @@ fn tile(
         kv_head = work_tile.head / group;
     }
     // A partial tile has rows past the last query, which also compute scores in a fully visible block. The bias tensor has
-    // no biases for these rows. With a mask mod, these rows could mark a key as used that is hidden from all queries. With a
-    // bias or a mask mod, no block therefore counts as fully visible for a partial tile.
+    // no biases for these rows. With a mask mod, these rows could mark a key as used although the key is hidden from all
+    // queries. With a bias or a mask mod, no block therefore counts as fully visible for a partial tile.
     let mut full = true;
     if comptime!(kind.fragment.hides_single_keys()) {
         full = existing == comptime!(rows as i32);

@@ -1,5 +1,5 @@
-//! Helpers for a warp's register fragments, which lie one after another in one vector, and for f32 values per row that warps
-//! exchange in shared memory.
+//! Helpers for the registers of a warp. All fragments of a warp lie one after another in one vector. Other helpers exchange
+//! one f32 per row between warps, through shared memory.
 
 use cube_kit::nvidia::accumulator::Pair;
 use cube_kit::nvidia::ptx::{load_shared, store_shared};

@@ -1,5 +1,5 @@
-//! The epilogue writes the rows and columns of an output or gradient that a warpgroup has computed, by TMA if the shape
-//! allows it.
+//! The epilogue of a kernel. Each warpgroup writes the rows and columns of the output or gradient that it has computed. If
+//! the shape allows it, TMA does the writes.
 
 use crate::engine::tensor_core::common::output::{
     Finished, OutputPart, normalised, output_rows, without_blind, write_rows,

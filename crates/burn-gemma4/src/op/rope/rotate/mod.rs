@@ -68,8 +68,8 @@ impl RotateBackend for CubeBackend {
         let output = empty(&heads, shape.clone(), heads.dtype);
         let [table_rows, pairs] = [cos.meta.shape()[0], cos.meta.shape()[1]];
         let count = shape.num_elements() / 2;
-        // SAFETY: unit `i` reads pair `i` of `heads` and writes pair `i` of `output` only if `i` is below `count`, the
-        // number of channel pairs. The unit also reads an element of `cos` and `sin` in a row below `table_rows`.
+        // SAFETY: unit `i` works only if `i` is below `count`, the number of channel pairs. The unit reads pair `i` of
+        // `heads`, and writes pair `i` of `output`. It also reads an element of `cos` and `sin` in a row below `table_rows`.
         unsafe {
             rotate::launch_unchecked(
                 &client,

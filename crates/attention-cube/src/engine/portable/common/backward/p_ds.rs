@@ -53,10 +53,11 @@ pub(super) fn pair_operands<'a, E: Float, N: Size>(
     }
 }
 
-/// Computes P in `s` and `d loss / d (q·k)` in `dp` for a pair of a key tile and a query block.
+/// Processes a pair of a key tile and a query block. Writes the probabilities P to `s`, and the gradient of the dot
+/// products, `d loss / d (q·k)`, to `dp`.
 ///
-/// Planes that multiply fragments later round both results to half precision. To avoid underflow, P is multiplied by
-/// `p_scale`, and the gradient is not yet multiplied by the scale of the scores.
+/// If the tiles have fragments, planes later round both results to half precision. To avoid underflow, P is then multiplied
+/// by `p_scale`, and the gradient is not yet multiplied by the scale of the scores.
 #[cube]
 pub(super) fn block_scores<E: Float, C: Float, M: Numeric, F: Float, N: Size>(
     operands: &PairOperands<'_, E, N>,
@@ -240,8 +241,8 @@ fn block_gradients<M: Numeric, F: Float>(
             if comptime!(tiles.has_fragments()) {
                 p *= f32::new(comptime!(tiles.p_scale()));
                 if comptime!(kind.score.dropout) {
-                    // P multiplied by the factor of kept probabilities may exceed half precision. P is divided by the factor
-                    // here, and the finished dV is multiplied by the factor.
+                    // P includes the factor of kept probabilities, so P may exceed the range of half precision. Divide P by
+                    // the factor here. The finished dV is multiplied by the factor.
                     p /= kept_scale(&scoring.dropout);
                 }
             }

@@ -227,8 +227,8 @@ struct RowsLseDelta {
 /// Replaces the unit's elements of S by `d loss / d (q·k)`. `first` holds the first query and the first key of the pair of a
 /// query tile and a key block. In a `whole` pair, every query sees every key.
 ///
-/// Planes that multiply fragments later round the gradients to half precision. To avoid underflow, these gradients are not
-/// yet multiplied by the scale of the scores.
+/// If the tiles have fragments, planes later round the gradients to half precision. To avoid underflow, the gradients are
+/// then not yet multiplied by the scale of the scores.
 #[cube]
 fn block_gradients<M: Numeric, F: Float>(
     s: &mut Array<f32>,

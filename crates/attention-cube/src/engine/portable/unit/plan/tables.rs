@@ -27,8 +27,8 @@ pub(super) const DOUBLE: &[Shape] = &[
 
 /// The square tiles of the kernel that computes all gradients, on software drivers. No output stays in registers.
 ///
-/// For wide heads, each unit computes 16 × 16 elements of S. At head size 512 without a mask, the kernel takes 88 ms of
-/// processor time, or 112 ms with 8 × 8 elements per unit. Separate kernels for the gradients take 105 ms.
+/// For wide heads, each unit computes 16 × 16 elements of S. At head size 512 without a mask, the kernel takes 88 ms of CPU
+/// time. With 8 × 8 elements per unit, the kernel takes 112 ms. Separate kernels for the gradients take 105 ms.
 pub(super) const TOGETHER: &[Shape] = &[
     direct(32, 64, 32, 8, 1),
     direct(128, 64, 64, 8, 2),
@@ -37,9 +37,9 @@ pub(super) const TOGETHER: &[Shape] = &[
 
 /// The tiles of the forward for few query rows, as in decoding. The kernel is bound by the time to read the keys from memory.
 pub(super) const DECODE: &[Shape] = &[
-    // With the next tiles, the kernel loads operands from global memory, as the backward does, so that the scores of forward
-    // and backward are bitwise equal. If a large score differed even in the last bit, the backward would recompute another
-    // P.
+    // With the next tiles, the kernel loads operands from global memory, as the backward does. The scores of forward and
+    // backward are then bitwise equal. If a large score differed in its last bit, the backward would compute a wrong
+    // probability.
     direct(1024, 64, 16, 16, 1),
     direct(1024, 64, 32, 8, 1),
     // The next tiles are for GPUs.

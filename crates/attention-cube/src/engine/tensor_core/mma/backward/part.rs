@@ -65,8 +65,8 @@ pub(super) struct WarpSeen {
     pub second: Seen,
 }
 
-/// Returns the visibility of a block's columns for the thread's rows, from row `row` of the tile on. The warp's columns
-/// begin with column `32 · first_word` of the block.
+/// Returns the visibility of a block's columns for the thread's rows. The first of these rows is row `row` of the tile. The
+/// warp's columns begin with column `32 · first_word` of the block.
 #[cube]
 pub(super) fn seen_by_warp<F: Float, NB: Size>(
     tile: &Stationary,

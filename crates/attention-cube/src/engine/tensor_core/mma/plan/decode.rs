@@ -10,8 +10,9 @@ use cube_kit::nvidia::Half;
 /// entry that has enough rows, is wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB.
 /// For more than 32 rows, some head sizes have no entry and use the table `FORWARD` in `plan.rs`.
 ///
-/// The speed depends on how many bytes each multiprocessor has in flight. The minimum is the memory bandwidth per
-/// multiprocessor times a memory latency of 800 ns: 30 KB for an H200, 12 KB for an A100, and 5 KB for a gaming GPU.
+/// The speed depends on how many bytes each multiprocessor has in flight. To use the full memory bandwidth, this number must
+/// be at least the bandwidth per multiprocessor times a memory latency of 800 ns: 30 KB for an H200, 12 KB for an A100, and
+/// 5 KB for a gaming GPU.
 const FEW_ROWS: &[Shape] = &[
     split_n([64, 64], [1, 1, 4], [32, 3, 2]),
     split_n([64, 64], [1, 1, 4], [16, 2, 2]),
@@ -123,8 +124,8 @@ pub(super) mod tests {
         )
     }
 
-    /// Checks that the table for few rows has tiles for every head size at each size of shared memory, with no more rows
-    /// than needed. The warps must divide split-N and split-D tiles evenly.
+    /// Checks that the table for few rows has tiles for every head size at each size of shared memory. The tiles must not
+    /// have more rows than needed. The warps must divide split-N and split-D tiles evenly.
     #[test]
     fn few_rows_tiles_every_width_has_the_fewest_rows() {
         for head_dim in NARROWEST..=576 {

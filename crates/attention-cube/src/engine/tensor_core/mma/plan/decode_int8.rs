@@ -7,8 +7,8 @@ use cube_kit::nvidia::Half;
 
 /// The table of int8 tiles: first the tiles of 16 rows, then of 32. The plan takes the first entry that has enough rows, is
 /// wide enough and fits the shared memory. Each head size has entries for 227, 163 and 99 KB. At more than 256 columns,
-/// registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first tiles for head size 512 read K and V
-/// at 81 % of the rate of a memory copy. All other tiles are not measured.
+/// registers cannot hold the output of 32 rows. With 8 query rows on an H200, the first entry for head size 512 reads K and
+/// V at 81 % of the rate of a memory copy. The other entries were not measured.
 ///
 /// An int8 block has half the bytes of a bf16 block, and its GEMMs take longer because of the conversion to bf16. The int8
 /// tiles therefore have more warps, to keep as many bytes in flight.

@@ -162,8 +162,8 @@ pub(crate) fn backward(
         value_dim,
         half,
         LogsumexpForm::of_problem(problem) == LogsumexpForm::Apart,
-        // With a softcap, TMA copies no biases. The kernel would add these biases to S before it computes the softcap's
-        // slope from the score without bias.
+        // With a softcap, TMA copies no biases. The kernel would add such biases to the score too early, because the slope
+        // of the softcap depends on the score without bias.
         layouts.tma_bias && has_box_of_biases(problem) && problem.softcap.is_none(),
     );
     let (Some(query), Some(key)) = (query, key) else {
@@ -195,8 +195,8 @@ const STAGES: usize = 5;
 /// The number of ring stages in a split-D kernel whose stationary tile holds only rows of Q or K.
 const STAGES_BESIDE_DOTS: usize = 8;
 
-/// Chooses the tiles of the kernels for dQ, for dK and for dV. The third is `None` if the second kernel also computes dV.
-/// All three are `None` if there are too many columns.
+/// Chooses the tiles of the kernels for dQ, for dK and for dV. The tiles for dV are `None` if the kernel for dK also
+/// computes dV. All three are `None` if there are too many columns.
 ///
 /// `has_logarithms` is true if the LSE of each query is stored as two f32. TMA copies boxes of biases to shared memory if
 /// `wants_bias_boxes` is true and the boxes fit there.

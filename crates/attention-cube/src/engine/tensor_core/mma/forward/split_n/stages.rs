@@ -116,8 +116,8 @@ pub(super) struct Operands {
 }
 
 /// Starts the copy of the warp's columns of a block to a stage. The function commits one `cp.async` group for the keys and
-/// one for the values, which are empty if the block does not exist. `page` is the block's page, if keys and values lie in
-/// pages.
+/// one for the values. If the block does not exist, both groups are empty. `page` is the block's page, if keys and values
+/// lie in pages.
 #[cube]
 pub(super) fn fill(
     operands: &Operands,

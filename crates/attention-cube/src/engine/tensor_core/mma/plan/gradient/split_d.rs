@@ -235,8 +235,8 @@ impl MmaGradientSplitDTiles {
         self.ring_at() + self.slots * self.slot_bytes()
     }
 
-    /// The byte offset of the bits of used columns, for which some row has a nonzero P or dS. Each warp has four words for
-    /// dS, and four more for P if the kernel computes two gradients.
+    /// The byte offset of the bits that mark used columns. A column is used if some row has a nonzero P or dS in the column.
+    /// Each warp has four words for dS, and four more for P if the kernel computes two gradients.
     pub const fn used_at(&self) -> usize {
         self.lse_delta_at() + Self::TERM_STAGES * self.term_bytes()
     }

@@ -49,8 +49,8 @@ pub(super) fn zero_fill_block<NP: Size>(
             let used = if comptime!(!tiles.sums.has_values()) {
                 used_columns::<NP>(ds, tiles.columns)
             } else if comptime!(tiles.sums.has_q_or_k() && kind.fragment.score.dropout) {
-                // If all probabilities of a column are dropped, P is 0, but dS = −w Δ is not 0. The column then counts as
-                // used.
+                // If dropout drops all probabilities of a column, P is 0 in the column, but dS is not 0. The column then
+                // counts as used.
                 used_columns::<NP>(p, tiles.columns) | used_columns::<NP>(ds, tiles.columns)
             } else {
                 used_columns::<NP>(p, tiles.columns)

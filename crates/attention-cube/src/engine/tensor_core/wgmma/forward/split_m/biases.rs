@@ -1,5 +1,5 @@
-//! Loads a block's biases before the block's scores are ready, from shared memory if TMA has copied them, else from global
-//! memory.
+//! Loads a block's biases before the block's scores are ready. If TMA has copied the biases, they are read from shared
+//! memory. Otherwise they are read from global memory.
 
 use super::mainloop::Thread;
 use super::producer::SharedOffsets;
@@ -15,8 +15,8 @@ use cube_kit::hopper::wgmma::{STEP, load_rows};
 use cube_kit::nvidia::ROW_BYTES;
 use cubecl::prelude::*;
 
-/// Loads the thread's biases of a block, if the kernel loads biases before S is ready. `count` is the block's index in the
-/// CTA.
+/// If the kernel loads biases before the dot products `q·k` (S) are ready, loads the thread's biases of a block. `count` is
+/// the block's index in the CTA.
 #[cube]
 pub(super) fn biases_of<F: Float, NB: Size>(
     scoring: &Scoring<F, NB>,
